@@ -19,7 +19,7 @@ from engine.types import FinishReason, Sequence, SequenceOutput, StepResult
 
 @dataclass(slots=True)
 class SchedulerTotals:
-    """Counters since the start."""
+    """Counts what the scheduler has done since the start."""
 
     preemptions: int = 0
     prefix_queried_tokens: int = 0
@@ -39,7 +39,7 @@ class SchedulerTotals:
 
 
 class ActiveRequests:
-    """Requests by their state: a request is in the waiting queue, or in `running` while it holds blocks."""
+    """Keeps the requests that have not ended: in the waiting queue, or in `running` while they hold blocks."""
 
     def __init__(
         self, cache: KVCache, waiting: PrefillQueue, totals: SchedulerTotals, steps_in_flight: deque[StepInFlight]
@@ -109,10 +109,9 @@ class ActiveRequests:
 
     def end_after_its_steps(self, entry: RequestEntry) -> None:
         """Remove a request now, or mark it as ended while a step with it is in flight."""
-        if any(step.has_request(entry) for step in self._steps_in_flight):
+        if any(entry in step.entries for step in self._steps_in_flight):
             entry.has_ended, entry.next_check_position = True, 0
             self.ended_sequences.add(entry.seq)
-            self._cache.cancel_loads(entry.seq)
         else:
             self.remove(entry)
 
@@ -136,11 +135,12 @@ class ActiveRequests:
     # ------------------------------------------------------------------ tokens of a step
 
     def append_tokens(self, step: StepInFlight, result: StepResult) -> list[SequenceOutput]:
-        """Append the token of each chunk that samples one, and end the requests that it finishes."""
+        """Append the token of each chunk that samples one, and end the requests that it finishes.
+
+        Returns the outputs of the step, in the order of its chunks.
+        """
         outputs: list[SequenceOutput] = []
-        failure_by_chunk, all_logprobs, index = result.failure_by_chunk, result.logprobs_by_chunk, -1
-        for entry, chunk, token_id in zip(step.entries, step.plan.chunks, result.sampled_tokens):  # the hot loop
-            index += 1
+        for index, (entry, chunk, token_id) in enumerate(zip(step.entries, step.plan.chunks, result.sampled_tokens)):
             if entry.has_ended:
                 self.end_after_its_steps(entry)
                 continue
@@ -148,26 +148,31 @@ class ActiveRequests:
                 entry.prompt_logprobs += result.prompt_logprobs_by_chunk.get(index, ())
             if not chunk.should_sample:
                 continue
-            if failure_by_chunk and (failure_message := failure_by_chunk.get(index)) is not None:
+            if index in result.failure_by_chunk:
                 self.end_after_its_steps(entry)
-                outputs.append(self.make_error_output(entry, failure_message))
+                outputs.append(self.make_error_output(entry, result.failure_by_chunk[index]))
                 outputs[-1].is_client_error = True
                 continue
             assert token_id is not None, f"chunk {index} samples, but the result holds no token for it"
-            token_ids = entry.seq.token_ids
-            token_ids.append(token_id)
-            output = SequenceOutput(request_id=entry.request_id, token_ids=[token_id])
-            if not entry.has_reported_prompt:
-                entry.add_prompt_results(output)
-            may_end = len(token_ids) >= entry.length_max or token_id in entry.stop_token_ids
-            if may_end and entry.set_finish_reason(token_id, output):
-                self.end_after_its_steps(entry)
-                self.take(entry.request_id)
-                self._totals.finished_requests += 1
+            output = self._append_token(entry, token_id)
+            if index in result.logprobs_by_chunk:
+                output.logprobs = [result.logprobs_by_chunk[index]]
             outputs.append(output)
-            if all_logprobs and (logprobs := all_logprobs.get(index)) is not None:
-                output.logprobs = [logprobs]
         return outputs
+
+    def _append_token(self, entry: RequestEntry, token_id: int) -> SequenceOutput:
+        """Append a sampled token to a request, and end the request if the token finishes it."""
+        token_ids = entry.seq.token_ids
+        token_ids.append(token_id)
+        output = SequenceOutput(request_id=entry.request_id, token_ids=[token_id])
+        if not entry.has_reported_prompt:
+            entry.add_prompt_results(output)
+        may_end = len(token_ids) >= entry.length_max or token_id in entry.stop_token_ids
+        if may_end and entry.set_finish_reason(token_id, output):
+            self.end_after_its_steps(entry)
+            self.take(entry.request_id)
+            self._totals.finished_requests += 1
+        return output
 
     # ------------------------------------------------------------------ proof
 
@@ -178,5 +183,5 @@ class ActiveRequests:
             assert entry.seq in self._cache
             assert (entry.seq in self.ended_sequences) == entry.has_ended
             assert entry.next_check_position < len(entry.seq.block_tables[0]) * self._cache.block_size
-            steps_with_entry = sum(step.has_request(entry) for step in self._steps_in_flight)
+            steps_with_entry = sum(entry in step.entries for step in self._steps_in_flight)
             assert 0 <= entry.seq.computed_tokens < len(entry.seq.token_ids) + steps_with_entry + entry.has_ended

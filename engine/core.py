@@ -62,7 +62,7 @@ class OverlappingRunner(Protocol):
 
 
 class Model(Protocol):
-    """A model, real or simulated. Its memory is freed, allocated again or filled anew only while no step runs."""
+    """Interface of a model, real or simulated. Its memory is freed or filled anew only while no step runs."""
 
     def make_runner(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
         """Make the runner. Called once. `eos_token_ids` end an answer; `grammars` constrain answers."""
@@ -123,8 +123,6 @@ class Executor:
     """Whether the runner is an `OverlappingRunner` and steps overlap."""
     host_unit_count: int = 0
     """Units of the cache in host memory."""
-    load_bytes_max: int | None = None
-    """Most bytes that a step with decodes loads from host memory; None: no limit."""
     target_prefill_tokens: int | None = None
     """See `SchedulerConfig`."""
     script_turns: tuple[ScriptTurn, ...] = ()
@@ -134,7 +132,7 @@ class Executor:
 
 
 class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):
-    """Difference between the times at which simulated steps ended and those at which they should have ended."""
+    """How far simulated steps end later than they should."""
 
     step_count: int = 0
     step_s: float = 0.0
@@ -145,7 +143,7 @@ class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges at this time, and totals since the start."""
+    """Values at this time, such as the number of running requests, and totals since the start."""
 
     running_requests: int
     waiting_requests: int
@@ -183,7 +181,7 @@ class _PreparingRequest(NamedTuple):
 
 
 class EngineCore:
-    """The step loop over a scheduler and a runner."""
+    """Runs the step loop: plans steps, has them computed, applies their results, and publishes the cache's events."""
 
     def __init__(
         self,
@@ -296,9 +294,7 @@ class EngineCore:
         """Queue the requests that are prepared. Returns the outputs of requests that cannot be served."""
         prepared_ids = self._find_prepared_ids()
         if not prepared_ids and not self.scheduler.has_work and not self.transfers.has_copies:
-            futures = [future for entry in self._preparing_requests.values() for future in entry.futures]
-            pending_futures = [future for future in futures if not future.done()]
-            wait([*pending_futures, self.transfers.copies_arrival], PREPARATION_WAIT_S, FIRST_COMPLETED)
+            self._wait_for_preparation()
             prepared_ids = self._find_prepared_ids()
         rejected = []
         for request_id in prepared_ids:
@@ -314,6 +310,12 @@ class EngineCore:
                 rejected.append(output)
         return rejected
 
+    def _wait_for_preparation(self) -> None:
+        """Wait a moment for a grammar or for blocks of a peer, as there is nothing else to do."""
+        futures = [future for entry in self._preparing_requests.values() for future in entry.futures]
+        pending_futures = [future for future in futures if not future.done()]
+        wait([*pending_futures, self.transfers.copies_arrival], PREPARATION_WAIT_S, FIRST_COMPLETED)
+
     def _find_prepared_ids(self) -> list[str]:
         """Return the ids of the requests that are prepared: grammars are compiled, and blocks are pulled."""
         return [
@@ -323,6 +325,7 @@ class EngineCore:
         ]
 
     def _begin_step(self, plan: StepPlan) -> None:
+        """Begin to compute a step. An error of that is raised when its result is waited for."""
         self._step_count += 1
         try:
             wait_for_result = self._submit_step(plan)
@@ -340,17 +343,22 @@ class EngineCore:
         except Exception as error:
             step_number = self._step_count - len(self._steps_in_flight)
             log.exception("step %d failed; its %d requests end with an error", step_number, len(plan.chunks))
-            self._failed_steps += 1
-            self._consecutive_failures += 1
-            if self._consecutive_failures >= FAILURES_MAX:
-                raise RunnerLostError(
-                    f"{FAILURES_MAX} steps failed in a row, the last with {_describe_error(error)}"
-                ) from error
-            self._step_count -= len(self._steps_in_flight)
-            self._steps_in_flight.clear()  # the next step needs the tokens of this one
-            return self.scheduler.fail(plan, f"the engine failed to compute a step: {_describe_error(error)}")
+            return self._fail_step(plan, error)
         self._consecutive_failures = 0
         return self.scheduler.apply(plan, result)
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
+        """End the requests of the oldest step. Raises RunnerLostError after too many failures in a row."""
+        self._failed_steps += 1
+        self._consecutive_failures += 1
+        if self._consecutive_failures >= FAILURES_MAX:
+            raise RunnerLostError(
+                f"{FAILURES_MAX} steps failed in a row, the last with {_describe_error(error)}"
+            ) from error
+        # A later step in flight needs the tokens of the failed one, so it counts as not begun.
+        self._step_count -= len(self._steps_in_flight)
+        self._steps_in_flight.clear()
+        return self.scheduler.fail(plan, f"the engine failed to compute a step: {_describe_error(error)}")
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache, and publish the event at once. Running sequences keep their blocks."""
@@ -383,9 +391,10 @@ class EngineCore:
         self._forget_old_weights(path)
 
     def _get_idle_model(self, *, asleep: bool) -> Model:
-        """Return the model for an operation that needs the engine to be idle, and asleep or awake.
+        """Return the model, for an operation that is allowed only without requests.
 
-        `asleep`: which of these two. Raises ValueError if the engine is in another state.
+        `asleep`: whether the operation needs a sleeping engine, or one that is awake. Raises ValueError if it may not
+        run.
         """
         assert self._model is not None
         if self.has_requests:

@@ -15,7 +15,6 @@ from engine.core import Executor, Runner
 from engine.execution.sizing import (
     RankModel,
     choose_step_tokens,
-    compute_load_bytes_max,
     count_host_units,
     count_sequences_max,
     make_runner,
@@ -73,7 +72,9 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
 
 
 def _load_rank(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor:
-    """Load the model on this rank. `leader` makes the other ranks load their parts; None if there is only one rank."""
+    """Load the model on rank 0 and size the cache. `leader` makes the other ranks load their parts; None: there are
+    none.
+    """
     torch.set_num_threads(config.num_threads)
     device = select_rank_device(config, 0)
     if leader is not None:
@@ -98,14 +99,13 @@ def _load_rank(config: EngineConfig, folder: Path, leader: Leader | None) -> Exe
         device=str(device),
         step_tokens_max=config.step_tokens_max,
         host_unit_count=host_unit_count,
-        load_bytes_max=compute_load_bytes_max(config, rank),
         overlaps_steps=should_overlap(config, device),
         target_prefill_tokens=_choose_target_prefill_tokens(device, dtype),
     )
 
 
 class LoadedModel:
-    """A model on all ranks: its runner, its weights and its blocks. Implements `engine.core.Model`."""
+    """A loaded model with its runner and weights, on all ranks. Implements `engine.core.Model`."""
 
     def __init__(
         self, config: EngineConfig, rank: RankModel, folder: Path, unit_count: int, leader: Leader | None
@@ -121,6 +121,7 @@ class LoadedModel:
         self._sleep_level = 0
 
     def make_runner(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
+        """Make the runner of all ranks, and record its decode steps if the device can."""
         runner = make_runner(self._config, self._rank, self.unit_count, eos_token_ids, grammars)
         leading_runner: Runner = runner
         if self._leader is not None:
@@ -171,11 +172,8 @@ class LoadedModel:
                 weight.release()
             elif self._rank.device.type != "cpu":
                 weight.move_to(torch.device("cpu"))
-        if self._rank.device.type == "cuda":  # torch keeps freed memory, which other processes could use
-            reserved_bytes = torch.cuda.memory_reserved(self._rank.device)
-            torch.cuda.empty_cache()
-            freed_bytes = reserved_bytes - torch.cuda.memory_reserved(self._rank.device)
-            log.info("asleep: freed %d MiB of GPU memory", freed_bytes >> 20)
+        if self._rank.device.type == "cuda":
+            _return_gpu_memory(self._rank.device)
         self._sleep_level = level
 
     def wake(self) -> None:
@@ -198,6 +196,14 @@ class LoadedModel:
         folder = self._folder if path is None else locate_model(path)[1]
         reload_weights(self._rank.model, folder, self._rank.dtype, self._rank.device)
         self._folder = folder
+
+
+def _return_gpu_memory(device: torch.device) -> None:
+    """Give memory that torch has freed, and keeps for itself, back to the GPU for other processes."""
+    reserved_bytes = torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()
+    freed_bytes = reserved_bytes - torch.cuda.memory_reserved(device)
+    log.info("asleep: freed %d MiB of GPU memory", freed_bytes >> 20)
 
 
 def _choose_target_prefill_tokens(device: torch.device, dtype: torch.dtype) -> int | None:

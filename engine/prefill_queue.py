@@ -37,7 +37,7 @@ _sort_key = attrgetter("sort_key")
 
 
 class PrefillQueue:
-    """Waiting requests in the order in which they are to be admitted."""
+    """Holds the waiting requests in the order in which they are to be admitted."""
 
     def __init__(self, order: PrefillOrder, cache: KVCache) -> None:
         self.is_shortest_first = order == "shortest"
@@ -101,21 +101,21 @@ class PrefillQueue:
                 self._insert(entry, tokens_remaining)
 
     def _estimate_tokens_remaining(self, entry: RequestEntry) -> int:
-        return len(entry.seq.token_ids) - self._cache.count_cached_tokens(entry.seq) if self.is_shortest_first else 0
+        """Return the tokens of a waiting request beyond its cached prefix; 0 if the order ignores them."""
+        if not self.is_shortest_first:
+            return 0
+        return len(entry.seq.token_ids) - self._cache.count_cached_tokens(entry.seq)
 
     def _insert(self, entry: RequestEntry, tokens_remaining: int) -> None:
         self._set_sort_key(entry, tokens_remaining)
         insort(self._entries, entry, key=_sort_key)
 
     def _set_sort_key(self, entry: RequestEntry, tokens_remaining: int) -> None:
+        """Set the place of a request: by priority, then by aged work if the shortest goes first, then by arrival."""
         entry.tokens_remaining = tokens_remaining
         priority, arrival_s, arrival_number = entry.arrival_order
-        entry.sort_key = (
-            priority,
-            tokens_remaining + AGEING * entry.arrival_work if self.is_shortest_first else 0.0,
-            arrival_s,
-            arrival_number,
-        )
+        aged_tokens = tokens_remaining + AGEING * entry.arrival_work if self.is_shortest_first else 0.0
+        entry.sort_key = (priority, aged_tokens, arrival_s, arrival_number)
 
     def check_invariants(self) -> None:
         assert self._entries == sorted(self._entries, key=_sort_key)

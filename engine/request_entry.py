@@ -9,7 +9,7 @@ from engine.types import FinishReason, Request, Sequence, SequenceOutput, TokenL
 
 @dataclass(slots=True, eq=False)
 class RequestEntry:
-    """A request as the scheduler keeps it, from its arrival to its last output."""
+    """A request inside the scheduler, from its arrival to its last output."""
 
     seq: Sequence
     request_id: str
@@ -40,16 +40,17 @@ class RequestEntry:
         request: Request, now: float, arrival_number: int, eos_token_ids: frozenset[int], token_limit: int
     ) -> RequestEntry:
         """Make the entry of a request that arrives at `now`. `token_limit`: the longest sequence, in tokens."""
-        params, prompt_len = request.params, len(request.token_ids) - request.resumed_output_len
-        stop_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        length_max = token_limit if params.max_tokens is None else prompt_len + params.max_tokens
+        params = request.params
+        prompt_len = len(request.token_ids) - request.resumed_output_len
+        own_eos_ids = frozenset() if params.ignore_eos else eos_token_ids
+        length_max = token_limit if params.max_tokens is None else min(token_limit, prompt_len + params.max_tokens)
         return RequestEntry(
             seq=Sequence(request=request, token_ids=list(request.token_ids), prompt_len=prompt_len, arrival_s=now),
             request_id=request.request_id,
             arrival_order=(request.priority, now, arrival_number),
-            stop_token_ids=stop_token_ids,
-            length_max=min(token_limit, length_max),
-            eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
+            stop_token_ids=own_eos_ids.union(params.stop_token_ids),
+            length_max=length_max,
+            eos_token_ids=own_eos_ids,
         )
 
     def __lt__(self, other: RequestEntry) -> bool:
@@ -67,9 +68,9 @@ class RequestEntry:
             output.prompt_logprobs = [None, *self.prompt_logprobs]
 
     def set_finish_reason(self, token_id: int, output: SequenceOutput) -> bool:
-        """Return whether the last token ends the request; if so, the output gets the reason.
+        """Return whether the last token, `token_id`, ends the request. If so, give the output the reason.
 
-        A stop token is a reason before the length is.
+        If the token is a stop token and also reaches the length, the reason is the stop token.
         """
         if token_id in self.stop_token_ids and self.seq.output_len >= self.seq.request.params.min_tokens:
             output.finish_reason = FinishReason.STOP

@@ -23,7 +23,7 @@ from engine.cache.kv_cache import KVCache
 from engine.prefill_queue import PrefillQueue
 from engine.request_entry import RequestEntry
 from engine.scheduler_limits import RequestRefusedError, SchedulerConfig, check_prompt_length
-from engine.step_draft import StepDraft, StepInFlight, find_unexecuted_starts
+from engine.step_draft import StepDraft, StepInFlight
 from engine.types import Chunk, FinishReason, Request, SequenceOutput, StepPlan, StepResult
 
 __all__ = ["RequestRefusedError", "Scheduler", "SchedulerConfig"]
@@ -143,24 +143,25 @@ class Scheduler:
         for entry in list(self._requests.running):
             seq = entry.seq
             start, token_count = seq.computed_tokens, len(seq.token_ids)
-            if start < entry.next_check_position:
+            ends_with_step_in_flight = start == token_count == entry.length_max - 1
+            if start < entry.next_check_position:  # most decodes: they have memory, and cannot end
                 chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, start == token_count)
-            elif entry.has_ended or start == token_count == entry.length_max - 1:
-                pass  # the request ends when the step in flight is applied
-            elif token_count - start > 1 or self.cache.is_loading(seq):
+            elif entry.has_ended or ends_with_step_in_flight:
+                continue
+            elif token_count - start > 1:
                 prefills.append(entry)
             elif self._grow_or_preempt(entry, start + 1, draft):
                 chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, start == token_count)
                 entry.set_next_check(start, block_size)
                 draft.unregistered_entries.append(entry)
         draft.set_budget(self.config)
-        self.cache.plan_loads(has_decodes=draft.decode_count > 0)
         return prefills
 
     def _grow_or_preempt(self, entry: RequestEntry, end: int, draft: StepDraft) -> bool:
-        """Find memory for the positions of `entry` before `end`, by preemption if need be. Raises _MustDrain.
+        """Find memory for the positions of `entry` before `end`, by preempting the last requests if need be.
 
-        False if `entry` itself was preempted, or if the step has admitted a request: then no other may be preempted.
+        False if `entry` itself was preempted, or if the step has admitted a request: then none may be preempted.
+        Raises _MustDrain if a request would be preempted while a step is in flight.
         """
         while True:
             if entry.seq not in self.cache:
@@ -181,27 +182,30 @@ class Scheduler:
     def _plan_prefills(self, prefills: list[RequestEntry], draft: StepDraft) -> None:
         """Add chunks of prompts that were begun, and admit waiting requests that come before them."""
         is_shortest_first = self._waiting_queue.is_shortest_first
+        min_tokens = draft.admission_min_tokens if is_shortest_first else 1
         for entry in self._waiting_queue.sort_started(entry for entry in prefills if entry.seq in self.cache):
             if is_shortest_first:
                 self._admit_waiting(draft, entry)
-            if draft.token_budget >= (draft.admission_min_tokens if is_shortest_first else 1):
+            if draft.token_budget >= min_tokens and entry.seq in self.cache:
                 self._continue_prefill(entry, draft)
         draft.skipped_count = 0  # this step may compute the prefixes for which requests were skipped
 
     def _continue_prefill(self, entry: RequestEntry, draft: StepDraft) -> None:
         """Add a chunk of a prompt that was begun."""
         seq = entry.seq
-        if seq not in self.cache or self.cache.is_loading(seq):  # preempted meanwhile, or waits for host memory
-            return
-        end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.token_budget))
+        end = self._find_chunk_end(entry, draft)
         if self._grow_or_preempt(entry, end, draft):
             draft.add(entry, Chunk(seq, seq.computed_tokens, end, end == len(seq.token_ids)))
+
+    def _find_chunk_end(self, entry: RequestEntry, draft: StepDraft) -> int:
+        """Return the end of the next chunk of a prompt, which the step's budget and planned checkpoints bound."""
+        seq = entry.seq
+        return self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.token_budget))
 
     def _admit_waiting(self, draft: StepDraft, started_entry: RequestEntry | None = None) -> None:
         """Start waiting requests while budget, seats and memory last.
 
-        With `started_entry`, a prompt that was begun: only those whose turn comes before it. A request is skipped, for
-        now, only if a running sequence is about to compute what the request would compute again.
+        With `started_entry`, a prompt that was begun: only those whose turn comes before it.
         """
         waiting_queue = self._waiting_queue
         while (
@@ -215,29 +219,34 @@ class Scheduler:
             entry = waiting_queue[draft.skipped_count]
             if started_entry is not None and entry.sort_key >= started_entry.sort_key:
                 return
-            # Running requests keep some room to grow into, else the new request would be preempted at once.
-            reserve_blocks = self.cache.growth_reserve_blocks if self._requests.running else 0
-            if not self.cache.has_room_for_blocks(reserve_blocks + 1):
-                draft.is_admission_closed = True
-            elif self.cache.should_wait(entry.seq):
-                draft.skipped_count += 1
-            elif draft.requeued_count < _WAITING_SCAN_MAX and waiting_queue.requeue_if_longer(entry):
-                draft.requeued_count += 1
-            elif self.cache.admit(entry.seq, reserve_blocks):
-                self._start_prefill(entry, draft)
-            else:
-                draft.is_admission_closed = True
+            self._admit_or_skip(entry, draft)
+
+    def _admit_or_skip(self, entry: RequestEntry, draft: StepDraft) -> None:
+        """Start a waiting request, give it a later place, skip it for this step, or close the step to others.
+
+        It is skipped only if a running sequence is about to compute what the request would compute again.
+        """
+        # Running requests keep some room to grow into, else the new request would be preempted at once.
+        reserve_blocks = self.cache.growth_reserve_blocks if self._requests.running else 0
+        if not self.cache.has_room_for_blocks(reserve_blocks + 1):
+            draft.is_admission_closed = True
+        elif self.cache.should_wait(entry.seq):
+            draft.skipped_count += 1
+        elif draft.requeued_count < _WAITING_SCAN_MAX and self._waiting_queue.requeue_if_longer(entry):
+            draft.requeued_count += 1
+        elif self.cache.admit(entry.seq, reserve_blocks):
+            self._start_prefill(entry, draft)
+        else:
+            draft.is_admission_closed = True
 
     def _start_prefill(self, entry: RequestEntry, draft: StepDraft) -> None:
-        """Add the first chunk of a request that was just admitted, unless it waits for loads from host memory."""
+        """Add the first chunk of a request that was just admitted."""
         draft.has_admitted = True
         self._requests.start(entry)
         seq = entry.seq
         if self._uses_shared_prefixes:
             self._waiting_queue.discount_shared_prefix(seq, self._waiting_queue.first_entries(_WAITING_SCAN_MAX))
-        if self.cache.is_loading(seq):
-            return
-        end = self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.token_budget))
+        end = self._find_chunk_end(entry, draft)
         has_memory = self.cache.grow(seq, end)
         assert has_memory, "admitted without room for its tokens"
         draft.add(entry, Chunk(seq, seq.computed_tokens, end, end == len(seq.token_ids)))
@@ -262,15 +271,9 @@ class Scheduler:
             assert self._requests.running or not self._waiting_queue, "requests wait, and nothing runs"
             return StepPlan(chunks=[])
         plan = StepPlan(list(draft.chunk_by_entry.values()))
-        loading_entries = self._find_loading_entries(draft)
         self.cache.fill_plan(plan)
-        self._steps_in_flight.append(StepInFlight(plan, list(draft.chunk_by_entry), loading_entries))
+        self._steps_in_flight.append(StepInFlight(plan, list(draft.chunk_by_entry)))
         return plan
-
-    def _find_loading_entries(self, draft: StepDraft) -> list[RequestEntry]:
-        """Return the running requests for which the step only loads blocks from host memory."""
-        sequences = self.cache.list_loading_sequences()
-        return [e for e in self._requests.running if e.seq in sequences and e not in draft.chunk_by_entry]
 
     # ------------------------------------------------------------------ results of a step
 
@@ -281,9 +284,6 @@ class Scheduler:
         assert len(result.sampled_tokens) == len(plan.chunks)
         self.cache.commit(plan.chunks, self._requests.ended_sequences)
         outputs = self._requests.append_tokens(step, result)
-        for entry in step.loading_entries:
-            if entry.has_ended:
-                self._requests.end_after_its_steps(entry)
         self.totals.generated_tokens += len(outputs) - len(result.failure_by_chunk)
         return outputs
 
@@ -292,27 +292,34 @@ class Scheduler:
 
         The step after it, if there is one, was not computed either: requests that only the later step has wait again.
         """
-        steps = list(self._steps_in_flight)
-        oldest_step = steps[0]
-        assert plan is oldest_step.plan
+        failed_step, *later_steps = self._steps_in_flight
+        assert plan is failed_step.plan
         self._steps_in_flight.clear()
-        for _ in steps:
+        for _ in (failed_step, *later_steps):
             self.cache.rollback()
-        start_by_entry = find_unexecuted_starts(steps)
-        for entry in sorted(start_by_entry.keys() - set(oldest_step.entries), reverse=True):
+        start_by_entry = {
+            entry: chunk.start for step in later_steps for entry, chunk in zip(step.entries, step.plan.chunks)
+        }
+        for entry in sorted(start_by_entry.keys() - set(failed_step.entries), reverse=True):
             if entry.has_ended:
                 self._requests.remove(entry)
             else:
                 self._requests.undo_unexecuted_step(entry, start_by_entry[entry])
-        outputs: list[SequenceOutput] = []
-        for entry in reversed(oldest_step.entries):
-            self._requests.remove(entry)
-            if not entry.has_ended:
-                outputs.append(self._requests.make_error_output(entry, message))
+        outputs = self._end_failed_requests(failed_step, message)
+        # A failed copy may have left wrong content in blocks that other requests hold. These requests start anew.
         if self.cache.invalidate_failed_copies():
             for entry in self._requests.running[::-1]:
                 self._requests.preempt(entry)
             self.cache.invalidate_failed_copies()
+        return outputs
+
+    def _end_failed_requests(self, step: StepInFlight, message: str) -> list[SequenceOutput]:
+        """Remove the requests of a failed step. Return an error for each of them that had not ended, in order."""
+        outputs: list[SequenceOutput] = []
+        for entry in reversed(step.entries):
+            self._requests.remove(entry)
+            if not entry.has_ended:
+                outputs.append(self._requests.make_error_output(entry, message))
         return outputs[::-1]
 
     # ------------------------------------------------------------------ proof

@@ -10,7 +10,9 @@ from engine.types import Request
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step, and the order of prompts. Raises ValueError for limits that cannot be kept."""
+    """Limits of a step, and the order in which prompts are computed. Raises ValueError for limits that cannot be
+    kept.
+    """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
@@ -34,7 +36,7 @@ class SchedulerConfig:
             )
 
     def count_full_prefill_work(self, decode_count: int) -> int:
-        """Return the prompt tokens that a step with so many decodes computes when enough requests wait."""
+        """Return the prompt tokens of a step with `decode_count` decodes, if enough requests wait."""
         prefill_budget = self.max_num_batched_tokens - decode_count
         return min(prefill_budget, self.target_prefill_tokens or prefill_budget)
 

@@ -11,7 +11,7 @@ from engine.types import Chunk, StepPlan
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step that is being planned: decodes first, then prefills, as long as its budget lasts."""
+    """A step that is being planned. Decodes are added first, then prefills, as long as the token budget lasts."""
 
     chunk_by_entry: dict[RequestEntry, Chunk] = field(default_factory=dict)
     unregistered_entries: list[RequestEntry] = field(default_factory=list)
@@ -31,7 +31,7 @@ class StepDraft:
     """Whether no further request may be admitted."""
 
     def set_budget(self, config: SchedulerConfig) -> None:
-        """Give what the decodes, which are all planned, leave of the budget to prompts."""
+        """Give what the decodes leave of the step's tokens to prompts. Called once all decodes are planned."""
         self.decode_count = len(self.chunk_by_entry)
         self.token_budget = config.max_num_batched_tokens - self.decode_count
         if config.target_prefill_tokens is not None:
@@ -57,21 +57,3 @@ class StepInFlight:
     plan: StepPlan
     entries: list[RequestEntry]
     """Requests of the plan's chunks, in the same order."""
-    loading_entries: list[RequestEntry]
-    """Requests for which the step only copies blocks from host memory."""
-
-    def has_request(self, entry: RequestEntry) -> bool:
-        """Return whether the step computes or loads anything for a request."""
-        return entry in self.entries or entry in self.loading_entries
-
-
-def find_unexecuted_starts(steps: list[StepInFlight]) -> dict[RequestEntry, int]:
-    """Return the position where each request stood before a step that was not computed.
-
-    `steps` are in flight, oldest first. Of the oldest step only the requests count for which it only loads blocks.
-    """
-    start_by_entry = {entry: chunk.start for step in steps[1:] for entry, chunk in zip(step.entries, step.plan.chunks)}
-    for step in steps:
-        for entry in step.loading_entries:
-            start_by_entry.setdefault(entry, entry.seq.computed_tokens)
-    return start_by_entry

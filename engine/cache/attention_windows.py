@@ -1,4 +1,4 @@
-"""Which blocks of a prefix a model still reads: all of them, or the last ones where a window slides.
+"""Which blocks of a prefix a model still reads: all of them, or the last ones if a window slides.
 
 From that follow how much memory a sequence needs, and after which prefix it can resume. Pure arithmetic over a
 `CacheSpec` and nodes of the prefix tree. Refuses to know which sequence holds which block.
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.cache.blocks import Node
-from engine.cache.spec import CacheSpec
+from engine.cache.spec import CacheSpec, ceil_div
 
 ENDLESS = sys.maxsize
 """Length of a window that never slides, in tokens or blocks."""
@@ -26,16 +26,16 @@ class PrefixBlocks(Protocol):
 
 
 class AttentionWindows:
-    """The windows of a model's attention groups. Full attention is a window that never slides."""
+    """Computes what the window of each attention group demands. Full attention is a window that never slides."""
 
     def __init__(self, spec: CacheSpec, step_tokens_max: int | None) -> None:
         """`step_tokens_max`: most tokens that a step adds to a sequence, for which sliding windows need room, too."""
         self._block_size = size = spec.block_size
         self._tokens_by_group = [group.sliding_window or ENDLESS for group in spec.groups]
-        self._blocks_by_group = [-(-(tokens - 1) // size) for tokens in self._tokens_by_group]
-        """Blocks before a block's first position that a query there still reads, by group."""
+        self._blocks_by_group = [ceil_div(tokens - 1, size) for tokens in self._tokens_by_group]
+        """Most earlier blocks that a query at the start of a block still reads, by group."""
         self.sliding_groups = [g for g, tokens in enumerate(self._tokens_by_group) if tokens != ENDLESS]
-        self._step_blocks = ENDLESS if step_tokens_max is None else -(-step_tokens_max // size) + 1
+        self._step_blocks = ENDLESS if step_tokens_max is None else ceil_div(step_tokens_max, size) + 1
         self._has_state = spec.state is not None
 
     def first_block_needed(self, group: int, block_count: int) -> int:
@@ -43,7 +43,10 @@ class AttentionWindows:
         return max(0, block_count - self._blocks_by_group[group])
 
     def first_index_to_resume(self, kind: int, block_count: int) -> int:
-        """Index of the first block of a kind, a state's too, that a sequence needs to resume after so many blocks."""
+        """Return the index of the first block of `kind` that a sequence needs to resume after `block_count` blocks.
+
+        The kind may be that of states: only the last block needs one.
+        """
         if kind == len(self._blocks_by_group):
             return block_count - 1
         return self.first_block_needed(kind, block_count)
@@ -58,9 +61,9 @@ class AttentionWindows:
         return counts + [1] * self._has_state
 
     def count_missing_blocks(self, nodes: list[Node], block_count: int) -> list[int]:
-        """Return how many more blocks of every kind are live once a sequence of `block_count` blocks resumes here.
+        """Return how many more blocks of every kind become live if a sequence resumes after `nodes`.
 
-        `nodes`: the prefix after which it resumes.
+        `block_count`: blocks that the sequence grows to. Blocks that other sequences hold are live already.
         """
         counts = self.count_blocks_needed(block_count)
         for group in range(len(self._blocks_by_group)):
@@ -69,19 +72,26 @@ class AttentionWindows:
         return counts
 
     def compute_token_capacity(self, unit_count: int, blocks_per_unit: Sequence[int]) -> int:
-        """Return the tokens that one sequence alone can hold in `unit_count` units."""
-        fitting_tokens, too_many_tokens = 0, (unit_count * blocks_per_unit[0] + 1) * self._block_size
+        """Return the tokens that one sequence alone can hold in `unit_count` units. Found by bisection.
+
+        `blocks_per_unit`: blocks of each kind that a unit holds.
+        """
+        fitting_tokens = 0
+        too_many_tokens = (unit_count * blocks_per_unit[0] + 1) * self._block_size
         while too_many_tokens - fitting_tokens > 1:
             tokens = (fitting_tokens + too_many_tokens) // 2
-            counts = self.count_blocks_needed(-(-tokens // self._block_size))
-            if sum(-(-count // n) for count, n in zip(counts, blocks_per_unit)) <= unit_count:
+            counts = self.count_blocks_needed(ceil_div(tokens, self._block_size))
+            if sum(map(ceil_div, counts, blocks_per_unit)) <= unit_count:
                 fitting_tokens = tokens
             else:
                 too_many_tokens = tokens
         return fitting_tokens
 
     def count_resumable_nodes(self, nodes: Sequence[PrefixBlocks]) -> int:
-        """Return the largest number of leading nodes after which neither a block nor the state is missing."""
+        """Return the largest number of leading nodes after which neither a block nor the state is missing.
+
+        A shorter prefix has other windows. So both conditions are checked again after each cut.
+        """
         node_count = len(nodes)
         while node_count:
             usable_count = self.count_usable_nodes(nodes, node_count)
@@ -97,12 +107,11 @@ class AttentionWindows:
         for group in self.sliding_groups:
             while node_count:
                 first_needed = self.first_block_needed(group, node_count)
-                missing_index = next(
-                    (i for i in range(node_count - 1, first_needed - 1, -1) if not nodes[i].has_block(group)), None
-                )
-                if missing_index is None:
+                needed_indices = range(node_count - 1, first_needed - 1, -1)
+                last_missing_index = next((i for i in needed_indices if not nodes[i].has_block(group)), None)
+                if last_missing_index is None:
                     break
-                node_count = missing_index
+                node_count = last_missing_index
         return node_count
 
 

@@ -52,7 +52,7 @@ class BlockState(enum.Enum):
 
 
 class Block:
-    """One block of a unit. `node` is the node of the prefix tree that names the block; None: no node does."""
+    """A block of a unit's memory, and how it is used. `node` is the tree node that names it; None: no node does."""
 
     __slots__ = ("eviction_stamp", "id", "is_pending", "node", "ref_count", "unit")
 
@@ -85,7 +85,7 @@ class Block:
 
 
 class StateBlock(Block):
-    """A block that holds a recurrent state: the state of one sequence, or a checkpoint."""
+    """A block that holds a recurrent state: that of one running sequence, or a checkpoint to resume from."""
 
     __slots__ = ("is_in_flight", "is_shared", "is_superseded", "value")
 
@@ -117,7 +117,7 @@ class Unit:
 
 
 class Node:
-    """One block of a prefix in the prefix tree. It names the memory that holds the block's KV, or state.
+    """A block of a prefix in the prefix tree, which names the memory that holds the block's KV, or state.
 
     `blocks[k]`: the device's block of kind k, or None. `host_blocks[k]`: the block of host memory, or None.
     """
@@ -198,9 +198,9 @@ class Node:
         if not self.has_block(-1):
             return None
         ancestor = self.parent
-        while ancestor is not None and (
-            not ancestor.has_block(-1)
-            or (self.depth - ancestor.depth < blocks_per_state and ancestor.has_superseded_state())
-        ):
+        while ancestor is not None:
+            is_near = self.depth - ancestor.depth < blocks_per_state
+            if ancestor.has_block(-1) and not (is_near and ancestor.has_superseded_state()):
+                return self.depth - ancestor.depth
             ancestor = ancestor.parent
-        return self.depth - (-1 if ancestor is None else ancestor.depth)
+        return self.depth + 1

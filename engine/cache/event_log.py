@@ -32,7 +32,7 @@ class Change(NamedTuple):
 
 
 class EventLog:
-    """Record of changes in their order. Consecutive blocks of a prefix become one change."""
+    """Records the changes of the cache in their order. Consecutive blocks of a prefix become one change."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self.block_size = spec.block_size
@@ -69,9 +69,9 @@ class EventLog:
         last_change.nodes[kind, node] = None
 
     def record_host_removed(self, kind: int, node: Node) -> None:
-        """Record a removal from host memory before the last demotions, for which it most often made room.
+        """Record that host memory lost a block, mostly to make room for a block that moved there.
 
-        So consecutive demotions stay one change.
+        The removal is put before the demotions that were recorded last, so that these stay one change.
         """
         insert_index = len(self._changes)
         demotions = self._get_last_change(DEMOTED, 0)
@@ -104,7 +104,7 @@ class EventLog:
 
 
 class StepEvents(Collection[Event]):
-    """Events of a step, made when they are iterated, on the thread that iterates."""
+    """Makes the events of one step while they are iterated, on the thread that iterates."""
 
     def __init__(self, changes: list[Change], log: EventLog) -> None:
         self._changes = changes
@@ -123,50 +123,65 @@ class StepEvents(Collection[Event]):
         return any(event == step_event for step_event in self)
 
     def _make_events(self, change: Change) -> Iterable[Event]:
+        """Return the events that announce one change."""
         action, kind, nodes = change
         if action == CLEARED:
-            return (AllBlocksCleared(),)
+            return [AllBlocksCleared()]
         if action == STORED:
-            return (self._make_stored(kind, nodes, GPU),)
-        if action == DEMOTED:
-            return self._make_demoted(nodes)
-        return (_make_removed(kind, nodes, GPU if action == REMOVED else CPU),)
+            return [self._make_stored(kind, nodes, GPU)]
+        if action == REMOVED:
+            return [_make_removed(kind, nodes, GPU)]
+        if action == HOST_REMOVED:
+            return [_make_removed(kind, nodes, CPU)]
+        assert action == DEMOTED
+        return self._make_demoted(nodes)
 
     def _make_demoted(self, demoted_nodes: Iterable[tuple[int, Node]]) -> Iterator[Event]:
-        """Make events of blocks that moved to host memory. They left children first; parents are announced first."""
+        """Make the events of (kind, node) pairs of blocks that moved from the device to host memory.
+
+        The blocks left the device children first. A reader links blocks to their parents, so their arrival is announced
+        parents first.
+        """
         nodes_by_kind: list[list[Node]] = [[] for _ in self._log.kinds]
         for kind, node in demoted_nodes:
             nodes_by_kind[kind].append(node)
         for kind, nodes in enumerate(nodes_by_kind):
-            chain_nodes: list[Node] = []
-            for node in reversed(nodes):
-                if chain_nodes and not (self._log.joins_chains_by_kind[kind] and node.parent is chain_nodes[-1]):
-                    yield self._make_stored(kind, chain_nodes, CPU)
-                    chain_nodes = []
-                chain_nodes.append(node)
-            if chain_nodes:
+            for chain_nodes in self._split_into_chains(kind, reversed(nodes)):
                 yield self._make_stored(kind, chain_nodes, CPU)
-        for kind in range(len(nodes_by_kind) - 1, -1, -1):
-            if nodes_by_kind[kind]:
-                yield _make_removed(kind, nodes_by_kind[kind], GPU)
+        for kind, nodes in reversed(list(enumerate(nodes_by_kind))):
+            if nodes:
+                yield _make_removed(kind, nodes, GPU)
+
+    def _split_into_chains(self, kind: int, nodes: Iterable[Node]) -> Iterator[list[Node]]:
+        """Yield runs of nodes in which each is the parent of the next. One event announces one run."""
+        chain_nodes: list[Node] = []
+        for node in nodes:
+            continues_chain = self._log.joins_chains_by_kind[kind] and chain_nodes and node.parent is chain_nodes[-1]
+            if chain_nodes and not continues_chain:
+                yield chain_nodes
+                chain_nodes = []
+            chain_nodes.append(node)
+        if chain_nodes:
+            yield chain_nodes
 
     def _make_stored(self, kind: int, nodes: list[Node], medium: str) -> BlockStored:
-        block_hashes: list[int | bytes] = [node.hash for node in nodes]
-        first_node, (kind_name, window) = nodes[0], self._log.kinds[kind]
+        """Return the event of a chain of blocks of one kind that a memory has now."""
         token_ids = unpack_token_ids(b"".join([node.key.packed_tokens for node in nodes]))
-        assert len(token_ids) == len(block_hashes) * self._log.block_size
+        assert len(token_ids) == len(nodes) * self._log.block_size
+        first_node = nodes[0]
+        kind_name, sliding_window = self._log.kinds[kind]
         return BlockStored(
-            block_hashes,
-            None if first_node.parent is None else first_node.parent.hash,
-            token_ids,
-            self._log.block_size,
-            None,  # lora_id
-            medium,
-            first_node.key.lora_name,
-            [node.key.extra_keys for node in nodes],
-            kind,
-            kind_name,
-            window,
+            block_hashes=[node.hash for node in nodes],
+            parent_block_hash=None if first_node.parent is None else first_node.parent.hash,
+            token_ids=token_ids,
+            block_size=self._log.block_size,
+            lora_id=None,
+            medium=medium,
+            lora_name=first_node.key.lora_name,
+            extra_keys=[node.key.extra_keys for node in nodes],
+            group_idx=kind,
+            kv_cache_spec_kind=kind_name,
+            kv_cache_spec_sliding_window=sliding_window,
         )
 
 

@@ -24,7 +24,7 @@ _HEAP_SLACK = 64
 
 
 class TreeHooks:
-    """Changes of the prefix tree that an order may follow. The order by age follows none."""
+    """Calls that tell an eviction order of changes in the prefix tree. The order by age ignores them all."""
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         """Record that this order's memory no longer has a block of `kind` at `node`."""
@@ -43,7 +43,7 @@ class TreeHooks:
 
 
 class EvictionOrder(TreeHooks, ABC):
-    """Order of a pool's cached blocks. The pool reports every change of a block's state."""
+    """Decides which cached block of a pool is evicted next. The pool reports every change of a block's state."""
 
     @abstractmethod
     def mark_cached(self, block: Block) -> None:
@@ -59,7 +59,10 @@ class EvictionOrder(TreeHooks, ABC):
 
     @abstractmethod
     def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
-        """Return the block to evict next: a state, or a block of the `useful_kinds`. None if there is no such block."""
+        """Return the block to evict next; None if there is none.
+
+        It is a state, or a block of one of the attention kinds in `useful_kinds`.
+        """
 
     @abstractmethod
     def find_oldest(self, kind: int) -> Block:
@@ -71,11 +74,11 @@ class EvictionOrder(TreeHooks, ABC):
 
 
 class LruOrder(EvictionOrder):
-    """Least recently used first, where a block that is worth more stays longer.
+    """Evicts the least recently used block first, and keeps a block that is worth more for longer.
 
-    That is GreedyDual-Size (Cao and Irani, USITS 1997). The stamp of a block is its worth plus the stamp of the block
-    that was evicted last: a block of twice the worth stays for twice as many evictions. A state is worth the blocks of
-    full attention that it saves. All KV blocks are worth the same, so that their order is LRU.
+    This is GreedyDual-Size (Cao and Irani, USITS 1997). The stamp of a block is its worth plus the stamp of the last
+    evicted block. So a block of twice the worth stays for twice as many evictions. A state is worth the blocks of full
+    attention that it saves. All KV blocks are worth the same, so that their order is LRU.
     """
 
     def __init__(self, blocks_per_unit: Sequence[int], state_kind: int) -> None:
@@ -84,6 +87,7 @@ class LruOrder(EvictionOrder):
         self._state_kind = state_kind
         self._release_count = 0
         self._inflation_value = 0
+        """Worth part of the stamp of the last evicted block. New stamps start from it."""
         self._cached_blocks: list[OrderedDict[Block, None]] = [OrderedDict() for _ in blocks_per_unit]
         """Cached blocks of each kind, oldest first."""
         self._state_heap: list[tuple[int, int, StateBlock]] = []
@@ -91,17 +95,20 @@ class LruOrder(EvictionOrder):
         self._heap_entry_ids = itertools.count()
 
     def mark_cached(self, block: Block) -> None:
-        kind = block.unit.kind
-        assert kind is not None
+        kind = block.kind
         value = block.value if isinstance(block, StateBlock) else self._unit_value
         self._release_count += 1
-        block.eviction_stamp = (self._inflation_value + value << _CLOCK_BITS) + self._release_count
+        block.eviction_stamp = ((self._inflation_value + value) << _CLOCK_BITS) + self._release_count
         self._cached_blocks[kind][block] = None
         if isinstance(block, StateBlock):
             heapq.heappush(self._state_heap, (block.eviction_stamp, next(self._heap_entry_ids), block))
-            if len(self._state_heap) > 2 * len(self._cached_blocks[kind]) + _HEAP_SLACK:  # most are outdated
-                self._state_heap = [entry for entry in self._state_heap if _is_current(entry)]
-                heapq.heapify(self._state_heap)
+            if len(self._state_heap) > 2 * len(self._cached_blocks[kind]) + _HEAP_SLACK:
+                self._drop_outdated_states()
+
+    def _drop_outdated_states(self) -> None:
+        """Rebuild the heap of states without the entries of states that were used or evicted since."""
+        self._state_heap = [entry for entry in self._state_heap if _is_current(entry)]
+        heapq.heapify(self._state_heap)
 
     def mark_used(self, block: Block) -> None:
         del self._cached_blocks[block.kind][block]
@@ -116,18 +123,17 @@ class LruOrder(EvictionOrder):
 
     def peek_victim(self, useful_kinds: Sequence[int]) -> Block | None:
         """Return the block that `find_victim` would return, without changing any stamp."""
-        victim: Block | None = self._find_oldest_state()
-        for kind in useful_kinds:
-            if cached_blocks := self._cached_blocks[kind]:
-                block = next(iter(cached_blocks))
-                if victim is None or block.eviction_stamp < victim.eviction_stamp:
-                    victim = block
-        return victim
+        candidates: list[Block] = [next(iter(self._cached_blocks[k])) for k in useful_kinds if self._cached_blocks[k]]
+        oldest_state = self._find_oldest_state()
+        if oldest_state is not None:
+            candidates.insert(0, oldest_state)
+        return min(candidates, key=lambda block: block.eviction_stamp, default=None)
 
     def find_oldest(self, kind: int) -> Block:
         return next(iter(self._cached_blocks[kind]))
 
     def _find_oldest_state(self) -> StateBlock | None:
+        """Return the cached state with the lowest stamp, after removing outdated entries before it."""
         while self._state_heap:
             if _is_current(self._state_heap[0]):
                 return self._state_heap[0][2]
@@ -152,7 +158,7 @@ def _is_current(entry: tuple[int, int, StateBlock]) -> bool:
 
 
 class LruEviction:
-    """Orders of the device's and the host's memory, both by age, which ignores requests."""
+    """Holds the eviction orders of device and host memory. Both order by age, and ignore which request used a block."""
 
     def __init__(self, spec: CacheSpec) -> None:
         blocks_per_unit = spec.blocks_per_unit_by_kind()

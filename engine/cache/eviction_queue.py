@@ -1,4 +1,4 @@
-"""The ends of cached paths in the order of eviction: by what `ReuseStats` has learned of conversations.
+"""Evicts the ends of cached paths in the order of what `ReuseStats` has learned of conversations.
 
 A path is the cached blocks of one conversation turn, and is evicted from its end. Its worth is the expected number of
 hits of a block per unit of time: `return share / max(gap, age)` (see `engine.cache.reuse_stats`). Paths of equal class,
@@ -41,7 +41,7 @@ class EvictableNode(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateValuation(Generic[EvictableT]):
-    """Worth of paths that can be resumed only at recurrent states."""
+    """Computes the worth of paths that can be resumed only at recurrent states."""
 
     blocks_per_state: int
     """Attention blocks that take as much memory as one state."""
@@ -62,6 +62,11 @@ class QueueKey(NamedTuple):
     """log2 of the expected gap before the turn returns, times the queues per doubling."""
     value_log2: int
 
+    @property
+    def gap(self) -> float:
+        """Expected blocks of prompts before the turn returns."""
+        return math.pow(2.0, self.gap_step / _QUEUES_PER_DOUBLING)
+
 
 class CachedPath(Generic[EvictableT]):
     """Cached blocks up to `leaf`, kept because `turn` may be continued."""
@@ -76,7 +81,7 @@ class CachedPath(Generic[EvictableT]):
 
 
 class EvictionQueue(Generic[EvictableT]):
-    """Cached nodes without a cached child, in the order of eviction."""
+    """Chooses which cached path of one memory is evicted next, from its end."""
 
     def __init__(self, reuse_stats: ReuseStats, state_valuation: StateValuation[EvictableT] | None = None) -> None:
         self._reuse_stats = reuse_stats
@@ -119,18 +124,22 @@ class EvictionQueue(Generic[EvictableT]):
         path.leaf = parent
         self._path_by_leaf[parent] = path
         self._superseded_states.pop(parent, None)
-        turn = path.turn
-        prefix_turn = None
-        if parent.depth < turn.shared_blocks and not turn.is_shared_prefix:
-            prefix_turn = self._reuse_stats.shared_prefix_turn(parent.hash, turn.end_clock)
-        if prefix_turn is not None:
-            self._dequeue(path)
-            if self._path_by_turn.get(turn) is path:
-                del self._path_by_turn[turn]
-            path.turn = prefix_turn
-            self._enqueue(path)
-        else:
+        prefix_turn = self._find_shared_prefix(path)
+        if prefix_turn is None:
             self.requeue(parent)
+            return
+        self._dequeue(path)
+        if self._path_by_turn.get(path.turn) is path:
+            del self._path_by_turn[path.turn]
+        path.turn = prefix_turn
+        self._enqueue(path)
+
+    def _find_shared_prefix(self, path: CachedPath[EvictableT]) -> ConversationTurn | None:
+        """Return the shared prefix at whose end a conversation's path ends now; None if the path has more, or less."""
+        turn = path.turn
+        if turn.is_shared_prefix or path.leaf.depth >= turn.shared_blocks:
+            return None
+        return self._reuse_stats.shared_prefix_turn(path.leaf.hash, turn.end_clock)
 
     def requeue(self, node: EvictableT) -> None:
         """Put the path that ends at `node`, if one does, into the queue of its present value.
@@ -150,20 +159,17 @@ class EvictionQueue(Generic[EvictableT]):
             self._superseded_states[node] = (value_per_block, self._reuse_stats.clock)
 
     def select_state(self) -> EvictableT | None:
-        """Return the oldest superseded state, if no path is worth less; else None."""
+        """Return the node of the oldest superseded state, if no path is worth less; else None."""
         if not self._superseded_states:
             return None
-        node, (value, superseded_clock) = next(iter(self._superseded_states.items()))
+        node, (value_per_block, superseded_clock) = next(iter(self._superseded_states.items()))
         next_path = self._select_path()
         if next_path is None:
             return node
         return_share, gap_log2 = self._reuse_stats.compute_mean_reuse()
-        return (
-            node
-            if value * return_share / max(2.0**gap_log2, self._reuse_stats.clock - superseded_clock)
-            <= self._current_value(next_path)
-            else None
-        )
+        age = self._reuse_stats.clock - superseded_clock
+        state_value = value_per_block * return_share / max(2.0**gap_log2, age)
+        return node if state_value <= self._current_value(next_path) else None
 
     def mark_abandoned(self, turn: ConversationTurn) -> None:
         """Let the path of `turn` be evicted first, because the next turn of its conversation has another path."""
@@ -179,14 +185,12 @@ class EvictionQueue(Generic[EvictableT]):
         return None if path is None else path.leaf
 
     def clear(self) -> None:
-        for collection in (
-            self._path_by_leaf,
-            self._path_by_turn,
-            self._abandoned_paths,
-            self._queues,
-            self._superseded_states,
-        ):
-            collection.clear()
+        """Forget all paths and states. What was learned stays in `ReuseStats`."""
+        self._path_by_leaf.clear()
+        self._path_by_turn.clear()
+        self._abandoned_paths.clear()
+        self._superseded_states.clear()
+        self._queues.clear()
         self._next_path = None
 
     def check_invariants(self, leaves: set[EvictableT]) -> None:
@@ -205,16 +209,17 @@ class EvictionQueue(Generic[EvictableT]):
         assert self._superseded_states.keys() <= nodes_with_states
 
     def _select_path(self) -> CachedPath[EvictableT] | None:
+        """Return the path to evict from: the same one as before, until it is gone or another path is added."""
         if self._next_path is None:
             self._next_path = next(iter(self._abandoned_paths), None) or self._least_valuable_path()
         return self._next_path
 
     def _least_valuable_path(self) -> CachedPath[EvictableT] | None:
         """Return the path that is worth least. A queue offers its oldest path if that is overdue, else its youngest."""
-        clock, least_valuable, value_min = self._reuse_stats.clock, None, float("inf")
+        least_valuable, value_min = None, math.inf
         for key, queue in self._queues.items():
             path = next(iter(queue))
-            if clock - path.turn.end_clock <= _OVERDUE_GAPS * 2.0 ** (key.gap_step / _QUEUES_PER_DOUBLING):
+            if not self._is_overdue(path, key):
                 path = next(reversed(queue))
             value = self._current_value(path)
             if value < value_min:
@@ -222,27 +227,35 @@ class EvictionQueue(Generic[EvictableT]):
         return least_valuable
 
     def _current_value(self, path: CachedPath[EvictableT]) -> float:
-        if path.queue_key is None:
+        """Return the expected hits of a block of the path per unit of time; 0 if the path is abandoned."""
+        key = path.queue_key
+        if key is None:
             return 0.0
-        _, gap_step, value_log2 = path.queue_key
-        gap, age = 2.0 ** (gap_step / _QUEUES_PER_DOUBLING), self._reuse_stats.clock - path.turn.end_clock
-        return (
-            self._reuse_stats.get_counts(path.turn).return_share
-            / (age if age > _OVERDUE_GAPS * gap else gap)
-            * 2.0**value_log2
-        )
+        wait = self._age(path) if self._is_overdue(path, key) else key.gap
+        return self._reuse_stats.get_counts(path.turn).return_share / wait * 2.0**key.value_log2
+
+    def _age(self, path: CachedPath[EvictableT]) -> int:
+        return self._reuse_stats.clock - path.turn.end_clock
+
+    def _is_overdue(self, path: CachedPath[EvictableT], key: QueueKey) -> bool:
+        """Return whether the turn of a path in the queue of `key` should have returned long ago."""
+        return self._age(path) > _OVERDUE_GAPS * key.gap
 
     def _value_log2(self, leaf: EvictableT) -> int:
         """Return log2, rounded, of the blocks saved for each block of the path that ends at `leaf`."""
-        return 0 if self._state_valuation is None else round(math.log2(self._state_valuation.value_per_block(leaf)))
+        if self._state_valuation is None:
+            return 0
+        return round(math.log2(self._state_valuation.value_per_block(leaf)))
 
     def _enqueue(self, path: CachedPath[EvictableT]) -> None:
+        """Put a path into the queue of its class, gap and value."""
         turn = path.turn
         gap_step = round(self._reuse_stats.expected_gap_log2(turn) * _QUEUES_PER_DOUBLING)
         path.queue_key = key = QueueKey(self._reuse_stats.classify_turn(turn), gap_step, self._value_log2(path.leaf))
         self._queues.setdefault(key, OrderedDict())[path] = None
 
     def _dequeue(self, path: CachedPath[EvictableT]) -> None:
+        """Take a path out of its queue, or out of the abandoned paths."""
         if self._next_path is path:
             self._next_path = None
         if path.queue_key is None:
@@ -255,7 +268,8 @@ class EvictionQueue(Generic[EvictableT]):
 
 
 class AdaptiveEviction(Generic[EvictableT]):
-    """One queue for each memory, and the conversations from which both learn.
+    """Evicts the path that is least likely to be continued, in device and host memory. Both learn from all
+    conversations.
 
     Invariant: the device's queue holds exactly the cached nodes that have no cached child.
     """

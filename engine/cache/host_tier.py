@@ -6,8 +6,8 @@ device evicts is planned to be copied here (`demote`). A block that a request fi
 plan may be used again in the same plan. A block is in one of the two pools: the host's copy is dropped once the device
 has a computed one (`discard_duplicate`). The state of a running sequence is not such a copy (`unpin_state`).
 
-A copy to the host is planned when the block's memory on the device is about to be written: with the plan being made,
-or later, if a later plan loads a block into that memory (`plan_copies`). So copies to the host are as bounded as loads.
+A copy to the host is planned before the block's memory on the device is written again, and at the latest when the plan
+is complete (`plan_copies`).
 
 Owns the host's pool and the copies that are planned. Refuses to know sequences and tensors. Invariants: a block here is
 cached, or held by a step that reads it. Its parent's full-attention block is here or on the device. No step has written
@@ -16,7 +16,7 @@ to the memory that the block was copied from, or is still to be copied from.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from operator import mul
 from typing import NamedTuple
 
@@ -40,7 +40,10 @@ class HostUsage(NamedTuple):
 
 
 class HostTier:
-    """Host memory of `unit_count` units, perhaps none. Adds the copies of a step to the plan's `block_copies`."""
+    """Keeps blocks that the device evicted in host memory of `unit_count` units, perhaps none.
+
+    The copies between the memories go into `block_copies`, the list of the plan being made.
+    """
 
     def __init__(
         self, unit_count: int, spec: CacheSpec, tree: PrefixTree, order: EvictionOrder, block_copies: list[BlockCopy]
@@ -56,8 +59,6 @@ class HostTier:
         """Copy that fills a host block and that no plan has yet, by host block."""
         self._unplanned_blocks_by_unit: dict[Unit, list[Block]] = {}
         """Host blocks that are still to be copied from a unit of the device that this plan evicted, by unit."""
-        self._host_block_by_load_target: dict[Block, Block] = {}
-        """Host block that must be copied from a device block's memory before a later plan loads it, by device block."""
         self._planned_stores: list[Block] = []
         """Host blocks that the step being planned fills."""
         self._stored_blocks_by_kind = [0] * len(blocks_per_unit)
@@ -65,13 +66,14 @@ class HostTier:
         """Copies that were planned since the start, by kind."""
 
     def measure_usage(self) -> HostUsage:
-        copied_bytes = (
-            sum(map(mul, counts, self._block_bytes_by_kind))
-            for counts in (self._stored_blocks_by_kind, self._loaded_blocks_by_kind)
-        )
+        """Return the present use of the memory, and the bytes copied since the start. All is 0 without host memory."""
         if not self._pool.units:
             return HostUsage()
-        return HostUsage(1 - self._pool.free_units / len(self._pool.units), *copied_bytes)
+        return HostUsage(
+            used_share=1 - self._pool.free_units / len(self._pool.units),
+            stored_bytes=sum(map(mul, self._stored_blocks_by_kind, self._block_bytes_by_kind)),
+            loaded_bytes=sum(map(mul, self._loaded_blocks_by_kind, self._block_bytes_by_kind)),
+        )
 
     def take_planned_stores(self) -> list[Block]:
         """Return the host blocks that the complete plan fills, and begin a new list for the next plan."""
@@ -112,45 +114,16 @@ class HostTier:
         self._unplanned_blocks_by_unit.setdefault(block.unit, []).append(host_block)
         return True
 
-    def plan_copies(self, deferred_targets: Container[Block]) -> None:
-        """Plan to copy the evicted blocks, except those in the memory of blocks that a later plan loads."""
-        if not self._unplanned_blocks_by_unit:
-            return
-        for unit, host_blocks in self._unplanned_blocks_by_unit.items():
-            for host_block in host_blocks:
-                block_copy = self._unplanned_copy_by_block.get(host_block)
-                if block_copy is None:
-                    continue
-                if unit.kind == block_copy.kind:
-                    target = unit.blocks[block_copy.source % self._pool.blocks_per_unit[block_copy.kind]]
-                    if target in deferred_targets:
-                        self._host_block_by_load_target[target] = host_block
-                        continue
-                self._plan_copy(host_block)
-        self._unplanned_blocks_by_unit.clear()
-
-    def plan_all_copies(self) -> None:
+    def plan_copies(self) -> None:
         """Plan to copy all evicted blocks, before any copy that is planned from now on."""
         for host_block in list(self._unplanned_copy_by_block):
             self._plan_copy(host_block)
         self._unplanned_blocks_by_unit.clear()
-        self._host_block_by_load_target.clear()
 
     def flush_before_overwrite(self, target: Block) -> None:
         """Plan to copy the blocks that were evicted from the memory of `target`, which is about to be overwritten."""
         for host_block in self._unplanned_blocks_by_unit.pop(target.unit, ()):
             self._plan_copy(host_block)
-        deferred_block = self._host_block_by_load_target.pop(target, None)
-        if deferred_block is not None:
-            self._plan_copy(deferred_block)
-
-    def kinds_to_flush(self, target: Block) -> list[int]:
-        """Return the kinds of the blocks that `flush_before_overwrite` would copy."""
-        host_blocks = [
-            *self._unplanned_blocks_by_unit.get(target.unit, ()),
-            self._host_block_by_load_target.get(target),
-        ]
-        return [host_block.kind for host_block in host_blocks if host_block in self._unplanned_copy_by_block]
 
     def _plan_copy(self, host_block: Block) -> None:
         block_copy = self._unplanned_copy_by_block.pop(host_block, None)
@@ -167,7 +140,7 @@ class HostTier:
         return BlockPlace(host_block.kind, host_block.id, is_on_host=True)
 
     def untrusted_blocks(self) -> list[Block]:
-        """Return the host blocks that the current plan, or a later one, fills. A failed step makes them untrusted."""
+        """Return the host blocks that planned or still unplanned copies fill. A failed step makes them untrusted."""
         return [*self._planned_stores, *self._unplanned_copy_by_block]
 
     # ------------------------------------------------------------------ from host memory to the device
@@ -187,16 +160,14 @@ class HostTier:
         self._loaded_blocks_by_kind[host_block.kind] += 1
 
     def unpin(self, host_block: Block) -> None:
+        """Give up one hold of a block. A block without a name is free then, so its planned copy is cancelled."""
         if host_block.node is None and host_block.ref_count == 1:
             self._unplanned_copy_by_block.pop(host_block, None)
         self._pool.release(host_block)
 
     def finish_promotion(self, host_block: Block) -> None:
         """Unpin a block of which the device now has a computed copy. Drop the block unless another step reads it."""
-        if host_block.ref_count > 1:
-            self.unpin(host_block)
-            return
-        if host_block.node is not None:
+        if host_block.ref_count == 1 and host_block.node is not None:
             self._tree.detach_host(host_block)
         self.unpin(host_block)
 
@@ -263,11 +234,9 @@ class HostTier:
             host_block.node is not None or host_block.ref_count for host_block in self._unplanned_copy_by_block
         ), "a copy goes to a free block"
         unplanned_blocks = {
-            host_block
-            for host_blocks in (*self._unplanned_blocks_by_unit.values(), self._host_block_by_load_target.values())
-            for host_block in host_blocks
+            host_block for host_blocks in self._unplanned_blocks_by_unit.values() for host_block in host_blocks
         }
-        assert unplanned_blocks >= set(self._unplanned_copy_by_block), "no unit and no load will plan a copy"
+        assert unplanned_blocks >= set(self._unplanned_copy_by_block), "no unit will plan a copy"
         named_blocks = {
             host_block for node in self._tree.nodes() for host_block in node.host_blocks if host_block is not None
         }

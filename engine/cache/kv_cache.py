@@ -26,7 +26,7 @@ from engine.cache.block_hasher import BlockHasher, NoNames
 from engine.cache.blocks import Block, BlockKey, Node
 from engine.cache.event_log import StepEvents
 from engine.cache.eviction_order import LruEviction
-from engine.cache.host_load_queue import HostHit, HostLoadQueue
+from engine.cache.host_loads import HostHit, HostLoads
 from engine.cache.host_tier import HostTier, HostUsage
 from engine.cache.learned_order import LearnedEviction
 from engine.cache.pool import UnitPool
@@ -34,7 +34,7 @@ from engine.cache.prefix_matcher import PrefixMatcher
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.pulled_blocks import PulledBlocks
 from engine.cache.sequence_blocks import SequenceBlocks
-from engine.cache.spec import FULL_KIND, CacheSpec
+from engine.cache.spec import FULL_KIND, CacheSpec, ceil_div
 from engine.cache.state_checkpoints import NoStates, StateCheckpoints
 from engine.cache.step_log import StepLog
 from engine.types import BlockCopy, Chunk, Sequence, StepPlan
@@ -53,7 +53,7 @@ class CacheUsage:
 
 
 class KVCache:
-    """One model's cache of `unit_count` units."""
+    """Owns the block tables of one model's sequences, over device memory of `unit_count` units."""
 
     def __init__(
         self,
@@ -64,14 +64,12 @@ class KVCache:
         step_tokens_max: int | None = None,
         adaptive_eviction: bool = False,
         host_unit_count: int = 0,
-        load_bytes_max: int | None = None,
     ) -> None:
         """Make an empty cache. Raises ValueError for a cache of no units.
 
         `step_tokens_max`: most tokens that one step adds to a sequence; None: no limit.
         `adaptive_eviction`: learn which blocks are reused; only for models without sliding windows.
         `host_unit_count`: units of host memory; ignored without prefix caching.
-        `load_bytes_max`: most bytes that a step with decodes loads from host memory; None: no limit.
         """
         if unit_count < 1:
             raise ValueError(f"unit_count: expected at least 1, got {unit_count}")
@@ -92,7 +90,7 @@ class KVCache:
         self._block_copies: list[BlockCopy] = []
         """Copies of the plan being made."""
         self.host_tier = HostTier(host_unit_count, spec, self.tree, self._eviction.host_order, self._block_copies)
-        self._loads = HostLoadQueue(self.host_tier, self.tree, spec.block_bytes_by_kind(), load_bytes_max)
+        self._loads = HostLoads(self.host_tier, self.tree)
         self._states: StateCheckpoints | NoStates = NoStates()
         if spec.state is not None:
             self._states = StateCheckpoints(
@@ -138,23 +136,22 @@ class KVCache:
         return self._matcher.count_resumable_blocks(seq) * self.block_size
 
     def should_wait(self, seq: Sequence) -> bool:
-        """Return whether a running sequence is about to compute, load or checkpoint what `seq` would compute again."""
+        """Return whether a running sequence is about to compute or checkpoint what `seq` would compute again."""
         matched_nodes = self._matcher.match(seq)
         keys = self._matcher.list_keys(seq)
-        if self._loads.has_unplanned(matched_nodes):
-            return True
         if self.has_states:
             return self._states.has_planned_checkpoint(keys, self.windows.count_resumable_nodes(matched_nodes))
         match_count = len(matched_nodes)
         return match_count < len(keys) and self._will_compute(match_count, keys[match_count])
 
     def _will_compute(self, index: int, key: BlockKey) -> bool:
-        """Return whether a running sequence has this block at `index`, and computes it after the step being planned."""
+        """Return whether a running sequence is going to compute the block with this key at `index`."""
         for seq, seq_blocks in self._blocks_by_sequence.items():
-            if len(seq_blocks.nodes) <= index and not seq_blocks.is_detached:
-                keys = self._hasher.hashed_keys(seq)
-                if index < len(keys) and keys[index].hash == key.hash:
-                    return True
+            if len(seq_blocks.nodes) > index or seq_blocks.is_detached:
+                continue
+            keys = self._hasher.hashed_keys(seq)
+            if index < len(keys) and keys[index].hash == key.hash:
+                return True
         return False
 
     # ------------------------------------------------------------------ a sequence's blocks
@@ -168,7 +165,7 @@ class KVCache:
         assert seq not in self._blocks_by_sequence
         matched_nodes = self._matcher.match(seq)
         nodes = matched_nodes[: self.windows.count_resumable_nodes(matched_nodes)]
-        known_blocks = -(-len(seq.token_ids) // self.block_size)
+        known_blocks = ceil_div(len(seq.token_ids), self.block_size)
         block_counts = self.windows.count_missing_blocks(nodes, known_blocks + reserve_blocks)
         if not self.pool.can_allocate(block_counts):
             return False
@@ -176,7 +173,7 @@ class KVCache:
         seq_blocks = SequenceBlocks(seq, len(self._groups), is_detached=not self._hasher.names_blocks)
         host_hits = self._acquire_prefix(seq_blocks, nodes)
         state_loads = self._states.create_state(seq, state_source)  # holds its source before blocks are allocated
-        self._loads.add(seq, [*self._allocate_for_loads(seq_blocks, nodes, host_hits), *state_loads])
+        self._loads.plan([*self._allocate_for_loads(seq_blocks, nodes, host_hits), *state_loads])
         seq_blocks.rewrite_tables()
         seq_blocks.nodes = nodes
         seq_blocks.committed_block_count = len(nodes)
@@ -189,9 +186,9 @@ class KVCache:
         return True
 
     def _acquire_prefix(self, seq_blocks: SequenceBlocks, nodes: list[Node]) -> list[HostHit]:
-        """Give a sequence the blocks of a cached prefix. Pin and return the blocks that are only in host memory.
+        """Give a sequence the device's blocks of a cached prefix, and hold the blocks that only host memory has.
 
-        In the sequence's tables, None stands for these blocks and for blocks before the sliding window.
+        Returns the latter. In the sequence's tables, None stands for these, and for blocks before the sliding window.
         """
         host_hits: list[HostHit] = []
         for group, blocks in enumerate(seq_blocks.blocks_by_group):
@@ -210,19 +207,23 @@ class KVCache:
     def _allocate_for_loads(
         self, seq_blocks: SequenceBlocks, nodes: list[Node], host_hits: list[HostHit]
     ) -> list[tuple[Block, Block]]:
-        """Allocate a pending device block for each host hit. Returns (device block, host block) pairs."""
-        blocks: list[tuple[Block, Block]] = []
+        """Allocate a pending device block for each host hit. Returns (device block, host block) pairs.
+
+        An allocation may evict blocks, and so remove some of `nodes` from the tree. These are replaced in the list.
+        """
+        block_pairs: list[tuple[Block, Block]] = []
         for group, node, host_block in host_hits:
             block = self._allocate(group)
             assert block is not None, "admitted without room for what is loaded"
-            if node is not nodes[node.depth] or node not in self.tree:  # an eviction for this block removed the node
-                new_node = self.tree.get_or_create(node.key, nodes[node.depth - 1] if node.depth else None)
+            if node is not nodes[node.depth] or node not in self.tree:
+                parent = nodes[node.depth - 1] if node.depth else None
+                new_node = self.tree.get_or_create(node.key, parent)
                 assert new_node is not None
                 node = nodes[node.depth] = new_node
             self.tree.attach(node, block)
             seq_blocks.blocks_by_group[group][node.depth] = block
-            blocks.append((block, host_block))
-        return blocks
+            block_pairs.append((block, host_block))
+        return block_pairs
 
     def _plan_checkpoints(self, seq: Sequence, matched_block_count: int) -> None:
         """Plan a checkpoint at the end of the prompt's cached part, and one at its last block boundary."""
@@ -233,9 +234,9 @@ class KVCache:
                 self._states.plan_checkpoint(seq, block_count, keys[block_count - 1].hash)
 
     def plan_shared_prefix(self, seq: Sequence, waiting_seq: Sequence) -> int:
-        """Return the tokens of the prompts' common prefix, which `waiting_seq` need not compute after `seq` has.
+        """Return how many prompt tokens `waiting_seq` need not compute, because the running `seq` computes them first.
 
-        `seq` is running. If the model has states, a checkpoint of `seq` is planned at the end of that prefix.
+        If the model has states, `seq` is to leave a checkpoint at the end of that common prefix.
         """
         if self._blocks_by_sequence[seq].is_detached:
             return 0
@@ -251,7 +252,7 @@ class KVCache:
 
     def grow(self, seq: Sequence, end: int) -> bool:
         """Give `seq` blocks for the positions [0, end). Without enough memory, return False and change nothing."""
-        missing_count = -(-end // self.block_size) - len(seq.block_tables[FULL_KIND])
+        missing_count = ceil_div(end, self.block_size) - len(seq.block_tables[FULL_KIND])
         if missing_count <= 0:
             return True
         new_blocks: list[tuple[int, Block]] = []
@@ -269,23 +270,30 @@ class KVCache:
     def _allocate(self, kind: int) -> Block | None:
         """Allocate a block of `kind`, after a compaction if need be; None if the live blocks leave no room."""
         block = self.pool.allocate(kind)
-        if block is None and self.pool.can_allocate([int(k == kind) for k in range(len(self.pool.blocks_per_unit))]):
-            moves = self.pool.compact(kind)
-            self.host_tier.plan_all_copies()
-            for group, moved_block, source in moves:
-                self._block_copies.append(BlockCopy(group, source, moved_block.id))
-                self._steps.register_move(moved_block)
-            for seq_blocks in self._blocks_by_sequence.values():
-                seq_blocks.mark_replaced()
-                seq_blocks.rewrite_tables()
-            block = self.pool.allocate(kind)
-            assert block is not None, "a compaction that made no room"
+        if block is not None:
+            return block
+        one_block = [int(k == kind) for k in range(len(self.pool.blocks_per_unit))]
+        if not self.pool.can_allocate(one_block):
+            return None
+        self._compact_for(kind)
+        block = self.pool.allocate(kind)
+        assert block is not None, "a compaction that made no room"
         return block
+
+    def _compact_for(self, kind: int) -> None:
+        """Free a unit for blocks of `kind`, by moving live blocks of other kinds. The plan copies their contents."""
+        moves = self.pool.compact(kind)
+        self.host_tier.plan_copies()  # before the memory of evicted blocks is overwritten
+        for group, moved_block, old_id in moves:
+            self._block_copies.append(BlockCopy(group, old_id, moved_block.id))
+            self._steps.register_move(moved_block)
+        for seq_blocks in self._blocks_by_sequence.values():
+            seq_blocks.mark_replaced()
+            seq_blocks.rewrite_tables()
 
     def release(self, seq: Sequence) -> None:
         """Release all blocks of `seq`, the last block first, so that it is evicted first."""
         seq_blocks = self._blocks_by_sequence.pop(seq)
-        self._loads.cancel(seq)
         assert not seq_blocks.pending_merges
         assert len(seq_blocks.nodes) == seq_blocks.committed_block_count, "released in the middle of a step"
         self._states.release(seq)
@@ -299,24 +307,6 @@ class KVCache:
         self._hasher.discard(seq)
         self._matcher.forget(seq)
 
-    # ------------------------------------------------------------------ loads from host memory
-
-    def is_loading(self, seq: Sequence) -> bool:
-        """Return whether `seq` waits for loads that no step plans yet. Until then `seq` computes nothing."""
-        return seq in self._loads
-
-    def plan_loads(self, *, has_decodes: bool) -> None:
-        """Add as many loads to the step being planned as its limit allows."""
-        self._loads.begin_step(has_decodes=has_decodes)
-
-    def list_loading_sequences(self) -> set[Sequence]:
-        """Return the sequences for which the step being planned loads blocks."""
-        return self._loads.list_planned_sequences()
-
-    def cancel_loads(self, seq: Sequence) -> None:
-        """Cancel the loads for `seq`, except those of running steps."""
-        self._loads.cancel(seq)
-
     # ------------------------------------------------------------------ steps
 
     def register_full_blocks(self, seq: Sequence, end: int) -> None:
@@ -325,7 +315,7 @@ class KVCache:
 
     def fill_plan(self, plan: StepPlan) -> None:
         """Complete a plan with its copies, and advance its sequences. The step counts as running from now on."""
-        self.host_tier.plan_copies(self._loads.unplanned_blocks)
+        self.host_tier.plan_copies()
         plan.block_copies = self._block_copies.copy()
         self._block_copies.clear()
         for chunk in plan.chunks:
@@ -354,11 +344,15 @@ class KVCache:
         self._steps.rollback()
 
     def invalidate_failed_copies(self) -> bool:
-        """Drop blocks that copies of failed steps may not have filled. If one is held, return True and drop none."""
+        """Drop blocks that copies of failed steps may not have filled. If a sequence holds one, return True and drop
+        none.
+        """
         return self._steps.invalidate_failed_copies()
 
     def take_events(self) -> StepEvents | None:
-        """Return the events since the last call, in order; None if nothing changed. Events are made when iterated."""
+        """Return the events since the last call, in order; None if nothing changed. They are made while they are
+        iterated.
+        """
         return self.tree.event_log.drain()
 
     # ------------------------------------------------------------------ the whole cache
@@ -378,7 +372,6 @@ class KVCache:
         self.pool.check_invariants()
         self.tree.check_invariants()
         self._states.check_invariants()
-        self._loads.check_invariants()
         self.host_tier.check_invariants(self._steps.list_pinned_host_blocks())
         references = self._states.list_references()
         for seq_blocks in self._blocks_by_sequence.values():

@@ -40,7 +40,7 @@ class _LearnedOrder(EvictionOrder):
 
 
 class LearnedDeviceOrder(_LearnedOrder):
-    """Eviction order of the device's blocks. The learned queue holds leaves of the tree and superseded states."""
+    """Evicts the device's blocks by learned reuse. The learned queue holds leaves of the tree and superseded states."""
 
     def mark_cached(self, block: Block) -> None:
         self._age_order.mark_cached(block)
@@ -87,7 +87,9 @@ class LearnedDeviceOrder(_LearnedOrder):
 
 
 class LearnedHostOrder(_LearnedOrder):
-    """Eviction order of the host's blocks. The learned queue holds leaves on the host alone, and superseded states."""
+    """Evicts the host's blocks by learned reuse. Its queue holds leaves that only the host has, and superseded
+    states.
+    """
 
     def mark_cached(self, block: Block) -> None:
         self._age_order.mark_cached(block)
@@ -134,7 +136,7 @@ class LearnedHostOrder(_LearnedOrder):
 
 
 class LearnedEviction(LruEviction):
-    """The learned orders of both memories. Only for models without sliding windows."""
+    """Holds the learned orders of device and host memory. Only for models without sliding windows."""
 
     def __init__(self, spec: CacheSpec, unit_count: int) -> None:
         """`unit_count`: number of units in both memories together."""

@@ -18,11 +18,15 @@ from collections.abc import Callable, Sequence
 
 from engine.cache.blocks import Block, StateBlock, Unit
 from engine.cache.eviction_order import EvictionOrder
+from engine.cache.spec import ceil_div
 from engine.types import BlockId
 
 
 class UnitPool:
-    """Memory of one model's cache. `blocks_per_unit[k]` is N_k; the kind of states, if any, comes last with N = 1."""
+    """Gives out and takes back the memory of one model's cache.
+
+    `blocks_per_unit[k]`: blocks of kind k in a unit. The kind of states, if any, comes last, with one block a unit.
+    """
 
     def __init__(
         self,
@@ -69,14 +73,15 @@ class UnitPool:
     def can_allocate(self, block_counts: Sequence[int]) -> bool:
         """Return whether `block_counts[k]` more live blocks of every kind k fit after evictions and a compaction."""
         units_needed = sum(
-            -(-(live + count) // n) for live, count, n in zip(self._live_blocks, block_counts, self.blocks_per_unit)
+            ceil_div(live_count + count, blocks_per_unit)
+            for live_count, count, blocks_per_unit in zip(self._live_blocks, block_counts, self.blocks_per_unit)
         )
         return units_needed <= len(self.units)
 
     # ------------------------------------------------------------------ changes
 
     def allocate(self, kind: int) -> Block | None:
-        """Return a block of `kind` with one reference; None if no eviction makes room, so that only `compact` may.
+        """Return a block of `kind` with one reference; None if only a compaction can make room.
 
         A hole in the fullest unit of the kind is used first, then a free unit. Otherwise cached blocks are evicted.
         """
@@ -149,14 +154,17 @@ class UnitPool:
         blocks_per_unit = self.blocks_per_unit[kind]
         live_before = self._live_blocks[kind]
         live_after = self._live_blocks[kind] = live_before + change
-        self._live_units += -(-live_after // blocks_per_unit) + (-live_before // blocks_per_unit)
+        self._live_units += ceil_div(live_after, blocks_per_unit) - ceil_div(live_before, blocks_per_unit)
 
     def _add_live(self, unit: Unit, kind: int) -> None:
         self._count_live(kind, 1)
         unit.live_blocks += 1
 
     def _take_hole(self, kind: int) -> Block | None:
-        """Return a hole in the fullest unit of the kind, which is no hole from now on; None if there is no hole."""
+        """Return a hole of the kind, from the unit with the fewest holes; None if there is no hole.
+
+        The caller makes it a live block.
+        """
         for hole_count, units in enumerate(self._units_by_holes[kind]):
             if units:
                 unit = next(reversed(units))
@@ -170,16 +178,14 @@ class UnitPool:
 
     def _make_hole(self, block: Block) -> None:
         """Add a block to the holes of its unit. A unit that has only holes becomes free."""
-        unit = block.unit
-        kind = block.kind
-        hole_count = len(unit.holes)
-        if hole_count:
-            del self._units_by_holes[kind][hole_count][unit]
+        unit, kind = block.unit, block.kind
+        if unit.holes:
+            del self._units_by_holes[kind][len(unit.holes)][unit]
         unit.holes.append(block)
-        if hole_count + 1 < self.blocks_per_unit[kind]:
-            self._units_by_holes[kind][hole_count + 1][unit] = None
-            return
-        self._free_unit(unit)
+        if len(unit.holes) == self.blocks_per_unit[kind]:
+            self._free_unit(unit)
+        else:
+            self._units_by_holes[kind][len(unit.holes)][unit] = None
 
     def _free_unit(self, unit: Unit) -> None:
         unit.kind = None
@@ -205,31 +211,37 @@ class UnitPool:
         `can_allocate` was true before, a unit is free afterwards.
         Returns the moves in order, as (kind, block, old id); the block already has its new id.
         """
-        source_units = []
-        for other_kind, blocks_per_unit in enumerate(self.blocks_per_unit):
-            if other_kind == kind or blocks_per_unit == 1:
-                continue
-            units = [unit for unit in self.units if unit.kind == other_kind]
-            fewest_units = -(-self._live_blocks[other_kind] // blocks_per_unit)
-            if len(units) > fewest_units:
-                source_units.append(min(units, key=lambda unit: unit.live_blocks))
-        if not source_units:
+        source_unit = self._find_unit_to_empty(kind)
+        if source_unit is None:
             return []
-        source_unit = min(source_units, key=lambda unit: unit.live_blocks)
         for block in list(source_unit.blocks):
             if block.node is not None and block.ref_count == 0:
                 self._evict_block(block)
         return [] if self._free_units else self._move_live_blocks(source_unit)
 
+    def _find_unit_to_empty(self, excluded_kind: int) -> Unit | None:
+        """Return the unit with the fewest live blocks, of a kind that has more units than it needs.
+
+        None if all kinds but `excluded_kind` are packed already.
+        """
+        candidates = []
+        for kind, blocks_per_unit in enumerate(self.blocks_per_unit):
+            if kind == excluded_kind or blocks_per_unit == 1:
+                continue
+            units = [unit for unit in self.units if unit.kind == kind]
+            if len(units) > ceil_div(self._live_blocks[kind], blocks_per_unit):
+                candidates += units
+        return min(candidates, key=lambda unit: unit.live_blocks, default=None)
+
     def _move_live_blocks(self, source_unit: Unit) -> list[tuple[int, Block, BlockId]]:
         """Move the live blocks of a unit to holes of other units of its kind, and free the unit.
 
-        Stops early once an eviction has freed another unit. Returns the moves as `compact` does.
+        Stops early once an eviction has freed another unit, which is enough. Returns the moves as `compact` does.
         """
         kind = source_unit.kind
         assert kind is not None
         moves: list[tuple[int, Block, BlockId]] = []
-        if source_unit.holes:
+        if source_unit.holes:  # so that no block moves to a hole of this unit
             del self._units_by_holes[kind][len(source_unit.holes)][source_unit]
         for slot, block in enumerate(source_unit.blocks):
             if block.ref_count == 0:
@@ -238,21 +250,26 @@ class UnitPool:
             while hole is None and not self._free_units:
                 self._evict_block(self._order.find_oldest(kind))
                 hole = self._take_hole(kind)
-            if hole is None:  # an eviction has freed another unit, which is enough
+            if hole is None:
                 if source_unit.holes:
                     self._units_by_holes[kind][len(source_unit.holes)][source_unit] = None
                 return moves
-            unit = hole.unit
             moves.append((kind, block, block.id))
-            unit.blocks[unit.blocks.index(hole)], source_unit.blocks[slot] = block, hole
-            block.id, hole.id = hole.id, block.id
-            block.unit, hole.unit = unit, source_unit
-            unit.live_blocks += 1
-            source_unit.live_blocks -= 1
-            source_unit.holes.append(hole)
+            self._swap_with_hole(block, slot, hole)
         assert source_unit.live_blocks == 0
         self._free_unit(source_unit)
         return moves
+
+    def _swap_with_hole(self, block: Block, slot: int, hole: Block) -> None:
+        """Exchange the memory of a live block, which is at `slot` of its unit, with that of a hole in another unit."""
+        source_unit, target_unit = block.unit, hole.unit
+        target_unit.blocks[target_unit.blocks.index(hole)] = block
+        source_unit.blocks[slot] = hole
+        block.id, hole.id = hole.id, block.id
+        block.unit, hole.unit = target_unit, source_unit
+        target_unit.live_blocks += 1
+        source_unit.live_blocks -= 1
+        source_unit.holes.append(hole)
 
     # ------------------------------------------------------------------ proof
 
@@ -282,11 +299,7 @@ class UnitPool:
             if holes:
                 assert unit in self._units_by_holes[unit.kind][len(holes)]
         assert live_blocks_by_kind == self._live_blocks
-        assert (
-            self._live_units
-            == sum(-(-c // blocks_per_unit) for c, blocks_per_unit in zip(live_blocks_by_kind, self.blocks_per_unit))
-            <= len(self.units)
-        )
+        assert self._live_units == sum(map(ceil_div, live_blocks_by_kind, self.blocks_per_unit)) <= len(self.units)
         self._order.check_blocks(cached_blocks, len(self.units))
         for kind in self._attention_kinds:
             assert self._idle_units[kind] == len(idle_units[kind])

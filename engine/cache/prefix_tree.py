@@ -25,7 +25,7 @@ from engine.cache.spec import FULL_KIND, CacheSpec
 
 
 class LowerTier(Protocol):
-    """Host memory, as the tree sees it."""
+    """Interface of host memory, which takes blocks that the device evicts."""
 
     def demote(self, block: Block, *, keep_on_host: bool) -> None:
         """Take a computed block of the device in, which is about to lose its name, and announce that."""
@@ -38,7 +38,7 @@ class LowerTier(Protocol):
 
 
 class PrefixTree:
-    """The nodes of all cached prefixes."""
+    """Finds cached prefixes, and names the blocks that hold them. Announces every change of what is cached."""
 
     def __init__(self, spec: CacheSpec, eviction: LruEviction, drop: Callable[[Block], None]) -> None:
         """`drop`: gives a block that is no longer named back to the pool."""
@@ -73,7 +73,7 @@ class PrefixTree:
         return node if node.key.equals(key) else None
 
     def extend_match(self, keys: Sequence[BlockKey], nodes: list[Node]) -> None:
-        """Change `nodes` to the longest chain of nodes that match `keys`.
+        """Change `nodes` in place to the longest chain of nodes that match `keys`.
 
         `nodes`: the result of an earlier call for the same keys, or empty. Only its end is checked, since a node in the
         tree has all its ancestors.
@@ -131,7 +131,7 @@ class PrefixTree:
     def evict(self, block: Block, *, keep_on_host: bool = True) -> None:
         """Evict a cached block from the device.
 
-        A full-attention block takes its descendants with it, leaves first, as a prefix must stay whole.
+        A full-attention block takes its descendants with it, leaves first, because a prefix must stay whole.
         `keep_on_host`: copy the blocks to host memory, if there is any.
         """
         root = block.node
@@ -154,7 +154,9 @@ class PrefixTree:
         self._unlink(block)
 
     def clear(self) -> list[Block]:
-        """Forget every name. Returns the device's blocks that had one: the caller frees those without references."""
+        """Forget every name in both memories. Returns the device's blocks that had one; the caller frees those in no
+        use.
+        """
         self.lower_tier.forget_all()
         blocks = [b for node in self._node_by_hash.values() for b in node.blocks if b is not None]
         for block in blocks:
@@ -253,9 +255,14 @@ def list_subtree(root: Node) -> list[Node]:
 
 
 def list_blocks_leaves_first(root: Node) -> list[Block]:
-    """Return the device's blocks of a node and of its descendants, leaves first, each node's full attention last."""
+    """Return the device's blocks of a node and of its descendants, leaves first.
+
+    Of one node, the full-attention block comes last, because the others must not outlive it.
+    """
     subtree = [root]
-    for node in subtree:
+    for node in subtree:  # grows while it is walked
         subtree.extend(child for child in node.children.values() if child.blocks[FULL_KIND] is not None)
-    blocks = [b for node in reversed(subtree) for b in (*node.blocks[FULL_KIND + 1 :], node.blocks[FULL_KIND])]
+    blocks: list[Block | None] = []
+    for node in reversed(subtree):
+        blocks += [*node.blocks[FULL_KIND + 1 :], node.blocks[FULL_KIND]]
     return [block for block in blocks if block is not None]

@@ -18,7 +18,7 @@ from engine.types import BlockCopy, Sequence
 
 
 class PulledBlocks:
-    """Memory and names for pulled blocks."""
+    """Gives memory to blocks that are pulled from a peer, and names them once they are filled."""
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class PulledBlocks:
         return block_copies
 
     def name(self, block: Block, key: BlockKey, parent: Node | None) -> Node | None:
-        """Name and announce a block that is filled, hold its parent until `release`, and return its node.
+        """Name and announce a filled block, and return its node. Its parent is held until `release`.
 
-        None, and nothing done, if its parent was evicted meanwhile, or if the name is taken.
+        Returns None, with nothing done, if its parent was evicted meanwhile, or if the name is taken.
         """
         if parent is not None and (parent not in self._tree or not parent.has_computed(FULL_KIND)):
             return None
@@ -73,7 +73,7 @@ class PulledBlocks:
             self._tree.remove_if_empty(node)
             return None
         if block.kind == FULL_KIND and parent is not None:
-            self._pool.acquire(_full_block(parent))  # no path of cached blocks ends there any more
+            self._pool.acquire(_full_block(parent))  # eviction takes ends of paths, and the parent is no end any more
         self._tree.attach(node, block)
         self._tree.commit(block)
         return node

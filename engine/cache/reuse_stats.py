@@ -22,6 +22,8 @@ from collections.abc import Sequence
 
 _TURNS_MAX = 4
 """Conversations with at least so many turns are one class."""
+_ADDED_STEP_MAX = 5
+"""Last step of added blocks that makes a class of its own."""
 _HALVE_AT_TURNS = 1024
 """Counted turns of a class at which its counts are halved, so that old turns are forgotten."""
 _OVERDUE_CAPACITIES = 2
@@ -32,7 +34,10 @@ _PRIOR_TURNS = 10.0
 
 
 class ConversationTurn:
-    """One request of a conversation; or a shared prefix, with `turn_count` conversations that begin with it."""
+    """A request of a conversation, of which a next one may continue the prompt.
+
+    It may also stand for a shared prefix. Then `turn_count` counts the conversations that begin with it.
+    """
 
     __slots__ = (
         "added_blocks",
@@ -65,7 +70,7 @@ class ConversationTurn:
 
 
 class ReuseCounts:
-    """Counts of the turns of one class, and of their returns."""
+    """Counts how many turns of one class returned, and after how long. Old turns lose weight by halving."""
 
     __slots__ = ("gap_log2_sum", "return_count", "turn_count")
 
@@ -96,7 +101,7 @@ class ReuseCounts:
 
 
 class ReuseStats:
-    """The conversations that are remembered, and the counts of each class."""
+    """Remembers recent conversations, and counts for each class of turns how often they return."""
 
     def __init__(self, capacity_blocks: int, block_tokens: int) -> None:
         """`capacity_blocks`: blocks of the cache, and most conversations that are remembered."""
@@ -115,33 +120,42 @@ class ReuseStats:
 
     def begin_turn(self, block_hashes: Sequence[int], hit_blocks: int) -> ConversationTurn:
         """Record a request with these blocks in its prompt; the first `hit_blocks` of them were cached."""
-        self.clock += len(block_hashes)
         prompt_blocks = len(block_hashes)
-        previous = None
-        for block_hash in reversed(block_hashes):
-            previous = self._last_turns.pop(block_hash, None)
-            if previous is not None:
-                break
-        if previous is None:
+        self.clock += prompt_blocks
+        previous_turn = self._take_previous_turn(block_hashes)
+        if previous_turn is None:
             turn = ConversationTurn(prompt_blocks, hit_blocks)
             if hit_blocks:
                 self._record_shared_prefix(block_hashes[hit_blocks - 1], hit_blocks)
         else:
-            turn = ConversationTurn(prompt_blocks, previous.shared_blocks)
-            turn.turn_count = previous.turn_count + 1
-            turn.added_blocks = max(0, prompt_blocks - previous.prompt_blocks)
-            turn.gap_blocks = self.clock - previous.end_clock
-            turn.previous = previous
-            previous.previous = None
-            self.get_counts(previous).record_return(turn.gap_blocks)
-            self._count_turn(previous)
+            turn = self._continue_turn(previous_turn, prompt_blocks)
         if prompt_blocks > turn.shared_blocks:
             # The last block but one: a template may end a prompt in another way than it continues the prompt.
             turn.continuation_hash = block_hashes[max(turn.shared_blocks, prompt_blocks - 2)]
         return turn
 
+    def _take_previous_turn(self, block_hashes: Sequence[int]) -> ConversationTurn | None:
+        """Forget and return the last turn of the conversation that a prompt continues; None for a new conversation."""
+        for block_hash in reversed(block_hashes):
+            previous_turn = self._last_turns.pop(block_hash, None)
+            if previous_turn is not None:
+                return previous_turn
+        return None
+
+    def _continue_turn(self, previous_turn: ConversationTurn, prompt_blocks: int) -> ConversationTurn:
+        """Count that a turn has returned, and return the turn that follows it."""
+        turn = ConversationTurn(prompt_blocks, previous_turn.shared_blocks)
+        turn.turn_count = previous_turn.turn_count + 1
+        turn.added_blocks = max(0, prompt_blocks - previous_turn.prompt_blocks)
+        turn.gap_blocks = self.clock - previous_turn.end_clock
+        turn.previous = previous_turn
+        previous_turn.previous = None
+        self.get_counts(previous_turn).record_return(turn.gap_blocks)
+        self._count_turn(previous_turn)
+        return turn
+
     def _record_shared_prefix(self, block_hash: int, prefix_blocks: int) -> None:
-        """Count a conversation that begins with the shared prefix which ends with this block."""
+        """Count a conversation that begins with a shared prefix, which ends with the block of this hash."""
         prefix_turn = self._shared_prefixes.get(block_hash)
         if prefix_turn is None:
             prefix_turn = self._shared_prefixes[block_hash] = ConversationTurn(prefix_blocks, 0, is_shared_prefix=True)
@@ -162,14 +176,19 @@ class ReuseStats:
             self.get_counts(turn).record_turn()
             return
         self._uncounted_turns[turn] = None
-        while (
-            oldest := next(iter(self._uncounted_turns))
-        ).end_clock < self.clock - _OVERDUE_CAPACITIES * self._capacity_blocks:
-            self._count_turn(oldest)
+        self._count_overdue_turns()
         self._last_turns[turn.continuation_hash] = turn
         self._last_turns.move_to_end(turn.continuation_hash)
         if len(self._last_turns) > self._capacity_blocks:
             self._last_turns.popitem(last=False)
+
+    def _count_overdue_turns(self) -> None:
+        """Count the turns that ended so long ago that they are taken not to return."""
+        overdue_clock = self.clock - _OVERDUE_CAPACITIES * self._capacity_blocks
+        oldest_turn = next(iter(self._uncounted_turns))
+        while oldest_turn.end_clock < overdue_clock:
+            self._count_turn(oldest_turn)
+            oldest_turn = next(iter(self._uncounted_turns))
 
     def _count_turn(self, turn: ConversationTurn) -> None:
         """Count a turn, once, which has returned or is overdue."""
@@ -185,14 +204,15 @@ class ReuseStats:
         return prefix_turn
 
     def classify_turn(self, turn: ConversationTurn) -> tuple[bool, int, int]:
-        """Return the class of a turn."""
-        return (
-            turn.is_shared_prefix,
-            min(turn.turn_count, _TURNS_MAX),
-            min(5, (turn.added_blocks // self._size_scale).bit_length() // 2),
-        )
+        """Return the class of a turn: (shared prefix or not, number of turns, step of the blocks that it added).
+
+        The steps of added blocks grow by a factor of four, for blocks of 256 tokens.
+        """
+        added_step = min(_ADDED_STEP_MAX, (turn.added_blocks // self._size_scale).bit_length() // 2)
+        return turn.is_shared_prefix, min(turn.turn_count, _TURNS_MAX), added_step
 
     def get_counts(self, turn: ConversationTurn) -> ReuseCounts:
+        """Return the counts of a turn's class."""
         turn_class = self.classify_turn(turn)
         counts = self._counts_by_class.get(turn_class)
         if counts is None:

@@ -25,7 +25,7 @@ class PendingMerge(NamedTuple):
 
 
 class SequenceBlocks:
-    """The blocks that a sequence holds. Keeps `seq.block_tables` equal to their ids."""
+    """The blocks that a running sequence holds, by group. Keeps `seq.block_tables`, which the runner reads, in step."""
 
     __slots__ = (
         "blocks_by_group",

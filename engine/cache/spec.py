@@ -16,6 +16,11 @@ SLIDING_WINDOW = "sliding_window"
 MAMBA = "mamba"
 
 
+def ceil_div(count: int, size: int) -> int:
+    """Return how many parts of `size` hold `count` items."""
+    return -(-count // size)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
     """Attention layers that share one block table."""
@@ -96,23 +101,23 @@ _UNIT_GROWTH_MAX = 8
 
 @functools.lru_cache(maxsize=64)
 def _choose_unit_bytes(block_sizes: tuple[int, ...], state_bytes: int) -> int:
-    """Return the smallest size with the least padding in the kind that fits worst.
+    """Return the smallest unit size at which the kind that fits worst wastes the least memory.
 
-    A unit holds one state, never two. So with state it has the state's size, or that of the next whole blocks.
+    `block_sizes`: bytes of a block of each group. `state_bytes`: bytes of a state; 0 if the model has none.
+    A unit holds one state, never two. So with a state the unit has the state's size, or that of the next whole blocks.
     """
-    largest_block_bytes = max(*block_sizes, state_bytes, 1)
-    candidates = {largest_block_bytes}
-    for block in block_sizes:
-        blocks_min = -(-largest_block_bytes // block)
-        candidates |= {
-            count * block for count in range(blocks_min, blocks_min * (1 if state_bytes else _UNIT_GROWTH_MAX) + 1)
-        }
-    sizes = [*block_sizes, state_bytes] if state_bytes else list(block_sizes)
+    largest_bytes = max(*block_sizes, state_bytes, 1)
+    growth_max = 1 if state_bytes else _UNIT_GROWTH_MAX
+    unit_sizes = {largest_bytes}
+    for block_bytes in block_sizes:
+        min_count = ceil_div(largest_bytes, block_bytes)
+        unit_sizes.update(count * block_bytes for count in range(min_count, min_count * growth_max + 1))
+    aligned_sizes = {ceil_div(size, _UNIT_ALIGNMENT_BYTES) * _UNIT_ALIGNMENT_BYTES for size in unit_sizes}
 
-    def padding_share(unit_bytes: int) -> float:
-        return max(
-            (unit_bytes - state_bytes if size == state_bytes else unit_bytes % size) / unit_bytes for size in sizes
-        )
+    def largest_padding_share(unit_bytes: int) -> float:
+        padding = [unit_bytes % block_bytes for block_bytes in block_sizes]
+        if state_bytes:
+            padding.append(unit_bytes - state_bytes)
+        return max(padding) / unit_bytes
 
-    unit_sizes = {-(-size // _UNIT_ALIGNMENT_BYTES) * _UNIT_ALIGNMENT_BYTES for size in candidates}
-    return min(sorted(unit_sizes), key=padding_share)
+    return min(sorted(aligned_sizes), key=largest_padding_share)

@@ -34,6 +34,7 @@ from engine.cache.blocks import Block, BlockKey, Node, StateBlock
 from engine.cache.host_tier import HostTier
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
+from engine.cache.spec import ceil_div
 from engine.types import Chunk, Sequence, StepPlan, UnitId
 
 _LONG_CHUNK_TOKENS = 1024
@@ -44,18 +45,18 @@ _SUPERSEDED_DIVISOR = 16
 
 def compute_state_value(saved_blocks: int, *, is_superseded: bool) -> int:
     """Return the worth, in blocks of full attention, of a state that saves so many over the state before it."""
-    return -(-saved_blocks // _SUPERSEDED_DIVISOR) if is_superseded else saved_blocks
+    return ceil_div(saved_blocks, _SUPERSEDED_DIVISOR) if is_superseded else saved_blocks
 
 
 class StateSource(NamedTuple):
-    """The checkpoint that a sequence resumes from, in one of the two memories. Both None: it starts from zero."""
+    """The checkpoint that a sequence resumes from, on the device or in host memory. Without one it starts from zero."""
 
     checkpoint: StateBlock | None = None
     """A checkpoint on the device."""
     host_node: Node | None = None
     """Node whose checkpoint is in host memory."""
     should_copy: bool = True
-    """Whether the checkpoint is copied. Else it becomes the sequence's state, and no other sequence may hold it."""
+    """Whether the checkpoint is copied. If not, it becomes the sequence's own state, as nothing else holds it."""
 
 
 class StateLoad(NamedTuple):
@@ -85,7 +86,7 @@ class _SequenceState:
 
 
 class StateCheckpoints:
-    """The states of all running sequences, and the checkpoints that they take."""
+    """Owns the states of all running sequences, and decides where they leave checkpoints."""
 
     def __init__(
         self,
@@ -111,10 +112,10 @@ class StateCheckpoints:
     # ------------------------------------------------------------------ a sequence's state
 
     def find_source(self, nodes: list[Node], block_counts: list[int]) -> StateSource:
-        """Return the checkpoint at the end of `nodes`, after which a sequence resumes.
+        """Return the checkpoint from which a sequence resumes after the prefix `nodes`.
 
-        `block_counts`: live blocks of every kind that the sequence needs besides. If the checkpoint is copied, source
-        and copy are both live until the first step is done.
+        `block_counts`: live blocks of every kind that the sequence needs besides. A copied checkpoint stays live beside
+        the copy until the first step is done. Without room for both, the sequence takes the checkpoint itself.
         """
         if not nodes:
             return StateSource()
@@ -137,9 +138,9 @@ class StateCheckpoints:
         if checkpoint is not None and not source.should_copy:
             assert checkpoint.ref_count == 1
             self._tree.detach(checkpoint)
-            state = _SequenceState(checkpoint, None, needs_init=False)
-            loads = []
+            state, loads = _SequenceState(checkpoint, None, needs_init=False), []
         else:
+            # The host's block is held first: the allocation may evict others.
             host_blocks = [] if source.host_node is None else [self._host_tier.pin(source.host_node, self._kind)]
             block = self._allocate(self._kind)
             assert isinstance(block, StateBlock), "admitted without room for its state"
@@ -171,27 +172,36 @@ class StateCheckpoints:
             self._remove_first_stop(state)
 
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
-        """Return the end of a chunk of `seq`: at most the next planned stop, and a block boundary if it is long."""
+        """Return where a chunk of `seq` up to `end` should end: no later than the next planned checkpoint.
+
+        A long chunk ends at a block boundary, because a checkpoint is taken there.
+        """
         stops = self._state_by_sequence[seq].planned_stops
         if not stops:
             return end
         end = min(end, stops[0] * self._block_size)
-        return end if end - seq.computed_tokens < _LONG_CHUNK_TOKENS else end // self._block_size * self._block_size
+        is_long = end - seq.computed_tokens >= _LONG_CHUNK_TOKENS
+        return end // self._block_size * self._block_size if is_long else end
 
     def reserve_checkpoint(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
-        """Take a checkpoint with the step that computes [start, end), if one is due there and memory allows."""
+        """Take a checkpoint with the step that computes [start, end), if one is due there and memory allows.
+
+        `nodes`: the nodes of the sequence's blocks. One is due at a block boundary: in decode, at a planned stop, or
+        after a long chunk.
+        """
         state = self._state_by_sequence[seq]
         block_count, remainder = divmod(end, self._block_size)
         if remainder or block_count > len(nodes):
             return
         is_decode = end - start == 1 and end > seq.prompt_len
-        if not (is_decode or block_count in state.hash_by_stop or end - start >= _LONG_CHUNK_TOKENS // 2):
+        is_long = end - start >= _LONG_CHUNK_TOKENS // 2
+        if not (is_decode or is_long or block_count in state.hash_by_stop):
             return
-        checkpoint = nodes[block_count - 1].checkpoint
-        if checkpoint is not None:
-            checkpoint.is_shared = True
-        elif not nodes[block_count - 1].has_host_block(self._kind):
-            self.save_checkpoint(seq, nodes[block_count - 1], end)
+        node = nodes[block_count - 1]
+        if node.checkpoint is not None:
+            node.checkpoint.is_shared = True
+        elif not node.has_host_block(self._kind):
+            self.save_checkpoint(seq, node, end)
 
     def save_checkpoint(self, seq: Sequence, node: Node | None, end: int) -> None:
         """Take a checkpoint with the step that computes up to `end`, if memory allows.
@@ -208,10 +218,11 @@ class StateCheckpoints:
 
     def attach_checkpoint(self, seq: Sequence, node: Node, end: int) -> None:
         """Name the checkpoint that the step being committed took at `end`, unless the node has one."""
-        block, checkpoint = self._state_by_sequence[seq].pending_checkpoint_by_end.get(end), node.checkpoint
-        if checkpoint is not None:
-            checkpoint.is_shared = True
-        elif block is not None:
+        if node.checkpoint is not None:
+            node.checkpoint.is_shared = True
+            return
+        block = self._state_by_sequence[seq].pending_checkpoint_by_end.get(end)
+        if block is not None:
             self._tree.attach(node, block)
 
     def fill_plan(self, plan: StepPlan) -> None:
@@ -226,8 +237,9 @@ class StateCheckpoints:
                     plan.state_restores.append((state.source_checkpoint.unit.index, state.block.unit.index))
             while state.planned_stops and state.planned_stops[0] * self._block_size <= chunk.end:
                 self._remove_first_stop(state)
-            if (block := state.pending_checkpoint_by_end.get(chunk.end)) is not None:
-                block.is_in_flight = True
+            checkpoint = state.pending_checkpoint_by_end.get(chunk.end)
+            if checkpoint is not None:
+                checkpoint.is_in_flight = True
         plan.state_checkpoints, self._planned_copies = self._planned_copies, []
 
     def commit(self, chunks: Items[Chunk]) -> None:
@@ -239,25 +251,25 @@ class StateCheckpoints:
         """Announce the checkpoint that a chunk took, if any, and evict the rolling checkpoint that it replaces."""
         state = self._state_by_sequence[seq]
         self._release_source(state)
-        block = state.pending_checkpoint_by_end.pop(end, None)
-        if block is None:
+        checkpoint = state.pending_checkpoint_by_end.pop(end, None)
+        if checkpoint is None:
             return
-        if block.node is None:  # the cache was reset meanwhile, or the block that ends here got no name
-            self._pool.release(block)
+        if checkpoint.node is None:  # the cache was reset meanwhile, or the block that ends here got no name
+            self._pool.release(checkpoint)
             return
-        self._tree.commit(block)
-        previous_rolling, state.rolling_checkpoint = state.rolling_checkpoint, None
+        self._tree.commit(checkpoint)
+        replaced_checkpoint, state.rolling_checkpoint = state.rolling_checkpoint, None
         is_decode = end > seq.prompt_len and end - start == 1
-        if is_decode and previous_rolling is not None:
-            is_in_use = previous_rolling.is_shared or previous_rolling.ref_count > 0
-            if not is_in_use and previous_rolling.node is not None:
-                self._tree.evict(previous_rolling, keep_on_host=False)
-        self.release_new_checkpoint(block)
+        if is_decode and replaced_checkpoint is not None and replaced_checkpoint.node is not None:
+            is_in_use = replaced_checkpoint.is_shared or replaced_checkpoint.ref_count > 0
+            if not is_in_use:
+                self._tree.evict(replaced_checkpoint, keep_on_host=False)
+        self.release_new_checkpoint(checkpoint)
         if is_decode:
-            state.rolling_checkpoint = block
+            state.rolling_checkpoint = checkpoint
 
     def release_new_checkpoint(self, checkpoint: StateBlock) -> None:
-        """Let a checkpoint that was just announced become cached; it continues the one before it."""
+        """Release a checkpoint that was just announced, so that it becomes cached. The one before it is superseded."""
         assert checkpoint.node is not None
         previous_node = self._previous_checkpoint(checkpoint.node)
         if previous_node is not None:
@@ -291,7 +303,10 @@ class StateCheckpoints:
             self._release_checkpoint(source)
 
     def _release_checkpoint(self, checkpoint: StateBlock, *, is_superseded: bool = False) -> None:
-        """Release a checkpoint, worth the blocks that it saves over the checkpoint before it."""
+        """Release a checkpoint, and set its worth: the blocks that it saves over the checkpoint before it.
+
+        A superseded checkpoint does not count as the one before another, unless this one is superseded itself.
+        """
         checkpoint.is_superseded = is_superseded
         node = checkpoint.node
         if node is None:
@@ -312,6 +327,7 @@ class StateCheckpoints:
             del self._stop_counts[stop_and_hash]
 
     def _previous_checkpoint(self, node: Node) -> Node | None:
+        """Return the nearest ancestor with a checkpoint in either memory; None if there is none."""
         ancestor = node.parent
         while (
             ancestor is not None and not ancestor.has_computed(self._kind) and not ancestor.has_host_block(self._kind)
@@ -348,7 +364,7 @@ class StateCheckpoints:
 
 
 class NoStates:
-    """Null object for a model without states."""
+    """Null object for a model without recurrent states."""
 
     def find_source(self, nodes: list[Node], block_counts: list[int]) -> StateSource:
         return StateSource()

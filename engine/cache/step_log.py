@@ -1,4 +1,5 @@
 """Log of the blocks that each step, planned or in flight, finishes, loads and moves.
+
 A step's blocks are **registered** while it is planned: they get their names, and later requests of the same step may
 share them. When the step is computed they are **committed**: announced, or merged with an identical block. If the step
 fails they are **rolled back**. If the last token of a block is not known when its step is planned, the block is named
@@ -16,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.cache.block_hasher import BlockHasher
-from engine.cache.blocks import Block
-from engine.cache.host_load_queue import HostLoad, HostLoadQueue
+from engine.cache.blocks import Block, Node
+from engine.cache.host_loads import HostLoad, HostLoads
 from engine.cache.host_tier import HostTier
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
@@ -39,7 +40,7 @@ class FinishedBlocks(NamedTuple):
 
 @dataclass(slots=True)
 class PendingStep:
-    """A step from its planning to its result."""
+    """The blocks of one step, from its planning to its result."""
 
     finished_blocks: list[FinishedBlocks] = field(default_factory=list)
     end_by_unnamed_sequence: dict[SequenceBlocks, int] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class PendingStep:
 
 
 class StepLog:
-    """The step being planned, and the steps in flight."""
+    """Names the blocks of each step, and announces or undoes them once the step's result is known."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class StepLog:
         pool: UnitPool,
         states: StateCheckpoints | NoStates,
         host_tier: HostTier,
-        loads: HostLoadQueue,
+        loads: HostLoads,
     ) -> None:
         self._block_size = spec.block_size
         self._groups = range(len(spec.groups))
@@ -132,17 +133,19 @@ class StepLog:
         """
         step = self._steps_in_flight.popleft()
         assert step.chunks is chunks
-        committed_load_count = 0
+        announced_count = 0
         for seq_blocks, start, end, load_count in step.finished_blocks:
-            self._loads.commit(step.host_loads[committed_load_count:load_count])
-            committed_load_count = max(committed_load_count, load_count)
+            # A computed block may follow a loaded one in its prefix, so loads that were planned before it come first.
+            self._loads.commit(step.host_loads[announced_count:load_count])
+            announced_count = max(announced_count, load_count)
             self._commit_blocks(seq_blocks, start, end)
-        self._loads.commit(step.host_loads[committed_load_count:])
+        self._loads.commit(step.host_loads[announced_count:])
         for seq_blocks, end in step.end_by_unnamed_sequence.items():
             if seq_blocks.seq not in ended_sequences and not seq_blocks.is_detached:
                 self._name_and_commit(seq_blocks, end)
 
     def _name_and_commit(self, seq_blocks: SequenceBlocks, end: int) -> None:
+        """Name and announce a computed block. Its last token was not known when its step was planned."""
         start, full_count = len(seq_blocks.nodes), end // self._block_size
         self._assign_nodes(seq_blocks, full_count, is_computed=True)
         if len(seq_blocks.nodes) == full_count:
@@ -150,7 +153,7 @@ class StepLog:
         self._commit_blocks(seq_blocks, start, len(seq_blocks.nodes))
 
     def rollback(self) -> None:
-        """Undo the registrations of the newest step in flight, which was not computed."""
+        """Undo the newest step in flight, which was not computed: its registrations in the reverse of their order."""
         step = self._steps_in_flight.pop()
         self._untrusted_blocks += step.moved_blocks
         self._states.rollback(step.chunks)
@@ -167,7 +170,7 @@ class StepLog:
         self._untrusted_host_blocks += step.host_stores
 
     def invalidate_failed_copies(self) -> bool:
-        """Forget the blocks that copies of failed steps may or may not have filled.
+        """Drop the blocks that copies of failed steps may or may not have filled.
 
         Returns True, with nothing done, while sequences hold any of these blocks: they must be released first.
         """
@@ -201,30 +204,33 @@ class StepLog:
                 return
             seq_blocks.nodes.append(node)
             for group in self._groups:
-                held_block, named_block = seq_blocks.blocks_by_group[group][index], node.blocks[group]
-                if held_block is None or held_block is named_block:
-                    continue
-                if named_block is None:
-                    self._tree.attach(node, held_block)
-                else:
-                    self._loads.load_now(named_block)
-                    self._pool.acquire(named_block)
-                    seq_blocks.pending_merges.append(PendingMerge(group, index, named_block))
+                self._name_block(seq_blocks, group, index, node)
+
+    def _name_block(self, seq_blocks: SequenceBlocks, group: int, index: int, node: Node) -> None:
+        """Make `node` name a block of a sequence. If the node names another block, merge the two at the commit."""
+        held_block, named_block = seq_blocks.blocks_by_group[group][index], node.blocks[group]
+        if held_block is None or held_block is named_block:
+            return
+        if named_block is None:
+            self._tree.attach(node, held_block)
+        else:
+            self._pool.acquire(named_block)
+            seq_blocks.pending_merges.append(PendingMerge(group, index, named_block))
 
     def _commit_blocks(self, seq_blocks: SequenceBlocks, start: int, end: int) -> None:
         """Announce the named blocks of [start, end), which are computed, and merge identical ones."""
         for block in seq_blocks.iter_pending_blocks(start, end):
             self._tree.commit(block)
-        seq_blocks.committed_block_count = min(end, len(seq_blocks.nodes))  # fewer where the cache was reset meanwhile
-        if seq_blocks.pending_merges and (merges := seq_blocks.take_merges(end)):
-            self._merge_duplicates(seq_blocks, merges)
-
-    def _merge_duplicates(self, seq_blocks: SequenceBlocks, merges: list[PendingMerge]) -> None:
-        seq_blocks.mark_replaced()
+        seq_blocks.committed_block_count = min(end, len(seq_blocks.nodes))  # fewer if the cache was reset meanwhile
+        if not seq_blocks.pending_merges:
+            return
+        merges = seq_blocks.take_merges(end)
+        if merges:
+            seq_blocks.mark_replaced()
         for group, index, identical_block in merges:
             self._pool.release(seq_blocks.replace(group, index, identical_block))
 
     def list_pinned_host_blocks(self) -> list[Block]:
         """Return the blocks of host memory that loads hold, one entry for each load."""
-        loads = [load for step in self._steps_in_flight for load in step.host_loads if not load.is_cancelled]
-        return [load.host_block for load in loads] + self._loads.pinned_host_blocks()
+        loads_in_flight = [load for step in self._steps_in_flight for load in step.host_loads]
+        return [load.host_block for load in loads_in_flight + self._loads.planned_loads]

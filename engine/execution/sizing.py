@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.cache.spec import CacheSpec
+from engine.cache.spec import CacheSpec, ceil_div
 from engine.config import EngineConfig
 from engine.execution.decode_graphs import CudaCapture
 from engine.execution.device_pool import DevicePool, compute_unit_stride, count_units_in_memory
@@ -36,17 +36,11 @@ CPU_STEP_PRODUCTS = 4e11
 CPU_STEP_TOKENS_MIN = 256
 """Fewest tokens of a step on a CPU: with fewer, reading the weights would take a good part of the step."""
 MASK_THREADS_MAX = 8
-LOAD_TIME_SHARE = 0.025
-"""Share of a decode step on a CPU for copies between host memory and cache. Measured: 3 %, as not all costs count."""
-COPY_COST = 2
-"""Cost of copying a byte, which is read and written, in bytes of weights, which are only read."""
-BLOCK_COST_BYTES = 1_200_000
-"""Further cost of copying a block, in bytes of weights: some 50 us to plan and announce it, beside a small model."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """A model, or one rank's part of it, on the device that computes it."""
+    """A model, or one rank's part of it, with its device and the shape of its cache."""
 
     model: CausalLM
     spec: CacheSpec
@@ -76,15 +70,18 @@ def size_cache(
     """
     step_bytes = _measure_largest_step(config, rank) if rank.device.type == "cuda" else 0
     try:
-        count = count_units(config, rank.spec, rank.device, step_bytes)
-        check_fits(config, count * compute_unit_stride(rank.spec), rank.device)
+        unit_count = count_units(config, rank.spec, rank.device, step_bytes)
+        check_fits(config, unit_count * compute_unit_stride(rank.spec), rank.device)
     except ConfigError:
         if all_reduce_min is not None:
             all_reduce_min(0, rank.device)  # the other ranks wait for this number
         raise
-    if all_reduce_min is not None and (count := all_reduce_min(count, rank.device)) < 1:
+    if all_reduce_min is None:
+        return unit_count
+    unit_count = all_reduce_min(unit_count, rank.device)
+    if unit_count < 1:
         raise ConfigError("another rank has no memory for the cache: see its log")
-    return count
+    return unit_count
 
 
 def _measure_largest_step(config: EngineConfig, rank: RankModel) -> int:
@@ -160,8 +157,9 @@ def select_rank_device(config: EngineConfig, rank: int) -> torch.device:
         return device
     if ":" in config.device:
         raise ConfigError(f"--device {config.device!r}: with --tensor-parallel-size {size}, expected cuda or cpu")
-    if (count := torch.cuda.device_count()) < size:
-        raise ConfigError(f"--tensor-parallel-size {size}: expected at most the number of GPUs here ({count})")
+    gpu_count = torch.cuda.device_count()
+    if gpu_count < size:
+        raise ConfigError(f"--tensor-parallel-size {size}: expected at most the number of GPUs here ({gpu_count})")
     torch.cuda.set_device(rank)
     return torch.device("cuda", rank)
 
@@ -191,19 +189,19 @@ def count_units(config: EngineConfig, spec: CacheSpec, device: torch.device, ste
     """
     blocks_per_unit = spec.blocks_per_unit(0)
     if config.num_gpu_blocks_override is not None:
-        return -(-config.num_gpu_blocks_override // blocks_per_unit)
+        return ceil_div(config.num_gpu_blocks_override, blocks_per_unit)
     if config.kv_cache_memory_bytes is not None:
         source = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
         memory_bytes = config.kv_cache_memory_bytes
     else:
         source = "the free memory"
         memory_bytes = _compute_free_bytes(config, device, step_bytes)
-    count = count_units_in_memory(spec, memory_bytes)
+    unit_count = count_units_in_memory(spec, memory_bytes)
     if config.kv_cache_memory_bytes is None and device.type == "cpu":
-        count = min(count, -(-CACHE_TOKENS_MAX // (spec.block_size * blocks_per_unit)))
-    if count < 1:
+        unit_count = min(unit_count, ceil_div(CACHE_TOKENS_MAX, spec.block_size * blocks_per_unit))
+    if unit_count < 1:
         raise ConfigError(f"{source}: {memory_bytes} bytes hold no unit of the cache ({spec.unit_bytes} bytes)")
-    return count
+    return unit_count
 
 
 def check_fits(config: EngineConfig, cache_bytes: int, device: torch.device) -> None:
@@ -260,22 +258,11 @@ def choose_step_tokens(config: EngineConfig, model: CausalLM, device: torch.devi
     return min(max(power_of_two, CPU_STEP_TOKENS_MIN, config.max_num_seqs), config.step_tokens_max)
 
 
-def compute_load_bytes_max(config: EngineConfig, rank: RankModel) -> int:
-    """Return the most bytes that a step with decodes copies from host memory, and to it to make room.
-
-    On a CPU the thread that copies also reads every weight in a step. So the bytes of the weights tell which share of
-    the step a copy takes. A GPU's link is much slower than its memory: within such a share, a prompt would be loaded
-    more slowly than it is computed. So a step on a GPU loads as much as it could compute.
-    """
-    if rank.device.type != "cpu":
-        return config.step_tokens_max * sum(group.token_bytes for group in rank.spec.groups)
-    linear_weights = [weight for weight in rank.model.weights if weight.is_linear]
-    weight_bytes = sum(math.prod(weight.shape) * (weight.dtype or rank.dtype).itemsize for weight in linear_weights)
-    return max(1, int(weight_bytes * LOAD_TIME_SHARE / (COPY_COST + BLOCK_COST_BYTES / rank.spec.block_bytes(0))))
-
-
 def _compute_free_bytes(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
-    """Return the bytes that are free for the cache of one rank."""
+    """Return the bytes that are free for the cache of one rank.
+
+    On a GPU, a share of the memory and room for steps and CUDA graphs are left out; on a CPU, a part of it is taken.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free - (1 - config.gpu_memory_utilization) * total - step_bytes - GPU_GRAPH_BYTES)

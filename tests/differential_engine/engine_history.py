@@ -137,7 +137,6 @@ class EngineHistory:
             "step_tokens_max": rng.choice((step_tokens_max, step_tokens_max, None)),
             "adaptive_eviction": rng.random() < 0.4,
             "host_unit_count": rng.choice((0, 0, 2, unit_count, 4 * unit_count)),
-            "load_bytes_max": rng.choice((1, 600, 5000, None)),
         }
 
     # ------------------------------------------------------------------ actions

@@ -1,4 +1,4 @@
-"""Seeded histories of the core over host memory: what is loaded over several steps, failures, aborts and resets in it.
+"""Seeded histories of the core over host memory: loads, failures, aborts and resets.
 
 Each history is a few dozen random acts on the fake device, which checks every read, every event and every answer.
 """
@@ -21,7 +21,7 @@ from engine.types import StepPlan
 
 
 def make_bench(rng: random.Random, order: PrefillOrder) -> Bench:
-    """Any model; caches from too small for anything to large enough for loads of many steps."""
+    """Any model; caches from too small for anything to large enough for many loads."""
     size, large = rng.randint(1, 4), rng.random() < 0.5
     groups = [group(rng.randint(1, 2))]
     if rng.random() < 0.4:
@@ -44,7 +44,6 @@ def make_bench(rng: random.Random, order: PrefillOrder) -> Bench:
         step_tokens_max=budget,
         adaptive_eviction=rng.random() < 0.5,
         host_unit_count=rng.choice([10, 20, 40] if large else [1, 4, 20]),
-        load_bytes_max=rng.choice([1, 1, 600, None]),
     )
     return Bench(cache, config, overlap=rng.random() < 0.6)
 
@@ -126,14 +125,11 @@ def test_thousands_of_them(first: int) -> None:
         History(seed).play()
 
 
-BLOCK_BYTES = CacheSpec(block_size=4, groups=(group(1),)).block_bytes(0)
-
-
-def two_that_decode(load_bytes_max: int | None) -> tuple[Bench, list[int]]:
-    """Beside them a text of sixteen blocks that lies in host memory."""
+def test_a_prefix_on_the_host_is_loaded_by_the_step_that_admits_its_request() -> None:
+    """Beside two requests that decode: the step loads all sixteen blocks, and the second request loads none again."""
     spec = CacheSpec(block_size=4, groups=(group(1),))
     config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=200, max_model_len=400)
-    bench = Bench(KVCache(spec, 40, host_unit_count=60, load_bytes_max=load_bytes_max), config)
+    bench = Bench(KVCache(spec, 40, host_unit_count=60), config)
     text = [1, 2, 3, 0] * 16
     bench.add("first", text, max_tokens=1)
     bench.drain()
@@ -142,104 +138,12 @@ def two_that_decode(load_bytes_max: int | None) -> tuple[Bench, list[int]]:
     for name in "ab":
         bench.add(name, [3, ord(name) % 5], max_tokens=60)
     bench.step()
-    return bench, text
-
-
-def copies_of_steps(bench: Bench) -> list[tuple[int, int]]:
-    """(blocks that come up, that go down) with each further step, until it has computed all that is asked."""
-    copy_counts: list[tuple[int, int]] = []
-    block_bytes = bench.cache.spec.block_bytes(0)
-    while "late" not in bench.ends:
-        before = bench.core.stats()
-        bench.step()
-        after = bench.core.stats()
-        up = after.host_loaded_bytes - before.host_loaded_bytes
-        down = after.host_stored_bytes - before.host_stored_bytes
-        copy_counts.append((up // block_bytes, down // block_bytes))
-    return copy_counts
-
-
-def loads_of_steps(bench: Bench) -> list[int]:
-    return [up for up, _ in copies_of_steps(bench)]
-
-
-def test_beside_decodes_a_step_copies_no_more_than_its_bound() -> None:
-    """Up, and down to make room: also in the step that takes the request in."""
-    bench, text = two_that_decode(6 * BLOCK_BYTES)
-    bench.add("late", [*text, 4], max_tokens=1)
-    copies = copies_of_steps(bench)
-    assert [up for up, _ in copies] == [3, 3, 3, 3, 3, 1]
-    assert all(3 <= down <= 5 for _, down in copies[:-1]), "those who decode take a block each now and then"
-    assert bench.firsts["late"].cached_tokens == 64
-    assert len(bench.outputs["a"]) == 1 + 6, "those who decode got a token in every step"
-    bench.drain()
-    bench.assert_correct()
-
-
-@pytest.mark.parametrize(("bound", "loads"), [(2 * BLOCK_BYTES, [1, 1, 1, 1, 1, 1]), (BLOCK_BYTES, [1, 0, 1, 0, 1, 0]),
-                                              (1, [1, 0, 0, 0, 1, 0])])  # fmt: skip
-def test_where_a_block_takes_more_than_the_bound_the_next_steps_copy_nothing(bound: int, loads: list[int]) -> None:
-    """But for a while only. With each block one goes down."""
-    bench, text = two_that_decode(bound)
-    bench.add("late", [*text, 4], max_tokens=1)
-    assert loads_of_steps(bench)[:6] == loads
-
-
-def test_what_waits_to_go_down_is_found_meanwhile() -> None:
-    """What was evicted for loads ahead, and lies where they go, is a hit: its copy goes down before it comes up."""
-    bench, text = two_that_decode(1)
-    stored_bytes = bench.core.stats().host_stored_bytes
-    bench.add("late", [*text, 4], max_tokens=1)
-    bench.step()
-    assert bench.core.stats().host_stored_bytes - stored_bytes < 5 * bench.cache.spec.block_bytes(0), "the rest waits"
-    bench.add("again", [2] * 158 + [1], max_tokens=1)
-    bench.drain()
-    assert bench.firsts["again"].cached_tokens > 100
-    bench.assert_correct()
-
-
-def test_names_of_what_waits_to_go_down_can_be_forgotten() -> None:
-    bench, text = two_that_decode(1)
-    bench.add("late", [*text, 4], max_tokens=1)
-    bench.step()
-    stored_bytes = bench.core.stats().host_stored_bytes
-    bench.core.reset_prefix_cache()
-    bench.check()
-    bench.drain()
-    assert bench.core.stats().host_stored_bytes - stored_bytes < 5 * bench.cache.spec.block_bytes(0), (
-        "copied for nobody"
-    )
-    bench.assert_correct()
-
-
-def test_with_nobody_to_hold_up_all_is_loaded_at_once() -> None:
-    bench, text = two_that_decode(1)
-    bench.abort("a", "b")
-    bench.add("late", [*text, 4], max_tokens=1)
-    assert loads_of_steps(bench) == [16]
-
-
-def test_who_needs_what_is_on_its_way_waits_for_it() -> None:
-    """A second request for the same text is admitted when the blocks are planned, and loads nothing again."""
-    bench, text = two_that_decode(2 * BLOCK_BYTES)
+    loaded_bytes = bench.core.stats().host_loaded_bytes
     bench.add("early", [*text, 0], max_tokens=1)
+    bench.add("late", [*text, 4], max_tokens=1)
     bench.step()
-    bench.add("late", [*text, 4], max_tokens=1)
-    assert sum(loads_of_steps(bench)) == 15
-    assert bench.firsts["late"].cached_tokens == 64
-    bench.drain()
-    bench.assert_correct()
-
-
-def test_one_that_is_aborted_while_it_loads_leaves_the_rest_below() -> None:
-    bench, text = two_that_decode(2 * BLOCK_BYTES)
-    bench.add("early", [*text, 0], max_tokens=1)
-    for _ in range(4):
-        bench.step()
-    bench.abort("early")
-    bench.check()
-    bench.add("late", [*text, 4], max_tokens=1)
-    assert sum(loads_of_steps(bench)) == 12
+    assert bench.core.stats().host_loaded_bytes - loaded_bytes == 16 * spec.block_bytes(0)
+    assert bench.firsts["early"].cached_tokens == bench.firsts["late"].cached_tokens == 64
     bench.drain()
     bench.assert_correct()
 

@@ -28,7 +28,6 @@ class CoreMachine(RuleBasedStateMachine):
         overlap=st.booleans(),
         adaptive=st.booleans(),
         host_units=st.sampled_from([0, 1, 4, 20]),
-        load_bytes_max=st.sampled_from([None, 1, 1000]),
         order=st.sampled_from(["shortest", "arrival"]),
     )
     def start(
@@ -42,7 +41,6 @@ class CoreMachine(RuleBasedStateMachine):
         overlap: bool,
         adaptive: bool,
         host_units: int,
-        load_bytes_max: int | None,
         order: PrefillOrder,
     ) -> None:
         budget = max_num_seqs + extra_budget
@@ -53,8 +51,7 @@ class CoreMachine(RuleBasedStateMachine):
             eos_token_ids=frozenset({EOS}) if eos else frozenset(),
             prefill_order=order,
         )
-        host = {"host_unit_count": host_units, "load_bytes_max": load_bytes_max}
-        cache = KVCache(spec, units, step_tokens_max=budget, adaptive_eviction=adaptive, **host)  # type: ignore[arg-type]
+        cache = KVCache(spec, units, step_tokens_max=budget, adaptive_eviction=adaptive, host_unit_count=host_units)
         self.bench = Bench(cache, config, overlap=overlap)
         self.count = 0
         self.texts: list[list[int]] = [[]]

@@ -94,7 +94,6 @@ class Peer:
             step_tokens_max=budget,
             adaptive_eviction=rng.random() < 0.5,
             host_unit_count=rng.choice([0, 0, 4, 30]),
-            load_bytes_max=rng.choice([1, 600, None]),
         )
         self.bench = Bench(cache, config, overlap=rng.random() < 0.6)
         self.transfers = self.bench.core.transfers = OneJob()

@@ -54,7 +54,6 @@ class OurWorker:
             step_tokens_max=16,
             adaptive_eviction=fork_rng(rng).random() < 0.5,
             host_unit_count=rng.choice([0, 0, 6, 60]),
-            load_bytes_max=fork_rng(rng).choice([None, 1, 2000]),
         )
         config = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
         self._events: list[Event] = []

@@ -17,7 +17,7 @@ from engine.cache.attention_windows import AttentionWindows
 from engine.cache.blocks import BlockKey, Node
 from engine.cache.event_log import STORED, EventLog
 from engine.cache.eviction_queue import AdaptiveEviction
-from engine.cache.host_load_queue import HostLoad, HostLoadQueue
+from engine.cache.host_loads import HostLoad, HostLoads
 from engine.cache.host_tier import HostTier
 from engine.cache.kv_cache import KVCache
 from engine.cache.pool import UnitPool
@@ -335,16 +335,15 @@ def host_block_leaked_by_a_failed_step(patch: Patch) -> None:
 
 
 def loaded_block_announced_when_planned(patch: Patch) -> None:
-    real = HostLoadQueue.take_planned
+    real = HostLoads.take_planned
 
-    def take_planned(self: HostLoadQueue) -> list[HostLoad]:
+    def take_planned(self: HostLoads) -> list[HostLoad]:
         planned = real(self)
         for load in planned:
-            if not load.is_cancelled:
-                self._tree.event_log.record_stored(load.block.kind, load.host_block.node)  # type: ignore[arg-type]
+            self._tree.event_log.record_stored(load.block.kind, load.host_block.node)  # type: ignore[arg-type]
         return planned
 
-    patch.setattr(HostLoadQueue, "take_planned", take_planned)
+    patch.setattr(HostLoads, "take_planned", take_planned)
 
 
 def state_resumed_on_nothing(patch: Patch) -> None:
