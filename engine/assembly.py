@@ -1,4 +1,4 @@
-"""Puts an engine together from its config: executor, cache, scheduler, publisher, core.
+"""Puts an engine together from its config: executor, cache, scheduler, publisher and core.
 
 This is the only module that knows all parts. The core process and `LLM` use it. An assembled engine has open sockets
 and must be closed. Torch is imported only to load a real model.
@@ -35,7 +35,7 @@ log = logging.getLogger("engine")
 
 @dataclass(slots=True)
 class AssembledEngine:
-    """An engine that can step, and facts about its model."""
+    """An engine that is ready to step, with the parts that must be closed after it."""
 
     core: EngineCore
     info: CoreInfo
@@ -72,6 +72,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     another rank ends.
     """
     name, folder = locate_model_files(config)
+    # The small files are read first: reading the weights may take minutes, and errors should come before.
     if config.simulate is None:
         from engine.loading import load_executor
         from engine.models import HfConfig
@@ -79,7 +80,7 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         HfConfig.read(folder)
     else:
         from engine.simulation.executor import load_executor
-    if tokenizer is None:  # what is wrong with small files is said before the weights are read, which may take minutes
+    if tokenizer is None:
         tokenizer = Tokenizer.load(config.tokenizer or folder, with_fast_encoder=False)
     executor = load_executor(config, folder)
     with ExitStack() as close_on_error:
@@ -94,10 +95,10 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         transfers = _start_transfers(config, folder, scheduler.cache, executor)
         if transfers is not None:
             close_on_error.callback(transfers.close)
-        groups = make_group_infos(executor.cache_spec)
         publisher = None
         if config.kv_events.is_enabled:
-            publisher = EventPublisher(config.kv_events, model=name, block_size=config.block_size, groups=tuple(groups))
+            groups = tuple(make_group_infos(executor.cache_spec))
+            publisher = EventPublisher(config.kv_events, model=name, block_size=config.block_size, groups=groups)
         close_on_error.pop_all()
     core = EngineCore(
         scheduler,
@@ -108,27 +109,36 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         transfers=transfers,
         model=executor.model,
     )
+    info = _describe_model(config, name, folder, executor, scheduler.token_limit)
+    info = msgspec.structs.replace(
+        info,
+        event_sources=[] if publisher is None else [_describe_source(publisher, transfers, config.block_size)],
+        no_constraint_reason=no_constraint_reason,
+        kv_transfer_port=None if transfers is None else transfers.port,
+    )
+    return AssembledEngine(core, info, publisher, executor, grammars)
+
+
+def _describe_model(config: EngineConfig, name: str, folder: Path, executor: Executor, token_limit: int) -> CoreInfo:
+    """Return the facts about the loaded model and its cache. `token_limit`: the longest sequence that fits."""
     blocks_per_unit = executor.cache_spec.blocks_per_unit(0)
-    info = CoreInfo(
+    return CoreInfo(
         model_name=name,
         model_path=str(folder),
-        max_model_len=scheduler.token_limit,
+        max_model_len=token_limit,
         block_size=config.block_size,
         num_blocks=executor.unit_count * blocks_per_unit,
         num_host_blocks=executor.host_unit_count * blocks_per_unit,
         vocab_size=executor.vocab_size,
         dtype=executor.dtype,
         device=executor.device,
-        groups=groups,
-        event_sources=[] if publisher is None else [_describe_source(publisher, transfers, config.block_size)],
+        groups=make_group_infos(executor.cache_spec),
+        event_sources=[],
         prefix_caching=config.enable_prefix_caching,
         prefill_order=config.prefill_order,
         default_sampling=read_default_sampling(folder) if config.generation_config == "auto" else {},
-        no_constraint_reason=no_constraint_reason,
         script=executor.script_turns,
-        kv_transfer_port=None if transfers is None else transfers.port,
     )
-    return AssembledEngine(core, info, publisher, executor, grammars)
 
 
 def _make_scheduler(config: EngineConfig, executor: Executor, eos_token_ids: frozenset[int]) -> Scheduler:
@@ -140,7 +150,6 @@ def _make_scheduler(config: EngineConfig, executor: Executor, eos_token_ids: fro
         step_tokens_max=executor.step_tokens_max,
         adaptive_eviction=config.eviction_policy == "adaptive",
         host_unit_count=executor.host_unit_count,
-        load_bytes_max=executor.load_bytes_max,
     )
     scheduler_config = SchedulerConfig(
         max_num_seqs=min(config.max_num_seqs, executor.step_tokens_max),

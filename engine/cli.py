@@ -55,24 +55,31 @@ def cli() -> None:
     "--dry-run", is_flag=True, help="Print how the cache would be laid out, or what would be simulated, and end."
 )
 def serve_command(dry_run: bool, **parameters: Any) -> None:
+    """Serve until a signal comes. `parameters`: the flags, and MODEL. Mistakes in them are found before the model
+    loads.
+    """
     config = parse_config(parameters)
-    packages = SERVING_PACKAGES if config.engine.simulate is None else SIMULATION_PACKAGES
-    missing = next((name for name in packages if find_spec(name) is None), None)
-    if missing is not None:
-        raise click.ClickException(f"the package `{missing}` is missing: install blockcast[engine]")
-    engine_config = config.engine
-    configure_logging(engine_config.log_level, as_json=engine_config.log_json)
+    _check_packages(config.engine)
+    configure_logging(config.engine.log_level, as_json=config.engine.log_json)
     try:
         if dry_run:
-            click.echo(describe_dry_run(engine_config))
+            click.echo(describe_dry_run(config.engine))
             return
-        if engine_config.model is not None:
-            check_model_exists(engine_config.model, weights=engine_config.simulate is None)
+        if config.engine.model is not None:
+            check_model_exists(config.engine.model, weights=config.engine.simulate is None)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     from engine.http.server import serve
 
-    sys.exit(serve(engine_config, config.server))
+    sys.exit(serve(config.engine, config.server))
+
+
+def _check_packages(config: EngineConfig) -> None:
+    """Raise ClickException if a package is missing that serving needs."""
+    packages = SERVING_PACKAGES if config.simulate is None else SIMULATION_PACKAGES
+    for name in packages:
+        if find_spec(name) is None:
+            raise click.ClickException(f"the package `{name}` is missing: install blockcast[engine]")
 
 
 def describe_dry_run(config: EngineConfig) -> str:
@@ -92,29 +99,31 @@ def parse_config(parameters: dict[str, Any]) -> ServeConfig:
 
 
 def add_defaults_of_host(loaded_config: LoadedConfig) -> ServeConfig:
-    """Turn events on unless there is a setting of them; by default they and transfers listen on the API's interface."""
+    """Return the configuration, with the addresses of events and transfers that --host gives by default.
+
+    Events are turned on unless a setting mentions them. Raises UsageError if transfers are on without a key.
+    """
     config: ServeConfig = loaded_config.config
-    kv_transfer = config.engine.kv_transfer
-    try:
-        if kv_transfer.port is not None:
-            kv_transfer.read_key()
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
-    if not kv_transfer.host:
-        kv_transfer = replace(kv_transfer, host=config.server.host)
-        config = replace(config, engine=replace(config.engine, kv_transfer=kv_transfer))
-    if any(path.startswith("kv_events") for path in loaded_config.origin_by_path):
-        return config
-    return replace(config, engine=replace(config.engine, kv_events=make_default_kv_events(config.server.host)))
+    engine_config, host = config.engine, config.server.host
+    if engine_config.kv_transfer.port is not None:
+        try:
+            engine_config.kv_transfer.read_key()
+        except ConfigError as error:
+            raise click.UsageError(str(error)) from None
+    if not engine_config.kv_transfer.host:
+        engine_config = replace(engine_config, kv_transfer=replace(engine_config.kv_transfer, host=host))
+    if not any(path.startswith("kv_events") for path in loaded_config.origin_by_path):
+        engine_config = replace(engine_config, kv_events=make_default_kv_events(host))
+    return replace(config, engine=engine_config)
 
 
 cli.add_command(make_config_command(SCHEMA, add_defaults_of_host))
 
 
 def repeat_name_flag(args: Sequence[str]) -> list[str]:
-    """Repeat the flag before each name of vLLM's `serve MODEL --served-model-name A B`, as click needs it.
+    """Repeat the flag before each name of vLLM's `serve MODEL --served-model-name A B`, because click needs that.
 
-    Only if MODEL comes right after `serve`; else a word after the first name may be MODEL.
+    This is done only if MODEL comes right after `serve`. Otherwise a word after the first name may be MODEL.
     """
     args = list(args)
     if len(args) < 2 or args[0] != "serve" or args[1].startswith("-"):

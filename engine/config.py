@@ -42,7 +42,7 @@ DEFAULT_STEP_TOKENS = 2048
 # fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig:
-    """Blocks that move between engines (docs/concepts/moving-kv.md)."""
+    """How this engine exchanges cached blocks with peers (docs/concepts/moving-kv.md)."""
 
     port: Annotated[Port | None, Flag("--kv-transfer", metavar="PORT"),
         "Give cached blocks to peers on this port, and take theirs. [default: off]",
@@ -70,7 +70,7 @@ class KVTransferConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Settings of the core process. Sizes are in tokens unless the name has another unit."""
+    """Settings of the process that computes. Sizes are in tokens unless the name has another unit."""
 
     model: Annotated[str | None,
         "Folder of a Hugging Face checkpoint, or the name of one in the local cache. [default: a random model]"] = None
@@ -142,7 +142,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Settings of the HTTP process."""
+    """Settings of the process that serves HTTP."""
 
     host: Annotated[str, Flag(metavar="HOST"), "Address to listen on, for the API and events."] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Port to listen on; 0 lets the system choose."] = 8000

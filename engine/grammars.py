@@ -57,7 +57,7 @@ class GrammarError(ValueError):
 
 
 class GrammarVocabulary:
-    """A model's vocabulary for the compiler. A large one takes seconds to make, and tens of megabytes."""
+    """A model's vocabulary in the compiler's form. A large one takes seconds to make, and tens of megabytes."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         """`vocab_size`: number of logits."""
@@ -92,7 +92,7 @@ class GrammarVocabulary:
 
 
 class GrammarCompiler:
-    """Compiles and caches the grammars of one core. Must be closed."""
+    """Compiles grammars on a thread, and caches the matchers of recent ones. One for each core; must be closed."""
 
     def __init__(self, load: Callable[[], GrammarVocabulary]) -> None:
         """`load`: makes the vocabulary. It is called on the compiling thread."""
@@ -112,12 +112,11 @@ class GrammarCompiler:
         """Start to compile a grammar. Returns a future, which may raise GrammarError; None: it is cached already."""
         if lark in self._matcher_by_grammar:
             return None
-        if lark not in self._future_by_grammar or self._future_by_grammar[lark].done():
-            self._future_by_grammar = {
-                text: future for text, future in self._future_by_grammar.items() if not future.done()
-            }
-            self._future_by_grammar[lark] = self._compile_executor.submit(self._compile, lark)
-        return self._future_by_grammar[lark]
+        future = self._future_by_grammar.get(lark)
+        if future is None or future.done():
+            self._future_by_grammar = {text: f for text, f in self._future_by_grammar.items() if not f.done()}
+            future = self._future_by_grammar[lark] = self._compile_executor.submit(self._compile, lark)
+        return future
 
     def make_matcher(self, lark: str) -> LLMatcher:
         """Return a matcher for a new answer. Raises GrammarError."""
@@ -140,17 +139,21 @@ class GrammarCompiler:
             if lark not in self._matcher_by_grammar:
                 self._matcher_by_grammar[lark] = matcher
                 self._text_chars += len(lark)
-            while len(self._matcher_by_grammar) > GRAMMARS_MAX or (
-                self._text_chars > GRAMMAR_CHARS_MAX and len(self._matcher_by_grammar) > 1
-            ):
-                self._text_chars -= len(self._matcher_by_grammar.popitem(last=False)[0])
+            while self._is_over_capacity():
+                oldest_grammar, _ = self._matcher_by_grammar.popitem(last=False)
+                self._text_chars -= len(oldest_grammar)
         return matcher
+
+    def _is_over_capacity(self) -> bool:
+        """Return whether the cache holds too many grammars, or too much text. One grammar may have any length."""
+        count = len(self._matcher_by_grammar)
+        return count > GRAMMARS_MAX or (count > 1 and self._text_chars > GRAMMAR_CHARS_MAX)
 
 
 def check_grammar(vocabulary: GrammarVocabulary, grammar_text: str) -> str:
-    """Check a grammar in Lark or GBNF, and return it in Lark. Raises GrammarError if it cannot be used.
+    """Check a grammar in Lark or GBNF by drawing an answer from it, and return it in Lark.
 
-    May crash, or take long; see the module.
+    May crash, or take long; see the module. Raises GrammarError if the grammar cannot be used.
     """
     from llguidance.gbnf_to_lark import any_to_lark
 
@@ -181,8 +184,10 @@ def summarize_error(matcher: LLMatcher) -> str:
 
 
 def _draw_allowed_token(mask: bytes, rng: random.Random) -> int:
-    """Draw a token that the mask allows. The mask has one bit for each token."""
+    """Draw a token that the mask allows. The mask has one bit for each token.
+
+    The first byte with an allowed token after a random start is taken, so that only few bytes are looked at.
+    """
     start = rng.randrange(len(mask))
-    rotated_mask = mask[start:] + mask[:start]
-    byte_index = (start + len(rotated_mask) - len(rotated_mask.lstrip(b"\0"))) % len(mask)
+    byte_index = next(i % len(mask) for i in range(start, start + len(mask)) if mask[i % len(mask)])
     return 8 * byte_index + rng.choice([bit for bit in range(8) if mask[byte_index] >> bit & 1])

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,7 +26,7 @@ from engine.protocol.generation import make_sample_requests
 from engine.protocol.params import ModelLimits, check_params, check_prompt, fit_max_tokens
 from engine.protocol.parsed_request import build_constraint
 from engine.structured_output.constraint_check import check_constraint
-from engine.types import Request, SamplingParams, TokenLogprobs
+from engine.types import Request, SamplingParams, SequenceOutput, TokenLogprobs
 from events.config import KVEventsConfig
 from options import ConfigError, Schema, load_config
 from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer
@@ -51,7 +51,7 @@ Logprobs = dict[int, Logprob]
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
-    """Output of one sample of a prompt."""
+    """One sample of the answer to a prompt, with vLLM's field names."""
 
     index: int
     text: str
@@ -64,7 +64,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """Outputs of one prompt."""
+    """Answers to one prompt, one for each sample, with vLLM's field names."""
 
     request_id: str
     prompt: str | None
@@ -75,14 +75,22 @@ class RequestOutput:
     finished: bool = True
 
 
+class _EncodedPrompt(NamedTuple):
+    """A prompt as token ids, with its text if there is one."""
+
+    text: str | None
+    token_ids: list[int]
+    salt: str | None = None
+    """Key that keeps its cached blocks from other prompts."""
+
+
 @dataclass(slots=True)
 class _PromptJob:
-    """A prompt while it is being computed."""
+    """A prompt while it is computed: its requests, one for each sample, and what they have produced so far."""
 
     request_id: str
     prompt: str | None
     token_ids: list[int]
-    params: SamplingParams
     requests: list[Request]
     choices: list[Choice] = field(default_factory=list)
 
@@ -92,7 +100,7 @@ class _PromptJob:
 
 
 class LLM:
-    """A loaded model. A context manager; without `with`, `close` it or end the process."""
+    """A loaded model that answers prompts in this process. Without `with`, `close` it or end the process."""
 
     def __init__(
         self,
@@ -161,14 +169,11 @@ class LLM:
         `sampling_params`: one for all prompts, or one for each. Raises RequestError, naming the prompt or parameter,
         before anything is computed.
         """
-        prompt_list = _make_prompt_list(prompts)
         encoded_prompts = [
-            self._encode_prompt(prompt, f"prompts[{number}]") for number, prompt in enumerate(prompt_list)
+            self._encode_prompt(prompt, number) for number, prompt in enumerate(_make_prompt_list(prompts))
         ]
-        salts = [_get_salt(prompt, number) for number, prompt in enumerate(prompt_list)]
-        return self._run(
-            encoded_prompts, self._params_per_prompt(sampling_params, len(prompt_list)), salts, priority, use_tqdm
-        )
+        params = self._params_per_prompt(sampling_params, len(encoded_prompts))
+        return self._run(encoded_prompts, params, _check_priorities(priority, len(encoded_prompts)), use_tqdm)
 
     def chat(
         self,
@@ -183,10 +188,11 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several (a list of such lists)."""
-        conversations: list[list[dict[str, Any]]] = (
-            [list(messages)] if messages and isinstance(messages[0], Mapping) else [list(chat) for chat in messages]
-        )
-        encoded_prompts: list[tuple[str | None, list[int]]] = []
+        is_one_conversation = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: list[list[dict[str, Any]]] = [
+            list(conversation) for conversation in ([messages] if is_one_conversation else messages)
+        ]
+        encoded_prompts: list[_EncodedPrompt] = []
         for conversation in conversations:
             request = ChatRequest(
                 messages=conversation,
@@ -197,32 +203,36 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
             text = self._tokenizer.render_chat_text(request)
-            encoded_prompts.append((text, self._tokenizer.encode(text, add_special_tokens=False)))
-        salts: list[str | None] = [None] * len(encoded_prompts)
-        return self._run(
-            encoded_prompts, self._params_per_prompt(sampling_params, len(encoded_prompts)), salts, None, use_tqdm
-        )
+            encoded_prompts.append(_EncodedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False)))
+        params = self._params_per_prompt(sampling_params, len(encoded_prompts))
+        return self._run(encoded_prompts, params, [0] * len(encoded_prompts), use_tqdm)
 
-    def _encode_prompt(self, prompt: Prompt, param: str) -> tuple[str | None, list[int]]:
+    def _encode_prompt(self, prompt: Prompt, prompt_index: int) -> _EncodedPrompt:
+        """Return a prompt in any form as token ids. Raises RequestError."""
+        param = f"prompts[{prompt_index}]"
         if isinstance(prompt, str):
-            return prompt, self._tokenizer.encode(prompt)
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), _check_token_ids(prompt["prompt_token_ids"], param)
-            if not isinstance(prompt.get("prompt"), str):
-                raise RequestError(f"{param}: expected the key prompt or prompt_token_ids", param=param)
-            return prompt["prompt"], self._tokenizer.encode(prompt["prompt"])
-        return None, _check_token_ids(prompt, param)
+            return _EncodedPrompt(prompt, self._tokenizer.encode(prompt))
+        if not isinstance(prompt, Mapping):
+            return _EncodedPrompt(None, _check_token_ids(prompt, param))
+        salt = _get_salt(prompt, prompt_index)
+        if "prompt_token_ids" in prompt:
+            return _EncodedPrompt(prompt.get("prompt"), _check_token_ids(prompt["prompt_token_ids"], param), salt)
+        if not isinstance(prompt.get("prompt"), str):
+            raise RequestError(f"{param}: expected the key prompt or prompt_token_ids", param=param)
+        return _EncodedPrompt(prompt["prompt"], self._tokenizer.encode(prompt["prompt"]), salt)
 
     def _params_per_prompt(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+        self, params: SamplingParams | Sequence[SamplingParams] | None, prompt_count: int
     ) -> list[SamplingParams]:
+        """Return the checked sampling parameters of each prompt. Raises RequestError and ValueError."""
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
-            return [self._check_params(params)] * count
-        if len(params) != count:
-            raise ValueError(f"sampling_params: got {len(params)}, expected one, or one for each of {count} prompts")
+            return [self._check_params(params)] * prompt_count
+        if len(params) != prompt_count:
+            raise ValueError(
+                f"sampling_params: got {len(params)}, expected one, or one for each of {prompt_count} prompts"
+            )
         return [self._check_params(prompt_params) for prompt_params in params]
 
     def _check_params(self, params: SamplingParams) -> SamplingParams:
@@ -240,24 +250,19 @@ class LLM:
 
     def _run(
         self,
-        encoded_prompts: list[tuple[str | None, list[int]]],
+        encoded_prompts: list[_EncodedPrompt],
         params: list[SamplingParams],
-        salts: Sequence[str | None],
-        priority: Sequence[int] | None,
+        priorities: Sequence[int],
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         """Compute all prompts to their end, and return their outputs in order."""
-        if priority is not None:
-            priority = msgspec.convert(priority, list[Int64])
-            if len(priority) != len(encoded_prompts):
-                raise ValueError(
-                    f"priority: got {len(priority)} values, expected one for each of {len(encoded_prompts)} prompts"
-                )
         jobs = [
-            self._make_job(text, token_ids, job_params, salt, priority[prompt_index] if priority else 0, prompt_index)
-            for prompt_index, ((text, token_ids), job_params, salt) in enumerate(zip(encoded_prompts, params, salts))
+            self._make_job(number, prompt, prompt_params, priority)
+            for number, (prompt, prompt_params, priority) in enumerate(zip(encoded_prompts, params, priorities))
         ]
-        job_and_index_by_id = {request.request_id: (job, i) for job in jobs for i, request in enumerate(job.requests)}
+        job_and_sample_by_id = {
+            request.request_id: (job, sample) for job in jobs for sample, request in enumerate(job.requests)
+        }
         progress = _ProgressBar(len(jobs), is_shown=use_tqdm)
         try:
             for job in jobs:
@@ -265,41 +270,37 @@ class LLM:
                     self._core.add(request, time.monotonic())
             while self._core.has_work:
                 for output in self._core.step(time.monotonic()):
-                    job, index = job_and_index_by_id[output.request_id]
-                    if output.error is not None:
-                        raise RuntimeError(f"{output.request_id}: {output.error}")
-                    choice_delta = job.choices[index].push(output)
-                    if choice_delta.should_abort:
-                        self._core.abort([output.request_id])
-                    progress.count_tokens(len(choice_delta.token_ids))
-                    if choice_delta.finish_reason is not None and job.is_done:
-                        progress.count_prompt(job)
+                    self._take_output(output, *job_and_sample_by_id[output.request_id], progress)
         finally:
             progress.close()
-            self._core.abort(list(job_and_index_by_id))  # after an exception or Ctrl-C, requests still run
+            self._core.abort(list(job_and_sample_by_id))  # after an exception or Ctrl-C, requests still run
         return [self._make_output(job) for job in jobs]
 
-    def _make_job(
-        self,
-        text: str | None,
-        token_ids: list[int],
-        params: SamplingParams,
-        salt: str | None,
-        priority: int,
-        prompt_index: int,
-    ) -> _PromptJob:
+    def _take_output(self, output: SequenceOutput, job: _PromptJob, sample: int, progress: _ProgressBar) -> None:
+        """Add the output of a step to a sample of a job. Raises RuntimeError if the request has failed."""
+        if output.error is not None:
+            raise RuntimeError(f"{output.request_id}: {output.error}")
+        choice_delta = job.choices[sample].push(output)
+        if choice_delta.should_abort:
+            self._core.abort([output.request_id])
+        progress.count_tokens(len(choice_delta.token_ids))
+        if choice_delta.finish_reason is not None and job.is_done:
+            progress.count_prompt(job)
+
+    def _make_job(self, prompt_index: int, prompt: _EncodedPrompt, params: SamplingParams, priority: int) -> _PromptJob:
         """Make the requests of a prompt, one for each sample. Raises RequestError."""
-        check_prompt(token_ids, self._limits, f"prompts[{prompt_index}]")
-        params = fit_max_tokens(params, self._limits, len(token_ids))
+        check_prompt(prompt.token_ids, self._limits, f"prompts[{prompt_index}]")
+        params = fit_max_tokens(params, self._limits, len(prompt.token_ids))
         request_id = str(next(self._request_numbers))
-        requests = make_sample_requests(request_id, 0, token_ids, params, salt, priority)
+        requests = make_sample_requests(request_id, 0, prompt.token_ids, params, prompt.salt, priority)
         choices = [
             make_choice(i, request.params, self._detokenizer_factory, keeps_text=True, keeps_logprobs=True)
             for i, request in enumerate(requests)
         ]
-        return _PromptJob(request_id, text, token_ids, params, requests, choices)
+        return _PromptJob(request_id, prompt.text, prompt.token_ids, requests, choices)
 
     def _make_output(self, job: _PromptJob) -> RequestOutput:
+        """Return the results of a job that is done."""
         first_choice = job.choices[0]
         prompt_logprobs = None
         if first_choice.prompt_logprobs is not None:
@@ -316,34 +317,35 @@ class LLM:
         )
 
     def _make_completion(self, choice: Choice) -> CompletionOutput:
-        has_logprobs = choice.params.logprobs is not None
+        """Return the result of one sample."""
+        logprobs = cumulative_logprob = None
+        if choice.params.logprobs is not None:
+            logprobs = [self._convert_logprobs(entry) for entry in choice.logprobs]
+            cumulative_logprob = sum(entry.logprob for entry in choice.logprobs)
         return CompletionOutput(
             index=choice.index,
             text=choice.text,
             token_ids=choice.token_ids,
-            cumulative_logprob=sum(entry.logprob for entry in choice.logprobs) if has_logprobs else None,
-            logprobs=[self._convert_logprobs(entry) for entry in choice.logprobs] if has_logprobs else None,
+            cumulative_logprob=cumulative_logprob,
+            logprobs=logprobs,
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
         )
 
-    def _convert_logprobs(self, token_logprobs: TokenLogprobs) -> Logprobs:
-        """Return the logprobs of one position as vLLM users know them."""
-        logprob_and_rank_by_token = {
-            token_id: (logprob, rank) for rank, (token_id, logprob) in enumerate(token_logprobs.top_logprobs, 1)
-        }
-        logprob_and_rank_by_token = {
-            token_logprobs.token_id: (token_logprobs.logprob, token_logprobs.rank),
-            **logprob_and_rank_by_token,
-        }
-        return {
-            token_id: Logprob(logprob, rank, self._detokenizer_factory.token_bytes(token_id).decode("utf-8", "replace"))
-            for token_id, (logprob, rank) in logprob_and_rank_by_token.items()
-        }
+    def _convert_logprobs(self, position: TokenLogprobs) -> Logprobs:
+        """Return the logprobs of one position as vLLM's users know them: the position's own token comes first."""
+        logprobs = {position.token_id: self._make_logprob(position.token_id, position.logprob, position.rank)}
+        for rank, (token_id, logprob) in enumerate(position.top_logprobs, 1):
+            logprobs[token_id] = self._make_logprob(token_id, logprob, rank)
+        return logprobs
+
+    def _make_logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        token_text = self._detokenizer_factory.token_bytes(token_id).decode("utf-8", "replace")
+        return Logprob(logprob, rank, token_text)
 
 
 class _ProgressBar:
-    """vLLM's progress bar: number of finished prompts, and the speed of input and output so far."""
+    """Shows vLLM's progress bar: the number of finished prompts, and the speed of input and output so far."""
 
     def __init__(self, prompt_count: int, *, is_shown: bool) -> None:
         self._start_s = time.perf_counter()
@@ -410,14 +412,28 @@ def _check_token_ids(values: object, param: str) -> list[int]:
         raise RequestError(f"{param}: expected token ids, which are integers", param=param) from None
 
 
-def _get_salt(prompt: Prompt, prompt_index: int) -> str | None:
+def _get_salt(prompt: Mapping[str, Any], prompt_index: int) -> str | None:
+    """Return the `cache_salt` of a prompt. Raises RequestError if it is not allowed."""
     try:
-        return msgspec.convert(prompt.get("cache_salt") if isinstance(prompt, Mapping) else None, Salt | None)
+        return msgspec.convert(prompt.get("cache_salt"), Salt | None)
     except msgspec.ValidationError as error:
         raise RequestError(f"prompts[{prompt_index}].cache_salt: {error}", param="cache_salt") from None
 
 
 def _check_iterable(value: object) -> Iterable[Any]:
+    """Return `value`. Raises RequestError if it is not iterable."""
     if not isinstance(value, Iterable):
         raise RequestError(f"prompts: got {type(value).__name__}, expected texts or token ids", param="prompts")
     return value
+
+
+def _check_priorities(priorities: Sequence[int] | None, prompt_count: int) -> list[int]:
+    """Return the priority of each prompt; without `priorities` all are 0. Raises ValueError for a wrong number."""
+    if priorities is None:
+        return [0] * prompt_count
+    checked_priorities = msgspec.convert(priorities, list[Int64])
+    if len(checked_priorities) != prompt_count:
+        raise ValueError(
+            f"priority: got {len(checked_priorities)} values, expected one for each of {prompt_count} prompts"
+        )
+    return checked_priorities

@@ -22,7 +22,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Results of loading, sent once when the core can serve."""
+    """Facts about the loaded model and its cache, sent once when the core can serve."""
 
     model_name: str
     """Name of the model as the user gave it, or of the built-in model."""
@@ -119,7 +119,10 @@ PROMPT_LOGPROBS_MAX = 1024
 
 
 def split_output(output: SequenceOutput) -> list[SequenceOutput]:
-    """Split an output with logprobs of many prompt tokens into several outputs, which add up to it."""
+    """Split an output with logprobs of many prompt tokens, because long messages would block the HTTP process.
+
+    The parts add up to the output. All but the last hold logprobs only.
+    """
     prompt_logprobs = output.prompt_logprobs
     if prompt_logprobs is None or len(prompt_logprobs) <= PROMPT_LOGPROBS_MAX:
         return [output]
@@ -147,7 +150,7 @@ def encode_frame(payload: bytes) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into the payloads of its frames."""
+    """Cuts a byte stream into the payloads of its frames. It keeps the bytes of an incomplete frame."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

@@ -43,9 +43,10 @@ def locate_model(model: str, *, weights: bool = True) -> tuple[str, Path]:
 
 
 def find_local_folder(model: str) -> Path | None:
-    """Return the folder of a checkpoint on this machine; None if the hub must be asked. Takes no time.
+    """Return the folder of a checkpoint on this machine; None if the hub must be asked.
 
-    Raises ConfigError if there is no folder, and the hub cannot be asked.
+    Looks at files only, so that it takes no time. Raises ConfigError if there is no folder, and the hub cannot be
+    asked.
     """
     folder = Path(model).expanduser()
     if folder.is_dir():

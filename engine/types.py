@@ -80,7 +80,7 @@ class FinishReason(str, enum.Enum):
 
 
 class Constraint(msgspec.Struct, frozen=True):
-    """Grammar that an answer must match."""
+    """A grammar that an answer must match, with the parts of the answer where it applies."""
 
     lark_grammar: str
     """The grammar in llguidance's dialect of Lark."""
@@ -95,7 +95,10 @@ class Constraint(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of sampling, with vLLM's names, defaults and ranges; checked by `engine.protocol.params`."""
+    """How tokens are drawn, and when an answer ends. Names, defaults and ranges are vLLM's.
+
+    `engine.protocol.params` checks the values.
+    """
 
     max_tokens: Annotated[int, Meta(ge=1, le=COUNT_MAX)] | None = 16
     temperature: Temperature = 1.0
@@ -160,7 +163,7 @@ def count_logprobs(positions: Items[TokenLogprobs | None]) -> int:
 
 
 class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
-    """Output that one step added to one request. The last output has a `finish_reason`."""
+    """Tokens and facts that one step adds to the answer of one request. The last output has a `finish_reason`."""
 
     request_id: str
     token_ids: list[int]
@@ -178,7 +181,7 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request inside the engine. The scheduler owns it; cache and runner read it and keep their own records.
+    """A request inside the engine, with its tokens so far. The scheduler owns it; cache and runner read it.
 
     Invariants: once the steps in flight are computed, the blocks of `block_tables` hold the KV of the positions
     [0, computed_tokens). While the sequence runs, `computed_tokens < len(token_ids)` without steps in flight, else

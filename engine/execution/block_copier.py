@@ -26,7 +26,7 @@ STAGING_BYTES = 64 << 20
 
 
 class BlockCopier:
-    """Copies blocks within the pool on the device, and between the pool and host memory."""
+    """Copies blocks within the pool on the device, and between the pool and host memory, which it owns."""
 
     def __init__(self, spec: CacheSpec, buffer: Tensor, stride: int, host_units: int) -> None:
         """Allocate `host_units` units of host memory. Raises RuntimeError if that is impossible.
@@ -94,14 +94,12 @@ class BlockCopier:
         target_memory = self._host if direction is CopyDirection.TO_HOST else self._device
         source_memory = self._host if direction is CopyDirection.FROM_HOST else self._device
         target_address, source_address = target_memory.data_ptr(), source_memory.data_ptr()
-        memory_sizes = target_memory.numel(), source_memory.numel()
+        target_bytes, source_bytes = target_memory.numel(), source_memory.numel()
         for kind, source, target, _ in block_copies:
             target_range, source_range = self._byte_range(kind, target), self._byte_range(kind, source)
-            if (
-                min(target_range.start, source_range.start) < 0
-                or target_range.stop > memory_sizes[0]
-                or source_range.stop > memory_sizes[1]
-            ):
+            is_inside_target = target_range.start >= 0 and target_range.stop <= target_bytes
+            is_inside_source = source_range.start >= 0 and source_range.stop <= source_bytes
+            if not (is_inside_target and is_inside_source):
                 raise AssertionError(f"{direction}: block {source} or {target} of kind {kind} lies outside its memory")
             ctypes.memmove(
                 target_address + target_range.start,
@@ -112,6 +110,7 @@ class BlockCopier:
             self.copy_s += time.perf_counter() - start_s
 
     def _byte_range(self, kind: int, block: BlockId) -> slice:
+        """Return where a block lies in a memory, in bytes."""
         per_unit, size = self._blocks_per_unit_and_bytes[kind]
         start = block // per_unit * self._stride + block % per_unit * size
         return slice(start, start + size)
@@ -132,7 +131,10 @@ class BlockCopier:
             )
 
     def _stage_to_host(self, block_copies: Iterable[BlockCopy]) -> None:
-        """Copy blocks to a staging buffer, in order with the steps, and from there to the host on the copy stream."""
+        """Copy blocks to a staging buffer, in order with the steps, and from there to the host on the copy stream.
+
+        Two buffers take turns: steps go on while one of them is copied to the host.
+        """
         step_stream = torch.cuda.current_stream(self._device.device)
         pieces: list[tuple[Tensor, Tensor]] = []
         staged_bytes = 0
@@ -141,8 +143,9 @@ class BlockCopier:
             if staged_bytes + len(block) > len(self._staging[0]):
                 self._flush_staging(pieces, step_stream)
                 pieces, staged_bytes = [], 0
-            if not pieces and (staging_event := self._staging_events[0]) is not None:
-                step_stream.wait_event(staging_event)
+            last_use = self._staging_events[0]
+            if not pieces and last_use is not None:
+                step_stream.wait_event(last_use)
             staging_block = self._staging[0][staged_bytes : staged_bytes + len(block)]
             staging_block.copy_(block)
             pieces.append((self._block_view(self._host, kind, target), staging_block))
@@ -150,7 +153,9 @@ class BlockCopier:
         self._flush_staging(pieces, step_stream)
 
     def _flush_staging(self, pieces: list[tuple[Tensor, Tensor]], step_stream: torch.cuda.Stream) -> None:
-        """Queue the copy of one staging buffer to the host, and swap the two staging buffers."""
+        """Queue the copy of a staging buffer to the host, and swap the two buffers. `pieces`: (host block, staged
+        block) pairs.
+        """
         self._copy_stream.wait_stream(step_stream)
         with torch.cuda.stream(self._copy_stream):
             for host_block, staging_block in pieces:

@@ -89,7 +89,7 @@ class _RecordedStep:
 
 
 class DecodeGraphs:
-    """The recorded decode steps of one runner."""
+    """Records decode steps of fixed sizes, and replays them for batches that are padded to a size."""
 
     def __init__(
         self,
@@ -122,10 +122,8 @@ class DecodeGraphs:
         count = batch.decode_count
         if count > SIZES[-1] or count != len(batch.context_lens):
             return None
-        size = SIZES[bisect_left(SIZES, count)]
-        if size not in self._steps_by_size:
-            self._steps_by_size[size] = self._record(size)
-        recorded_step = self._steps_by_size[size]
+        size = SIZES[bisect_left(SIZES, count)]  # the next size that holds the batch; the rest is padding
+        recorded_step = self._get_or_record(size)
         if recorded_step is None:
             return None
         recorded_step.inputs[0, :count].copy_(token_ids)
@@ -144,9 +142,15 @@ class DecodeGraphs:
 
     def record(self, count_max: int) -> None:
         """Record the steps of up to `count_max` sequences now, the largest first, as the others share its memory."""
-        for size in reversed([size for i, size in enumerate(SIZES) if i == 0 or SIZES[i - 1] < count_max]):
-            if size not in self._steps_by_size:
-                self._steps_by_size[size] = self._record(size)
+        needed_sizes = SIZES[: bisect_left(SIZES, count_max) + 1]
+        for size in reversed(needed_sizes):
+            self._get_or_record(size)
+
+    def _get_or_record(self, size: int) -> _RecordedStep | None:
+        """Return the recorded step of a size. It is recorded at the first call; None if that failed."""
+        if size not in self._steps_by_size:
+            self._steps_by_size[size] = self._record(size)
+        return self._steps_by_size[size]
 
     def _record(self, size: int) -> _RecordedStep | None:
         """Record the step of `size` decodes; None, with a warning, if that fails."""

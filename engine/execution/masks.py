@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.cache.spec import ceil_div
 from engine.grammars import GrammarCompiler, GrammarError, summarize_error
 from engine.types import Constraint, Sequence
 from kernels.transfer import copy_to_device
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
 MaskWords = npt.NDArray[np.uint32]
+ALL_ALLOWED = 0xFFFFFFFF
+"""Word of a mask that allows all its 32 tokens."""
 SHORT_ROW_DIVISOR = 32
 """On a CPU sampling reads only the allowed tokens of a row if they are fewer than one in so many."""
 
@@ -72,7 +75,7 @@ class ShortRows:
 
 @dataclass(slots=True)
 class TokenMasks:
-    """The masks of a step."""
+    """The masks of one step's constrained rows."""
 
     logits_rows: list[int]
     """Rows of the logits that have a mask."""
@@ -84,7 +87,7 @@ class TokenMasks:
 
 
 class Masks:
-    """Makes the token masks of constrained rows. Must be closed."""
+    """Makes the masks of constrained rows, on a thread beside the forward pass. Must be closed."""
 
     def __init__(self, grammars: GrammarCompiler, vocab_size: int, device: torch.device, threads: int) -> None:
         self._grammars = grammars
@@ -145,55 +148,47 @@ class Masks:
         self, requests: list[MaskRequest], read_last_tokens: Callable[[], Mapping[int, int]]
     ) -> TokenMasks:
         """Let the matchers read their new tokens, and make the mask of each row that needs one."""
-        tokens: Mapping[int, int] = (
-            read_last_tokens() if any(request.has_token_on_device for request in requests) else {}
-        )
+        last_tokens: Mapping[int, int] = {}
+        if any(request.has_token_on_device for request in requests):
+            last_tokens = read_last_tokens()
         masked_requests = []
         for request in requests:
-            new_tokens = (
-                [*request.new_tokens, tokens[request.state_row]] if request.has_token_on_device else request.new_tokens
-            )
+            new_tokens = request.new_tokens
+            if request.has_token_on_device:
+                new_tokens = [*new_tokens, last_tokens[request.state_row]]
             if self._advance_matcher(request.state, new_tokens) or request.banned_tokens:
                 masked_requests.append(request)
-        bits = np.full((len(masked_requests), -(-self._grammars.vocabulary.token_count // 32)), 0xFFFFFFFF, np.uint32)
-        self._fill_bits(
-            [
-                (request.state.matcher, index)
-                for index, request in enumerate(masked_requests)
-                if _has_live_matcher(request.state)
-            ],
-            bits,
-        )
+        word_count = ceil_div(self._grammars.vocabulary.token_count, 32)
+        bits = np.full((len(masked_requests), word_count), ALL_ALLOWED, np.uint32)
+        live_matchers = [
+            (request.state.matcher, index)
+            for index, request in enumerate(masked_requests)
+            if _has_live_matcher(request.state)
+        ]
+        self._fill_bits(live_matchers, bits)
         failures: dict[int, str] = {}
-        for index, request in enumerate(masked_requests):
-            state = request.state
-            if state.failure is None and state.matcher is not None and state.matcher.is_error():
-                state.failure = summarize_error(state.matcher)
-            if state.failure is not None:
-                failures[request.logits_row] = state.failure
-                bits[index] = 0xFFFFFFFF
-                continue
-            if request.banned_tokens:
-                _ban_unless_all(bits[index], request.banned_tokens)
-            if state.is_reasoning is None and state.constraint.reasoning_start_token is not None:
-                _allow_token(bits[index], state.constraint.reasoning_start_token)
+        for request, row_bits in zip(masked_requests, bits):
+            failure = _finish_mask(request, row_bits)
+            if failure is not None:
+                failures[request.logits_row] = failure
         logits_rows = [request.logits_row for request in masked_requests]
         return TokenMasks(logits_rows, bits, self._find_short_rows(logits_rows, bits), failures)
 
     def _find_short_rows(self, logits_rows: list[int], bits: MaskWords) -> ShortRows:
         """Return the rows that allow few tokens; on a GPU none. `bits`: masks of these rows of logits."""
         ids_by_row: dict[int, npt.NDArray[np.int64]] = {}
-        for logits_row, row_bits in zip(logits_rows, bits.view(np.uint8)) if self._device.type == "cpu" else ():
-            is_allowed = np.unpackbits(row_bits, count=self._vocab_size, bitorder="little").view(np.bool_)
-            if 0 < SHORT_ROW_DIVISOR * np.count_nonzero(is_allowed) <= self._vocab_size:
-                ids_by_row[logits_row] = np.flatnonzero(is_allowed)
+        if self._device.type == "cpu":
+            for logits_row, row_bits in zip(logits_rows, bits.view(np.uint8)):
+                is_allowed = np.unpackbits(row_bits, count=self._vocab_size, bitorder="little").view(np.bool_)
+                if 0 < SHORT_ROW_DIVISOR * np.count_nonzero(is_allowed) <= self._vocab_size:
+                    ids_by_row[logits_row] = np.flatnonzero(is_allowed)
         allowed_ids = np.full((len(ids_by_row), max(map(len, ids_by_row.values()), default=0)), -1, np.int64)
         for padded_ids, ids in zip(allowed_ids, ids_by_row.values()):
             padded_ids[: len(ids)] = ids
         return ShortRows(list(ids_by_row), allowed_ids)
 
     def _advance_matcher(self, state: _MatcherState, new_tokens: list[int]) -> bool:
-        """Let the matcher read the new tokens. Returns whether the row has a mask."""
+        """Let the matcher read the new tokens. Returns whether the row has a mask, which reasoning has not."""
         if state.failure is not None:
             return True
         constraint = state.constraint
@@ -235,6 +230,24 @@ class Masks:
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
 
 
+def _finish_mask(request: MaskRequest, row_bits: MaskWords) -> str | None:
+    """Apply min_tokens and the choice of reasoning to a row's mask, in place.
+
+    Returns the reason if the answer cannot go on; the mask then allows all tokens.
+    """
+    state = request.state
+    if state.failure is None and state.matcher is not None and state.matcher.is_error():
+        state.failure = summarize_error(state.matcher)
+    if state.failure is not None:
+        row_bits[:] = ALL_ALLOWED
+        return state.failure
+    if request.banned_tokens:
+        _ban_unless_all(row_bits, request.banned_tokens)
+    if state.is_reasoning is None and state.constraint.reasoning_start_token is not None:
+        _allow_token(row_bits, state.constraint.reasoning_start_token)
+    return None
+
+
 def _has_live_matcher(state: _MatcherState) -> bool:
     return state.failure is None and state.matcher is not None
 
@@ -243,14 +256,10 @@ def _allow_token(bits: MaskWords, token: int) -> None:
     bits[token // 32] |= np.uint32(1 << token % 32)
 
 
-def _forbid_tokens(bits: MaskWords, tokens: list[int]) -> None:
-    for token in tokens:
-        bits[token // 32] &= ~np.uint32(1 << token % 32)
-
-
 def _ban_unless_all(bits: MaskWords, tokens: list[int]) -> None:
     """Forbid tokens, unless no token would be left."""
     remaining_bits = bits.copy()
-    _forbid_tokens(remaining_bits, tokens)
+    for token in tokens:
+        remaining_bits[token // 32] &= ~np.uint32(1 << token % 32)
     if remaining_bits.any():
         bits[:] = remaining_bits

@@ -28,7 +28,7 @@ INITIAL_ROW_TOKENS = 256
 
 @dataclass(slots=True)
 class PenaltyStep:
-    """Inputs of one step's penalties."""
+    """Inputs of one step's penalties, made on the host."""
 
     new_row_tensors: list[Tensor]
     """Rows [n] and lengths [n] of new rows; then row, column, id and count code of each of their tokens. Or empty."""
@@ -41,7 +41,10 @@ class PenaltyStep:
 def make_penalty_rows(
     params: Rows[SamplingParams], batch_rows: list[int], rows: list[int], device: torch.device
 ) -> PenaltyRows:
-    """Return the penalties of the sequences with index `batch_rows`. `rows`: the rows of their token counts."""
+    """Return the penalties of some sequences of a batch, on the device.
+
+    `batch_rows`: their indices in the batch. `rows`: the rows of their token counts.
+    """
     row_params = [params[i] for i in batch_rows]
 
     def column(values: list[float]) -> Tensor:
@@ -57,7 +60,7 @@ def make_penalty_rows(
 
 
 class Penalties:
-    """The token counts of all rows."""
+    """Keeps the token counts of all rows on the device, and applies the penalties to logits."""
 
     def __init__(self, device: torch.device, penalise: PenaltyKernel, count_sampled: PenaltyKernel) -> None:
         """`penalise` and `count_sampled`: those of `Kernels`."""
@@ -82,7 +85,8 @@ class Penalties:
         self, rows: IntArray, penalised_rows: list[int], sequences: list[Sequence], row_count: int
     ) -> PenaltyStep:
         """Prepare a step that draws a token for some `sequences`, with index `penalised_rows` and counts in `rows`."""
-        if (missing_rows := row_count - len(self._token_count_bounds)) > 0:
+        missing_rows = row_count - len(self._token_count_bounds)
+        if missing_rows > 0:
             self._token_count_bounds = np.concatenate([self._token_count_bounds, np.zeros(missing_rows, np.int64)])
         new_indices = (self._token_count_bounds[rows] == 0).nonzero()[0].tolist()
         new_counts = [count_penalised_tokens(sequences[penalised_rows[i]]) for i in new_indices]
@@ -92,11 +96,11 @@ class Penalties:
         width = int(self._token_count_bounds[rows].max())
         if not new_rows:
             return PenaltyStep([], width, row_count)
-        tokens, values = [distinct_tokens for distinct_tokens, _ in new_counts], [value for _, value in new_counts]
+        tokens, count_codes = [row_tokens for row_tokens, _ in new_counts], [row_codes for _, row_codes in new_counts]
         lengths = np.array([len(row_tokens) for row_tokens in tokens])
-        places = np.concatenate([np.arange(length) for length in lengths])
-        arrays = [np.array(new_rows), lengths, np.repeat(new_rows, lengths), places]
-        arrays += [np.concatenate(tokens), np.concatenate(values)]
+        columns = np.concatenate([np.arange(length) for length in lengths])
+        arrays = [np.array(new_rows), lengths, np.repeat(new_rows, lengths), columns]
+        arrays += [np.concatenate(tokens), np.concatenate(count_codes)]
         return PenaltyStep([copy_to_device(array, self._device) for array in arrays], width, row_count)
 
     def apply(self, logits: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
@@ -109,25 +113,31 @@ class Penalties:
         self._count_sampled(sampled_tokens, self._counts, batch, step.width)
 
     def _store_new_rows(self, step: PenaltyStep) -> None:
-        """Enlarge the tensors of counts if need be, and write the tokens of new rows."""
+        """Write the tokens of rows that this step uses for the first time."""
+        self._make_room(step.row_count, step.width)
+        if not step.new_row_tensors:
+            return
+        new_rows, new_lengths, at_row, columns, tokens, count_codes = step.new_row_tensors
         counts = self._counts
-        rows, width = counts.token_ids.shape
-        if step.row_count > rows or step.width > width:
-            shape = max(rows, step.row_count), width if step.width <= width else max(2 * width, step.width)
-            tokens, values, row_lengths = (
-                tensor.new_zeros(shape[: tensor.dim()])
-                for tensor in (counts.token_ids, counts.count_codes, counts.used_lengths)
-            )
-            tokens[:rows, :width] = counts.token_ids
-            values[:rows, :width] = counts.count_codes
-            row_lengths[:rows] = counts.used_lengths
-            counts = self._counts = TokenCounts(tokens, values, row_lengths)
-        if step.new_row_tensors:
-            new_rows, new_lengths, at_row, columns, tokens, new_values = step.new_row_tensors
-            counts.count_codes[:, 0].index_fill_(0, new_rows, 0)  # unused entries repeat the first one: empty rows too
-            counts.used_lengths.index_copy_(0, new_rows, new_lengths)
-            counts.token_ids.index_put_((at_row, columns), tokens)
-            counts.count_codes.index_put_((at_row, columns), new_values.int())
+        counts.count_codes[:, 0].index_fill_(0, new_rows, 0)  # unused entries repeat the first one: empty rows too
+        counts.used_lengths.index_copy_(0, new_rows, new_lengths)
+        counts.token_ids.index_put_((at_row, columns), tokens)
+        counts.count_codes.index_put_((at_row, columns), count_codes.int())
+
+    def _make_room(self, row_count: int, width: int) -> None:
+        """Enlarge the tensors of counts, if need be, to so many rows and so many tokens in a row."""
+        counts = self._counts
+        old_rows, old_width = counts.token_ids.shape
+        if row_count <= old_rows and width <= old_width:
+            return
+        new_width = old_width if width <= old_width else max(2 * old_width, width)
+        shape = max(old_rows, row_count), new_width
+        token_ids, count_codes = counts.token_ids.new_zeros(shape), counts.count_codes.new_zeros(shape)
+        used_lengths = counts.used_lengths.new_zeros(shape[0])
+        token_ids[:old_rows, :old_width] = counts.token_ids
+        count_codes[:old_rows, :old_width] = counts.count_codes
+        used_lengths[:old_rows] = counts.used_lengths
+        self._counts = TokenCounts(token_ids, count_codes, used_lengths)
 
 
 def count_penalised_tokens(seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

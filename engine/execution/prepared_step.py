@@ -19,7 +19,7 @@ Order = Items[int]
 
 @dataclass(slots=True)
 class BatchState:
-    """Everything that stays the same while steps have the same sequences, and sample for the same ones."""
+    """Inputs of a step that stay the same while steps have the same sequences, and sample for the same ones."""
 
     sequences: list[Sequence]
     """Sequences of the step, in the order of the kernels."""
@@ -59,7 +59,7 @@ class DeviceTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """A step as the device needs it."""
+    """A step as the device needs it, made on the host before anything is computed."""
 
     plan: StepPlan
     chunks: Items[Chunk]
@@ -94,10 +94,12 @@ def select_hidden_rows(
 ) -> tuple[IntArray | None, IntArray]:
     """Return the indices of the tokens for which logits are computed, and each chunk's first index among them.
 
-    None instead of the indices: all tokens.
+    These are the last token of each sampled chunk, and all tokens of the `prompt_logprob_chunks`. None instead of the
+    indices: all tokens.
     """
-    if query_starts[-1] == len(chunks) and False not in [chunk.should_sample for chunk in chunks]:
-        return None, query_starts  # a decode step
+    is_decode_step = query_starts[-1] == len(chunks) and all(chunk.should_sample for chunk in chunks)
+    if is_decode_step:
+        return None, query_starts
     begins, ends = query_starts[:-1].copy(), query_starts[1:]
     for i, chunk in enumerate(chunks):
         if i not in prompt_logprob_chunks:

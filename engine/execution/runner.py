@@ -1,4 +1,5 @@
 """Computes a step: performs the plan's copies, runs the model over the chunks, and samples where a chunk asks for it.
+
 Decides nothing about which requests run, or which memory they have. The chunks of a step are put in the kernels' order
 (chunks of one token first); results are returned in the plan's order. No block and no state is read before a plan has
 filled it.
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.cache.spec import ceil_div
 from engine.execution.block_tables import BlockTables, RowAllocator
 from engine.execution.decode_graphs import Capture, DecodeGraphs
 from engine.execution.device_pool import DevicePool
@@ -64,7 +66,7 @@ class RunnerConfig:
 
 
 class ModelRunner:
-    """Runs one model on one device over one pool of units."""
+    """Computes the steps of one model on one device, over one pool of units."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class ModelRunner:
         self._row_allocator = RowAllocator()
         self._batch_state: BatchState | None = None
         """State of the last step's sequences; None before the first step, and after a failed one."""
-        blocks_max = -(-config.max_model_len // spec.block_size)
+        blocks_max = ceil_div(config.max_model_len, spec.block_size)
         self._tables = [
             BlockTables(group, kv, blocks_max, None if self._fixed_plans is None else device)
             for group, kv in enumerate(pool.kv)
@@ -143,6 +145,7 @@ class ModelRunner:
         return self._reset_on_error(partial(self._submit, plan))
 
     def _submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Prepare a step and begin to compute it. Returns a function that waits for its result."""
         step = self._prepare(plan)
         if self._step_thread is None:
             wait_for_outputs = self._compute(step)
@@ -156,7 +159,10 @@ class ModelRunner:
         return self._compute(step)()
 
     def _reset_on_error(self, call: Callable[[], Result]) -> Result:
-        """Return `call()`. If it raises, forget the tables, and raise RunnerLostError if the device is lost."""
+        """Return the result of `call`. If it raises, forget what the device knows of the sequences.
+
+        Raises RunnerLostError if the device then computes nothing any more, else the error itself.
+        """
         try:
             return call()
         except Exception as error:
@@ -169,7 +175,7 @@ class ModelRunner:
             raise
 
     def _forget_batch(self) -> None:
-        """Write all per-sequence tables anew with the next step."""
+        """Forget the rows of all sequences, so that the next step writes all per-sequence tables anew."""
         self._row_allocator.clear()
         self._batch_state = None
 
@@ -195,12 +201,12 @@ class ModelRunner:
             last_token_indices = copy_to_device(selected_starts[1:][state.sampled_chunks] - 1, self.device)
         token_ids, device_tokens = self._build_token_ids(chunks, batch.token_count, state)
         return PreparedStep(
-            plan, chunks, order, batch,
+            plan=plan,
+            chunks=chunks,
+            order=order,
+            batch=batch,
             token_ids=token_ids,
-            tables=[
-                tables.host_table(ends, rows) if self._fixed_plans is None else tables.device_table(rows)
-                for tables in self._tables
-            ],
+            tables=self._get_block_tables(ends, rows),
             units=list_state_units(chunks) if self._states else None,
             selected_tokens=None if selected_tokens is None else copy_to_device(selected_tokens, self.device),
             selected_starts=selected_starts,
@@ -210,10 +216,18 @@ class ModelRunner:
             row_count=row_count,
             device_tokens=device_tokens,
             prompt_logprob_chunks=prompt_logprob_chunks,
-        )  # fmt: skip
+        )
+
+    def _get_block_tables(self, ends: IntArray, rows: IntArray) -> list[Any]:
+        """Return the block table of each group in the form that the kernels take. `ends`: context lengths."""
+        if self._fixed_plans is None:
+            return [tables.host_table(ends, rows) for tables in self._tables]
+        return [tables.device_table(rows) for tables in self._tables]
 
     def _update_batch_state(self, chunks: Items[Chunk]) -> list[int]:
-        """Replace the batch state unless it fits these chunks. Returns the rows that were assigned to new sequences."""
+        """Make the batch state anew if the sequences have changed. Returns the rows that were assigned to new
+        sequences.
+        """
         state = self._batch_state
         sequences = [chunk.seq for chunk in chunks]
         sampled_chunks = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
@@ -254,7 +268,7 @@ class ModelRunner:
     def _build_token_ids(
         self, chunks: Items[Chunk], token_count: int, state: BatchState
     ) -> tuple[Tensor, DeviceTokens | None]:
-        """Return the tokens that the host knows, and where the device puts the others."""
+        """Return the step's token ids on the device, and which of them the previous step draws (None: none of them)."""
         # A chunk on the device has one token and stands before longer chunks: its index is that of its token, too.
         chunks_on_device = [i for i, chunk in enumerate(chunks) if chunk.token_on_device]
         if len(chunks_on_device) == token_count:
@@ -267,36 +281,43 @@ class ModelRunner:
         if not chunks_on_device:
             return token_ids, None
         return token_ids, DeviceTokens(
-            copy_to_device(np.array(chunks_on_device), self.device),
-            copy_to_device(state.rows[chunks_on_device], self.device),
+            token_indices=copy_to_device(np.array(chunks_on_device), self.device),
+            rows=copy_to_device(state.rows[chunks_on_device], self.device),
         )
 
     def _compute(self, step: PreparedStep) -> Callable[[], list[list[Any]]]:
         """Queue a step on the device. The function that is returned waits for the step's outputs, and returns them."""
-        plan, state = step.plan, step.batch_state
+        state = step.batch_state
         if step.sampling_inputs is not None:
             self._sampler.start_masks(step.sampling_inputs, self._read_last_tokens)
-        self.pool.prepare_step(plan)
+        self.pool.prepare_step(step.plan)
+        self._fill_device_tokens(step)
         outputs: list[Tensor] = []
-        if self._last_tokens is not None and (missing_rows := step.row_count - len(self._last_tokens)) > 0:
-            self._last_tokens = torch.cat([self._last_tokens, self._last_tokens.new_zeros(missing_rows)])
-        if step.device_tokens is not None:
-            assert self._last_tokens is not None
-            token_indices, rows = step.device_tokens
-            if token_indices is None:
-                torch.index_select(self._last_tokens, 0, rows, out=step.token_ids)
-            else:
-                step.token_ids.index_copy_(0, token_indices, self._last_tokens.index_select(0, rows))
         if step.chunks:
             hidden = self._forward(step)
             outputs += self._sample(hidden, step)
             for i in step.prompt_logprob_chunks:
                 outputs += self._compute_prompt_logprobs(hidden[step.selected_starts[i] :], step.chunks[i])
-        self.pool.finish_step(plan)
+        self.pool.finish_step(step.plan)
         read = start_copy_to_host(outputs)
         if self._last_tokens is not None:
             self._read_last_tokens = lambda: dict(zip(state.sampled_rows, read()[0])) if state.sampled_rows else {}
         return read
+
+    def _fill_device_tokens(self, step: PreparedStep) -> None:
+        """Write the tokens that the previous step draws, which the host does not know, into the step's token ids."""
+        if self._last_tokens is None:
+            return
+        missing_rows = step.row_count - len(self._last_tokens)
+        if missing_rows > 0:
+            self._last_tokens = torch.cat([self._last_tokens, self._last_tokens.new_zeros(missing_rows)])
+        if step.device_tokens is None:
+            return
+        token_indices, rows = step.device_tokens
+        if token_indices is None:
+            torch.index_select(self._last_tokens, 0, rows, out=step.token_ids)
+        else:
+            step.token_ids.index_copy_(0, token_indices, self._last_tokens.index_select(0, rows))
 
     @torch.inference_mode()
     def record_decode_steps(self, sequences_max: int) -> None:
@@ -313,10 +334,10 @@ class ModelRunner:
             self._masks.close()
 
     def _forward(self, step: PreparedStep) -> Tensor:
-        """Compute the hidden states of the selected tokens, [selected, hidden]."""
-        batch, tables = step.batch, step.tables
+        """Compute the hidden states of the selected tokens, [selected, hidden], by a recorded step if one fits."""
+        batch = step.batch
         if self._graphs is not None and batch.decode_count == len(step.chunks):
-            hidden = self._graphs.forward(step.token_ids, batch, tables, step.units)
+            hidden = self._graphs.forward(step.token_ids, batch, step.tables, step.units)
             if hidden is not None:
                 return hidden if step.selected_tokens is None else hidden[step.selected_tokens]
         fixed_plans = self._fixed_plans
@@ -327,8 +348,8 @@ class ModelRunner:
             rotary_by_rope=[rope.look_up(positions) for rope in self._ropes],
             kv_by_group=self.pool.kv,
             plan_by_group=[
-                plan_attention(batch, table, kv, self._windows[g])
-                for g, (table, kv) in enumerate(zip(tables, self.pool.kv, strict=True))
+                plan_attention(batch, table, kv, window)
+                for table, kv, window in zip(step.tables, self.pool.kv, self._windows, strict=True)
             ],
             state_by_layer=self._states,
             state_plan=None if step.units is None else self._ops.plan_state(batch, step.units),
@@ -349,7 +370,10 @@ class ModelRunner:
         return [tokens, *logprobs]
 
     def _compute_prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> list[Tensor]:
-        """Compute logprobs of the prompt tokens start + 1 .. end. Row i of `hidden` is position start + i."""
+        """Compute logprobs of the prompt tokens start + 1 .. end. Row i of `hidden` is position start + i.
+
+        Logits are made for a part of the rows at a time, because those of a long prompt would take gigabytes.
+        """
         end = min(chunk.end + 1, chunk.seq.prompt_len)
         count = end - chunk.start - 1  # not `len(tokens)`: other ranks do not have the token after the chunk
         tokens = copy_to_device(np.array(chunk.seq.token_ids[chunk.start + 1 : end], np.int64), self.device)

@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Rows
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.cache.spec import ceil_div
 from engine.execution.logprobs import compute_token_logprobs
 from engine.execution.masks import MaskRequest, Masks, ShortRows, TokenMasks
 from engine.execution.penalties import Penalties, PenaltyStep, has_penalties, make_penalty_rows
@@ -108,7 +109,7 @@ class SamplingBatch:
 
 @dataclass(slots=True)
 class SamplingInputs:
-    """Inputs of a step's sampling, made before the logits are."""
+    """Inputs of one step's sampling that change from step to step. Made before the logits are."""
 
     batch: SamplingBatch
     uniforms: Tensor
@@ -123,7 +124,7 @@ class SamplingInputs:
 
 
 class Sampler:
-    """Samples the next token of each sequence: `prepare` on the host, then `sample` on the device."""
+    """Draws the next token of each sequence: `prepare` on the host, then `sample` on the device."""
 
     def __init__(
         self,
@@ -186,9 +187,8 @@ class Sampler:
         for i in batch.constrained_rows:
             assert self._masks is not None, "an answer is constrained, and there are no grammars"
             seq = batch.sequences[i]
-            banned_tokens = (
-                self._min_tokens_banned(seq.request.params) if positions[i] < seq.request.params.min_tokens else []
-            )
+            params = seq.request.params
+            banned_tokens = self._min_tokens_banned(params) if positions[i] < params.min_tokens else []
             mask_requests.append(self._masks.make_request(i, batch.state_rows[i], seq, int(ends[i]), banned_tokens))
         return mask_requests
 
@@ -217,54 +217,55 @@ class Sampler:
         """
         batch = inputs.batch
         adjusted_logits = self._adjust_logits(logits, inputs) if batch.has_adjustments else logits
-        batch_settings = batch.settings
-        settings = DrawSettings(
-            batch_settings.temperature,
-            batch_settings.min_p,
-            batch_settings.top_k,
-            batch_settings.top_p,
-            inputs.uniforms,
-            batch_settings.random_rows,
-            inputs.token_masks is not None,
-        )
+        settings = replace(batch.settings, uniforms=inputs.uniforms, has_masked_logits=inputs.token_masks is not None)
         short_rows = None if inputs.token_masks is None else inputs.token_masks.result().short_rows
-        tokens = (
-            self._draw(adjusted_logits, settings)
-            if short_rows is None or not short_rows.logits_rows
-            else self._draw_with_short_rows(adjusted_logits, settings, short_rows)
-        )
+        if short_rows is not None and short_rows.logits_rows:
+            tokens = self._draw_with_short_rows(adjusted_logits, settings, short_rows)
+        else:
+            tokens = self._draw(adjusted_logits, settings)
         if batch.penalties is not None:
             assert inputs.penalties is not None
             self._penalties.count_sampled(tokens, batch.penalties, inputs.penalties)
+        return tokens, self._compute_logprobs(logits, tokens, batch)
+
+    def _compute_logprobs(self, logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> list[Tensor]:
+        """Return `compute_token_logprobs` of the rows that want logprobs; an empty list if none does."""
         if not batch.logprob_rows:
-            return tokens, []
-        logprob_logits, logprob_tokens = logits, tokens
+            return []
         if batch.device_logprob_rows is not None:
-            logprob_logits = logits.index_select(0, batch.device_logprob_rows)
-            logprob_tokens = tokens.index_select(0, batch.device_logprob_rows)
-        return tokens, compute_token_logprobs(logprob_logits, logprob_tokens, max(batch.logprob_counts))
+            logits = logits.index_select(0, batch.device_logprob_rows)
+            tokens = tokens.index_select(0, batch.device_logprob_rows)
+        return compute_token_logprobs(logits, tokens, max(batch.logprob_counts))
 
     def _draw_with_short_rows(self, logits: Tensor, settings: DrawSettings, short_rows: ShortRows) -> Tensor:
-        """Draw the token of each row, [rows]. Of short rows only the allowed logits are read."""
+        """Draw the token of each row, [rows]. Of short rows only the few allowed logits are read, which is faster."""
         short_row_numbers = set(short_rows.logits_rows)
         full_rows = [row for row in range(len(logits)) if row not in short_row_numbers]
         tokens = torch.empty(len(logits), dtype=torch.int64)
         if full_rows:
             tokens[full_rows] = self._draw(logits[full_rows], settings.select_rows(full_rows))
-        rows, ids = torch.tensor(short_rows.logits_rows), torch.from_numpy(short_rows.allowed_ids)
-        valid_ids = ids.clamp(min=0)
-        short_logits = logits[rows[:, None], valid_ids].masked_fill_(ids < 0, float("-inf"))
-        positions = self._draw(short_logits, settings.select_rows(rows))
-        tokens[rows] = valid_ids.gather(1, positions[:, None])[:, 0]
+        rows, padded_ids = torch.tensor(short_rows.logits_rows), torch.from_numpy(short_rows.allowed_ids)
+        is_padding = padded_ids < 0
+        ids = padded_ids.clamp(min=0)
+        short_logits = logits[rows[:, None], ids].masked_fill_(is_padding, float("-inf"))
+        columns = self._draw(short_logits, settings.select_rows(rows))
+        tokens[rows] = ids.gather(1, columns[:, None])[:, 0]
         return tokens
 
     def make_batch(self, sequences: list[Sequence], rows: list[int]) -> SamplingBatch:
-        """Collect the sampling parameters of sequences whose state is kept in these rows."""
+        """Collect the sampling parameters of sequences. `rows`: the table row of each, where its state is kept."""
         params = [seq.request.params for seq in sequences]
         random_rows = [i for i, p in enumerate(params) if p.temperature > 0.0]
-        logprob_rows = [i for i, p in enumerate(params) if p.logprobs is not None]
+        seeds = [self._row_seed(sequences[i].request) for i in random_rows]
         penalised_rows = [i for i, p in enumerate(params) if has_penalties(p)]
-        needs_selection = 0 < len(logprob_rows) < len(sequences)
+        penalty_state_rows = [rows[i] for i in penalised_rows]
+        penalties = None
+        if penalised_rows:
+            penalties = make_penalty_rows(params, penalised_rows, penalty_state_rows, self._device)
+        logprob_rows = [i for i, p in enumerate(params) if p.logprobs is not None]
+        device_logprob_rows = None
+        if 0 < len(logprob_rows) < len(sequences):
+            device_logprob_rows = copy_to_device(np.array(logprob_rows, np.int64), self._device)
         return SamplingBatch(
             sequences=sequences,
             state_rows=rows,
@@ -273,31 +274,31 @@ class Sampler:
             logit_bias=self._build_logit_bias(params),
             min_token_bans=[
                 MinTokensBan(i, p.min_tokens, self._to_flat_indices(i, self._min_tokens_banned(p)))
-                for i, p in enumerate(params) if p.min_tokens and p.constraint is None
+                for i, p in enumerate(params)
+                if p.min_tokens and p.constraint is None
             ],
             constrained_rows=[i for i, p in enumerate(params) if p.constraint is not None],
             penalised_rows=penalised_rows,
-            penalty_state_rows=np.array([rows[i] for i in penalised_rows], np.int64),
-            penalties=make_penalty_rows(params, penalised_rows, [rows[i] for i in penalised_rows], self._device)
-            if penalised_rows else None,
+            penalty_state_rows=np.array(penalty_state_rows, np.int64),
+            penalties=penalties,
             logprob_rows=logprob_rows,
             logprob_counts=[params[i].logprobs or 0 for i in logprob_rows],
-            device_logprob_rows=copy_to_device(np.array(logprob_rows, np.int64),
-            self._device) if needs_selection else None,
+            device_logprob_rows=device_logprob_rows,
             random_rows=np.array(random_rows, np.int64),
-            mixed_seeds=_mix(
-                np.array([self._row_seed(sequences[i].request) for i in random_rows], np.uint64) + _INCREMENT
-            ),
+            mixed_seeds=_mix(np.array(seeds, np.uint64) + _INCREMENT),
             settings=self._build_draw_settings(params),
-        )  # fmt: skip
+        )
 
     def _row_seed(self, request: Request) -> int:
-        if (seed := request.params.seed) is None:
+        """Return the request's seed as 64 bits; without one, a hash of its id and of the engine's seed."""
+        seed = request.params.seed
+        if seed is None:
             digest = hashlib.blake2b(f"{self._seed}/{request.request_id}".encode(), digest_size=8).digest()
             seed = int.from_bytes(digest, "little")
         return seed & (2**64 - 1)
 
     def _build_logit_bias(self, params: list[SamplingParams]) -> tuple[Tensor, Tensor] | None:
+        """Return (indices into the flat logits, amounts to add) of all rows; None if no request has a bias."""
         biased_rows = [(i, p.logit_bias) for i, p in enumerate(params) if p.logit_bias]
         if not biased_rows:
             return None
@@ -319,25 +320,29 @@ class Sampler:
         """Build the draw settings of all rows, with 0 as each uniform number."""
         vocab, count = self._vocab_size, len(params)
         # Columns of a multiple of 16 bytes: kernels are compiled anew for pointers that are aligned otherwise.
-        host_values = np.zeros((3, -(-count // 4) * 4), np.float32)
+        host_values = np.zeros((3, ceil_div(count, 4) * 4), np.float32)
         host_values[0, :count] = [max(p.temperature, 1e-5) if p.temperature > 0.0 else 0.0 for p in params]
         host_values[1, :count] = [p.min_p for p in params]
         host_values[2, :count] = [p.top_p for p in params]
         temperature, min_p, top_p = copy_to_device(host_values, self._device)[:, :count].unbind()
         top_k = np.array([self._effective_top_k(p) or vocab for p in params], np.int32)
         return DrawSettings(
-            temperature, min_p, copy_to_device(top_k, self._device), top_p,
-            torch.zeros(count, dtype=torch.float64, device=self._device), self._group_random_rows(params),
-        )  # fmt: skip
+            temperature=temperature,
+            min_p=min_p,
+            top_k=copy_to_device(top_k, self._device),
+            top_p=top_p,
+            uniforms=torch.zeros(count, dtype=torch.float64, device=self._device),
+            random_rows=self._group_random_rows(params),
+        )
 
     def _group_random_rows(self, params: Rows[SamplingParams]) -> RandomRows:
-        random_rows = [
-            (i, self._effective_top_k(p) or p.top_p < 1.0) for i, p in enumerate(params) if p.temperature > 0.0
-        ]
-        return RandomRows(
-            [i for i, is_filtered in random_rows if not is_filtered],
-            [i for i, is_filtered in random_rows if is_filtered],
-        )
+        """Return the rows that draw at random, by whether top_k or top_p exclude any token."""
+        groups = RandomRows([], [])
+        for row, p in enumerate(params):
+            if p.temperature > 0.0:
+                is_filtered = self._effective_top_k(p) > 0 or p.top_p < 1.0
+                (groups.filtered_rows if is_filtered else groups.unfiltered_rows).append(row)
+        return groups
 
     def _effective_top_k(self, params: SamplingParams) -> int:
         """Return top_k if it excludes any token, else 0."""

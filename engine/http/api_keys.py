@@ -9,7 +9,7 @@ from prompts import RequestError
 
 
 class ApiKeys:
-    """Keys that open the server's routes. Without any key, everybody may call every route."""
+    """Checks the keys that open the server's routes. Without any key, everybody may call every route."""
 
     def __init__(self, client_keys: Sequence[str], admin_key: str | None) -> None:
         self._client_keys = [key.encode() for key in client_keys]

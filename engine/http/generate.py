@@ -72,26 +72,31 @@ async def create_message(request: web.Request) -> web.StreamResponse:
 
 
 async def create_response(request: web.Request) -> web.StreamResponse:
+    """Answer `POST /v1/responses`, after looking up the stored responses and items that the body refers to."""
     state = request.app[STATE]
-    data, previous_messages = await state.read_body(request), None
+    data = await state.read_body(request)
+    previous_messages: bytes | None = None
     items: dict[str, bytes] = {}
     if b'"previous_response_id"' in data or b'"item_reference"' in data:
         with state.reserve_admission():
             references = await state.reader.read(read_response_references, data)
-        if references.previous_response_id is not None:
-            previous_messages = state.response_store.get(
-                references.previous_response_id, "previous_response_id"
-            ).messages
+        previous_id = references.previous_response_id
+        if previous_id is not None:
+            previous_messages = state.response_store.get(previous_id, "previous_response_id").messages
         items = {name: state.response_store.get_item(name, param) for name, param in references.items.items()}
     extra_bytes = len(previous_messages or b"") + sum(map(len, items.values()))
-    return await _generate(
-        request, partial(read_response, previous_messages, items=items), _RESPONSE_ID_PREFIX, extra_bytes=extra_bytes
-    )
+    parse = partial(read_response, previous_messages, items=items)
+    return await _generate(request, parse, _RESPONSE_ID_PREFIX, extra_bytes=extra_bytes)
 
 
 async def _generate(
     request: web.Request, parse: BodyParser[ParsedRequest], id_prefix: str, extra_bytes: int = 0
 ) -> web.StreamResponse:
+    """Parse a body, submit its sequences to the core, and answer it.
+
+    `id_prefix`: beginning of the answer's id. `extra_bytes`: bytes besides the body that `parse` reads, which count as
+    work.
+    """
     state = request.app[STATE]
     data = await state.read_body(request)
     with state.reserve_admission():
@@ -115,6 +120,7 @@ async def _generate(
 
 
 def _make_formatter(state: ServerState, parsed_request: ParsedRequest, generation: Generation) -> ResponseFormatter:
+    """Return the formatter of the API that was asked."""
     body, response_context = parsed_request.body, parsed_request.response_context
     if response_context is not None:
         if response_context.skipped_item_types:
@@ -130,9 +136,9 @@ def _make_formatter(state: ServerState, parsed_request: ParsedRequest, generatio
 
 def _choose_answer_id(request: web.Request, parsed_request: ParsedRequest, id_prefix: str) -> str:
     """Return the id that the client gives to its request, or a random one."""
-    client_id = parsed_request.body.request_id or request.headers.get("X-Request-Id") or ""
     if id_prefix == _RESPONSE_ID_PREFIX:  # whoever knows the id of a stored response can read it
         return make_random_id()
+    client_id = parsed_request.body.request_id or request.headers.get("X-Request-Id") or ""
     return client_id if _REQUEST_ID_PATTERN.fullmatch(client_id) else make_random_id()
 
 
@@ -141,8 +147,11 @@ async def _respond(
 ) -> web.StreamResponse:
     """Answer from the outputs of the submitted sequences. If this ends early, the sequences are aborted."""
     state.begin_request()
-    limit_s, loop = state.config.request_timeout_s, asyncio.get_running_loop()
-    deadline_timer = None if limit_s is None else loop.call_later(limit_s, stream.fail, _make_timeout_error(limit_s))
+    limit_s = state.config.request_timeout_s
+    deadline_timer = None
+    if limit_s is not None:
+        error = _make_timeout_error(limit_s)
+        deadline_timer = asyncio.get_running_loop().call_later(limit_s, stream.fail, error)
     writer = ResponseWriter(request, state.config, None if deadline_timer is None else deadline_timer.when())
     try:
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
@@ -208,28 +217,29 @@ class DeltaStream:
             return
         logprobs_since_pause = 0
         for choice, delta in deltas:
-            while formatted_count := formatter.format_logprob_slice(choice, delta):
+            formatted_count = formatter.format_logprob_slice(choice, delta)
+            while formatted_count:
                 if self._generation.body.stream:
                     self._stream.logprob_share.release(formatted_count)
                 logprobs_since_pause += formatted_count
                 if logprobs_since_pause >= LOGPROBS_PER_PAUSE:
                     logprobs_since_pause = 0
                     await asyncio.sleep(0)
+                formatted_count = formatter.format_logprob_slice(choice, delta)
 
     def _apply_output(self, output: SequenceOutput, now_s: float) -> tuple[Choice, ChoiceDelta]:
+        """Add an output to its choice. Raises RequestError if the sequence has failed."""
         choice = self._generation.choices_by_id[output.request_id]
+        prompt_tokens = len(self._generation.get_choice_prompt(choice))
         if output.finish_reason is FinishReason.ERROR:
             choice.finish_reason = "error"
-            self._clock.record_finish(
-                "error", len(self._generation.get_choice_prompt(choice)), choice.completion_tokens, now_s
-            )
+            self._clock.record_finish("error", prompt_tokens, choice.completion_tokens, now_s)
             raise _make_sequence_error(output, choice.params.constraint)
         delta = choice.push(output)
         self._clock.record_tokens(choice.index, len(delta.token_ids), now_s)
         if delta.should_abort:
             self._stream.close(output.request_id)
         if delta.finish_reason is not None:
-            prompt_tokens = len(self._generation.get_choice_prompt(choice))
             self._clock.record_finish(delta.finish_reason, prompt_tokens, choice.completion_tokens, now_s)
         return choice, delta
 
@@ -241,6 +251,7 @@ async def _stream_response(
     delta_stream: DeltaStream,
     formatter: ResponseFormatter,
 ) -> web.StreamResponse:
+    """Send an answer as a stream of events. An error after the first one becomes the last event."""
     comment_task = asyncio.ensure_future(writer.send_keepalive_comments())
     try:
         async for deltas in delta_stream:
@@ -262,7 +273,7 @@ async def _stream_response(
 
 
 class ResponseWriter:
-    """Sends one answer. A client that takes nothing for too long is dropped."""
+    """Sends one answer, whole or as a stream. A client that takes nothing for too long is dropped."""
 
     def __init__(self, request: web.Request, config: ServerConfig, deadline_s: float | None) -> None:
         """`deadline_s`: time of the event loop's clock at which the answer must be sent; None: no deadline."""

@@ -35,7 +35,7 @@ MetricFamilyType = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
 
 class Histogram:
-    """Counts of observations in `(previous, bound]` buckets, and their sum."""
+    """Counts observations by their size, and sums them. Bucket i holds values above bound i - 1, up to bound i."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -59,7 +59,7 @@ class Histogram:
 
 
 class ServerMetrics:
-    """Counters and histograms of one HTTP process, in seconds and tokens."""
+    """Counts the requests and tokens of one HTTP process, and measures their times in seconds."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -79,7 +79,7 @@ class ServerMetrics:
 
 
 class RequestClock:
-    """Records the times of one HTTP request: first token, gaps between tokens, end."""
+    """Records the times of one HTTP request in the metrics: the first token, gaps between tokens, the end."""
 
     __slots__ = ("_last_token_s", "_metrics", "_start_s")
 
@@ -101,7 +101,7 @@ class RequestClock:
         self._metrics.generation_tokens += count
 
     def record_finish(self, reason: str, prompt_tokens: int, completion_tokens: int, now_s: float) -> None:
-        """Record that a choice has ended."""
+        """Record that a choice has ended, with its prompt's and its own number of tokens."""
         metrics = self._metrics
         metrics.finished_sequences[reason] = metrics.finished_sequences.get(reason, 0) + 1
         metrics.e2e_request_latency.observe(now_s - self._start_s)
@@ -120,7 +120,7 @@ class CoreReport(Protocol):
 
 
 class MetricsPage:
-    """Renders `/metrics`."""
+    """Renders `/metrics`: the counters of the HTTP process, and the core's last report."""
 
     def __init__(
         self,
@@ -152,6 +152,7 @@ class MetricsPage:
         yield from self._iter_request_metrics()
 
     def _iter_core_metrics(self, stats: EngineStats) -> Iterator[Metric]:
+        """Yield the metrics of scheduler and cache, with vLLM's names."""
         gauge, counter, info = GaugeMetricFamily, CounterMetricFamily, self._info
         for family_type, name, text, value in (
             (gauge, "num_requests_running", "Sequences in the batch of the last step.", stats.running_requests),
@@ -196,6 +197,7 @@ class MetricsPage:
         yield family
 
     def _iter_event_metrics(self, stats: PublisherStats) -> Iterator[Metric]:
+        """Yield the metrics of published cache events."""
         for name, text, value in (
             ("batches", "Batches of cache events published.", stats.published_batch_count),
             (
@@ -210,6 +212,7 @@ class MetricsPage:
             yield CounterMetricFamily(f"engine:kv_event_{name}", text, value=value)
 
     def _iter_transfer_metrics(self, stats: TransferStats) -> Iterator[Metric]:
+        """Yield the metrics of blocks that moved between engines."""
         for name, text, value in (
             ("pulls", "Pulls of blocks from peers that have ended.", stats.pulls),
             ("pull_seconds", "Seconds of pulls from peers, waiting included.", stats.pull_s),
@@ -229,6 +232,7 @@ class MetricsPage:
         yield failures
 
     def _iter_lag_metrics(self, lag: SimulationLag) -> Iterator[Metric]:
+        """Yield the metrics of a simulation: how late its steps ended."""
         for name, text, value in (
             ("steps", "Steps that were simulated.", lag.step_count),
             ("step_seconds", "Seconds that the simulated steps should have taken.", lag.step_s),
@@ -242,6 +246,7 @@ class MetricsPage:
         )
 
     def _iter_request_metrics(self) -> Iterator[Metric]:
+        """Yield the metrics of HTTP requests, which this process counts itself."""
         metrics, counter = self._metrics, CounterMetricFamily
         yield self._make_family(counter, "prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
         yield self._make_family(counter, "generation_tokens", "Tokens generated.", metrics.generation_tokens)

@@ -26,7 +26,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stored responses by id. The least recently used ones are dropped beyond STORED_MAX or STORED_BYTES_MAX."""
+    """Stores responses by id. Beyond STORED_MAX or STORED_BYTES_MAX it drops the least recently used ones."""
 
     def __init__(self, bytes_max: int = STORED_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -55,16 +55,14 @@ class ResponseStore:
 
     def get_item(self, name: str, param: str) -> bytes:
         """Return the JSON of an item, which the field `param` refers to. Raises RequestError 404."""
-        stored_response = self._responses.get(get_response_id_of_item(name))
-        item = (
-            None
-            if stored_response is None
-            else next((item for item in stored_response.response.output if item.id == name), None)
-        )
+        response_id = get_response_id_of_item(name)
+        stored_response = self._responses.get(response_id)
+        items = [] if stored_response is None else stored_response.response.output
+        item = next((item for item in items if item.id == name), None)
         if item is None:
             message = f"{param}: no item {name[:256]!r} of a response that is stored here"
             raise RequestError(message, param=param, code="item_not_found", status=404)
-        self._responses.move_to_end(get_response_id_of_item(name))
+        self._responses.move_to_end(response_id)
         return msgspec.json.encode(item)
 
     def delete(self, name: str) -> None:

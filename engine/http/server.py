@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,7 @@ def make_error_response(
 
 
 def _convert_http_error(request: web.Request, error: web.HTTPException) -> RequestError:
+    """Return an error of aiohttp's as one with the fields of our error bodies."""
     if error.status == 404:
         return make_unknown_path_error(request.path, routes.list_paths(request.app))
     if error.status == 405:
@@ -154,6 +156,7 @@ class RequestLog(AccessLogger):
 
 
 def make_runner(app: web.Application, *, log_requests: bool) -> web.AppRunner:
+    """Return aiohttp's runner of the application, with our limits. `log_requests`: log a line for each request."""
     return web.AppRunner(
         app,
         handler_cancellation=True,
@@ -184,7 +187,9 @@ def compute_max_connections(setting: int | None) -> int:
 
 
 class ConnectionLimit:
-    """Makes the protocol of each new connection. Connections beyond the limit are answered 503 and closed."""
+    """Makes the protocol of each new connection, as the server's factory. Beyond the limit it answers 503 and
+    closes.
+    """
 
     def __init__(self, server: web.Server, limit: int) -> None:
         self._server = server
@@ -221,7 +226,7 @@ class RefusedConnection(asyncio.Protocol):
 
 
 class Server:
-    """One engine that serves. `run` returns the exit status."""
+    """Runs one engine with its HTTP server, from the start of the core to its end. `run` returns the exit status."""
 
     def __init__(self, engine_config: EngineConfig, config: ServerConfig) -> None:
         self._engine_config = engine_config
@@ -233,6 +238,7 @@ class Server:
         self._tls_context = make_server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
 
     async def run(self) -> int:
+        """Start the core, serve, and end both. Returns the exit status."""
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signal_number, self._on_signal)
@@ -250,6 +256,7 @@ class Server:
             await client.close()
 
     async def _serve(self, client: EngineClient, listener: socket.socket) -> int:
+        """Wait for the core, and serve until a signal comes or the core dies. Returns the exit status."""
         ready_task = asyncio.ensure_future(client.wait_ready())
         startup_futures: list[asyncio.Future[Any]] = [ready_task, self._stop_reason]
         await asyncio.wait(startup_futures, return_when=asyncio.FIRST_COMPLETED)
@@ -257,14 +264,9 @@ class Server:
             ready_task.cancel()
             return 0  # a signal came while the model was loaded
         try:
-            info = ready_task.result()
-            tokenizer = await asyncio.get_running_loop().run_in_executor(None, self._load_tokenizer, info)
+            state = await self._make_state(client, ready_task.result())
         except (EngineDeadError, TokenizerError) as error:
             return _report_failure(str(error))
-        transfer_config = self._engine_config.kv_transfer
-        fleet_key = None if transfer_config.port is None else transfer_config.read_key()
-        folder = self._engine_config.tokenizer or info.model_path
-        state = ServerState(self._config, client, info, tokenizer, folder, fleet_key=fleet_key)
         runner = make_runner(build_app(state), log_requests=self._config.log_requests)
         await runner.setup()
         assert runner.server is not None
@@ -283,11 +285,19 @@ class Server:
         state.close()
         return 0 if reason is None else _report_failure(reason)
 
-    def _load_tokenizer(self, info: CoreInfo) -> Tokenizer:
+    async def _make_state(self, client: EngineClient, info: CoreInfo) -> ServerState:
+        """Load the tokenizer, and return the state that all handlers share. Raises TokenizerError."""
         folder = self._engine_config.tokenizer or info.model_path
-        return Tokenizer.load(Path(folder), chat_template=self._config.chat_template)
+        load_tokenizer = partial(Tokenizer.load, Path(folder), chat_template=self._config.chat_template)
+        tokenizer = await asyncio.get_running_loop().run_in_executor(None, load_tokenizer)
+        transfer_config = self._engine_config.kv_transfer
+        fleet_key = None if transfer_config.port is None else transfer_config.read_key()
+        return ServerState(self._config, client, info, tokenizer, folder, fleet_key=fleet_key)
 
     async def _drain(self, state: ServerState) -> None:
+        """Admit no new requests, and wait until the running ones have ended, the time is up or a second signal
+        comes.
+        """
         state.is_draining = True
         if not state.active_request_count:
             return
@@ -302,6 +312,7 @@ class Server:
             log.warning("ending with %d requests unfinished", state.active_request_count)
 
     def _on_signal(self) -> None:
+        """Begin to stop at the first signal; at the second one, stop without waiting for requests."""
         self._signal_count += 1
         if self._signal_count > 1:
             self._stop_now.set()

@@ -89,12 +89,13 @@ async def _change_weights(
     shield this, so that it finishes even if the client leaves.
     """
     async with state.weights_change_lock:
-        asleep_before, state.is_asleep = state.is_asleep, True
+        final_is_asleep = state.is_asleep
+        state.is_asleep = True  # so that no request is admitted meanwhile
         try:
             await state.wait_until_idle()
             await state.client.change_weights(action, **options)
-            asleep_before = asleep_after
+            final_is_asleep = asleep_after
         except ValueError as error:
             raise RequestError(str(error), param=None, code="conflict", status=409) from None
         finally:
-            state.is_asleep = asleep_before
+            state.is_asleep = final_is_asleep

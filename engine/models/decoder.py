@@ -33,7 +33,7 @@ from engine.models.weights import Weight, WeightScope
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
-    """Sizes of a decoder, and its names in the checkpoint."""
+    """Sizes and settings of a decoder, and the names of its weights in the checkpoint."""
 
     vocab_size: int
     hidden_size: int
@@ -64,7 +64,7 @@ class DecoderConfig:
 
 
 class CausalLM:
-    """A model built from its config. It can compute once `engine.models.loader` has filled its weights."""
+    """A decoder-only language model, built from its config. `engine.models.loader` fills its weights."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class CausalLM:
         return [self.attention_layers[layer_indices[0]][1].config.window for layer_indices in self._layers_by_group]
 
     def make_cache_spec(self, block_size: int, dtype: torch.dtype) -> CacheSpec:
-        """Return the spec of the model's cache, in `dtype`."""
+        """Return what the cache must know about this model, if KV and state have this dtype."""
         groups: list[GroupSpec] = []
         for layer_indices in self._layers_by_group:
             config = self.attention_layers[layer_indices[0]][1].config

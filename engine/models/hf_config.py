@@ -18,7 +18,9 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class HfConfig:
-    """Typed access to a config.json."""
+    """A checkpoint's config.json. Its methods check types, and raise ModelError with the file's and the field's
+    name.
+    """
 
     values: Mapping[str, Any]
     source: str = "config.json"
@@ -99,16 +101,18 @@ class HfConfig:
 
 
 def read_layer_types(config: HfConfig, key: str, choice_by_name: Mapping[str, Kind], default: list[str]) -> list[Kind]:
-    """Return the choice for the name of each layer. The names are those of `key`, or `default` if there is no such key.
+    """Return one of the choices for each layer, by the name of its type in the config.
 
-    Raises ModelError for unknown names, or if there are not as many as in `default` (unless that is empty).
+    `key`: field with the names of all layers. `default`: names if there is no such field; if it is not empty, there
+    must be as many names. Raises ModelError for unknown names, and for a wrong number of them.
     """
-    kind_names = config.get_strings(key) or default
-    if not kind_names or (default and len(kind_names) != len(default)):
+    names = config.get_strings(key) or default
+    if not names or (default and len(names) != len(default)):
         expected = f"{len(default)} entries" if default else "at least one entry"
-        raise ModelError(f"{config.source}: {key}: expected {expected}, got {len(kind_names)}")
-    if unknown_names := sorted(set(kind_names) - set(choice_by_name)):
+        raise ModelError(f"{config.source}: {key}: expected {expected}, got {len(names)}")
+    unknown_names = sorted(set(names) - set(choice_by_name))
+    if unknown_names:
         raise ModelError(
             f"{config.source}: {key}: {unknown_names[0]!r} is not supported; expected {', '.join(choice_by_name)}"
         )
-    return [choice_by_name[kind] for kind in kind_names]
+    return [choice_by_name[name] for name in names]

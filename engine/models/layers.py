@@ -20,7 +20,7 @@ from kernels import Kernels, PagedKV
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """State of one recurrent layer in every unit of the pool, as strided views."""
+    """The states of one recurrent layer in all units of the pool, as strided views."""
 
     conv_tail: Tensor
     """[units, width - 1, channels] in the model's dtype: the last inputs of the convolution."""
@@ -71,7 +71,7 @@ class RecurrentMixer(Mixer, Protocol):
 
 
 class Linear:
-    """Linear layer, x @ W^T + b. Several projections of the checkpoint may be stacked into one matrix W.
+    """Multiplies by one matrix W, into which several projections of the checkpoint may be stacked: x @ W^T + b.
 
     If the inputs are split over ranks, each rank multiplies its own inputs, and a collective adds up the products.
     """
@@ -147,7 +147,7 @@ class AttentionConfig:
 
 
 def shard_attention(shard: Shard, config: AttentionConfig) -> tuple[AttentionConfig, DimShard, DimShard]:
-    """Return (config with this rank's heads, its rows of the query projection, its rows of the key projection)."""
+    """Return this rank's part of an attention layer: (config with its heads, its query rows, its key rows)."""
     query_shard = shard.split(config.num_heads, "attention heads", config.head_dim)
     key_shard = shard.split_shared(config.num_kv_heads, "key-value heads", config.head_dim)
     num_heads, num_kv_heads = query_shard.held_size // config.head_dim, key_shard.held_size // config.head_dim
@@ -155,7 +155,7 @@ def shard_attention(shard: Shard, config: AttentionConfig) -> tuple[AttentionCon
 
 
 class Attention:
-    """Grouped-query attention over the paged cache."""
+    """Computes grouped-query attention over the paged cache, with its projections, norms and rotation."""
 
     def __init__(self, scope: WeightScope, config: AttentionConfig, projection: Linear | None = None) -> None:
         """`projection`: replaces the stacked q, k and v projections; it may have more rows after theirs."""
@@ -186,25 +186,14 @@ class Attention:
         return self.output_projection(self.attend(self.qkv_projection(x), context))
 
     def attend(self, qkv: Tensor, context: ForwardContext) -> Tensor:
-        """Attend: q, k and v [tokens, (heads + 2 kv_heads) * dim] -> [tokens, heads * dim]."""
+        """Store K and V, and attend. `qkv`: [tokens, (heads + 2 kv_heads) * dim]. Returns [tokens, heads * dim]."""
         config, num_tokens = self.config, qkv.shape[0]
         qk = qkv[:, : self.qk_width].view(num_tokens, self.num_qk_heads, config.head_dim)
         v = qkv[:, self.qk_width :].view(num_tokens, config.num_kv_heads, config.head_dim)
-        rotary = None if config.rope is None else context.rotary_by_rope[self.rope_index]
-        if self.qk_norm is not None:
-            assert config.qk_norm_eps is not None
-            if rotary is None:
-                qk = context.ops.rms_norm(qk, self.qk_norm.tensor, config.qk_norm_eps, config.zero_centred_norm)
-            else:
-                qk = context.ops.norm_and_rotate(
-                    qk, self.qk_norm.tensor, config.qk_norm_eps, config.zero_centred_norm, *rotary
-                )
-        elif rotary is not None:
-            qk = context.ops.rotate(qk, *rotary)
-        q, k = qk[:, : config.num_heads], qk[:, config.num_heads :]
+        qk = self._norm_and_rotate(qk, context)
         out = context.ops.attention(
-            q,
-            k,
+            qk[:, : config.num_heads],
+            qk[:, config.num_heads :],
             v,
             context.kv_by_group[self.group_index],
             self.group_layer_index,
@@ -212,6 +201,18 @@ class Attention:
             self.scale,
         )
         return out.reshape(num_tokens, -1)
+
+    def _norm_and_rotate(self, qk: Tensor, context: ForwardContext) -> Tensor:
+        """Norm and rotate query and key heads [tokens, heads, dim], if the model does these; both in one operation."""
+        config = self.config
+        rotary = None if config.rope is None else context.rotary_by_rope[self.rope_index]
+        if self.qk_norm is None:
+            return qk if rotary is None else context.ops.rotate(qk, *rotary)
+        assert config.qk_norm_eps is not None
+        gains, eps, zero_centred = self.qk_norm.tensor, config.qk_norm_eps, config.zero_centred_norm
+        if rotary is None:
+            return context.ops.rms_norm(qk, gains, eps, zero_centred)
+        return context.ops.norm_and_rotate(qk, gains, eps, zero_centred, *rotary)
 
 
 def _declare_head_norms(scope: WeightScope, config: AttentionConfig) -> Weight:
@@ -235,7 +236,7 @@ def gelu_tanh_and_mul(x: Tensor, context: ForwardContext) -> Tensor:
 
 
 class GatedMLP:
-    """Gated MLP: down(activation(gate(x)) * up(x))."""
+    """Computes a gated MLP: down(activation(gate(x)) * up(x))."""
 
     def __init__(
         self,
@@ -260,7 +261,7 @@ class GatedMLP:
 
 @dataclass(slots=True, kw_only=True)
 class DecoderBlock:
-    """A pre-norm decoder block: x + mixer(norm(x)), then, if there is an MLP, x + mlp(norm(x)).
+    """Applies a pre-norm decoder block: x + mixer(norm(x)), then, if there is an MLP, x + mlp(norm(x)).
 
     The residual is passed beside x, so that one operation adds both and norms the sum. The output of the mixer and of
     the MLP is normed by the `post_*` norm, if there is one, and multiplied by `residual_scale`, before it is added.

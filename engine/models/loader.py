@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -63,17 +63,13 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
     shard_paths = _list_shard_paths(folder)
     for shard_number, path in enumerate(shard_paths, 1):
         log.info("loading %s (%d of %d, %.1f GB)", path.name, shard_number, len(shard_paths), path.stat().st_size / 1e9)
-        try:
-            with safe_open(path, framework="pt") as tensors:
-                for stored_name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                    name = _rename_tensor(str(stored_name), model)
-                    if name in targets_by_name:
-                        missing_names.discard(name)
-                        _copy_tensor(tensors.get_tensor(stored_name), targets_by_name[name], path)
-                    elif not name.startswith(tuple(model.ignored_prefixes)):
-                        unused_names.append(stored_name)
-        except SafetensorError as error:
-            raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
+        for stored_name, tensor in _iter_tensors(path, lambda name: _rename_tensor(name, model) in targets_by_name):
+            name = _rename_tensor(stored_name, model)
+            if tensor is not None:
+                missing_names.discard(name)
+                _copy_tensor(tensor, targets_by_name[name], path)
+            elif not name.startswith(tuple(model.ignored_prefixes)):
+                unused_names.append(stored_name)
     if missing_names:
         raise ModelError(f"{folder}: tensors missing from the checkpoint: {_format_names(missing_names)}")
     if unused_names:
@@ -82,6 +78,19 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
         )
     for weight in model.weights:
         weight.pack()
+
+
+def _iter_tensors(path: Path, is_needed: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield the name of each tensor in a safetensors file, with the tensor, or None if it is not needed.
+
+    Raises ModelError if the file cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                yield name, tensors.get_tensor(name) if is_needed(name) else None
+    except SafetensorError as error:
+        raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
 
 
 def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
@@ -128,6 +137,7 @@ def _rename_tensor(name: str, model: CausalLM) -> str:
 
 
 def _copy_tensor(tensor: Tensor, targets: list[tuple[Weight, CheckpointTensor]], path: Path) -> None:
+    """Copy a checkpoint's tensor to the weights that need it. Raises ModelError for a wrong shape or dtype."""
     for weight, part in targets:
         if tuple(tensor.shape) != part.shape:
             raise ModelError(f"{path}: {part.name}: shape {list(tensor.shape)}, expected {list(part.shape)}")

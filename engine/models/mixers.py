@@ -34,38 +34,34 @@ class DeltaNetConfig:
 
 
 class GatedDeltaNet:
-    """Short convolution, gated delta rule, gated norm, with Qwen3.5's names."""
+    """Recurrent mixer of Qwen3.5: a short convolution, the gated delta rule, and a gated norm."""
 
     def __init__(self, scope: WeightScope, config: DeltaNetConfig) -> None:
+        """Declare the weights of this rank's heads."""
         shard = scope.shard
         key_shard = shard.split_shared(config.num_key_heads, "key heads of a delta net", config.key_dim)
         value_shard = shard.split(config.num_value_heads, "value heads of a delta net", config.value_dim)
         head_shard = shard.split(config.num_value_heads, "value heads of a delta net")
-        rank_config = self.config = replace(
-            config, num_key_heads=key_shard.held_size // config.key_dim, num_value_heads=head_shard.held_size
-        )
+        channel_shard = DimShard.concatenate([key_shard, key_shard, value_shard])
+        num_key_heads = key_shard.held_size // config.key_dim
+        self.config = replace(config, num_key_heads=num_key_heads, num_value_heads=head_shard.held_size)
+        """Config with the numbers of heads that this rank holds."""
         self.recurrent_index = 0
         self.key_channels, self.value_channels = key_shard.held_size, value_shard.held_size
-        channel_shard = DimShard.concatenate([key_shard, key_shard, value_shard])
         self.conv_channels = channel_shard.held_size
-        self.projection_sizes = [
-            channel_shard.held_size,
-            value_shard.held_size,
-            head_shard.held_size,
-            head_shard.held_size,
-        ]
         projection_rows = {
             "in_proj_qkv": channel_shard,
             "in_proj_z": value_shard,
             "in_proj_b": head_shard,
             "in_proj_a": head_shard,
         }
-        self.input_projection = Linear(scope, projection_rows, rank_config.hidden_size)
-        self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, rank_config.conv_width)
+        self.projection_sizes = [rows.held_size for rows in projection_rows.values()]
+        self.input_projection = Linear(scope, projection_rows, config.hidden_size)
+        self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, config.conv_width)
         self.rate_log = scope.declare_weight("A_log", (head_shard,), torch.float32)
         self.dt_bias = scope.declare_weight("dt_bias", (head_shard,), torch.float32)
-        self.norm = scope.declare_weight("norm.weight", (rank_config.value_dim,))
-        self.output_projection = Linear(scope, {"out_proj": rank_config.hidden_size}, value_shard)
+        self.norm = scope.declare_weight("norm.weight", (config.value_dim,))
+        self.output_projection = Linear(scope, {"out_proj": config.hidden_size}, value_shard)
 
     @property
     def state_shape(self) -> StateShape:
@@ -116,36 +112,33 @@ class Mamba2Config:
 
 
 class Mamba2:
-    """Mamba-2 mixer of Bamba, Granite-4-H and Nemotron-H: the gate comes before the (grouped) norm."""
+    """Recurrent mixer of Bamba, Granite-4-H and Nemotron-H: Mamba-2. The gate comes before the norm of groups."""
 
     def __init__(self, scope: WeightScope, config: Mamba2Config) -> None:
+        """Declare the weights of this rank's heads and groups."""
         shard = scope.shard
         inner_shard = shard.split(config.num_heads, "Mamba heads", config.head_dim)
         head_shard = shard.split(config.num_heads, "Mamba heads")
         group_shard = shard.split_shared(config.num_groups, "Mamba groups", config.state_dim)
-        rank_config = self.config = replace(
-            config, num_heads=head_shard.held_size, num_groups=group_shard.held_size // config.state_dim
-        )
-        self.recurrent_index = 0
         channel_shard = DimShard.concatenate([inner_shard, group_shard, group_shard])
+        num_groups = group_shard.held_size // config.state_dim
+        self.config = replace(config, num_heads=head_shard.held_size, num_groups=num_groups)
+        """Config with the numbers of heads and groups that this rank holds."""
+        self.recurrent_index = 0
         self.conv_channels = channel_shard.held_size
-        self.projection_sizes = [inner_shard.held_size, channel_shard.held_size, head_shard.held_size]
-        self.input_projection = Linear(
-            scope,
-            {"in_proj": DimShard.concatenate([inner_shard, channel_shard, head_shard])},
-            rank_config.hidden_size,
-            rank_config.proj_bias,
-        )
-        self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, rank_config.conv_width)
-        self.conv_bias = scope.declare_weight("conv1d.bias", (channel_shard,)) if rank_config.conv_bias else None
+        projections = [inner_shard, channel_shard, head_shard]
+        self.projection_sizes = [rows.held_size for rows in projections]
+        projection_rows = {"in_proj": DimShard.concatenate(projections)}
+        self.input_projection = Linear(scope, projection_rows, config.hidden_size, config.proj_bias)
+        self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, config.conv_width)
+        self.conv_bias = scope.declare_weight("conv1d.bias", (channel_shard,)) if config.conv_bias else None
         self.rate_log = scope.declare_weight("A_log", (head_shard,), torch.float32)
         self.dt_bias = scope.declare_weight("dt_bias", (head_shard,), torch.float32)
         self.skip = scope.declare_weight("D", (head_shard,), torch.float32)
         self.norm = scope.declare_weight("norm.weight", (inner_shard,))
-        self.output_projection = Linear(
-            scope, {"out_proj": rank_config.hidden_size}, inner_shard, rank_config.proj_bias
-        )
-        self.shared_norm = _CrossRankGroupNorm(scope.shard, config) if config.num_groups % shard.num_ranks else None
+        self.output_projection = Linear(scope, {"out_proj": config.hidden_size}, inner_shard, config.proj_bias)
+        self.shared_norm = _CrossRankGroupNorm(shard, config) if config.num_groups % shard.num_ranks else None
+        """Norm for groups that several ranks share; None: each rank holds whole groups."""
 
     @property
     def state_shape(self) -> StateShape:
@@ -181,7 +174,7 @@ class Mamba2:
 
 
 class _CrossRankGroupNorm:
-    """Gated norm of groups that are split over ranks: the sums of squares are added over the ranks."""
+    """Gated norm of groups that are split over ranks. The sums of squares are added over the ranks."""
 
     def __init__(self, shard: Shard, config: Mamba2Config) -> None:
         assert shard.num_ranks % config.num_groups == 0, (shard.num_ranks, config.num_groups)

@@ -20,7 +20,7 @@ from engine.models.hf_config import HfConfig, ModelError
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Settings of rotary embedding. Only the `rotary_dim` leading dims of each head are rotated."""
+    """Settings of rotary embedding. Only the first `rotary_dim` dims of each head are rotated."""
 
     rotary_dim: int
     theta: float
@@ -82,51 +82,50 @@ class RopeConfig:
 
     def _scale_llama3(self, inverse_frequencies: Tensor) -> Tensor:
         """Divide low frequencies by the factor, keep high ones, and interpolate between them."""
-        factor, low_frequency_factor, high_frequency_factor = (
-            self._get_number("factor"),
-            self._get_number("low_freq_factor"),
-            self._get_number("high_freq_factor"),
-        )
+        factor = self._get_number("factor")
+        low_rotations, high_rotations = self._get_number("low_freq_factor"), self._get_number("high_freq_factor")
         original_positions = self._get_number("original_max_position_embeddings")
         wavelength = 2 * math.pi / inverse_frequencies
-        smooth = (
-            (original_positions / wavelength - low_frequency_factor) / (high_frequency_factor - low_frequency_factor)
-        ).clamp(0, 1)
-        return inverse_frequencies * ((1 - smooth) / factor + smooth)
+        rotations = original_positions / wavelength
+        kept_share = ((rotations - low_rotations) / (high_rotations - low_rotations)).clamp(0, 1)
+        return inverse_frequencies * ((1 - kept_share) / factor + kept_share)
 
     def _scale_yarn(self, inverse_frequencies: Tensor) -> tuple[Tensor, float]:
-        """Return (frequencies, factor on cos and sin) by YaRN."""
+        """Return (frequencies, factor on cos and sin) by YaRN.
+
+        Dims that rotate often over the original context keep their frequency. Those that rotate rarely are divided by
+        the factor. Between these bounds the two are mixed.
+        """
         factor = self._get_number("factor")
         original_positions = self._get_number("original_max_position_embeddings", float(self.original_positions))
-        fast_rotations, slow_rotations = self._get_number("beta_fast", 32.0), self._get_number("beta_slow", 1.0)
 
         def find_dim(rotations: float) -> float:
-            """Return the dim with a frequency of so many rotations over the original context."""
-            return (
-                self.rotary_dim * math.log(original_positions / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
-            )
+            """Return the dim that makes so many rotations over the original context."""
+            wavelength = original_positions / (rotations * 2 * math.pi)
+            return self.rotary_dim * math.log(wavelength) / (2 * math.log(self.theta))
 
-        low_dim, high_dim = find_dim(fast_rotations), find_dim(slow_rotations)
+        low_dim, high_dim = find_dim(self._get_number("beta_fast", 32.0)), find_dim(self._get_number("beta_slow", 1.0))
         if self.scaling.get("truncate", True):
             low_dim, high_dim = math.floor(low_dim), math.ceil(high_dim)
         low_dim, high_dim = max(low_dim, 0), min(high_dim, self.rotary_dim - 1)
         ramp = (torch.arange(self.rotary_dim // 2, dtype=torch.float32) - low_dim) / max(high_dim - low_dim, 0.001)
-        interpolation_share = ramp.clamp(0, 1)
-        frequencies = inverse_frequencies / factor * interpolation_share + inverse_frequencies * (
-            1 - interpolation_share
-        )
+        divided_share = ramp.clamp(0, 1)
+        frequencies = inverse_frequencies / factor * divided_share + inverse_frequencies * (1 - divided_share)
+        return frequencies, self._compute_yarn_magnitude(factor)
 
-        def compute_magnitude(scale: float, weight: float = 1.0) -> float:
-            return 1.0 if scale <= 1 else 0.1 * weight * math.log(scale) + 1.0
-
+    def _compute_yarn_magnitude(self, factor: float) -> float:
+        """Return YaRN's factor on cos and sin, which the config may give, or weights for it."""
         attention_factor = self.scaling.get("attention_factor")
-        if attention_factor is None:
-            mscale, all_dims = self.scaling.get("mscale"), self.scaling.get("mscale_all_dim")
-            if mscale and all_dims:
-                attention_factor = compute_magnitude(factor, float(mscale)) / compute_magnitude(factor, float(all_dims))
-            else:
-                attention_factor = compute_magnitude(factor)
-        return frequencies, float(attention_factor)
+        if attention_factor is not None:
+            return float(attention_factor)
+
+        def compute_magnitude(weight: float) -> float:
+            return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+        mscale, mscale_all_dim = self.scaling.get("mscale"), self.scaling.get("mscale_all_dim")
+        if mscale and mscale_all_dim:
+            return compute_magnitude(float(mscale)) / compute_magnitude(float(mscale_all_dim))
+        return compute_magnitude(1.0)
 
 
 class RopeTable:

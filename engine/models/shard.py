@@ -19,7 +19,9 @@ from engine.models.hf_config import ModelError
 
 @dataclass(frozen=True, slots=True)
 class DimShard:
-    """The part of one dimension of a tensor that a rank holds: half-open ranges, in the order of the rank's tensor."""
+    """The part of one dimension of a tensor that a rank holds, as half-open ranges in the order of the rank's
+    tensor.
+    """
 
     total_size: int
     ranges: tuple[tuple[int, int], ...]
@@ -65,7 +67,7 @@ def get_held_size(extent: Extent) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank of several that compute a model together."""
+    """Says which rank of several this is, and computes which part of each dimension the rank holds."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -98,7 +100,7 @@ class Shard:
     def split_shared(self, count: int, unit_name: str, width: int = 1) -> DimShard:
         """Return this rank's share as `split` does. With fewer things than ranks, neighbouring ranks hold the same one.
 
-        For key heads or groups, which consecutive query heads share: a rank gets those of its own query heads.
+        This is for key heads or groups, which consecutive query heads share: a rank gets those of its own query heads.
         """
         if self.num_ranks % count:
             return self.split(count, unit_name, width)

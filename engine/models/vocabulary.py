@@ -14,7 +14,10 @@ from engine.models.weights import Weight, WeightScope
 
 
 class Vocabulary:
-    """Rows of embedding and head that this rank holds. Both may be one matrix."""
+    """Looks up embeddings and computes logits, with the rows of both matrices that this rank holds.
+
+    Embedding and head may be one matrix.
+    """
 
     def __init__(
         self,

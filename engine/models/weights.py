@@ -34,7 +34,9 @@ class CheckpointTensor:
 
 @dataclass(slots=True, eq=False)
 class Weight:
-    """Weight of a model. It has values once the model is loaded."""
+    """A matrix or vector of a model, and the tensors of the checkpoint that it is made of. The loader gives it
+    values.
+    """
 
     shape: tuple[int, ...]
     parts: tuple[CheckpointTensor, ...]
@@ -95,9 +97,10 @@ class Weight:
 
 @dataclass(slots=True)
 class WeightScope:
-    """Prefix of names in the checkpoint. All scopes of a model share one list of weights and one shard.
+    """Declares the weights of one part of a model, under a prefix of their names in the checkpoint.
 
-    A shape may have dimensions that are split over ranks: then the weight has this rank's part of the tensor.
+    All scopes of a model share one list of weights and one shard. A shape may have dimensions that are split over
+    ranks: then the weight has this rank's part of the tensor.
     """
 
     prefix: str = ""
@@ -135,7 +138,10 @@ class WeightScope:
 def _slice_and_transform(
     shape: tuple[Extent, ...], transform: Callable[[Tensor], Tensor] | None
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that slices the dimensions that are not whole, then applies `transform`; None: identity."""
+    """Return a function that makes a weight's values from the checkpoint's tensor; None: the tensor is used as it is.
+
+    It takes this rank's part of the dimensions that are split, and then applies `transform`.
+    """
     shards = [(dim, extent) for dim, extent in enumerate(shape) if isinstance(extent, DimShard) and not extent.is_whole]
     if not shards:
         return transform

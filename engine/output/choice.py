@@ -18,8 +18,8 @@ from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogp
 class ChoiceDelta:
     """Text and tokens that one output of the core added to a choice.
 
-    Text can be held back, so `token_ids` and `logprobs` may be ahead of it. A formatter removes the logprobs that it
-    formats.
+    Text can be held back, so `token_ids` and `logprobs` may be ahead of the text. A formatter removes the logprobs that
+    it formats.
     """
 
     text: str
@@ -36,7 +36,9 @@ class ChoiceDelta:
 
 @dataclass(slots=True)
 class Choice:
-    """One generated sequence, while it grows."""
+    """One sample of an answer, while it grows. It turns the core's outputs into text, and collects what is sent
+    whole.
+    """
 
     index: int
     params: SamplingParams

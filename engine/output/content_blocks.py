@@ -15,7 +15,7 @@ BlockKind = Literal["reasoning", "text", "call"]
 
 @dataclass(slots=True)
 class ContentBlock:
-    """One block of an answer."""
+    """One block of an answer: a stretch of reasoning, of text, or a tool call."""
 
     kind: BlockKind
     index: int
@@ -42,7 +42,7 @@ class BlockEvent(NamedTuple):
 
 
 class ContentBlocks:
-    """Blocks of one choice, while the choice grows."""
+    """Splits one growing choice into blocks, and reports how they change."""
 
     def __init__(self) -> None:
         self.blocks: list[ContentBlock] = []

@@ -1,6 +1,6 @@
 """Decode the free text of a custom tool's call from the JSON that the model writes, `{"input": "..."}`. No I/O.
 
-Models see a custom tool as a function with one string argument, and clients get the string.
+Models see a custom tool as a function with one string argument. Clients get the string.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
 
 
 class CustomInputDecoder:
-    """Decodes the free text of one call, while its arguments grow."""
+    """Decodes the free text of one call of a custom tool, while the call's arguments grow."""
 
     def __init__(self) -> None:
         self._has_begun = self._has_ended = False
@@ -71,6 +71,7 @@ class CustomInputDecoder:
 
 
 def _decode_unit(unit: re.Match[str]) -> str:
+    """Return the text of one match of `_UNIT`: plain characters, or one escape of JSON."""
     kind = unit.lastgroup
     if kind is None:
         return unit[0]

@@ -37,7 +37,10 @@ class _PendingCall:
 
 
 class DeltaBuilder:
-    """Collects the output of one sequence. White space beside a call is part of the call's markup and left out."""
+    """Collects what a parser finds in one sequence, until the next delta is built.
+
+    White space beside a call is part of the call's markup and left out.
+    """
 
     def __init__(self, *, has_short_ids: bool = False) -> None:
         """`has_short_ids`: call ids are nine letters and digits."""
@@ -98,13 +101,11 @@ class DeltaBuilder:
         self._pending_spaces = []
 
     def build(self) -> ParsedDelta:
-        """Return what was added since the last call."""
-        calls = [
-            ToolCallDelta(
-                call.index, "".join(call.arguments), call.name, None if call.name is None else self._make_call_id()
-            )
-            for call in self._pending_calls
-        ]
+        """Return what was added since the last call. The first piece of a tool call gets the call's id."""
+        calls = []
+        for call in self._pending_calls:
+            call_id = None if call.name is None else self._make_call_id()
+            calls.append(ToolCallDelta(call.index, "".join(call.arguments), call.name, call_id))
         delta = ParsedDelta("".join(self._texts), "".join(self._reasoning_texts), calls)
         self._texts, self._reasoning_texts, self._pending_calls = [], [], []
         return delta

@@ -29,7 +29,7 @@ class Detokenizer(Protocol):
 
 
 class TokenBytes(dict[int, bytes]):
-    """Token id -> bytes of the token in a byte-level vocabulary. Filled on first use, shared by all sequences.
+    """Table of the bytes of each token in a byte-level vocabulary. Filled on first use, shared by all sequences.
 
     Unknown ids and skipped ids have no bytes, as in the tokenizer's own decode.
     """
@@ -86,17 +86,19 @@ class WindowDetokenizer:
     def push(self, token_ids: Sequence[int]) -> str:
         self._new_ids.extend(token_ids)
         text = self._decode(self._context_ids + self._new_ids)
-        context_chars, is_full = len(self._context_text), len(self._new_ids) >= PENDING_TOKENS_MAX
-        if len(text) <= context_chars:
-            if is_full:  # tokens without text, such as special tokens: the first ones may matter to a decoder
-                self._context_ids, self._new_ids = (self._context_ids + self._new_ids)[:PENDING_TOKENS_MAX], []
-                self._context_text = self._decode(self._context_ids)
-            return ""
-        if text.endswith(REPLACEMENT) and not is_full:
-            return ""
-        self._context_ids, self._new_ids = self._new_ids, []
-        self._context_text = self._decode(self._context_ids)
-        return text[context_chars:]
+        context_chars = len(self._context_text)
+        is_full = len(self._new_ids) >= PENDING_TOKENS_MAX
+        if len(text) > context_chars and (is_full or not text.endswith(REPLACEMENT)):
+            self._move_window(self._new_ids)
+            return text[context_chars:]
+        if is_full:  # tokens without text, such as special tokens: the first ones may matter to a decoder
+            self._move_window((self._context_ids + self._new_ids)[:PENDING_TOKENS_MAX])
+        return ""
+
+    def _move_window(self, context_ids: list[int]) -> None:
+        """Begin the window anew with these tokens, of which the text is final."""
+        self._context_ids, self._new_ids = context_ids, []
+        self._context_text = self._decode(context_ids)
 
     def flush(self) -> str:
         if not self._new_ids:
@@ -118,9 +120,9 @@ class DetokenizerFactory:
 
     def create(self, skip_special_tokens: bool = True, visible_tokens: frozenset[str] = frozenset()) -> Detokenizer:
         """Return the detokenizer of a new sequence. `visible_tokens`: special tokens that are never skipped."""
-        skipped_ids = frozenset(
-            self._special_ids[text] for text in self._special_ids if skip_special_tokens and text not in visible_tokens
-        )
+        skipped_ids: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            skipped_ids = frozenset(i for text, i in self._special_ids.items() if text not in visible_tokens)
         if self.is_byte_level:
             return ByteLevelDetokenizer(self._table(skipped_ids))
         tokenizer = self._tokenizer

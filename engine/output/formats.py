@@ -69,7 +69,7 @@ class ToolCallFormat:
 
     @property
     def region_markers(self) -> tuple[str, ...]:
-        """Markers and beginnings of calls, longer than one character, that may occur in a region."""
+        """Markers and beginnings of calls that may occur in a region, without beginnings of one character."""
         call_starts = [call_start for call_start in self.readers if len(call_start) > 1]
         return tuple(marker for marker in (self.close_marker, *self.open_markers, *call_starts) if marker)
 
@@ -103,7 +103,7 @@ CALL_FORMATS = {row.name: row for row in (  # the first that fits a template is 
 def resolve_formats(
     call_setting: str, reasoning_setting: str, template: ChatTemplate | None
 ) -> tuple[str | None, str | None]:
-    """Return the names in CALL_FORMATS and REASONING_FORMATS that two settings select.
+    """Return the names of the call format and of the reasoning format that two settings select; None: no parsing.
 
     "auto" selects the format that the chat template shows, "none" selects None.
     """
@@ -136,9 +136,9 @@ def detect_format(
 
 
 def initial_reasoning_state(format: ReasoningFormat, prompt: str, continued_text: str | None) -> ReasoningState:
-    """Return the state at the beginning of an answer.
+    """Return whether an answer begins before, inside or after reasoning.
 
-    `prompt`: at least the end of the prompt; `continued_text`: the message that the answer continues.
+    `prompt`: at least the end of the prompt. `continued_text`: the beginning of the answer, if a message is continued.
     """
     if continued_text:
         open_position = max(continued_text.rfind(marker) for marker in format.open_markers)
@@ -158,4 +158,5 @@ def find_reasoning_end_token(format: ReasoningFormat, state: ReasoningState, tok
     """
     if state == "after":
         return None
-    return next((i for i in map(tokenizer.token_to_id, format.close_markers) if i is not None), None)
+    end_ids = map(tokenizer.token_to_id, format.close_markers)
+    return next((token_id for token_id in end_ids if token_id is not None), None)

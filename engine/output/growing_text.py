@@ -17,7 +17,7 @@ SPACE = " \t\r\n"
 
 
 class GrowingText:
-    """The unread end of a text, which one reader takes from its front.
+    """A text that arrives in pieces, and that one reader takes from its front.
 
     The reader may hold what it takes until it is sure what that means: held text can be taken once more.
     """
@@ -114,7 +114,7 @@ class GrowingText:
 
 
 class DelimiterScanner:
-    """Finds any of some delimiters in a growing text."""
+    """Finds delimiters in a growing text, and holds back a tail that may become one."""
 
     __slots__ = ("_chars_max", "_inner_chars", "_pattern", "delimiters")
 

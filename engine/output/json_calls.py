@@ -35,10 +35,10 @@ ARGUMENTS_MARKER, ID_MARKER = "[ARGS]", "[CALL_ID]"
 
 
 def read_json_value(source: GrowingText, emit: Callable[[str], None]) -> Steps[bool]:
-    """Read one JSON value and emit it piece by piece, with control characters in its strings escaped.
+    """Read one JSON value, and emit it piece by piece as it arrives.
 
-    Only strings and nesting are followed, to find the value's end; nothing else is checked. Returns False if the text
-    ends within the value.
+    Control characters in its strings are escaped. Only strings and nesting are followed, to find the value's end;
+    nothing else is checked. Returns False if the text ends within the value.
     """
     depth = 0
     first_char = yield from source.peek()
@@ -122,7 +122,7 @@ def read_object_call_with_arguments(source: GrowingText, delta: DeltaBuilder, ty
 
 
 class _ObjectCall:
-    """Reader of a call that is one JSON object."""
+    """Reads a call that is one JSON object. The arguments are passed on as they arrive, once the name is known."""
 
     def __init__(self, source: GrowingText, delta: DeltaBuilder) -> None:
         self._source = source
@@ -160,7 +160,7 @@ class _ObjectCall:
         return True
 
     def _read_member(self) -> Steps[bool]:
-        """Read a key and its value; return False if a call cannot have them."""
+        """Read a key and its value. Return False if an object with them is no call."""
         source = self._source
         key_json = yield from _collect_json_value(source)
         key = None if key_json is None else _decode_string(key_json)
@@ -187,7 +187,10 @@ class _ObjectCall:
         return True
 
     def _stream_arguments(self) -> Steps[bool]:
-        """Read the arguments of a call after its name, and add them to the delta as they arrive."""
+        """Read the arguments of a call after its name, and add them to the delta as they arrive.
+
+        Returns whether they are complete.
+        """
         self._source.stop_holding()
         self._delta.begin_call(self._name)
         is_complete = yield from read_json_value(self._source, self._delta.add_arguments)
@@ -245,7 +248,10 @@ def _decode_string(value_json: str) -> str | None:
 
 
 def _complete_arguments(value_json: str | None, *, is_required: bool) -> str | None:
-    """Return the arguments of a complete call as the JSON text of an object; None if they are not an object."""
+    """Return the arguments of a complete call as the JSON text of an object; None if they are not an object.
+
+    `value_json`: JSON of the arguments, which may be an object inside of a string; None: the call has none.
+    """
     if value_json is None:
         return None if is_required else "{}"
     if value_json == "null":

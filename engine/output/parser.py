@@ -28,7 +28,7 @@ SPACES_MAX = 64
 
 
 class OutputParserConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the answers of one request are parsed."""
+    """Says how the answers of one request are parsed, and which parts of them the client gets."""
 
     reasoning_format: str | None = None
     """Name in REASONING_FORMATS; None: reasoning is text."""
@@ -58,24 +58,27 @@ class OutputParserConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputParser:
-    """Parses the generated text of one sequence, in one pass: reasoning first, then text with tool calls.
+    """Splits the generated text of one sequence into reasoning, text and tool calls, as it grows.
 
-    Stop strings apply after the reasoning and outside of calls. `_read_output` is a generator that yields where it
-    needs more text, and where reasoning has ended.
+    Reasoning comes first. Stop strings apply after it, and outside of calls. `_read_output` is a generator that yields
+    when it needs more text, and when reasoning has ended.
     """
 
     def __init__(self, config: OutputParserConfig, params: SamplingParams) -> None:
-        call_format = None if config.call_format is None else CALL_FORMATS[config.call_format]
-        reasoning_format = None if config.reasoning_format is None else REASONING_FORMATS[config.reasoning_format]
-        stops = () if config.requires_call else params.stop
         self.config = config
         self.stop_string: str | None = None
         """Stop string that ended the text."""
-        self._call_format = call_format
-        self._open_markers = DelimiterScanner(() if call_format is None else call_format.open_markers)
+        self._call_format = None if config.call_format is None else CALL_FORMATS[config.call_format]
+        reasoning_format = None if config.reasoning_format is None else REASONING_FORMATS[config.reasoning_format]
+        open_markers: tuple[str, ...] = ()
+        has_short_ids = False
+        if self._call_format is not None:
+            open_markers, has_short_ids = self._call_format.open_markers, self._call_format.has_short_ids
+        self._open_markers = DelimiterScanner(open_markers)
+        stops = () if config.requires_call else params.stop
         self._stop_strings = StopStrings(stops, params.include_stop_str_in_output) if stops else None
         self._source = GrowingText()
-        self._delta = DeltaBuilder(has_short_ids=call_format is not None and call_format.has_short_ids)
+        self._delta = DeltaBuilder(has_short_ids=has_short_ids)
         self._reasoning_state: ReasoningState = "after" if reasoning_format is None else config.initial_state
         self._reasoning_has_just_opened = False
         self._steps = self._read_output(reasoning_format)
@@ -90,7 +93,7 @@ class OutputParser:
         return self._delta.call_count > 0
 
     def push(self, text: str, *, may_stop: bool) -> None:
-        """Parse the next text. `may_stop`: a stop string may end it here."""
+        """Parse the next text. `may_stop`: whether a stop string may end the answer here, which min_tokens delays."""
         self._reasoning_has_just_opened = False
         if not self._has_reasoning_ended():
             self._advance(text)
@@ -104,7 +107,7 @@ class OutputParser:
         self._advance(text)
 
     def finish(self) -> None:
-        """Parse the end of the text: what was held back as the beginning of a marker or a stop string is none."""
+        """Parse the end of the text. What looked like the beginning of a marker or of a stop string is text."""
         if not self._has_reasoning_ended():
             self._source.is_complete = True
             next(self._steps)
@@ -125,10 +128,12 @@ class OutputParser:
         return self._reasoning_state == "after"
 
     def _advance(self, text: str) -> None:
+        """Give the parser more text, and let it read until it needs yet more."""
         self._source.push(text)
         next(self._steps)
 
     def _read_output(self, reasoning_format: ReasoningFormat | None) -> Steps[None]:
+        """Read the whole answer: reasoning, then text and calls in turn. Yields once when the reasoning has ended."""
         if reasoning_format is not None and self._reasoning_state != "after":
             yield from self._read_reasoning(reasoning_format)
             self._reasoning_state = "after"
@@ -144,7 +149,9 @@ class OutputParser:
     # Reasoning --------------------------------------------------------------------------------------------------------
 
     def _read_reasoning(self, format: ReasoningFormat) -> Steps[None]:
-        """Take the reasoning and its markers."""
+        """Take the reasoning and its markers. A tool call may end it, too; the call's marker stays for the next
+        reader.
+        """
         source = self._source
         if (yield from self._read_open_marker(format)):
             self._reasoning_state = "inside"
@@ -199,30 +206,25 @@ class OutputParser:
         return True
 
     def _read_region(self, format: ToolCallFormat) -> Steps[None]:
-        """Take calls and their markup, up to the first text that is neither."""
+        """Take calls and their markup, up to the first text that is neither.
+
+        Held markup that no call follows becomes text again.
+        """
         source = self._source
         has_call = is_in_array = False
         while True:
             char = yield from source.peek_after_spaces(SPACE + ",;" if has_call else SPACE)
             marker = yield from source.peek_any(format.region_markers)
             if marker and marker not in format.readers:
-                if not has_call:
-                    self._revert_to_text()
+                self._take_region_marker(marker, format, has_call=has_call)
                 if marker == format.close_marker:
-                    source.stop_holding()
-                    close_marker = source.take(source.position + len(marker))
-                    if not has_call:
-                        self._delta.add_text(close_marker)
                     return
-                source.start_holding()
-                source.take(source.position + len(marker))
                 has_call = is_in_array = False
-                continue
-            if has_call and source.is_complete and format.close_marker.startswith(source.text[source.position :]):
+            elif has_call and self._ends_within(format.close_marker):
                 source.stop_holding()
                 source.take_all()
                 return
-            if char == "[" and not has_call and not is_in_array:
+            elif char == "[" and not has_call and not is_in_array:
                 is_in_array = True
                 source.take(source.position + 1)
             elif char == "]" and has_call and is_in_array:
@@ -238,8 +240,26 @@ class OutputParser:
                 source.start_holding()
                 has_call = True
 
+    def _take_region_marker(self, marker: str, format: ToolCallFormat, *, has_call: bool) -> None:
+        """Take the marker that closes a region, or that opens another one. A region without a call becomes text."""
+        source = self._source
+        if not has_call:
+            self._revert_to_text()
+        if marker != format.close_marker:
+            source.start_holding()
+            source.take(source.position + len(marker))
+            return
+        source.stop_holding()
+        close_marker = source.take(source.position + len(marker))
+        if not has_call:
+            self._delta.add_text(close_marker)
+
+    def _ends_within(self, marker: str) -> bool:
+        """Return whether the whole text ends with the beginning of a marker, or with nothing more."""
+        return self._source.is_complete and marker.startswith(self._source.text[self._source.position :])
+
     def _revert_to_text(self) -> None:
-        """Make text of the held markup."""
+        """Make text of the held markup, because no call follows it."""
         self._delta.is_at_start = self._delta.is_in_call = False
         self._delta.add_text(self._source.stop_holding())
 

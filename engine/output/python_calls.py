@@ -31,7 +31,8 @@ class _Argument(NamedTuple):
 
 
 def read_python_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
-    """Take a call `f(a=1, b="x")`, whose arguments are known once all of it has come: Python's own parser reads them.
+    """Take a call `f(a=1, b="x")`. The arguments are known only once all of it has come, because Python's parser reads
+    them.
 
     Names need not be Python's: `from` and `user-id` are common ones. A name with other characters stands in quotes.
     """
@@ -50,7 +51,10 @@ def read_python_call(source: GrowingText, delta: DeltaBuilder, types: ParameterT
 
 
 def _read_arguments(source: GrowingText) -> Steps[list[_Argument] | None]:
-    """Take arguments and the parenthesis after them. Return the arguments; None if another bracket ends them."""
+    """Take arguments and the parenthesis after them. Return the arguments; None if another bracket ends them.
+
+    Only quotes, brackets, commas and "=" are looked at; the values are parsed later.
+    """
     arguments: list[_Argument] = []
     name: str | None = None
     parts: list[str] = []
@@ -72,20 +76,21 @@ def _read_arguments(source: GrowingText) -> Steps[list[_Argument] | None]:
             depth += 1
         elif char in ")]}":
             depth -= 1
-        if depth == 0 or (depth == 1 and char == ","):
+        is_argument_end = depth == 0 or (depth == 1 and char == ",")
+        if is_argument_end:
             arguments.append(_Argument(name, "".join(parts)))
             name, parts = None, []
-            if depth == 0:
-                return arguments if char == ")" else None
         elif depth == 1 and char == "=" and name is None:
             name, parts = "".join(parts), []
         else:
             parts.append(char)
+        if depth == 0:
+            return arguments if char == ")" else None
     return None
 
 
 def _encode_arguments(arguments: list[_Argument]) -> str | None:
-    """Return the JSON of arguments; None if one of them has no name, or no value that JSON can hold."""
+    """Return arguments as a JSON object; None if one of them has no name, or no value that JSON can hold."""
     if arguments[-1].name is None and not arguments[-1].value.strip():  # f(), or a comma at the end
         arguments = arguments[:-1]
     json_by_name: dict[str, str] = {}
@@ -99,6 +104,7 @@ def _encode_arguments(arguments: list[_Argument]) -> str | None:
 
 
 def _parse_name(source: str) -> str | None:
+    """Return the name of an argument, which may stand in quotes; None if the text is no name."""
     if NAME_PATTERN.fullmatch(source):
         return source
     literal = parse_literal(source) if source[:1] in ("'", '"') else None
@@ -124,7 +130,10 @@ class _JsonConstants(ast.NodeTransformer):
 
 
 def parse_literal(source: str) -> Literal | None:
-    """Return the literal that `source` is; None if it is no literal, or none that JSON can hold."""
+    """Parse a Python literal, which may contain JSON's `true`, `false` and `null`.
+
+    Returns None if the text is no literal, or one that JSON cannot hold.
+    """
     if not source.strip():
         return None
     try:

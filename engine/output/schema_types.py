@@ -62,18 +62,27 @@ def schema_types(schema: Json, root: Json = None) -> tuple[str, ...]:
 
 
 def _collect_types(schema: Json, root: Json, depth: int) -> set[str]:
+    """Return the types that a schema allows by `type`, by listed values, or in a branch.
+
+    If none of these names a type, keywords such as `properties` tell it. Empty: nothing tells it.
+    """
     schema = resolve(schema, root)
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
         return set()
-    type_names = schema.get("type")
-    types = {
-        _ALIASES.get(t, t) for t in (type_names if isinstance(type_names, list) else [type_names]) if isinstance(t, str)
-    }
+    declared_types = schema.get("type")
+    if not isinstance(declared_types, list):
+        declared_types = [declared_types]
+    types = {_ALIASES.get(name, name) for name in declared_types if isinstance(name, str)}
     types |= {get_json_type(value) for value in _enum_values(schema) or ()}
-    for branch in _BRANCHES:
-        for inner in schema[branch] if isinstance(schema.get(branch), list) else ():
-            types |= _collect_types(inner, root, depth + 1)
-    return types or {kind for keyword, kind in _TYPE_BY_KEYWORD.items() if keyword in schema}
+    for branch in _list_branches(schema):
+        types |= _collect_types(branch, root, depth + 1)
+    return types or {type_name for keyword, type_name in _TYPE_BY_KEYWORD.items() if keyword in schema}
+
+
+def _list_branches(schema: dict[str, Json]) -> list[Json]:
+    """Return the schemas in `anyOf`, `oneOf` and `allOf` of a schema."""
+    branch_lists = [schema.get(keyword) for keyword in _BRANCHES]
+    return [branch for branches in branch_lists if isinstance(branches, list) for branch in branches]
 
 
 def _enum_values(schema: dict[str, Json]) -> list[Json] | None:
@@ -84,22 +93,32 @@ def _enum_values(schema: dict[str, Json]) -> list[Json] | None:
 
 
 def list_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None:
-    """Return the values that a schema lists by `enum`, `const` or branches; None without values, or with objects."""
+    """Return the values that a schema lists by `enum` or `const`, or in each of its branches.
+
+    None if it lists no values, or if one of them is an object or an array.
+    """
     schema = resolve(schema, root)
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
         return None
     values = _enum_values(schema)
     if values is None:
-        branches = schema.get("anyOf", schema.get("oneOf"))
-        if not isinstance(branches, list) or not branches:
+        values = _list_branch_values(schema.get("anyOf", schema.get("oneOf")), root, depth + 1)
+    if values is None or any(isinstance(value, (dict, list)) for value in values):
+        return None
+    return values
+
+
+def _list_branch_values(branches: Json, root: Json, depth: int) -> list[Json] | None:
+    """Return the values that branches list together; None if there are no branches, or if one lists none."""
+    if not isinstance(branches, list) or not branches:
+        return None
+    values: list[Json] = []
+    for branch in branches:
+        branch_values = list_values(branch, root, depth)
+        if branch_values is None:
             return None
-        values = []
-        for branch in branches:
-            inner = list_values(branch, root, depth + 1)
-            if inner is None:
-                return None
-            values += inner
-    return None if any(isinstance(value, (dict, list)) for value in values) else values
+        values += branch_values
+    return values
 
 
 def get_definitions(schema: Json) -> dict[str, Json]:
@@ -110,7 +129,7 @@ def get_definitions(schema: Json) -> dict[str, Json]:
 
 
 def list_properties(schema: Json) -> list[Property] | None:
-    """Return the properties of an object schema; None if the schema cannot be read as a plain list of properties.
+    """Return the properties of an object's schema; None if it does not say which properties an object may have.
 
     That is so if it names no properties, or has branches or `patternProperties` besides them. The schema of a property
     also holds the shared definitions, so that its references can be resolved.
@@ -147,12 +166,13 @@ def read_property_types(schema: Json) -> dict[str, tuple[str, ...]]:
 
 
 def _collect_property_types(schema: Json, root: Json, depth: int, types: dict[str, set[str]]) -> None:
+    """Add the types of each property that a schema names, in any branch, to `types` by the property's name."""
     schema = resolve(schema, root)
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
         return
     properties = schema.get("properties")
-    for name, inner in properties.items() if isinstance(properties, dict) else ():
-        types.setdefault(name, set()).update(_collect_types(inner, root, 0))
-    for branch in _BRANCHES:
-        for inner in schema[branch] if isinstance(schema.get(branch), list) else ():
-            _collect_property_types(inner, root, depth + 1, types)
+    if isinstance(properties, dict):
+        for name, property_schema in properties.items():
+            types.setdefault(name, set()).update(_collect_types(property_schema, root, 0))
+    for branch in _list_branches(schema):
+        _collect_property_types(branch, root, depth + 1, types)

@@ -41,10 +41,7 @@ class StopStrings:
         return text
 
     def _find_first_stop(self, text: str) -> tuple[int, str] | None:
-        """Return (start, stop string)."""
-        best_match: tuple[int, int, str] | None = None
-        for stop in self._scanner.delimiters:
-            start = text.find(stop)
-            if start >= 0 and (best_match is None or (start + len(stop), start) < best_match[:2]):
-                best_match = (start + len(stop), start, stop)
-        return None if best_match is None else (best_match[1], best_match[2])
+        """Return (start, stop string) of the one that ends first; of two that end together, the longer one."""
+        matches = [(text.find(stop), stop) for stop in self._scanner.delimiters]
+        found_matches = [(start, stop) for start, stop in matches if start >= 0]
+        return min(found_matches, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)

@@ -29,8 +29,9 @@ _FOLLOWING_MARKERS = {
 def read_xml_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
     """Take a call `<function=f>` with `<parameter=p>value</parameter>`s, if `f` is one of the tools.
 
-    A value may hold markup itself. So a marker ends it only if the right text follows: another marker after
-    `</parameter>`, the end of the calls after `</function>`, a parameter without a value yet after `<parameter=`.
+    A value may hold such markup itself. So a marker ends the value only if the right text follows the marker: another
+    marker after `</parameter>`, the end of the calls after `</function>`, a parameter without a value yet after
+    `<parameter=`.
     """
     source.take(source.position + len(FUNCTION_MARKER))
     name, is_complete = yield from _read_name(source)
@@ -56,7 +57,7 @@ def _read_name(source: GrowingText) -> Steps[tuple[str, bool]]:
 
 
 class _XmlArguments:
-    """The parameters of one call, while they are read."""
+    """Reads the parameters of one call, and adds them to the delta as JSON."""
 
     def __init__(self, source: GrowingText, delta: DeltaBuilder, types: Mapping[str, tuple[str, ...]]) -> None:
         self._source = source
@@ -78,7 +79,9 @@ class _XmlArguments:
         return True
 
     def _read_between_parameters(self) -> Steps[str]:
-        """Take text up to a marker, and the marker unless it ends all calls. Return it; an empty string at the end."""
+        """Take text up to a marker, and the marker unless it ends all calls. Return the marker; "" at the end of the
+        text.
+        """
         source = self._source
         marker = yield from _MARKER_SCANNER.take_until(source, self._delta.add_text)
         if not marker:
@@ -88,7 +91,7 @@ class _XmlArguments:
         return marker
 
     def _read_parameters(self) -> Steps[str]:
-        """Take one parameter, and those after it whose markers end the values before them.
+        """Take one parameter, and those that follow without an end marker between them.
 
         Returns the marker that ended the last value; an empty string if the text has ended.
         """
@@ -116,6 +119,7 @@ class _XmlArguments:
         return None
 
     def _open_value(self, parameter: str) -> _ParameterValue:
+        """Add the beginning of a parameter to the JSON of the arguments. Return the value that is to be read."""
         self._delta.add_arguments((", " if self._seen_parameters else "{") + encode_json(parameter) + ": ")
         self._seen_parameters.add(parameter)
         return _ParameterValue(self._delta, self._types_by_parameter.get(parameter, ("string",)))
@@ -161,7 +165,9 @@ class _XmlArguments:
 
 
 class _ParameterValue:
-    """The value of one parameter, while it is read. Strings are passed on as they come, other values at their end."""
+    """Adds the value of one parameter to the delta while it is read. Strings are passed on at once, others at their
+    end.
+    """
 
     def __init__(self, delta: DeltaBuilder, types: tuple[str, ...]) -> None:
         """`types`: JSON types that the tool's schema allows."""
@@ -193,7 +199,7 @@ class _ParameterValue:
         self._delta.add_arguments('"' if self._is_string else encode_as_types("".join(self._parts), self._types))
 
     def leave_open(self) -> None:
-        """Pass on what a value has that the text's end cut off, as it was written."""
+        """Pass on the part of a value before the text's end, as it was written."""
         if self._is_string:
             self._delta.add_arguments(encode_json(self._pending_newline)[1:-1])
         else:
@@ -201,12 +207,15 @@ class _ParameterValue:
 
 
 def encode_as_types(value: str, types: tuple[str, ...]) -> str:
-    """Return a parameter's text as JSON of one of its types; as a string if it is none of them."""
+    """Return a parameter's text as JSON of one of its types; as a string if it is none of them.
+
+    `types`: JSON types that the tool's schema allows.
+    """
     text = value.strip()
     lowered_text = text.lower()
-    if (lowered_text == "null" or text == "None") and "null" in types:
+    if "null" in types and (lowered_text == "null" or text == "None"):
         return "null"
-    allows_number = not {"integer", "number"}.isdisjoint(types)
+    allows_number = "integer" in types or "number" in types
     boolean_texts = ("true", "false") if allows_number else ("true", "false", "1", "0")
     if "boolean" in types and lowered_text in boolean_texts:
         return "true" if lowered_text in ("true", "1") else "false"

@@ -11,7 +11,10 @@ from engine.types import BlockCopy, BlockPlace
 
 
 class RankedBlockMemory:
-    """Implements `BlockMemory` on all ranks together."""
+    """Reads, writes and copies blocks on all ranks together. Implements `BlockMemory`.
+
+    A block's content is the parts of all ranks, rank 0 first.
+    """
 
     def __init__(self, leader: Leader, copier: BlockCopier) -> None:
         """`copier`: that of rank 0."""

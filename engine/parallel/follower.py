@@ -57,9 +57,10 @@ log = logging.getLogger("engine.follower")
 
 
 class Follower:
-    """One rank's model and runner."""
+    """Loads one rank's part of the model, and carries out the leader's messages with it."""
 
     def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
         self._shard = Shard(rank, size, all_reduce_sum, gather_columns)
         self._config = EngineConfig()
         self.device = torch.device("cpu")
@@ -112,7 +113,10 @@ class Follower:
 
 
 def main(fd: int, rank: int, size: int, port: int) -> int:
-    """Run the follower process until the leader closes the socket; return its exit status."""
+    """Run the follower process until the leader closes the socket `fd`. Returns the exit status.
+
+    `port`: port of the leader's store, by which the ranks find each other.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
@@ -122,16 +126,10 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
     is_joined = False
     try:
         for message in _receive_messages(sock):
-            if not isinstance(message, LoadModel):
-                answer = follower.execute(message)
-                if answer is not None:
-                    sock.sendall(encode_frame(msgspec.msgpack.encode(answer)))
-                continue
-            level = message.config.log_level.upper()
-            logging.basicConfig(level=level, format=f"%(asctime)s %(levelname)s %(name)s (rank {rank}): %(message)s")
-            reply = _load(follower, message)
-            sock.sendall(encode_frame(msgspec.msgpack.encode(reply)))
-            if isinstance(reply, LoadFailed):
+            reply = _load(follower, message) if isinstance(message, LoadModel) else follower.execute(message)
+            if reply is not None:
+                sock.sendall(encode_frame(msgspec.msgpack.encode(reply)))
+            if not isinstance(reply, RankLoaded):
                 continue
             if not is_joined:
                 store = TCPStore(LOOPBACK, port, size, is_master=False)
@@ -151,9 +149,13 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
 
 
 def _load(follower: Follower, message: LoadModel) -> FollowerReply:
+    """Load the rank's part of the model. Whatever the error is, the leader must hear why there is no model."""
+    level = message.config.log_level.upper()
+    rank_format = f"%(asctime)s %(levelname)s %(name)s (rank {follower.rank}): %(message)s"
+    logging.basicConfig(level=level, format=rank_format)
     try:
         return follower.load(message.config, Path(message.folder))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the leader must hear why there is no model
+    except Exception as error:  # noqa: BLE001 - see above
         if not isinstance(error, (ValueError, OSError)):
             traceback.print_exc()
         return LoadFailed(str(error))

@@ -45,7 +45,7 @@ class PlanMessage(msgspec.Struct, tag="plan", array_like=True, frozen=True):
 
 
 class PlanEncoder:
-    """Encodes step plans for the other ranks, each as its changes against the plan before."""
+    """Encodes step plans for the other ranks, as changes against the plan before."""
 
     def __init__(self) -> None:
         self._last_sent: dict[Sequence, tuple[int, int, list[int]]] = {}
@@ -57,25 +57,23 @@ class PlanEncoder:
         chunks = []
         for index, chunk in enumerate(plan.chunks):
             seq = chunk.seq
-            previous_index, sent_version, lengths = last_sent.get(seq) or (None, None, [])
-            if sent_version != seq.table_version:
-                lengths = [0] * len(seq.block_tables)
-            changes = [
+            previous_index, sent_version, kept_lengths = last_sent.get(seq) or (None, None, [])
+            if sent_version != seq.table_version:  # blocks were replaced, so the tables are sent whole
+                kept_lengths = [0] * len(seq.block_tables)
+            table_changes = [
                 TableChange(kept_blocks, table[kept_blocks:])
-                for kept_blocks, table in zip(lengths, seq.block_tables, strict=True)
+                for kept_blocks, table in zip(kept_lengths, seq.block_tables, strict=True)
             ]
             self._last_sent[seq] = (index, seq.table_version, [len(table) for table in seq.block_tables])
-            tokens = seq.token_ids[chunk.start : chunk.end]
-            logprob_prompt_len = None if seq.request.params.prompt_logprobs is None else seq.prompt_len
             chunks.append(
                 ChunkMessage(
-                    previous_index,
-                    chunk.start,
-                    tokens,
-                    changes,
-                    seq.state_unit,
-                    chunk.should_sample,
-                    logprob_prompt_len,
+                    previous_index=previous_index,
+                    start=chunk.start,
+                    token_ids=seq.token_ids[chunk.start : chunk.end],
+                    tables=table_changes,
+                    state_unit=seq.state_unit,
+                    should_sample=chunk.should_sample,
+                    logprob_prompt_len=None if seq.request.params.prompt_logprobs is None else seq.prompt_len,
                 )
             )
         return PlanMessage(chunks, plan.state_restores, plan.state_resets, plan.state_checkpoints, plan.block_copies)
@@ -99,7 +97,7 @@ class PlanDecoder:
         )
 
     def _decode_chunk(self, chunk: ChunkMessage) -> Chunk:
-        """Return the chunk of a message, with the sequence of the last plan if it was in that plan."""
+        """Return the chunk of a message. Its sequence is the one of the last plan, if it was in that plan."""
         if chunk.previous_index is None:
             request = _REQUEST if chunk.logprob_prompt_len is None else _LOGPROBS_REQUEST
             seq = Sequence(
@@ -111,7 +109,9 @@ class PlanDecoder:
         tokens += [0] * (chunk.start - len(tokens))
         tokens[chunk.start :] = chunk.token_ids
         for table, change in zip(seq.block_tables, chunk.tables, strict=True):
-            seq.table_version += change.kept_blocks < len(table)
+            is_replaced = change.kept_blocks < len(table)
+            if is_replaced:
+                seq.table_version += 1
             table[change.kept_blocks :] = change.new_blocks
         seq.state_unit = chunk.state_unit
         return Chunk(seq, chunk.start, len(tokens), should_sample=chunk.should_sample)

@@ -123,7 +123,7 @@ def all_reduce_min(count: int, device: torch.device) -> int:
 
 
 class _FollowerHandle:
-    """The leader's side of one follower."""
+    """The leader's side of one follower: its process, and the socket to it."""
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         self.rank = rank
@@ -172,9 +172,18 @@ class _FollowerHandle:
     def close(self) -> None:
         self._sock.close()
 
+    def end_process(self) -> None:
+        """Wait for the process, which ends once its socket is closed; kill it if it takes too long."""
+        try:
+            self.process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            log.warning("tensor-parallel rank %d does not end and is killed", self.rank)
+            self.process.kill()
+            self.process.wait()
+
 
 class Leader:
-    """Starts the followers, and sends them commands and plans. Must be closed; one at a time in a process."""
+    """Starts the followers, and makes them do what rank 0 does. Must be closed; one at a time in a process."""
 
     def __init__(self, size: int) -> None:
         assert size > 1, size
@@ -272,7 +281,10 @@ class Leader:
             return runner.execute(plan)
 
     def make_lost_error(self, error: Exception) -> RunnerLostError:
-        """Return the error that ends the engine after `error`: with a follower's exit as the reason, if one exited."""
+        """Return the error that ends the engine after `error`. If a follower has exited, that is the reason.
+
+        A follower's exit is waited for, because it may show only after the operation that it broke.
+        """
         end_s = time.monotonic() + GRACE_S / 2
         while self._lost_reason is None and time.monotonic() < end_s:
             self._lost_reason = self._find_exit_reason()
@@ -298,12 +310,7 @@ class Leader:
             destroy_thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
             destroy_thread.start()
         for follower in self._followers:
-            try:
-                follower.process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                log.warning("tensor-parallel rank %d does not end and is killed", follower.rank)
-                follower.process.kill()
-                follower.process.wait()
+            follower.end_process()
         if destroy_thread is not None:
             destroy_thread.join(GRACE_S)
         elif self._is_joined and dist.get_backend() == "gloo":  # NCCL would wait for the lost rank
@@ -311,6 +318,9 @@ class Leader:
         self._is_joined = False
 
     def _watch_follower(self, follower: _FollowerHandle, on_lost: Callable[[str], None]) -> None:
+        """Wait for the end of a follower, and report it unless the leader is closing or an operation has failed by
+        it.
+        """
         follower.process.wait()
         has_lock = self._operation_lock.acquire(timeout=GRACE_S)  # an operation that fails says so itself
         if self._lost_reason is None and not self._is_closing:

@@ -53,9 +53,10 @@ class EngineDeadError(RuntimeError):
 
 
 class OutputStream:
-    """Outputs of all sequences of one HTTP request, in order for each sequence.
+    """Outputs of all sequences of one HTTP request, for one reader. Those of one sequence come in order.
 
-    Fails, and is closed, if it would hold more logprobs than it may.
+    Outputs that are not read yet are merged. The stream fails, and is closed, if it would hold more logprobs than it
+    may.
     """
 
     def __init__(self, client: EngineClient, request_ids: Sequence[str], logprob_share: LogprobShare) -> None:
@@ -93,11 +94,12 @@ class OutputStream:
         """Abort one sequence of the request if it still runs; without an id, all of them. Idempotent."""
         if request_id is None:
             self.logprob_share.close()
-        closed_ids = [request_id] if request_id is not None else list(self._open_request_ids)
-        closed_ids = [name for name in closed_ids if name in self._open_request_ids]
+            closed_ids = list(self._open_request_ids)
+        else:
+            closed_ids = [request_id] if request_id in self._open_request_ids else []
         self._open_request_ids.difference_update(closed_ids)
-        for name in closed_ids:
-            self._pending_output_by_id.pop(name, None)
+        for closed_id in closed_ids:
+            self._pending_output_by_id.pop(closed_id, None)
         self._client.abort(closed_ids)
 
     def deliver(self, output: SequenceOutput) -> None:
@@ -113,10 +115,11 @@ class OutputStream:
                 self.fail(error)
                 self.close()
                 return
-        pending_output = self._pending_output_by_id.get(output.request_id)
-        self._pending_output_by_id[output.request_id] = (
-            output if pending_output is None else merge_outputs(pending_output, output)
-        )
+        unread_output = self._pending_output_by_id.get(output.request_id)
+        if unread_output is None:
+            self._pending_output_by_id[output.request_id] = output
+        else:
+            merge_outputs(unread_output, output)
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -153,7 +156,7 @@ def merge_outputs(first: SequenceOutput, second: SequenceOutput) -> SequenceOutp
 
 
 class EngineClient(asyncio.Protocol):
-    """One core process and its socket. Make it with `EngineClient.start`, then await `wait_ready`."""
+    """Starts one core process, and talks to it over a socket. Make it with `start`, then await `wait_ready`."""
 
     def __init__(self, core_process: subprocess.Popen[bytes], on_death: Callable[[str], None]) -> None:
         self._core_process = core_process
@@ -221,9 +224,9 @@ class EngineClient(asyncio.Protocol):
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Stop sequences and free their memory. Ids of finished sequences are ignored."""
-        running_ids = [
-            request_id for request_id in request_ids if self._stream_by_request_id.pop(request_id, None) is not None
-        ]
+        running_ids = [request_id for request_id in request_ids if request_id in self._stream_by_request_id]
+        for request_id in running_ids:
+            del self._stream_by_request_id[request_id]
         if running_ids and self.death_reason is None:
             self._send(AbortRequests(running_ids))
 
@@ -286,6 +289,7 @@ class EngineClient(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        """Handle the reports of the core that these bytes complete."""
         for payload in self._frame_reader.feed(data):
             report = self._decoder.decode(payload)
             if isinstance(report, StepOutputs):
@@ -293,13 +297,17 @@ class EngineClient(asyncio.Protocol):
             elif isinstance(report, CoreReady):
                 self._ready_future.set_result(report.info)
             elif isinstance(report, CommandDone):
-                if self._open_ping is not None and report.call_id == self._open_ping[0]:
-                    self._open_ping = None
-                future = self._pending_calls.get(report.call_id)
-                if future is not None and not future.done():
-                    future.set_result(report.error)
+                self._finish_call(report)
             else:
                 self._mark_dead(report.message)
+
+    def _finish_call(self, report: CommandDone) -> None:
+        """Note the answer to a ping, or hand the reply to the caller that waits for it."""
+        if self._open_ping is not None and report.call_id == self._open_ping[0]:
+            self._open_ping = None
+        future = self._pending_calls.get(report.call_id)
+        if future is not None and not future.done():
+            future.set_result(report.error)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self._is_closing:

@@ -41,7 +41,7 @@ from engine.messages import (
     encode_frame,
     split_output,
 )
-from engine.types import FinishReason, RunnerLostError, SequenceOutput
+from engine.types import FinishReason, Request, RunnerLostError, SequenceOutput
 from options.logs import configure_logging
 
 STATS_PERIOD_S = 0.1
@@ -51,7 +51,9 @@ log = logging.getLogger("engine.process")
 
 
 class CoreSocket:
-    """The core's end of the socket. Writes never wait: bytes that do not fit are kept for later."""
+    """Sends reports to the HTTP process, and receives its commands. Writes never wait: what does not fit is kept for
+    later.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -137,7 +139,7 @@ class CoreLoop:
         is_idle_reported = False
         while not core_socket.is_closed:
             is_busy = core.has_work
-            if not is_busy and not is_idle_reported:
+            if not is_busy and not is_idle_reported:  # else the last statistics would stay those of a busy engine
                 core_socket.send(self._make_report([], with_stats=True))
                 is_idle_reported = True
             for command in core_socket.receive(wait=not is_busy, wake_sockets=core.transfers.wake_sockets):
@@ -179,14 +181,7 @@ class CoreLoop:
         """Execute a command, and send its reply if it has one."""
         if isinstance(command, AddRequests):
             for request in command.requests:
-                try:
-                    self._core.add(request, time.monotonic())
-                except ValueError as error:  # a request the cache can never hold; the reason goes to its client
-                    refusal = SequenceOutput(
-                        request_id=request.request_id, token_ids=[], error=str(error), is_client_error=True
-                    )
-                    refusal.finish_reason = FinishReason.ERROR
-                    self._rejected_outputs.append(refusal)
+                self._add_request(request)
         elif isinstance(command, AbortRequests):
             self._core.abort(command.request_ids)
         elif isinstance(command, ChangeWeights):
@@ -195,6 +190,17 @@ class CoreLoop:
             if isinstance(command, ResetPrefixCache):
                 self._core.reset_prefix_cache()
             self._core_socket.send(CommandDone(command.call_id))
+
+    def _add_request(self, request: Request) -> None:
+        """Queue a request. If the cache can never hold it, the reason becomes its output, for its client."""
+        try:
+            self._core.add(request, time.monotonic())
+        except ValueError as error:
+            refusal = SequenceOutput(
+                request_id=request.request_id, token_ids=[], error=str(error), is_client_error=True
+            )
+            refusal.finish_reason = FinishReason.ERROR
+            self._rejected_outputs.append(refusal)
 
     def _change_weights(self, change: ChangeWeights) -> str | None:
         """Sleep, wake up or load other weights. Returns the reason why that was not done; None: it was."""
@@ -211,7 +217,7 @@ class CoreLoop:
 
 
 def main(fd: int) -> int:
-    """Run the core process until its socket closes; return its exit status.
+    """Run the core process over the socket `fd` until it closes. Returns the exit status.
 
     Signals are ignored: the HTTP process handles them, drains its requests, and closes the socket.
     """

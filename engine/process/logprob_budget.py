@@ -14,7 +14,7 @@ LOGPROBS_MAX = 6 << 20
 
 
 class LogprobBudget:
-    """Budget of one process. Invariant: `held_count` is the sum over all open shares."""
+    """Bounds the logprobs that one process holds. Invariant: `held_count` is the sum over all open shares."""
 
     def __init__(self, request_max: int = REQUEST_LOGPROBS_MAX, total_max: int = LOGPROBS_MAX) -> None:
         self.request_max = request_max
@@ -32,7 +32,7 @@ class LogprobBudget:
 
 
 class LogprobShare:
-    """Share of the budget that one request holds. Must be closed."""
+    """Counts the logprobs that one request holds. Must be closed."""
 
     def __init__(self, budget: LogprobBudget) -> None:
         self._budget = budget

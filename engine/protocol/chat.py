@@ -92,7 +92,7 @@ class ChatChunk(ResponseBase, frozen=True, kw_only=True):
 
 
 class ChatFormatter(OpenAIFormatter):
-    """Formats the answer to a chat."""
+    """Formats the answer to a chat, whole or as the chunks of a stream."""
 
     chunk_type = ChatChunk
 
@@ -129,15 +129,16 @@ class ChatFormatter(OpenAIFormatter):
         return first_chunk + self._format_chunk(choice, chunk_choice)
 
     def format_response(self) -> bytes:
+        """Return the whole answer."""
         generation = self._generation
-        first_choice = generation.choices[0]
+        prompt_logprobs: Raw | UnsetType = UNSET
+        if self._prompt_logprobs:
+            prompt_logprobs = join_json_list(self._prompt_logprobs[generation.choices[0].index])
         response = ChatCompletion(
             **generation.make_common_fields(),
             choices=[self._make_choice(choice) for choice in generation.choices],
             usage=generation.compute_usage(),
-            prompt_logprobs=join_json_list(self._prompt_logprobs[first_choice.index])
-            if self._prompt_logprobs
-            else UNSET,
+            prompt_logprobs=prompt_logprobs,
             prompt_token_ids=self._get_visible_ids(generation.prompts[0]),
         )
         return encoder.encode(response)
@@ -154,6 +155,9 @@ class ChatFormatter(OpenAIFormatter):
         )
 
     def _make_message(self, choice: Choice) -> ChatMessage:
+        """Return the message of a choice. Without text it has no content if there are calls, or if the model
+        reasons.
+        """
         content = self._echoed_text + choice.text
         has_reasoning = self._generation.parser_config.reasoning_format is not None
         reasoning, calls = choice.reasoning or None, choice.tool_calls

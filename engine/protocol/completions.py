@@ -40,7 +40,7 @@ class Completion(ResponseBase, frozen=True, kw_only=True):
 
 
 class CompletionFormatter(OpenAIFormatter):
-    """Formats the answer to a completion request."""
+    """Formats the answer to a completion request, whole or as the chunks of a stream."""
 
     chunk_type = Completion
 
@@ -85,6 +85,7 @@ class CompletionFormatter(OpenAIFormatter):
         return encoder.encode(response)
 
     def _make_choice(self, choice: Choice) -> CompletionChoice:
+        """Return a choice of the whole answer."""
         assert choice.finish_reason is not None
         prompt_logprobs = self._prompt_logprobs.pop(choice.index, None)
         return CompletionChoice(

@@ -54,7 +54,7 @@ def join_json_list(items: list[bytes]) -> msgspec.Raw:
 
 
 class LogprobFormatter:
-    """Formats logprobs with the texts of their tokens.
+    """Formats the logprobs of positions as JSON, with the texts of their tokens.
 
     `as_token_ids`: tokens are spelled `token_id:N`, for clients that need to distinguish tokens of equal text.
     """

@@ -64,7 +64,7 @@ def format_event(type: str, **fields: Any) -> bytes:
 
 
 class MessagesFormatter:
-    """Formats the answer of one request, which has one choice."""
+    """Formats the answer of `/v1/messages`, whole or as events. It has one choice."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -99,22 +99,29 @@ class MessagesFormatter:
         return _encoder.encode(self._make_message(make_blocks_of_choice(self._choice)))
 
     def _format_block_event(self, event: BlockEvent) -> bytes:
+        """Return the events that tell a client of a change of a block."""
         action, block, text = event
         if action == "delta":
-            if self._delta_template is None or self._delta_template[0] != block.index:
-                before, after = _format_block_delta(block, _PLACEHOLDER).split(_encoder.encode(_PLACEHOLDER))
-                self._delta_template = block.index, before, after
-            return self._delta_template[1] + _encoder.encode(text) + self._delta_template[2]
+            return self._format_text_delta(block, text)
         if action == "start":
             content_block = _make_content_block(block, "")
             return format_event("content_block_start", index=block.index, content_block=content_block)
-        events = format_event("content_block_stop", index=block.index)
-        if block.kind == "reasoning":
+        events = b""
+        if block.kind == "reasoning":  # clients want a signature, and send it back; nothing checks it here
             signature_delta = {"type": "signature_delta", "signature": uuid.uuid4().hex}
-            events = format_event("content_block_delta", index=block.index, delta=signature_delta) + events
-        return events
+            events = format_event("content_block_delta", index=block.index, delta=signature_delta)
+        return events + format_event("content_block_stop", index=block.index)
+
+    def _format_text_delta(self, block: ContentBlock, text: str) -> bytes:
+        """Return the event of a piece of text. All but the text is encoded once for each block, as there are many."""
+        if self._delta_template is None or self._delta_template[0] != block.index:
+            before, after = _format_block_delta(block, _PLACEHOLDER).split(_encoder.encode(_PLACEHOLDER))
+            self._delta_template = block.index, before, after
+        _, before, after = self._delta_template
+        return before + _encoder.encode(text) + after
 
     def _make_message(self, blocks: list[ContentBlock]) -> MessageResponse:
+        """Return the message with these blocks. Its usage is that of the answer so far."""
         generation = self._generation
         content = [_make_content_block(block, block.text) for block in blocks]
         reason, sequence = get_stop_reason(self._choice)
@@ -139,7 +146,7 @@ def _make_content_block(block: ContentBlock, text: str) -> TextBlock | ThinkingB
 
 
 def parse_arguments(arguments: str) -> Raw:
-    """Return a call's arguments as an object; an empty one if they are no object, as those of a call that was cut."""
+    """Return a call's arguments as a JSON object; an empty one if they are no object, as in a call that was cut."""
     try:
         if isinstance(msgspec.json.decode(arguments), dict):
             return Raw(arguments.encode())

@@ -24,7 +24,7 @@ _SHARED_FIELDS = set(SamplingParams.__struct_fields__) - {
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of the loaded model that decide whether parameters can be served."""
+    """Properties of the loaded model that decide which parameters can be served."""
 
     max_model_len: int
     vocab_size: int
@@ -88,7 +88,7 @@ def check_answered_tokens(request: ChatRequest | CompletionRequest, prompts: lis
 
 
 def check_params(params: SamplingParams, limits: ModelLimits) -> SamplingParams:
-    """Return the parameters with every field of its type, in its range and in the vocabulary. Raises RequestError.
+    """Return the parameters after checking types, ranges and the vocabulary. Raises RequestError.
 
     Parameters that a program made may have lists instead of tuples, or one stop string.
     """
@@ -143,6 +143,7 @@ def check_prompt(token_ids: list[int], limits: ModelLimits, param: str, path: st
 
 
 def _compute_max_tokens(request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int) -> int:
+    """Return how many tokens may be generated: as many as the request or the model's defaults say, and as fit."""
     room = limits.max_model_len - prompt_len
     name, max_tokens = "max_tokens", request.max_tokens
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:

@@ -120,8 +120,8 @@ def read_response(
 ) -> ParsedRequest:
     """Parse a body of `/v1/responses` as the chat that it stands for. Raises RequestError.
 
-    `previous_messages`: JSON of the messages of the response that it continues; `items`: id -> JSON of an item that it
-    refers to.
+    `previous_messages`: JSON of the messages of the response that it continues. `items`: JSON of each item that it
+    refers to, by id.
     """
     request = parse_responses_request(data)
     if request.background:
@@ -209,24 +209,32 @@ def _read_chat_body(
     path: str = "/v1/chat/completions",
     tools: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> ParsedRequest:
-    """Parse a chat. `path`: path of the requested API. `tools`: name -> custom tool."""
+    """Parse a chat. Raises RequestError. `path`: path of the requested API. `tools`: custom tools by name."""
     check_supported(body)
     token_ids, text = _encode_prompt(body, tokenizer)
-    prompts = [_truncate_prompt("input" if path == "/v1/responses" else "messages", token_ids, body, limits, path)]
+    prompt_field = "input" if path == "/v1/responses" else "messages"
+    prompt = _truncate_prompt(prompt_field, token_ids, body, limits, path)
     parser_config = make_parser_config(body, text, limits)
     last_message = {name: value for name, value in body.messages[-1].items() if name in ("role", "content")}
-    if not (body.echo and isinstance(last_message.get("content"), str)):
+    is_echoed = body.echo and isinstance(last_message.get("content"), str)
+    if not is_echoed:
         last_message.pop("content", None)
     grammars = {name: tool for name, tool in tools.items() if tool.syntax is not None}
     constraint = build_constraint(body, tokenizer, limits, reasoning_token_ids(parser_config, tokenizer), grammars)
     return ParsedRequest(
-        _strip_large_fields(body, messages=[last_message]), prompts, [], parser_config, constraint,
+        body=_strip_large_fields(body, messages=[last_message]),
+        prompts=[prompt],
+        parser_config=parser_config,
+        constraint=constraint,
         kv_source=_read_kv_source(body, limits),
-    )  # fmt: skip
+    )
 
 
 def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
-    """Return (token that opens reasoning if the answer may begin without, token that ends it); None for neither."""
+    """Return (token that opens reasoning, token that ends it).
+
+    The first is None unless the answer may begin without reasoning. Both are None if there is no reasoning.
+    """
     if config.reasoning_format is None:
         return None, None
     format = REASONING_FORMATS[config.reasoning_format]
@@ -244,8 +252,8 @@ def build_constraint(
 ) -> Constraint | None:
     """Return the constraint on the answer to a body; None if the answer is free. Raises RequestError.
 
-    `reasoning_ids`: ids of the tokens that open and end reasoning; text before its end is not constrained.
-    `grammars`: tool name -> tool whose input is text in a grammar.
+    `reasoning_ids`: ids of the tokens that open and end reasoning, as `reasoning_token_ids` returns them. Text before
+    its end is not constrained. `grammars`: custom tools by name, of which the input is text in a grammar.
     """
     requested = parse_requested_constraint(body, limits.call_format, grammars)
     if limits.script and isinstance(body, ChatRequest) and (requested is None or requested.param == "tools"):
@@ -276,12 +284,8 @@ def make_parser_config(body: ChatRequest, prompt: str, limits: ModelLimits) -> O
     """Return how the answer to a chat is parsed. `prompt`: text of the prompt, or at least of its end."""
     reasoning_state: ReasoningState = "after"
     if limits.reasoning_format is not None:
-        last_content = body.messages[-1].get("content") if body.continue_final_message else None
-        if isinstance(last_content, list):
-            last_content = last_content[-1].get("text") if last_content and isinstance(last_content[-1], dict) else None
-        reasoning_state = initial_reasoning_state(
-            REASONING_FORMATS[limits.reasoning_format], prompt, last_content if isinstance(last_content, str) else None
-        )
+        reasoning_format = REASONING_FORMATS[limits.reasoning_format]
+        reasoning_state = initial_reasoning_state(reasoning_format, prompt, _get_continued_text(body))
     tools = body.tools if body.tools and body.tool_choice != "none" else None
     return OutputParserConfig(
         reasoning_format=limits.reasoning_format,
@@ -293,6 +297,15 @@ def make_parser_config(body: ChatRequest, prompt: str, limits: ModelLimits) -> O
         requires_call=is_call_required(body),
         names_function=isinstance(body.tool_choice, dict) and body.tool_choice.get("type") != "allowed_tools",
     )
+
+
+def _get_continued_text(body: ChatRequest) -> str | None:
+    """Return the text of the last message if the answer continues it; else None."""
+    content = body.messages[-1].get("content") if body.continue_final_message else None
+    if isinstance(content, list):
+        last_part = content[-1] if content else None
+        content = last_part.get("text") if isinstance(last_part, dict) else None
+    return content if isinstance(content, str) else None
 
 
 def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:

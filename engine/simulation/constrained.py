@@ -36,7 +36,7 @@ class _MatcherState:
 
 
 class ConstrainedAnswers:
-    """Chooses tokens that a grammar allows. The same prompt and grammar give the same answer."""
+    """Makes answers of a simulation that match a grammar. The same prompt and grammar give the same answer."""
 
     def __init__(self, grammars: GrammarCompiler, tokenizer: Tokenizer, eos_token_id: int, length: int | None) -> None:
         self._grammars = grammars
@@ -52,12 +52,13 @@ class ConstrainedAnswers:
         constraint = seq.request.params.constraint
         assert constraint is not None
         answer_tokens = seq.token_ids[seq.prompt_len :]
+        reasoning_end = constraint.reasoning_end_token
         if (
-            constraint.reasoning_end_token is not None and constraint.reasoning_start_token is None
-        ):  # a thought has begun: end it
-            if constraint.reasoning_end_token not in answer_tokens:
-                return constraint.reasoning_end_token
-            answer_tokens = answer_tokens[answer_tokens.index(constraint.reasoning_end_token) + 1 :]
+            reasoning_end is not None and constraint.reasoning_start_token is None
+        ):  # end the reasoning that the prompt began
+            if reasoning_end not in answer_tokens:
+                return reasoning_end
+            answer_tokens = answer_tokens[answer_tokens.index(reasoning_end) + 1 :]
         matcher_state = self._advance_matcher(seq.request.request_id, constraint.lark_grammar, answer_tokens)
         if matcher_state.forced_token_ids:
             return matcher_state.forced_token_ids[-1]
@@ -65,25 +66,33 @@ class ConstrainedAnswers:
         allowed_bitmask: bytes = matcher.compute_bitmask()
         if matcher.is_error():
             return summarize_error(matcher)
-
         matcher_state.forced_token_ids = matcher.compute_ff_tokens()[::-1]
         if matcher_state.forced_token_ids:
             return matcher_state.forced_token_ids[-1]
+        has_tags = "</parameter>" in constraint.lark_grammar
+        return self._choose_token(answer_tokens, allowed_bitmask, free_token(seq), has_tags=has_tags)
+
+    def _choose_token(
+        self, answer_tokens: list[int], allowed_bitmask: bytes, preferred_token: int, *, has_tags: bool
+    ) -> int:
+        """Return one of several allowed tokens.
+
+        In this order: the end of the answer once it is long enough, the end of an argument, the preferred token at the
+        beginning of a word, a token that closes a part of JSON, the token that the answer has least.
+        """
 
         def is_allowed(token: int) -> bool:
             return token >> 3 < len(allowed_bitmask) and bool(allowed_bitmask[token >> 3] >> (token & 7) & 1)
 
-        preferred_token = free_token(seq)
+        may_end = is_allowed(self._eos_token_id)
         prefers_text = is_allowed(preferred_token) and preferred_token != self._eos_token_id
-        if is_allowed(self._eos_token_id) and (not prefers_text or len(answer_tokens) + 1 >= self._answer_length):
+        if may_end and (not prefers_text or len(answer_tokens) + 1 >= self._answer_length):
             return self._eos_token_id
-        if "</parameter>" in constraint.lark_grammar:
+        if has_tags and not may_end:
             tag_end_token = self._next_tag_end_token(answer_tokens)
-            if tag_end_token is not None and not is_allowed(self._eos_token_id) and is_allowed(tag_end_token):
+            if tag_end_token is not None and is_allowed(tag_end_token):
                 return tag_end_token
-        if prefers_text and (
-            is_allowed(self._eos_token_id) or not answer_tokens or not self._is_word(answer_tokens[-1])
-        ):
+        if prefers_text and (may_end or not answer_tokens or not self._is_word(answer_tokens[-1])):
             return preferred_token
         candidates = list(islice(filter(is_allowed, self._get_token_order()), MAX_CANDIDATES))
         if not candidates:
@@ -112,11 +121,9 @@ class ConstrainedAnswers:
         """Return the next token of TAG_END, if the answer ends with a value and perhaps a part of TAG_END."""
         for matched_count, token in reversed(list(enumerate(self._tag_end_ids))):
             value_index = len(answer_tokens) - matched_count - 1
-            if (
-                value_index >= 0
-                and answer_tokens[value_index + 1 :] == self._tag_end_ids[:matched_count]
-                and self._is_value(answer_tokens[value_index])
-            ):
+            if value_index < 0 or answer_tokens[value_index + 1 :] != self._tag_end_ids[:matched_count]:
+                continue
+            if self._is_value(answer_tokens[value_index]):
                 return token
         return None
 
@@ -128,18 +135,16 @@ class ConstrainedAnswers:
         return self._tokenizer.hf_tokenizer.decode([token]).strip().isalpha()
 
     def _get_token_order(self) -> list[int]:
-        """Return all token ids in the order of preference."""
+        """Return all token ids in the order of preference: closing texts, words, other texts, white space."""
         if self._token_order is None:
-            texts = [
-                self._tokenizer.hf_tokenizer.decode([i], skip_special_tokens=False)
-                for i in range(self._grammars.vocabulary.token_count)
-            ]
-
-            def get_sort_key(token: int) -> tuple[int, int]:
-                text = texts[token]
-                if text in CLOSING_TEXTS:
-                    return 0, CLOSING_TEXTS.index(text)
-                return (1, token) if text.isalnum() else (3, token) if not text or text.isspace() else (2, token)
-
-            self._token_order = sorted(range(len(texts)), key=get_sort_key)
+            token_ids = range(self._grammars.vocabulary.token_count)
+            self._token_order = sorted(token_ids, key=self._get_sort_key)
         return self._token_order
+
+    def _get_sort_key(self, token: int) -> tuple[int, int]:
+        text = self._tokenizer.hf_tokenizer.decode([token], skip_special_tokens=False)
+        if text in CLOSING_TEXTS:
+            return 0, CLOSING_TEXTS.index(text)
+        if text.isalnum():
+            return 1, token
+        return (3, token) if not text or text.isspace() else (2, token)

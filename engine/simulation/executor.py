@@ -62,7 +62,7 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
 
 
 class SimulatedModel:
-    """A model of words and step times. Implements `engine.core.Model` without any memory."""
+    """Stands for a model: makes runners that sleep, and has no memory. Implements `engine.core.Model`."""
 
     def __init__(self, config: EngineConfig, spec: SimulationSpec, tokenizer: Tokenizer) -> None:
         self._config, self._spec, self._tokenizer = config, spec, tokenizer
@@ -154,7 +154,7 @@ def _check_block_count(flag: str, block_count: int) -> int:
 
 
 def sample_words(tokenizer: Tokenizer) -> list[int]:
-    """Return token ids of short words, each encoded to its id again when its text is.
+    """Return token ids of short words that are encoded to the same ids again.
 
     So an answer that a client sends back as history is found in the cache. Without such words, any ids are returned.
     """
@@ -163,10 +163,10 @@ def sample_words(tokenizer: Tokenizer) -> list[int]:
     word_ids: list[int] = []
     for token_id in token_ids[:_MAX_PROBED_TOKENS]:
         text = tokenizer.hf_tokenizer.decode([token_id])
-        if (
-            _WORD_PATTERN.fullmatch(text)
-            and tokenizer.hf_tokenizer.encode(text * 2, add_special_tokens=False).ids == [token_id] * 2
-        ):
+        if not _WORD_PATTERN.fullmatch(text):
+            continue
+        # Twice, as the token must stay the same after another word.
+        if tokenizer.hf_tokenizer.encode(text * 2, add_special_tokens=False).ids == [token_id] * 2:
             word_ids.append(token_id)
             if len(word_ids) == WORD_COUNT:
                 break

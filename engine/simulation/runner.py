@@ -49,7 +49,7 @@ def compute_step_seconds(times: StepTimes, plan: StepPlan, block_size: int) -> f
 
 
 class SimulatedAnswers:
-    """Tokens of the answers: random words, or lines of a script. The same prompt gets the same answer."""
+    """Makes the tokens of free answers: random words, or lines of a script. The same prompt gets the same answer."""
 
     def __init__(
         self, words: Sequence[int], eos_token_id: int, length: int | None, script: Sequence[Sequence[int]] = ()
@@ -68,14 +68,14 @@ class SimulatedAnswers:
         """Return the token after the last one of `seq`. After the end of a line, the line begins again."""
         output_len = seq.output_len
         if self._script:
-            line = self._script[crc32(repr(seq.token_ids[: seq.prompt_len][-64:]).encode()) % len(self._script)]
+            prompt_end = seq.token_ids[: seq.prompt_len][-64:]
+            line = self._script[crc32(repr(prompt_end).encode()) % len(self._script)]
             token_index = output_len % (len(line) + 1)
             return line[token_index] if token_index < len(line) else self._eos_token_id
         if self._answer_length is not None and output_len + 1 == self._answer_length:
             return self._eos_token_id
-        return self._word_ids[
-            (seq.token_ids[-1] * 1_000_003 + output_len * 7_919 + seq.prompt_len) % len(self._word_ids)
-        ]
+        word_hash = seq.token_ids[-1] * 1_000_003 + output_len * 7_919 + seq.prompt_len
+        return self._word_ids[word_hash % len(self._word_ids)]
 
 
 class SimulatedRunner:
@@ -115,13 +115,15 @@ class SimulatedRunner:
         for index, chunk in enumerate(plan.chunks):
             self._add_token(result, index, chunk)
             _add_logprobs(result, index, chunk)
-        while (remaining_s := self._due_at_s - self._clock()) > 0:
+        remaining_s = self._due_at_s - self._clock()
+        while remaining_s > 0:
             self._sleep(remaining_s)
+            remaining_s = self._due_at_s - self._clock()
         self._record_lag(step_s, -remaining_s)
         return result
 
     def _add_token(self, result: StepResult, index: int, chunk: Chunk) -> None:
-        """Add the chunk's token to the result."""
+        """Add the token of a chunk to the result, or the reason why its answer must end."""
         seq = chunk.seq
         token: int | str | None = self._answers.next_token(seq) if chunk.should_sample else None
         if token is not None and seq.request.params.constraint is not None:
@@ -137,6 +139,7 @@ class SimulatedRunner:
             _log_lag("in all", self._total_lag)
 
     def _record_lag(self, step_s: float, lag_s: float) -> None:
+        """Count how late a step ended, and log that from time to time. After a long lag the timeline begins anew."""
         self._total_lag = _add_step(self._total_lag, step_s, lag_s)
         self._recent_lag = _add_step(self._recent_lag, step_s, lag_s)
         now_s = self._due_at_s + lag_s

@@ -35,7 +35,7 @@ class RequestedConstraint(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ToolMarkup:
-    """How a family of models writes tool calls, as formats for answers that must have them."""
+    """How a family of models writes tool calls. Makes formats for answers that must have calls."""
 
     tag: Callable[[str, Json], Format]
     """Returns the format of one call, from the function's name and the schema of its arguments."""
@@ -50,6 +50,11 @@ class ToolMarkup:
 
 
 def _make_json_tag_factory(begin: str, arguments: str, end: str) -> Callable[[str, Json], Format]:
+    """Return a function that makes the format of one call in JSON, between the texts `begin` and `end`.
+
+    `arguments`: key of the call's arguments.
+    """
+
     def tag(name: str, schema: Json) -> Format:
         head = f'{begin}{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": '
         return {"type": "tag", "begin": head, "content": json_schema(schema), "end": "}" + end}
@@ -96,33 +101,32 @@ def parse_requested_constraint(
     """Return the format that the answer must match; None if the answer is free. Raises RequestError.
 
     A required call takes precedence over a format of the text, as with OpenAI. If calls are optional, the answer is
-    calls, or text of the format. `tool_markup`: name in MARKUPS; None: the model writes no calls.
-    `grammars`: tool name -> tool with free text that must match a grammar.
+    calls, or text of the format.
+
+    `tool_markup`: name in MARKUPS of the markup in which the model writes calls; None: it writes none.
+    `grammars`: custom tools by name, of which the free text must match a grammar.
     """
     text_constraint = _parse_text_format(body)
     if not isinstance(body, ChatRequest):
         return text_constraint
     is_required, tools = _select_tools(body)
     tools = [tool._replace(grammar=grammars.get(tool.name)) for tool in tools]
+    allows_several = body.parallel_tool_calls is not False
     if is_required:
         if tool_markup is None:
             raise bad_value("tool_choice", body.tool_choice, "none or auto: no --tool-call-parser fits this model")
-        allows_several = body.parallel_tool_calls is not False and not _names_function(body.tool_choice)
+        allows_several = allows_several and not _names_function(body.tool_choice)
         return RequestedConstraint("tool_choice", _make_calls_format(MARKUPS[tool_markup], tools, allows_several))
     if not tools or tool_markup is None:
         return text_constraint
-    tool_markup_format, allows_several = MARKUPS[tool_markup], body.parallel_tool_calls is not False
+    markup = MARKUPS[tool_markup]
     if text_constraint is not None:
-        return RequestedConstraint(
-            text_constraint.param,
-            {
-                "type": "or",
-                "elements": [text_constraint.format, _make_calls_format(tool_markup_format, tools, allows_several)],
-            },
-        )
-    if not any(tool.is_strict or tool.grammar is not None for tool in tools):
-        return None
-    return RequestedConstraint("tools", _make_text_with_calls_format(tool_markup_format, tools, allows_several))
+        calls_format = _make_calls_format(markup, tools, allows_several)
+        either_format = {"type": "or", "elements": [text_constraint.format, calls_format]}
+        return RequestedConstraint(text_constraint.param, either_format)
+    if any(tool.is_strict or tool.grammar is not None for tool in tools):
+        return RequestedConstraint("tools", _make_text_with_calls_format(markup, tools, allows_several))
+    return None
 
 
 def is_call_required(body: ChatRequest) -> bool:
@@ -152,23 +156,24 @@ def make_scripted_constraint(
 ) -> RequestedConstraint:
     """Return the format that makes a simulated engine answer with the next turn of its script. Raises RequestError.
 
-    A call of a tool that the request does not have becomes text. Parameters are as in `parse_requested_constraint`.
+    The script begins anew after its last turn. A call of a tool that the request does not have becomes text.
+    `tool_markup` and `grammars` are as in `parse_requested_constraint`.
     """
-    turn_number = sum(message.get("role") == "assistant" for message in body.messages) - bool(
-        body.continue_final_message
-    )
-    turn = script[turn_number % len(script)]
-    if turn.call is not None and tool_markup is not None:
-        for tool in _select_tools(body)[1]:
-            if turn.call in (tool.name, FIRST_TOOL):
-                tool = tool._replace(grammar=grammars.get(tool.name))
-                if turn.arguments is not None:
-                    tool = tool._replace(
-                        parameters=_make_exact_arguments_schema(turn.arguments), is_strict=True, grammar=None
-                    )
-                return RequestedConstraint(
-                    "tools", _make_calls_format(MARKUPS[tool_markup], [tool], allows_several=False)
-                )
+    answer_count = sum(message.get("role") == "assistant" for message in body.messages)
+    if body.continue_final_message:  # the last answer is not complete
+        answer_count -= 1
+    turn = script[answer_count % len(script)]
+    tools = [] if turn.call is None or tool_markup is None else _select_tools(body)[1]
+    called_tool = next((tool for tool in tools if turn.call in (tool.name, FIRST_TOOL)), None)
+    if called_tool is not None:
+        assert tool_markup is not None
+        if turn.arguments is None:
+            called_tool = called_tool._replace(grammar=grammars.get(called_tool.name))
+        else:
+            schema = _make_exact_arguments_schema(turn.arguments)
+            called_tool = called_tool._replace(parameters=schema, is_strict=True, grammar=None)
+        calls_format = _make_calls_format(MARKUPS[tool_markup], [called_tool], allows_several=False)
+        return RequestedConstraint("tools", calls_format)
     if turn.text is not None:
         return RequestedConstraint("messages", {"type": "const_string", "value": turn.text})
     return RequestedConstraint("messages", {"type": "any_text"})
@@ -189,6 +194,9 @@ def _make_exact_arguments_schema(arguments: dict[str, Json]) -> Json:
 
 
 def _parse_text_format(body: ChatRequest | CompletionRequest) -> RequestedConstraint | None:
+    """Return the format of the answer's text that `response_format` or `structured_outputs` asks for; None: none
+    does.
+    """
     form, outputs = body.response_format, body.structured_outputs
     response_constraint = None if form is None or form.type == "text" else _parse_response_format(form)
     if outputs is None:
@@ -201,15 +209,11 @@ def _parse_text_format(body: ChatRequest | CompletionRequest) -> RequestedConstr
 
 
 def _parse_response_format(response_format: ResponseFormat) -> RequestedConstraint:
+    """Return the constraint of a `response_format` other than text. Raises RequestError if a field is missing."""
     if response_format.type == "json_object":
         return RequestedConstraint("response_format", json_schema({"type": "object"}))
     if response_format.type == "json_schema":
-        if response_format.json_schema is None or response_format.json_schema.schema is None:
-            path = "response_format.json_schema" + (".schema" if response_format.json_schema is not None else "")
-            raise RequestError(f"{path}: missing, expected a JSON schema", param=path)
-        return RequestedConstraint(
-            "response_format.json_schema.schema", json_schema(response_format.json_schema.schema)
-        )
+        return _parse_json_schema_format(response_format)
     if response_format.format is not None:
         return RequestedConstraint("response_format.format", response_format.format)
     if response_format.structures is None or response_format.triggers is None:
@@ -220,7 +224,22 @@ def _parse_response_format(response_format: ResponseFormat) -> RequestedConstrai
     return RequestedConstraint("response_format.structures", parse_structural_tag(legacy_tag, "response_format"))
 
 
+def _parse_json_schema_format(response_format: ResponseFormat) -> RequestedConstraint:
+    """Return the constraint of a `response_format` of type json_schema. Raises RequestError without a schema."""
+    path = "response_format.json_schema"
+    if response_format.json_schema is None:
+        raise RequestError(f"{path}: missing, expected a JSON schema", param=path)
+    path += ".schema"
+    if response_format.json_schema.schema is None:
+        raise RequestError(f"{path}: missing, expected a JSON schema", param=path)
+    return RequestedConstraint(path, json_schema(response_format.json_schema.schema))
+
+
 def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint:
+    """Return the constraint of vLLM's field `structured_outputs`, of which exactly one kind may be set.
+
+    Raises RequestError.
+    """
     name = "structured_outputs"
     kinds = [kind for kind in KINDS if getattr(outputs, kind) not in (None, False)]
     if len(kinds) != 1:
@@ -269,6 +288,7 @@ def parse_structural_tag(tag: Json, param: str) -> Format:
 
 
 def _decode_json_text(value: Json, param: str) -> Json:
+    """Return a JSON value that may be given as text. Raises RequestError if the text is not JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -314,23 +334,30 @@ def _select_tools(body: ChatRequest) -> tuple[bool, list[_Tool]]:
         raise bad_value("tool_choice", choice, "none or auto where no tools are given")
     if isinstance(choice, str):
         return True, tools
-    by_name = {tool.name: tool for tool in tools}
+    tools_by_name = {tool.name: tool for tool in tools}
     if choice.get("type") == "allowed_tools":
-        allowed_tools = choice.get("allowed_tools", choice)
-        mode, tool_choices = allowed_tools.get("mode"), allowed_tools.get("tools")
-        if mode not in ("auto", "required"):
-            raise bad_value("tool_choice.allowed_tools.mode", mode, '"auto" or "required"')
-        names = [_get_named_function(tool, "tool_choice.allowed_tools.tools", by_name) for tool in tool_choices or ()]
-        return mode == "required", [by_name[name] for name in names]
-    return True, [by_name[_get_named_function(choice, "tool_choice", by_name)]]
+        return _select_allowed_tools(choice, tools_by_name)
+    return True, [_find_named_tool(choice, "tool_choice", tools_by_name)]
 
 
-def _get_named_function(choice: Json, path: str, tools_by_name: Mapping[str, _Tool]) -> str:
+def _select_allowed_tools(choice: dict[str, Json], tools_by_name: Mapping[str, _Tool]) -> tuple[bool, list[_Tool]]:
+    """Return what a `tool_choice` of type allowed_tools selects, as `_select_tools` does."""
+    allowed_tools = choice.get("allowed_tools", choice)
+    mode = allowed_tools.get("mode")
+    if mode not in ("auto", "required"):
+        raise bad_value("tool_choice.allowed_tools.mode", mode, '"auto" or "required"')
+    path = "tool_choice.allowed_tools.tools"
+    tools = [_find_named_tool(tool, path, tools_by_name) for tool in allowed_tools.get("tools") or ()]
+    return mode == "required", tools
+
+
+def _find_named_tool(choice: Json, path: str, tools_by_name: Mapping[str, _Tool]) -> _Tool:
+    """Return the tool that `{"function": {"name": ...}}` names. Raises RequestError if there is none."""
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or name not in tools_by_name:
         raise bad_value(f"{path}.function.name", name, f"one of the tools: {', '.join(tools_by_name)}")
-    return name
+    return tools_by_name[name]
 
 
 def _names_function(choice: Json) -> bool:
@@ -338,6 +365,7 @@ def _names_function(choice: Json) -> bool:
 
 
 def _make_tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
+    """Return the format of a call of each tool. Raises RequestError if the markup cannot hold a tool's name."""
     tags = []
     for tool in tools:
         if not markup.names.fullmatch(tool.name):
@@ -353,21 +381,22 @@ def _make_tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
 
 
 def _make_custom_tool_content(content: Format, tool: ClientTool) -> Format:
-    """Return the format of a custom tool's arguments: one text that matches the tool's grammar."""
+    """Return the format of a custom tool's arguments: one text that matches the tool's grammar.
+
+    `content`: format of the arguments without the grammar, which tells the style of the model's markup.
+    """
     if tool.syntax == "regex":
-        schema = {
-            **CUSTOM_TOOL_SCHEMA,
-            "properties": {"input": {"type": "string", "pattern": f"^(?:{tool.definition})$"}},
-        }
-        return {**content, "json_schema": schema}
-    begin_by_style = {"json": '{"input": "', "python": 'input="'}
+        input_schema = {"type": "string", "pattern": f"^(?:{tool.definition})$"}
+        return {**content, "json_schema": {**CUSTOM_TOOL_SCHEMA, "properties": {"input": input_schema}}}
+    begin_and_end_by_style = {"json": ('{"input": "', '"}'), "python": ('input="', '"')}
     style = content.get("style", "json")
-    if style not in begin_by_style:  # the text has no quotation marks, and a grammar may match what ends it
+    if style not in begin_and_end_by_style:  # the text has no quotation marks, and a grammar may match what ends it
         return content
+    begin, end = begin_and_end_by_style[style]
     elements: list[Format] = [
-        {"type": "const_string", "value": begin_by_style[style]},
+        {"type": "const_string", "value": begin},
         {"type": "escaped_lark", "definition": tool.definition, "tool": tool.name},
-        {"type": "const_string", "value": '"}' if style == "json" else '"'},
+        {"type": "const_string", "value": end},
     ]
     return {"type": "sequence", "elements": elements}
 
@@ -381,7 +410,7 @@ def _make_arguments_schema(tool: _Tool) -> Json:
 
 
 def _make_calls_format(markup: ToolMarkup, tools: Sequence[_Tool], allows_several: bool) -> Format:
-    """Return the format of an answer that is calls and nothing else."""
+    """Return the format of an answer that is calls and nothing else: several calls, or only one."""
     calls: Format = {
         "type": "tags_with_separator",
         "tags": _make_tool_tags(markup, tools),
@@ -396,10 +425,12 @@ def _make_calls_format(markup: ToolMarkup, tools: Sequence[_Tool], allows_severa
 
 def _make_text_with_calls_format(markup: ToolMarkup, tools: Sequence[_Tool], allows_several: bool) -> Format:
     """Return the format of text that may have calls in it."""
-    tags = [_make_calls_format(markup, tools, allows_several)] if markup.calls_begin else _make_tool_tags(markup, tools)
+    # Calls in brackets come all together, so that text with such a list is complete after the first one.
+    is_list = bool(markup.calls_begin)
+    tags = [_make_calls_format(markup, tools, allows_several)] if is_list else _make_tool_tags(markup, tools)
     return {
         "type": "triggered_tags",
         "triggers": [markup.trigger],
         "tags": tags,
-        "stop_after_first": bool(markup.calls_begin) or not allows_several,
+        "stop_after_first": is_list or not allows_several,
     }

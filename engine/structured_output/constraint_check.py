@@ -34,11 +34,7 @@ def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> C
         except GrammarError:
             if not constraint.source_json:
                 raise
-            requested = msgspec.json.decode(constraint.source_json, type=RequestedConstraint)
-            end_s = time.thread_time() + LOOSEN_CPU_S_MAX
-            format = _loosen_schemas(requested.format, _make_fault_finder(vocabulary), end_s)
-            loosened_constraint = RequestedConstraint(requested.param, format)
-            lark = check_grammar(vocabulary, write_lark(loosened_constraint, vocabulary.added_tokens))
+            lark = check_grammar(vocabulary, _write_loosened_grammar(vocabulary, constraint.source_json))
     except GrammarError as error:
         raise RequestError(f"{constraint.param}: {error}", param=constraint.param) from error
     except RecursionError as error:
@@ -47,7 +43,17 @@ def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> C
     return msgspec.structs.replace(constraint, lark_grammar=lark, source_json=b"")
 
 
+def _write_loosened_grammar(vocabulary: GrammarVocabulary, source_json: bytes) -> str:
+    """Return the grammar of a requested constraint, given as JSON, with schemas that the compiler can follow."""
+    constraint = msgspec.json.decode(source_json, type=RequestedConstraint)
+    end_s = time.thread_time() + LOOSEN_CPU_S_MAX
+    format = _loosen_schemas(constraint.format, _make_fault_finder(vocabulary), end_s)
+    return write_lark(RequestedConstraint(constraint.param, format), vocabulary.added_tokens)
+
+
 def _make_fault_finder(vocabulary: GrammarVocabulary) -> FindFault:
+    """Return a function that tries to compile a format, and returns the reason if that fails."""
+
     def find_fault(format: Format) -> str | None:
         constraint = RequestedConstraint("schema", format)
         try:

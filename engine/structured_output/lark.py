@@ -59,7 +59,10 @@ def write_lark(constraint: RequestedConstraint, tokens: Mapping[str, int]) -> st
 
 
 class _LarkWriter:
-    """Writes one grammar. `write_x` returns the body of the rule of a format of type x."""
+    """Writes one grammar. `write_x` returns the body of the rule of a format of type x.
+
+    `path` names a format's place in the request, for errors.
+    """
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = tokens
@@ -97,7 +100,8 @@ class _LarkWriter:
         """Return an expression of a text, in which texts of tokens are tokens."""
         parts = []
         text_start = 0
-        for match in self._token_pattern.finditer(text) if self._token_pattern is not None else ():
+        token_matches = () if self._token_pattern is None else self._token_pattern.finditer(text)
+        for match in token_matches:
             parts += [_quote(text[text_start : match.start()]), f"<[{self._tokens[match[0]]}]>"]
             text_start = match.end()
         parts.append(_quote(text[text_start:]))
@@ -130,12 +134,12 @@ class _LarkWriter:
             raise RequestError(message, param=path) from None
 
     def write_json_schema(self, path: str, format: Format, depth: int) -> str:
+        """Return an expression of values that match a schema, in the style that the format names."""
         schema = format.get("json_schema")
         if not isinstance(schema, (dict, bool)):
             raise bad_value(f"{path}.json_schema", schema, "a JSON schema")
-        options: dict[str, Any] = {"whitespace_pattern": _get_whitespace(path, format)}
-        if not options["whitespace_pattern"]:
-            options = {"whitespace_flexible": False}
+        whitespace = _get_whitespace(path, format)
+        options: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
         if format.get("lenient"):
             options["lenient"] = True
         style = format.get("style", "json")
@@ -164,6 +168,7 @@ class _LarkWriter:
         return [self._write_format(f"{path}.{name}[{i}]", item, depth) for i, item in enumerate(items)]
 
     def write_repeat(self, path: str, format: Format, depth: int) -> str:
+        """Return an expression of a format that comes `min` to `max` times; -1 as `max` means no end."""
         min_count, max_count = format.get("min"), format.get("max")
         for name, value in (("min", min_count), ("max", max_count)):
             if type(value) is not int or not -1 <= value < 2**31:
@@ -172,7 +177,8 @@ class _LarkWriter:
         assert isinstance(max_count, int)
         if min_count < 0 or (max_count != -1 and max_count < max(min_count, 1)):
             raise bad_value(f"{path}.max", max_count, "at least min, and 1")
-        return f"{self.write_content(path, format, depth)}{{{min_count},{'' if max_count == -1 else max_count}}}"
+        upper_bound = "" if max_count == -1 else max_count
+        return f"{self.write_content(path, format, depth)}{{{min_count},{upper_bound}}}"
 
     def write_content(self, path: str, format: Format, depth: int) -> str:
         return self._write_format(f"{path}.content", format.get("content"), depth)
@@ -181,19 +187,23 @@ class _LarkWriter:
         return f"{self._write_text(_get_text(path, format, 'begin'))} {self._write_tag_tail(path, format, depth)}"
 
     def _write_tag_tail(self, path: str, format: Format, depth: int) -> str:
-        """Return an expression of a tag's content and end."""
+        """Return an expression of a tag's content and end. The tag may have several ends, of which one must come."""
         ends = format.get("end")
-        ends = ends if isinstance(ends, list) and ends else [ends]
+        if not isinstance(ends, list) or not ends:
+            ends = [ends]
         if not all(isinstance(end, str) for end in ends):
             raise bad_value(f"{path}.end", format.get("end"), "a text, or texts")
         content = format.get("content")
         if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
             return self._write_text_until(f"{path}.content", content, ends)
-        expression = " | ".join(map(self._write_text, ends))
-        return f"{self._write_format(f'{path}.content', content, depth)} ({expression})"
+        end_expression = " | ".join(map(self._write_text, ends))
+        return f"{self._write_format(f'{path}.content', content, depth)} ({end_expression})"
 
     def _write_text_until(self, path: str, format: Format, ends: list[str]) -> str:
-        """Return an expression of any text up to the first of `ends`."""
+        """Return an expression of any text up to the first of `ends`.
+
+        An end without tokens must be found by the lexer, which a lazy rule makes stop at the first match.
+        """
         free = self._write_free_text(path, format)
         texts = [end for end in ends if self._write_text(end) == _quote(end)]
         alternatives = [f"{free} {self._write_text(end)}" for end in ends if end not in texts]
@@ -247,10 +257,10 @@ class _LarkWriter:
         properties = _list_writable_properties(
             param, schema, options, lambda name: _XML_NAME.fullmatch(name) is not None
         )
-        if properties is None:
+        if properties is None:  # any parameters
             name = self._add_terminal('/[^>\\n]+/ ">\\n"')
-            free = self._add_rule(f"{_ANY} {_quote(_XML_END)}", "[lazy]")
-            return f'("<parameter=" {name} {free})*'
+            value = self._add_rule(f"{_ANY} {_quote(_XML_END)}", "[lazy]")
+            return f'("<parameter=" {name} {value})*'
         parts = []
         for property in properties:
             value = self._write_xml_value(property.schema, schema, options)
@@ -273,19 +283,20 @@ class _LarkWriter:
         return f"{self._add_rule(_json_directive(schema, options))} {_quote(_XML_END)}"
 
     def _write_plain_text(self, schema: Json, root: Json, depth: int) -> str:
-        """Return a terminal of the texts that a schema of strings allows, without quotation marks."""
+        """Return a terminal of the texts that a schema of strings allows, without quotation marks.
+
+        `root`: schema with the definitions that `schema` refers to.
+        """
         schema = resolve(schema, root)
         if not isinstance(schema, dict) or depth > DEPTH_MAX:
             return _ANY
         values = list_values(schema, root)
         if values is not None:
             return self._add_terminal(" | ".join(_quote(value) for value in values if isinstance(value, str)))
-        min_length, max_length = (_get_length(schema.get(name)) for name in ("minLength", "maxLength"))
-        parts = (
-            []
-            if min_length is max_length is None
-            else [f"/(?s:.{{{min_length or 0},{'' if max_length is None else max_length}}})/"]
-        )
+        parts = []
+        min_length, max_length = _get_length(schema.get("minLength")), _get_length(schema.get("maxLength"))
+        if min_length is not None or max_length is not None:
+            parts.append(f"/(?s:.{{{min_length or 0},{'' if max_length is None else max_length}}})/")
         if isinstance(schema.get("pattern"), str):
             parts.append(_make_search_regex(schema["pattern"]))
         if schema.get("format") in TEXT_FORMATS:
@@ -295,54 +306,64 @@ class _LarkWriter:
             if isinstance(branches, list) and branches:
                 texts = [self._write_plain_text(branch, root, depth + 1) for branch in branches]
                 parts.append(self._add_terminal(operator.join(texts)))
-        if len(parts) > 1:
-            return self._add_terminal(" & ".join(parts))
-        return parts[0] if parts else _ANY
+        if not parts:
+            return _ANY
+        return parts[0] if len(parts) == 1 else self._add_terminal(" & ".join(parts))
 
     def _write_python(self, param: str, schema: Json, options: Mapping[str, Any]) -> str:
         """Return an expression of arguments as Python literals. Nested values are JSON, which the parser takes too."""
         properties = _list_writable_properties(param, schema, options, lambda name: True)
-        if properties is None:
+        if properties is None:  # any arguments
             name = self._add_terminal("/[A-Za-z_][A-Za-z_0-9]*/")
-            free = self._add_rule(f'{name} "=" {self._write_python_literal(options)}')
-            return f'({free} (", " {free})*)?'
-        parts = []
+            argument = self._add_rule(f'{name} "=" {self._write_python_literal(options)}')
+            return f'({argument} (", " {argument})*)?'
+        arguments = []
         for property in properties:
             key = property.name if NAME_PATTERN.fullmatch(property.name) else _quote(property.name)
-            parts.append(
-                self._add_rule(f"{_quote(key + '=')} {self._write_python_value(property.schema, schema, options, 0)}")
-            )
+            value = self._write_python_value(property.schema, schema, options, 0)
+            arguments.append(self._add_rule(f"{_quote(key + '=')} {value}"))
+        return self._join_arguments(arguments, [property.is_required for property in properties])
+
+    def _join_arguments(self, arguments: list[str], is_required: list[bool]) -> str:
+        """Return an expression of arguments in their order, of which those that are not required may be missing.
+
+        A comma stands between two arguments, so it is not known beforehand which argument comes without one. The
+        expression is a choice by the first argument that is written.
+        """
         tails = ['""']
-        # Rules for the arguments from each one on, after another argument; the last argument comes first.
-        for part, property in zip(reversed(parts), reversed(properties)):
-            tails.append(
-                self._add_rule(f'", " {part} {tails[-1]}' if property.is_required else f'(", " {part})? {tails[-1]}')
-            )
+        """Rules for the arguments from each one on, after another argument; the last argument comes first."""
+        for argument, must_come in zip(reversed(arguments), reversed(is_required)):
+            with_comma = f'", " {argument}' if must_come else f'(", " {argument})?'
+            tails.append(self._add_rule(f"{with_comma} {tails[-1]}"))
         later_tails = tails[-2::-1]
-        alternatives = [f"{part} {tail}" for part, tail in zip(parts, later_tails)]
-        required_indices = [i for i, property in enumerate(properties) if property.is_required]
-        return " | ".join(alternatives[: required_indices[0] + 1] if required_indices else [*alternatives, '""'])
+        alternatives = [f"{argument} {tail}" for argument, tail in zip(arguments, later_tails)]
+        if True in is_required:
+            return " | ".join(alternatives[: is_required.index(True) + 1])
+        return " | ".join([*alternatives, '""'])
 
     def _write_python_value(self, schema: Json, root: Json, options: Mapping[str, Any], depth: int) -> str:
+        """Return an expression of an argument's value: Python's constants, and JSON for all other values.
+
+        `root`: schema with the definitions that `schema` refers to.
+        """
         values = list_values(schema, root)
         if values is not None:
             texts = (json.dumps(v, ensure_ascii=False) if isinstance(v, str) else repr(v) for v in values)
             return f"({' | '.join(map(_quote, texts))})"
         resolved_schema = resolve(schema, root)
-        resolved_schema = (
-            resolved_schema if isinstance(resolved_schema, dict) else schema if isinstance(schema, dict) else {}
-        )
-        kind = resolved_schema.get("type")
-        if kind == "boolean":
+        if not isinstance(resolved_schema, dict):
+            resolved_schema = schema if isinstance(schema, dict) else {}
+        value_type = resolved_schema.get("type")
+        if value_type == "boolean":
             return '("True" | "False")'
-        if kind == "null":
+        if value_type == "null":
             return '"None"'
         keywords = set(resolved_schema) - _ANNOTATIONS
         if not keywords:
             return self._write_python_literal(options)
         branches = resolved_schema.get("anyOf") if keywords == {"anyOf"} else None
-        if isinstance(kind, list) and kind:
-            branches = [{**resolved_schema, "type": branch} for branch in kind]
+        if isinstance(value_type, list) and value_type:
+            branches = [{**resolved_schema, "type": branch_type} for branch_type in value_type]
         if isinstance(branches, list) and branches and depth < DEPTH_MAX:
             return f"({' | '.join(self._write_python_value(branch, root, options, depth + 1) for branch in branches)})"
         return self._add_rule(_json_directive({**get_definitions(root), **resolved_schema}, options))
@@ -435,8 +456,8 @@ def _list_writable_properties(
 ) -> list[Property] | None:
     """Return the properties that arguments may have; None: any.
 
-    `can_write`: whether the markup can hold a property's name. Raises RequestError for the schema of a strict tool that
-    only calls in JSON could follow.
+    `can_write`: returns whether the markup can hold a property's name. Raises RequestError for the schema of a strict
+    tool that only calls in JSON could follow.
     """
     properties = list_properties(schema)
     if properties is not None and all(can_write(property.name) for property in properties):
@@ -464,7 +485,6 @@ def _get_length(value: Json) -> int | None:
     return value if type(value) is int and 0 <= value < 2**31 else None
 
 
-_DIGITS = {r"\d": "[0-9]"}
 _ESCAPE = re.compile(r"\\.", re.S)
 _PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.S)
 
@@ -477,11 +497,16 @@ def _make_search_regex(pattern: str) -> str:
     alternatives: list[list[str]] = [[]]
     depth = 0
     for part in _PATTERN_PARTS.findall(pattern):
-        depth += {"(": 1, ")": -1}.get(part, 0)
+        if part == "(":
+            depth += 1
+        elif part == ")":
+            depth -= 1
         if part == "|" and depth == 0:
             alternatives.append([])
+        elif part.startswith("["):
+            alternatives[-1].append(_ESCAPE.sub(_use_ascii_digits, part))
         else:
-            alternatives[-1].append(_ESCAPE.sub(_use_ascii_digits, part) if part[0] == "[" else _DIGITS.get(part, part))
+            alternatives[-1].append("[0-9]" if part == r"\d" else part)
     return _slash_regex("|".join(map(_anchor_alternative, alternatives)))
 
 
@@ -491,6 +516,7 @@ def _use_ascii_digits(escape: re.Match[str]) -> str:
 
 
 def _anchor_alternative(parts: list[str]) -> str:
-    is_anchored_start, is_anchored_end = parts[:1] == ["^"], parts[-1:] == ["$"]
-    inner = "".join(parts[is_anchored_start : len(parts) - is_anchored_end])
-    return f"{'' if is_anchored_start else '(?s:.*)'}(?:{inner}){'' if is_anchored_end else '(?s:.*)'}"
+    """Return a regular expression that matches a whole text in which the alternative is found."""
+    has_start, has_end = parts[:1] == ["^"], parts[-1:] == ["$"]
+    inner = "".join(parts[has_start : len(parts) - has_end])
+    return f"{'' if has_start else '(?s:.*)'}(?:{inner}){'' if has_end else '(?s:.*)'}"

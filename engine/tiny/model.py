@@ -50,7 +50,7 @@ _NORM_BIASES: dict[str, tuple[tuple[str, float], ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings that determine the bytes of a checkpoint."""
+    """Settings that determine every byte of a random checkpoint."""
 
     family: str = "qwen3"
     hidden_size: int = 64
@@ -88,6 +88,7 @@ PRESETS: dict[str, Recipe] = {
 
 
 def _dense_config(recipe: Recipe) -> dict[str, Any]:
+    """Return the config fields of a plain decoder, with transformers' names."""
     return {
         "vocab_size": recipe.vocab_size, "hidden_size": recipe.hidden_size, "num_hidden_layers": recipe.layers,
         "num_attention_heads": recipe.heads, "num_key_value_heads": recipe.kv_heads, "head_dim": recipe.head_dim,
@@ -217,8 +218,9 @@ def _fill_parameter(name: str, parameter: torch.Tensor, recipe: Recipe) -> None:
         parameter.copy_(noise * (gain / math.sqrt(parameter.shape[-1])))
     else:
         # Norm weights near their identity, biases near 0, decay rates near what the family draws.
+        norm_biases = _NORM_BIASES.get(recipe.family, ())
         parameter.add_(noise * 0.1)
-        parameter.add_(next((bias for pattern, bias in _NORM_BIASES.get(recipe.family, ()) if pattern in name), 0.0))
+        parameter.add_(next((bias for pattern, bias in norm_biases if pattern in name), 0.0))
 
 
 def cached_model(recipe: Recipe) -> Path:

@@ -68,6 +68,9 @@ def build_tokenizer(vocab_size: int = VOCAB_SIZE) -> Tokenizer:
 
 
 def _build_bpe(merges: list[tuple[str, str]]) -> Tokenizer:
+    """Return a byte-level BPE tokenizer without added tokens. `merges`: pairs of tokens that are joined, in this
+    order.
+    """
     vocab = {token: index for index, token in enumerate([*_BYTE_CHARS, *(a + b for a, b in merges)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.normalizer = normalizers.NFC()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.cache.spec import ceil_div
 from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, build_alternating_decoder, read_attention_config
 from engine.models.hf_config import HfConfig, read_layer_types
 from engine.models.layers import Attention, GatedMLP
@@ -50,4 +51,4 @@ def _compute_mlp_size(config: HfConfig) -> int:
         return size
     multiple = config.get("block_multiple_of", 256)
     size = int(config.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
-    return -(-size // multiple) * multiple
+    return ceil_div(size, multiple) * multiple
