@@ -35,29 +35,45 @@ def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels
     if backend == "auto":
         backend = _choose_fastest(device) if device.type == "cuda" else "torch"
     if backend == "torch":
-        if device.type != "cpu":
-            log.warning(
-                "attention backend 'torch' on %s is for comparison, not for serving: sequences are computed one at a "
-                "time, and the host waits for the device in every layer", device,
-            )  # fmt: skip
-        backend = "cpu" if device.type == "cpu" and HAS_NATIVE else "reference"
-        if device.type == "cpu" and not HAS_NATIVE:
-            log.warning(
-                "no operations for CPUs in this installation, so it runs on plain torch, which is slower: %s",
-                INSTALL_HINT,
-            )
+        backend = _choose_torch_backend(device)
     if backend == "cpu":
-        if device.type != "cpu":
-            raise ValueError(f"attention backend 'cpu' cannot run on device {device}")
-        if not HAS_NATIVE:
-            raise ValueError(f"attention backend 'cpu': its operations are not in this installation: {INSTALL_HINT}")
-        from kernels.cpu.backend import CpuKernels
-
-        return CpuKernels(device)
+        return _make_cpu_kernels(device)
     if backend == "reference":
         from kernels.reference.backend import ReferenceKernels
 
         return ReferenceKernels(device)
+    return _make_triton_kernels(device, backend)
+
+
+def _choose_torch_backend(device: torch.device) -> str:
+    """Return the backend of plain torch for a device. Warns if it is slow there."""
+    if device.type != "cpu":
+        log.warning(
+            "attention backend 'torch' on %s is for comparison, not for serving: sequences are computed one at a "
+            "time, and the host waits for the device in every layer",
+            device,
+        )
+        return "reference"
+    if HAS_NATIVE:
+        return "cpu"
+    log.warning(
+        "no operations for CPUs in this installation, so it runs on plain torch, which is slower: %s", INSTALL_HINT
+    )
+    return "reference"
+
+
+def _make_cpu_kernels(device: torch.device) -> Kernels:
+    if device.type != "cpu":
+        raise ValueError(f"attention backend 'cpu' cannot run on device {device}")
+    if not HAS_NATIVE:
+        raise ValueError(f"attention backend 'cpu': its operations are not in this installation: {INSTALL_HINT}")
+    from kernels.cpu.backend import CpuKernels
+
+    return CpuKernels(device)
+
+
+def _make_triton_kernels(device: torch.device, backend: str) -> Kernels:
+    """Return the backend `triton`, or `flash-attn` on top of it. Raises ValueError if a package is missing."""
     try:
         import triton  # noqa: F401
     except ImportError as error:

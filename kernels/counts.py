@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Token counts of all rows."""
+    """The tokens of each row's sequence, with their counts, on the device."""
 
     token_ids: Tensor
     """[rows, room] int64."""
@@ -26,7 +26,7 @@ class TokenCounts:
 
 @dataclass(slots=True)
 class PenaltyRows:
-    """Rows of a batch that have penalties, and the penalties."""
+    """The rows of a batch that have penalties, with their penalties."""
 
     logits_rows: Tensor | None
     """[n] int64: rows of the logits; None: all rows in order."""

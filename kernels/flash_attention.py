@@ -31,7 +31,7 @@ MAX_HEAD_DIM = 256
 
 @dataclass(frozen=True, slots=True)
 class PromptBatch:
-    """Sequences of a batch that have more than one query."""
+    """The sequences of a batch that have more than one query, as FlashAttention takes them."""
 
     first_token: int
     """Index of their first token in the batch."""
@@ -79,7 +79,7 @@ def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
 
 
 class FlashAttention3:
-    """Attention of prompts by FlashAttention-3."""
+    """Computes the attention of prompts by FlashAttention-3, which reads the pool itself."""
 
     def __init__(self) -> None:
         """Import the package. Raises ValueError if it is not installed."""
@@ -104,7 +104,7 @@ class FlashAttention3:
 
 @dataclass(frozen=True, slots=True)
 class GatheredContext:
-    """Contexts of prompts, one after another."""
+    """Token rows of a step's prompts in the pool, by which their contexts are copied one after another."""
 
     prompts: PromptBatch
     token_rows: Tensor
@@ -115,7 +115,7 @@ class GatheredContext:
 
 
 class FlashAttention2:
-    """Attention of prompts by FlashAttention-2, on a copy of the context."""
+    """Computes the attention of prompts by FlashAttention-2, which needs a copy of their contexts."""
 
     def __init__(self, device: torch.device) -> None:
         """Import the package. Raises ValueError if it is not installed."""
@@ -145,20 +145,26 @@ class FlashAttention2:
         return out
 
     def _gather(self, prompts: PromptBatch, kv: PagedKV) -> GatheredContext:
+        """Find the token rows of the prompts' contexts. This is done once a step, as they are the same in every
+        layer.
+        """
         batch, table, first_prompt = prompts.batch, prompts.table, prompts.batch.decode_count
         context_lens = batch.context_lens[first_prompt:]
-        block_start_rows = kv.compute_block_rows(
-            table.host_blocks[table.sequence_rows[first_prompt:], : -(-int(context_lens.max()) // kv.block_size)]
-        )
+        max_context_len = int(context_lens.max())
+        max_blocks = -(-max_context_len // kv.block_size)
+        blocks = table.host_blocks[table.sequence_rows[first_prompt:], :max_blocks]
+        offsets = np.arange(kv.block_size)
         token_rows = [
-            (row[:, None] + np.arange(kv.block_size)).reshape(-1)[:n]
-            for row, n in zip(block_start_rows, context_lens.tolist())
+            (block_rows[:, None] + offsets).reshape(-1)[:context_len]
+            for block_rows, context_len in zip(kv.compute_block_rows(blocks), context_lens.tolist())
         ]
         context_starts = np.concatenate(([0], np.cumsum(context_lens))).astype(np.int32)
-        device_rows, device_starts = (
-            copy_to_device(x, self._device) for x in (np.concatenate(token_rows), context_starts)
+        return GatheredContext(
+            prompts=prompts,
+            token_rows=copy_to_device(np.concatenate(token_rows), self._device),
+            context_starts=copy_to_device(context_starts, self._device),
+            max_context_len=max_context_len,
         )
-        return GatheredContext(prompts, device_rows, device_starts, int(context_lens.max()))
 
 
 def make_prompt_attention(device: torch.device) -> PromptAttention:

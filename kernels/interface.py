@@ -28,7 +28,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """The KV blocks of one attention group inside the pool's buffer.
+    """The KV blocks of one attention group inside the pool's buffer, and where each of their parts lies.
 
     Block b is sub-block `b % blocks_per_unit` of unit `b // blocks_per_unit`; a block is laid out
     `[layer][K/V][token][kv-head][dim]`. A unit's length is a whole number of token rows.
@@ -85,7 +85,9 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """Queries of all sequences of a step in a row, on the host. Sequences with one query come first."""
+    """The queries of all sequences of a step, one sequence after another, on the host. Sequences with one query come
+    first.
+    """
 
     query_starts: IntArray
     """[sequences + 1]: the queries of sequence i are the tokens [query_starts[i], query_starts[i + 1])."""
@@ -125,7 +127,7 @@ class RaggedBatch:
 
 @dataclass(frozen=True, slots=True)
 class StatePlan:
-    """Units of the pool that hold the recurrent states of a step's sequences."""
+    """Says where in the pool the recurrent states of a step's sequences are. Used by the CPU and reference backends."""
 
     batch: RaggedBatch
     decode_units: Tensor
@@ -188,7 +190,7 @@ class DeviceBlockTable:
 
 
 class Kernels(Protocol):
-    """Operations of a step. All tensors are on the backend's device; `tokens` is the ragged batch's axis."""
+    """Interface of a backend: the operations of a step on its device. `tokens` is the axis of the ragged batch."""
 
     name: str
     device: torch.device

@@ -67,11 +67,7 @@ def draw(logits: Tensor, settings: DrawSettings) -> Tensor:
     if not math.isfinite(peak.sum().item()):  # NaN is the greatest of all
         values = values.nan_to_num(nan=float("-inf"), posinf=MAX_LOGIT, neginf=float("-inf"))
         peak, tokens = values.max(-1)
-        has_candidates = (peak > float("-inf")).tolist()
-        random_rows = RandomRows(
-            [i for i in random_rows.unfiltered_rows if has_candidates[i]],
-            [i for i in random_rows.filtered_rows if has_candidates[i]],
-        )
+        random_rows = _drop_empty_rows(random_rows, (peak > float("-inf")).tolist())
     for rows, draw_rows in (
         (random_rows.unfiltered_rows, _draw_unfiltered),
         (random_rows.filtered_rows, _draw_filtered),
@@ -81,6 +77,14 @@ def draw(logits: Tensor, settings: DrawSettings) -> Tensor:
         if rows:
             tokens[rows] = draw_rows(values[rows], peak[rows], settings.select_rows(rows))
     return tokens
+
+
+def _drop_empty_rows(random_rows: RandomRows, has_candidates: list[bool]) -> RandomRows:
+    """Return the rows from which a token can be drawn. The others, of NaN and -inf only, yield token 0."""
+    return RandomRows(
+        [i for i in random_rows.unfiltered_rows if has_candidates[i]],
+        [i for i in random_rows.filtered_rows if has_candidates[i]],
+    )
 
 
 def _group_rows(settings: DrawSettings, vocab: int) -> RandomRows:
@@ -104,7 +108,7 @@ def _draw_unfiltered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Te
 
 
 def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
-    """Draw from rows with `top_k` or `top_p`, among the likeliest tokens where they are enough."""
+    """Draw from rows with `top_k` or `top_p`, among the likeliest tokens if these are certainly enough."""
     vocab = values.shape[1]
     has_top_k, candidate_ranks = settings.top_k < vocab, torch.arange(vocab, device=values.device)
     full_sums = None if has_top_k.all() else _compute_weights(values, peak, settings).sum(-1, dtype=torch.float64)
@@ -142,26 +146,17 @@ def _find_crossing(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     weight_count = weights.shape[1]
     span_end = weight_count // WEIGHTS_PER_SPAN * WEIGHTS_PER_SPAN
-    span_masses = (
-        weights[:, :span_end]
-        .view(len(weights), span_end // WEIGHTS_PER_SPAN, WEIGHTS_PER_SPAN)
-        .sum(-1, dtype=torch.float64)
-    )
-    running_masses = torch.cat(
-        [span_masses, weights[:, span_end:].sum(-1, keepdim=True, dtype=torch.float64)], 1
-    ).cumsum_(1)
+    whole_spans = weights[:, :span_end].view(len(weights), span_end // WEIGHTS_PER_SPAN, WEIGHTS_PER_SPAN)
+    span_masses = whole_spans.sum(-1, dtype=torch.float64)
+    last_mass = weights[:, span_end:].sum(-1, keepdim=True, dtype=torch.float64)
+    running_masses = torch.cat([span_masses, last_mass], 1).cumsum_(1)
     target_mass = uniforms.double()[:, None] * running_masses[:, -1:]
     span_index = torch.searchsorted(running_masses, target_mass, right=True).clamp_(max=running_masses.shape[1] - 1)
     mass_before = torch.where(span_index > 0, running_masses.gather(1, (span_index - 1).clamp_(min=0)), 0.0)
     columns = span_index * WEIGHTS_PER_SPAN + torch.arange(WEIGHTS_PER_SPAN, device=weights.device)
-    span_sums = (
-        weights.gather(1, columns.clamp(max=weight_count - 1))
-        .double()
-        .masked_fill_(columns >= weight_count, 0.0)
-        .cumsum_(1)
-    )
-    last_column = torch.searchsorted(
-        span_sums, span_sums[:, -1:].contiguous()
-    )  # sums in another order may leave a target behind them all
+    span_weights = weights.gather(1, columns.clamp(max=weight_count - 1)).double()
+    span_sums = span_weights.masked_fill_(columns >= weight_count, 0.0).cumsum_(1)
+    # Sums in another order may leave a target behind them all: then the last token with a weight is taken.
+    last_column = torch.searchsorted(span_sums, span_sums[:, -1:].contiguous())
     offset = torch.searchsorted(span_sums, target_mass - mass_before, right=True).minimum(last_column)
     return (span_index * WEIGHTS_PER_SPAN + offset)[:, 0].clamp_(max=weight_count - 1)

@@ -20,7 +20,7 @@ _IS_BF16_BY_DTYPE = {torch.bfloat16: True, torch.float32: False}
 
 
 class CpuKernels(ReferenceKernels):
-    """Implements `interface.Kernels`."""
+    """Computes on a CPU, by native operations if they take the tensors, else as the reference. Implements `Kernels`."""
 
     name = "cpu"
     scans_by_chunks = True

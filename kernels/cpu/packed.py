@@ -49,7 +49,7 @@ class NativeMatrix:
 
 @dataclass(frozen=True, slots=True)
 class BlockedMatrix:
-    """A matrix in oneDNN's layout and, if it is small, in fp32."""
+    """A matrix in oneDNN's layout. A small one is also kept in fp32, for few rows."""
 
     blocked_weight: Tensor
     """Weight [outputs, inputs] in oneDNN's layout."""

@@ -28,7 +28,7 @@ class ReferencePlan:
 
 
 class ReferenceKernels:
-    """Implements `interface.Kernels`."""
+    """Computes every operation as it is defined, one sequence at a time. Implements `interface.Kernels`."""
 
     name = "reference"
     scans_by_chunks = False
@@ -45,34 +45,26 @@ class ReferenceKernels:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: ReferencePlan, scale: float
     ) -> Tensor:
-        batch = plan.batch
+        batch, window = plan.batch, plan.window
         k_cache, v_cache = kv.view_layer(layer)
-        spans = list(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True))
-        for i, (start, end) in enumerate(spans):
-            units, sub_blocks, offsets = self._compute_cache_indices(
-                plan, kv, i, int(batch.context_lens[i]) - (end - start)
-            )
+        starts, ends = batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist()
+        first_positions = (batch.context_lens - np.diff(batch.query_starts)).tolist()
+        for i, (start, end, first_position) in enumerate(zip(starts, ends, first_positions, strict=True)):
+            units, sub_blocks, offsets = self._compute_cache_indices(plan, kv, i, first_position)
             k_cache[units, sub_blocks, offsets] = k[start:end]
             v_cache[units, sub_blocks, offsets] = v[start:end]
         out = torch.empty_like(q)
-        for i, (start, end) in enumerate(spans):
-            first_position = (
-                0 if plan.window is None else max(0, int(batch.context_lens[i]) - (end - start) - plan.window + 1)
-            )
-            units, sub_blocks, offsets = self._compute_cache_indices(plan, kv, i, first_position)
-            out[start:end] = attend(
-                q[start:end],
-                k_cache[units, sub_blocks, offsets],
-                v_cache[units, sub_blocks, offsets],
-                plan.window,
-                scale,
-            )
+        for i, (start, end, first_position) in enumerate(zip(starts, ends, first_positions, strict=True)):
+            first_seen = 0 if window is None else max(0, first_position - window + 1)
+            units, sub_blocks, offsets = self._compute_cache_indices(plan, kv, i, first_seen)
+            context_k, context_v = k_cache[units, sub_blocks, offsets], v_cache[units, sub_blocks, offsets]
+            out[start:end] = attend(q[start:end], context_k, context_v, window, scale)
         return out
 
     def _compute_cache_indices(
         self, plan: ReferencePlan, kv: PagedKV, sequence: int, first_position: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return unit, sub-block and offset of the positions [first, context) of a sequence."""
+        """Return the (unit, sub-block, offset in the block) of each position of a sequence from `first_position` on."""
         positions = np.arange(first_position, int(plan.batch.context_lens[sequence]))
         blocks = plan.block_table[sequence][positions // kv.block_size]
         index_arrays = (blocks // kv.blocks_per_unit, blocks % kv.blocks_per_unit, positions % kv.block_size)

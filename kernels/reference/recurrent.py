@@ -24,8 +24,10 @@ ChunkFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: StatePlan, silu: bool) -> Tensor:
-    """Convolve as `interface.Kernels.causal_conv` says. A tail is the `width - 1` inputs before the next token, oldest
-    first."""
+    """Convolve as `interface.Kernels.causal_conv` says.
+
+    A tail is the `width - 1` inputs before the next token, oldest first.
+    """
     taps = weight.t().to(get_accumulation_dtype(x.dtype))  # [width, channels]
     out = torch.empty_like(x)
     decode_count = plan.batch.decode_count
@@ -77,10 +79,10 @@ def _run_recurrence(
 
 
 def _compute_decays(log_decay: Tensor, is_future: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, within a chunk, the running sum a_t of log_decay [..., size], and exp(a_t - a_j) [..., size, size] for j
-    <= t.
+    """Return the decays within a chunk: the running sum a_t of log_decay, and exp(a_t - a_j) for each j <= t.
 
-    Sums are taken in fp64: under fast decay they are large, and their small differences matter.
+    Shapes: log_decay and a are [..., size], the pairs [..., size, size]. Sums are taken in fp64: under fast decay they
+    are large, and their small differences matter.
     """
     decay_sum = log_decay.double().cumsum(-1)
     pair_decay = (

@@ -97,10 +97,12 @@ def decode_attention(
     SPLIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Grid (sequences, kv heads, splits): the query heads of one KV head over one part of a sequence's context.
+    """Attend with one query of each sequence, for the query heads of one KV head, over one part of the context.
 
-    Without SPLIT the result goes to out [sequences, heads, dim], else to part [sequences, heads, splits, dim] and its
-    log2 of the softmax's sum to part_scale [sequences, heads, splits], for `combine_splits`.
+    The grid is (sequences, kv heads, splits). Without SPLIT the result goes to out [sequences, heads, dim]. Else it
+    goes to part [sequences, heads, splits, dim], and the log2 of its softmax sum to part_scale [sequences, heads,
+    splits]. Then `combine_splits` combines the parts. A long context is split so that few sequences still fill the
+    device.
     """
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -151,7 +153,9 @@ def decode_attention(
 def combine_splits(
     out_ptr, part_ptr, part_scale_ptr, splits, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Combine up to BLOCK parts of one head's context, each weighed by its softmax sum. Grid (sequences, heads)."""
+    """Combine up to BLOCK parts of one head's context, each weighed by its softmax sum. The grid is (sequences,
+    heads).
+    """
     head_row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     split = tl.arange(0, BLOCK)
     dim = tl.arange(0, BLOCK_D)
@@ -175,11 +179,11 @@ def prefill_attention(
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Compute causal attention of prompt tokens over the paged KV cache, with online softmax.
+    """Compute causal attention of prompt tokens over the paged KV cache, with a running softmax.
 
     The grid is (tiles, kv heads). Tile i has BLOCK_Q queries of sequence tile_seq[i], from tile_query[i] on. A program
     computes one tile for the GROUP query heads that share one KV head. Keys that every query of the tile sees are read
-    without a mask; keys on the diagonal and at a window's edge are masked. WIDE: offsets need 64 bits.
+    without a mask; keys on the diagonal and at a window's edge are masked. WIDE: as in `dot`.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -49,7 +49,7 @@ PROGRAMS_PER_PROCESSOR = 4
 
 
 class TritonKernels:
-    """Implements `interface.Kernels` for fp32, bf16 and fp16."""
+    """Runs every operation as Triton kernels, in fp32, bf16 and fp16. Implements `interface.Kernels`."""
 
     name = "triton"
 
@@ -221,6 +221,7 @@ class TritonKernels:
     def _rotate(
         self, x: Tensor, weight: Tensor | None, eps: float, zero_centred: bool, cos: Tensor, signed_sin: Tensor
     ) -> Tensor:
+        """Launch `rows.rotate_rows`. `weight`: gains of a norm before the rotation; None: no norm."""
         rows = view_rows(x)
         tokens, heads, dim = rows.shape
         half = cos.shape[-1] // 2
@@ -247,6 +248,7 @@ class TritonKernels:
         return self._activate(x, x.shape[-1], "relu squared")
 
     def _activate(self, x: Tensor, size: int, kind: str) -> Tensor:
+        """Launch `rows.activate_rows`, which explains `kind`. `size`: columns of the result."""
         rows = x.reshape(-1, x.shape[-1])
         out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
         block = min(round_up_to_power_of_two(size, 16), 2048)
@@ -305,6 +307,9 @@ class TritonKernels:
     # sampling
 
     def draw(self, logits: Tensor, settings: DrawSettings) -> Tensor:
+        """Draw a token from each row. The kernel searches over the order of the logits' bits; 16-bit logits have
+        fewer.
+        """
         rows, vocab = logits.shape
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -28,7 +28,7 @@ def convolve_step(
     channels,
     WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Convolve the next token of each sequence. Grid: (sequences, channel blocks).
+    """Convolve the next token of each decoding sequence. The grid is (sequences, channel blocks).
 
     A tail holds the WIDTH - 1 inputs before the token. The token is appended to it, and its first input is dropped. A
     negative unit marks a row of padding, which has no tail.

@@ -14,7 +14,10 @@ def penalise_rows(
     frequency_ptr,
     logits_row_stride, row_capacity, ALL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Apply the penalties of one row. ALL: row i of the batch is row i of the logits, else row logits_rows_ptr[i]."""
+    """Apply the penalties of one row to its logits, in place. The count codes are those of `kernels.counts`.
+
+    ALL: row i of the batch is row i of the logits, else row logits_rows_ptr[i].
+    """
     batch_row = tl.program_id(0).to(tl.int64)
     logits_row = batch_row
     if not ALL:
@@ -45,7 +48,10 @@ def count_sampled_rows(
     sampled_ptr, tokens_ptr, values_ptr, lengths_ptr, logits_rows_ptr, count_rows_ptr, row_capacity,
     ALL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Count the drawn token of one row: add 2 to its count code, or append the token. ALL: as in `penalise_rows`."""
+    """Count the token that was drawn for one row: add 2 to its count code, or append it as a new token.
+
+    ALL: as in `penalise_rows`.
+    """
     batch_row = tl.program_id(0).to(tl.int64)
     logits_row = batch_row
     if not ALL:

@@ -4,7 +4,7 @@ A prompt takes two launches. `prepare_delta_chunks` does what needs no state, in
 the strictly lower part of the chunk's system and T = (I + L)^-1, it leaves T b v, T b exp(a) k and the masked q k^T.
 `scan_delta_chunks` then carries the state from chunk to chunk with four products each (the WY form of Yang et al.,
 2024). T is built by joining inverses of diagonal blocks of 1, 2, 4, .. rows: [[A, 0], [B, C]]^-1 has -C^-1 B A^-1
-below. That is as stable as substitution, also where a prompt repeats itself and all keys of a chunk are equal.
+below. That is as stable as substitution, even if a prompt repeats itself and all keys of a chunk are equal.
 
 Decays are summed in fp64, as in the reference: under fast decay the sums are large and their differences matter.
 """
@@ -24,7 +24,10 @@ def advance_delta_state(
     heads, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
-    """Grid (sequences, value heads, value blocks): one token each. A negative unit is padding."""
+    """Advance the states of decoding sequences by one token each, and write the outputs.
+
+    The grid is (sequences, value heads, value blocks). A sequence with a negative unit is padding: it has no state.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim_k = tl.arange(0, BLOCK_K)
@@ -61,8 +64,12 @@ def prepare_delta_chunks(
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Grid (chunks, value heads). Leaves new_v [tokens, heads, VALUE], new_k [tokens, heads, KEY] and inner
-    [tokens, heads, CHUNK], all fp32; 2 ** LEVELS == CHUNK. Rows of q, k and v are taken BLOCK columns at a time."""
+    """Compute what a chunk of a prompt needs besides the state: new_v, new_k and inner, in fp32.
+
+    The grid is (chunks, value heads). The module explains the three results. Their shapes are [tokens, heads, VALUE],
+    [tokens, heads, KEY] and [tokens, heads, CHUNK]. 2 ** LEVELS == CHUNK. Rows of q, k and v are read BLOCK columns at
+    a time, because whole rows would take too many registers.
+    """
     tile = tl.program_id(0)
     head = tl.program_id(1)
     end = tl.load(starts_ptr + tl.load(tile_seq_ptr + tile) + 1)
@@ -137,7 +144,10 @@ def scan_delta_chunks(
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Grid (sequences, value heads, value blocks): a sequence's chunks in order, its state in registers."""
+    """Carry the state through a prompt's chunks, in their order, and write the outputs.
+
+    The grid is (sequences, value heads, value blocks). The state stays in registers from chunk to chunk.
+    """
     seq = first_seq + tl.program_id(0)
     head = tl.program_id(1)
     dim_k = tl.arange(0, BLOCK_K)

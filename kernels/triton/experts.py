@@ -17,10 +17,11 @@ from kernels.triton.attention import dot
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort the (token, choice) pairs by expert; return (order, starts, tile_expert, tile_row) for the kernels.
+    """Sort the (token, choice) pairs by expert, and cut the pairs of each expert into tiles of `block_m` rows.
 
-    order: [tokens * top_k] pairs sorted by expert. starts: [experts + 1] first pair of each expert. tile_expert and
-    tile_row: expert and first row of each tile; tiles that are not needed begin after the last row.
+    Returns order [tokens * top_k], the pairs sorted by expert; starts [experts + 1], the first row of each expert; and
+    the expert and the first row of each tile. Tiles that are not needed begin after the last row. The host does not
+    wait.
     """
     sorted_experts, order = expert_ids.reshape(-1).sort(stable=True)
     rows = sorted_experts.shape[0]
@@ -41,9 +42,10 @@ def multiply_gate_up(
     top_k,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Grid (tiles, column blocks): out[row] = silu(gate(x)) * up(x), rows sorted by expert.
+    """Compute silu(gate(x)) * up(x) for the rows of a tile, which all go to one expert.
 
-    order: [rows] the (token, choice) of each row; starts: [experts + 1]; weight: [experts, 2 * size, hidden].
+    The grid is (tiles, column blocks). Rows are sorted by expert. order: [rows] the (token, choice) of each row;
+    starts: [experts + 1]; weight: [experts, 2 * size, hidden].
     """
     tile = tl.program_id(0)
     expert = tl.load(tile_expert_ptr + tile)
@@ -79,9 +81,10 @@ def multiply_down(
     x_ptr, weight_ptr, scale_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, hidden, size,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """Grid (tiles, column blocks): out[token, choice] = scale[token, choice] * down(x[row]), in fp32.
+    """Multiply the rows of a tile by an expert's down matrix, times the expert's weight for the token, in fp32.
 
-    x: [rows, size], sorted by expert; weight: [experts, hidden, size]; out: [tokens, top_k, hidden].
+    The grid is (tiles, column blocks). x: [rows, size], sorted by expert; weight: [experts, hidden, size]; out:
+    [tokens, top_k, hidden].
     """
     tile = tl.program_id(0)
     expert = tl.load(tile_expert_ptr + tile)

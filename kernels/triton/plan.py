@@ -35,7 +35,7 @@ def choose_dot_precision(x: Tensor) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Batch of one attention group, on the device."""
+    """The batch of one attention group, as the kernels read it on the device."""
 
     slot_rows: Tensor
     """[tokens]: row where the K of each token goes in layer 0."""
@@ -83,7 +83,7 @@ def make_query_tiles(batch: RaggedBatch, size: int) -> tuple[IntArray, IntArray]
 def plan_attention(
     batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None, device: torch.device, split_count: int
 ) -> AttentionPlan:
-    """Make the plan of any batch."""
+    """Upload a batch for the attention kernels. `split_count`: parts into which contexts of decodes are cut."""
     arrays = [table.compute_slot_rows(batch, kv), batch.query_starts, batch.context_lens, table.sequence_rows]
     slots, starts, lens, rows = upload(arrays, device)
     batch_table = table.block_start_rows[: table.count_blocks(batch, kv)].index_select(1, rows)
@@ -130,7 +130,7 @@ def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: DeviceBlo
 
 @dataclass(frozen=True, slots=True)
 class RecurrentPlan:
-    """Batch of the recurrent operations, on the device."""
+    """The batch of the recurrent operations, as the kernels read it on the device."""
 
     query_starts: Tensor
     """[sequences + 1]: the batch's query_starts."""
@@ -144,6 +144,7 @@ class RecurrentPlan:
 
 
 def plan_recurrent(batch: RaggedBatch, units: IntArray, device: torch.device) -> RecurrentPlan:
+    """Upload a batch for the recurrent kernels. `units`: [sequences], unit of each sequence's state."""
     seq, first = make_query_tiles(batch, STATE_CHUNK)
     arrays = [batch.query_starts, units, seq, batch.query_starts[seq] + first]
     starts, device_units, tile_seq, tile_token = upload(arrays, device)
@@ -159,6 +160,7 @@ def make_fixed_recurrent_plan(max_sequences: int, device: torch.device) -> Recur
 
 
 def refill_recurrent_plan(plan: RecurrentPlan, units: IntArray) -> None:
+    """Write the units of decoding sequences into a fixed plan. The rest becomes padding."""
     padded_units = np.full(plan.sequence_count, -1, np.int32)
     padded_units[: len(units)] = units
     overwrite(plan.units, padded_units)

@@ -18,10 +18,10 @@ def norm_rows(
     other_inner_stride, weight_inner_stride, eps,
     DIM: tl.constexpr, MODE: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Apply root mean square norm to ROWS rows.
+    """Apply root mean square norm to ROWS rows, with a residual or a gate.
 
     MODE: "plain"; "add" adds x to the residual `other`, stores the sum there and norms it; "before" and "after"
-    multiply by the silu of the gate `other` before or after the norm.
+    multiply by the silu of the gate `other` before or after the norm. ZERO_CENTRED: the weight is the gain minus one.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK)
@@ -64,9 +64,9 @@ def rotate_rows(
     DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr
 ):  # fmt: skip
-    """Rotate the first 2 * HALF dims of ROWS (token, head) rows, halves against each other; copy the other dims.
+    """Rotate the first 2 * HALF dims of ROWS (token, head) rows, halves against each other, and copy the other dims.
 
-    NORM: the rows are normed first, as by `norm_rows` in the mode "plain".
+    NORM: the rows are normed first, as `norm_rows` does in the mode "plain".
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = (row // heads).to(tl.int64)
@@ -106,7 +106,7 @@ def rotate_rows(
 
 @triton.jit
 def activate_rows(x_ptr, out_ptr, x_row_stride, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Apply an activation. Grid (rows, parts): [SIZE] results of each row.
+    """Apply an activation to SIZE columns of each row. The grid is (rows, column blocks).
 
     KIND: "silu" and "gelu" (with tanh) give activation(first half of x) * second half; "relu squared" relu(x) ** 2.
     """

@@ -56,7 +56,11 @@ def choose_pivots(low, high):
 
 @triton.jit
 def narrow_bounds(low, high, first, second, third, at_first, at_second, at_third, at_low, at_high, target):
-    """Return (low, high, amount at or above each) after a pass: `target` or more is at or above low, less at high."""
+    """Choose the part of [low, high) in which the searched key lies, from the amounts at or above three pivots.
+
+    The amount, of tokens or of their weights, is at least `target` at the new low, and less at the new high. Returns
+    (low, high, amount at low, amount at high).
+    """
     new_low = tl.where(at_third >= target, third, tl.where(at_second >= target, second,
                        tl.where(at_first >= target, first, low)))  # fmt: skip
     new_high = tl.where(at_third >= target, high, tl.where(at_second >= target, third,
@@ -113,8 +117,10 @@ def find_count_edge(row_ptr, vocab, floor, target_count, low, high, at_low, SHIF
 def find_mass_edge(
     row_ptr, vocab, floor, peak, scale, target_mass, low, high, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Return (edge, weights above it): the largest edge for which the tokens on and above it weigh at least
-    `target_mass`."""
+    """Find the largest key for which the tokens with this key or a larger one weigh at least `target_mass`.
+
+    Returns (edge, weight of the tokens above the edge). `low` and `high` bound the edge.
+    """
     lane = tl.arange(0, BLOCK)
     at_low = target_mass
     at_high = target_mass * 0.0
@@ -140,7 +146,7 @@ def find_mass_edge(
 
 @triton.jit
 def sum_mass_above(row_ptr, vocab, floor, peak, scale, edge, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return (weights of the tokens above the edge, number of tokens on it)."""
+    """Return (weight of the tokens above the edge, number of tokens on the edge)."""
     lane = tl.arange(0, BLOCK)
     mass = tl.zeros((BLOCK,), tl.float32)
     tie_count = tl.zeros((BLOCK,), tl.int32)
@@ -156,7 +162,10 @@ def sum_mass_above(row_ptr, vocab, floor, peak, scale, edge, SHIFT: tl.constexpr
 def find_token(
     row_ptr, vocab, floor, peak, scale, edge, quota, target, token, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return the id where the running sum of the kept weights passes `target`; `token` if it never does."""
+    """Return the token at which the running sum of the kept weights, by id, passes `target`.
+
+    Kept are the tokens above the edge, and the first `quota` tokens on it. `token`: returned if the sum never passes.
+    """
     lane = tl.arange(0, BLOCK)
     running_mass = target * 0.0
     ties_seen = tl.full((), 0, tl.int32)
@@ -193,7 +202,10 @@ def draw_rows(
     logits_ptr, temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, uniforms_ptr, out_ptr, logits_row_stride, vocab,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Draw the token of one row. Grid (rows). SHIFT: bits that fp32 has more than the logits."""
+    """Draw the token of one row of logits, as `kernels.sampling` defines it. The grid is (rows).
+
+    SHIFT: number of bits that fp32 has more than the type of the logits.
+    """
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * logits_row_stride
     lane = tl.arange(0, BLOCK)

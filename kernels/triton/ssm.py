@@ -28,7 +28,10 @@ def advance_ssm_state(
     heads,
     PER_GROUP: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr
 ):  # fmt: skip
-    """Grid (sequences, heads, dim blocks): one token each. A negative unit is padding."""
+    """Advance the Mamba-2 states of decoding sequences by one token each, and write the outputs.
+
+    The grid is (sequences, heads, dim blocks). A sequence with a negative unit is padding: it has no state.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -62,9 +65,9 @@ def compute_ssm_scores(
     c_token_stride, c_group_stride, groups,
     STATE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Grid (chunks, groups): C B^T of a chunk, which the heads of a group share; scores is [tokens, groups, CHUNK].
+    """Compute C B^T of a chunk, which all heads of a group share. The grid is (chunks, groups).
 
-    Rows of b and c are taken BLOCK columns at a time.
+    scores is [tokens, groups, CHUNK]. Rows of b and c are read BLOCK columns at a time.
     """
     tile = tl.program_id(0)
     group = tl.program_id(1)
@@ -95,7 +98,10 @@ def scan_ssm_chunks(
     PER_GROUP: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Grid (sequences, heads, dim blocks): a sequence's chunks in order, given their `compute_ssm_scores`."""
+    """Carry the state through a prompt's chunks, in their order, and write the outputs.
+
+    The grid is (sequences, heads, dim blocks). `compute_ssm_scores` has left the scores of each chunk.
+    """
     seq = first_seq + tl.program_id(0)
     head = tl.program_id(1)
     dim = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
