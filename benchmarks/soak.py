@@ -6,8 +6,8 @@ Full function: kv policy, index fed by events that store and remove blocks all t
 dashboard that is looked at. The load: complete answers and streams over conversations that never end being new, clients
 that leave in the middle, requests that are refused, connections that come and go.
 
-The cache of encoded text is filled first, so that what grows afterwards is a leak and not a cache doing its work. Exit
-status 1 if memory grew by over 1 % in the second half.
+The cache of conversations and what the router remembers of requests (little here) are filled first. So what grows
+afterwards is a leak and not a cache that fills. Exit status 1 if memory grew by over 1 % in the second half.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from harness.programs import ADMIN_KEY, read_metric
 from engine.tiny.tokenizer import write_tokenizer
 
 IN_FLIGHT_MAX = 200
+ROUTER_FLAGS = ("--log-level=error", "--set=miss_reasons.memory_mb=1", "--set=miss_reasons.requests_max=256")
 WATCH = b"GET /dashboard/events HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer %b\r\n\r\n" % ADMIN_KEY.encode()
 
 
@@ -116,7 +117,7 @@ def main(minutes: float, rate: float, checkout: bool, json_file: Path | None) ->
     write_tokenizer(trial.folder, 4096, 1 << 20)
     mocks = [["--churn", "50", "--chunks", "16"]] * 2
     print(format_facts(describe_machine()))
-    with router_with_mock_workers(trial.folder, checkout, mocks, "--log-level", "error") as (router, url, _):
+    with router_with_mock_workers(trial.folder, checkout, mocks, *ROUTER_FLAGS) as (router, url, _):
         trial.watch_program(router)
         soak = Soak(url, router.pid, rate)
         asyncio.run(soak.fill())
