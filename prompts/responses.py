@@ -1,15 +1,14 @@
-"""OpenAI's Responses: bodies as they are checked, and the chat that one stands for, by vLLM's rules.
+"""OpenAI's Responses API: checks of bodies, and their conversion to chats by vLLM's rules.
 
-`parse_responses_request` refuses what no worker takes; unknown fields pass. `convert_to_chat` gives the fields of the
-chat that is rendered: an assistant's message, its thoughts and its calls, which are items of their own, become one
-message again.
-What came before (`previous_response_id`) and what is only named (`item_reference`) is its caller's to bring.
+`parse_responses_request` refuses bodies that no worker takes, and ignores unknown fields. `convert_to_chat` returns the
+fields of the chat that is rendered. Its caller provides the messages of the stored response that a body continues
+(`previous_response_id`), and the stored items that it names (`item_reference`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -150,6 +149,7 @@ def _describe_choice(choice: Any) -> str:
 
 
 def _check_tool(param: str, tool: Item) -> None:
+    """Raise RequestError, which names the field, for a tool that cannot be shown to a model."""
     tool_type = tool.get("type")
     if not isinstance(tool_type, str):
         raise bad_value(f"{param}.type", tool_type, "a string such as function")
@@ -158,7 +158,7 @@ def _check_tool(param: str, tool: Item) -> None:
     parameters = tool.get("parameters")
     if tool_type == "function" and parameters is not None and not isinstance(parameters, dict):
         raise bad_value(f"{param}.parameters", parameters, "an object")
-    if tool_type == "custom" and isinstance(tool.get("format"), dict) and tool["format"].get("type") == "grammar":
+    if _has_grammar(tool):
         _check_grammar(f"{param}.format", tool["format"])
     if tool_type == "namespace":
         inner_tools = tool.get("tools")
@@ -166,6 +166,12 @@ def _check_tool(param: str, tool: Item) -> None:
             raise bad_value(f"{param}.tools", inner_tools, "an array of tools")
         for tool_index, inner_tool in enumerate(inner_tools):
             _check_tool(f"{param}.tools[{tool_index}]", inner_tool)
+
+
+def _has_grammar(tool: Item) -> bool:
+    """Return whether a tool takes free text that must match a grammar."""
+    tool_format = tool.get("format")
+    return tool["type"] == "custom" and isinstance(tool_format, dict) and tool_format.get("type") == "grammar"
 
 
 def _check_grammar(param: str, grammar: Item) -> None:
@@ -191,23 +197,29 @@ class ClientTool(Struct, frozen=True):
 
 
 def make_client_tools(tools: list[Item] | None) -> dict[str, ClientTool]:
-    """Return the tools that clients run, by the names that a model is shown."""
-    tools_by_name: dict[str, ClientTool] = {}
-    for tool in tools or ():
-        if tool["type"] == "namespace":
-            for inner in tool["tools"]:
-                if inner["type"] in ("function", "custom"):
-                    tools_by_name[_make_flat_name(tool["name"], inner["name"])] = _make_client_tool(inner, tool["name"])
-        elif tool["type"] in ("function", "custom"):
-            tools_by_name[tool["name"]] = _make_client_tool(tool, None)
-    return tools_by_name
+    """Return the tools that the client runs, by the names that a model is shown."""
+    return {
+        _make_flat_name(namespace, tool["name"]): _make_client_tool(tool, namespace)
+        for namespace, tool in _iter_client_tools(tools or [])
+    }
+
+
+def _iter_client_tools(tools: list[Item]) -> Iterator[tuple[str | None, Item]]:
+    """Yield the namespace, or None, and the definition of each tool that the client runs."""
+    for tool in tools:
+        is_namespace = tool["type"] == "namespace"
+        namespace = tool["name"] if is_namespace else None
+        for inner_tool in tool["tools"] if is_namespace else [tool]:
+            if inner_tool["type"] in ("function", "custom"):
+                yield namespace, inner_tool
 
 
 def _make_client_tool(tool: Item, namespace: str | None) -> ClientTool:
-    tool_format = tool.get("format")
-    if tool["type"] == "custom" and isinstance(tool_format, dict) and tool_format.get("type") == "grammar":
-        return ClientTool(tool["name"], namespace, True, tool_format["syntax"], tool_format["definition"])
-    return ClientTool(tool["name"], namespace, tool["type"] == "custom")
+    is_custom = tool["type"] == "custom"
+    if not _has_grammar(tool):
+        return ClientTool(tool["name"], namespace, is_custom)
+    grammar = tool["format"]
+    return ClientTool(tool["name"], namespace, is_custom, grammar["syntax"], grammar["definition"])
 
 
 def _make_flat_name(namespace: Any, name: Any) -> Any:
@@ -245,10 +257,10 @@ def find_item_references(request: ResponsesRequest) -> dict[str, str]:
 def convert_to_chat(
     request: ResponsesRequest, previous_messages: list[Message] | None = None, items: Mapping[str, Item] | None = None
 ) -> dict[str, Any]:
-    """Return the fields of the chat request that is served for a body. Raises RequestError.
+    """Return the fields of the chat request that stands for a body of the Responses API. Raises RequestError.
 
-    `previous_messages` are those of the response that the body continues, its answer included. `items` are the items to
-    which the body refers, by their ids.
+    `previous_messages` are those of the stored response that the body continues, its answer included. `items` are the
+    stored items that the body names by their ids.
     """
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
     messages += [message for message in previous_messages or () if message.get("role") != "system"]
@@ -257,12 +269,7 @@ def convert_to_chat(
     else:
         history = _ChatHistory(messages)
         for index, item in enumerate(request.input):
-            if item.get("type") == "item_reference":
-                referenced_item = (items or {}).get(item.get("id", ""))
-                if referenced_item is None:
-                    raise RequestError(f"input[{index}].id: no such item is here", param=f"input[{index}].id")
-                item = referenced_item
-            history.add(f"input[{index}]", item)
+            history.add(f"input[{index}]", _resolve_reference(f"input[{index}]", item, items or {}))
     if not messages:
         raise bad_value("input", request.input, "at least one item that says something")
     fields: dict[str, Any] = {
@@ -279,6 +286,16 @@ def convert_to_chat(
     return fields | {name: getattr(request, name) for name in _CHAT_FIELDS}
 
 
+def _resolve_reference(param: str, item: Item, items: Mapping[str, Item]) -> Item:
+    """Return the stored item that an `item_reference` names; any other item as it is. Raises RequestError."""
+    if item.get("type") != "item_reference":
+        return item
+    referenced_item = items.get(item.get("id", ""))
+    if referenced_item is None:
+        raise RequestError(f"{param}.id: no such item is here", param=f"{param}.id")
+    return referenced_item
+
+
 def _continues_last_message(request_input: str | list[Item]) -> bool:
     """Whether the last message is an unfinished one, to be continued."""
     last = request_input[-1] if isinstance(request_input, list) and request_input else {}
@@ -292,7 +309,11 @@ def find_skipped_item_types(request: ResponsesRequest) -> list[str]:
 
 
 class _ChatHistory:
-    """Converts items to messages; an assistant's reasoning, text and calls in a row become one message."""
+    """Appends the items of a body to the messages of a chat.
+
+    The Responses API has an item each for the reasoning, the text and the calls of an assistant. Such items in a row
+    become one message. The tools that a provider's servers ran ("hosted calls") become text.
+    """
 
     def __init__(self, messages: list[Message]) -> None:
         self._messages = messages
@@ -300,8 +321,11 @@ class _ChatHistory:
         """Whether the last message has only calls of a server's tools, so that the assistant's text is added to it."""
 
     def add(self, param: str, item: Item) -> None:
-        """Add a message, or a part of the assistant's last one. Raises RequestError."""
-        item_type, role = item.get("type"), item.get("role")
+        """Append an item as a new message, or add it to the assistant's last one. Raises RequestError.
+
+        `param` is the path of the item in the body, for error messages.
+        """
+        item_type = item.get("type")
         if item_type == "function_call":
             self._add_call(param, item, item.get("arguments"))
         elif item_type == "custom_tool_call":
@@ -311,19 +335,21 @@ class _ChatHistory:
             if reasoning or not item.get("encrypted_content"):
                 self._set_assistant_field("reasoning", reasoning)
         elif item_type in ("function_call_output", "custom_tool_call_output"):
-            output = item.get("output")
-            content = output if isinstance(output, str) else _check_parts(f"{param}.output", output)
+            content = _read_content(f"{param}.output", item.get("output"))
             self._append({"role": "tool", "content": content, "tool_call_id": item.get("call_id")})
         elif _is_hosted_item(item):
             self._add_hosted_call(str(item_type), item)
-        elif not isinstance(role, str) or not role:
-            raise bad_value(f"{param}.role", role, "a string such as user or assistant, or an item with a type")
-        elif role == "assistant" and item.get("content") is not None:
-            self._set_assistant_field("content", _read_assistant_content(f"{param}.content", item["content"]))
         else:
-            content = item.get("content")
-            content = content if isinstance(content, str) else _check_parts(f"{param}.content", content)
-            self._append({"role": role, "content": content})
+            self._add_message(param, item)
+
+    def _add_message(self, param: str, item: Item) -> None:
+        role, content = item.get("role"), item.get("content")
+        if not isinstance(role, str) or not role:
+            raise bad_value(f"{param}.role", role, "a string such as user or assistant, or an item with a type")
+        if role == "assistant" and content is not None:
+            self._set_assistant_field("content", _read_assistant_content(f"{param}.content", content))
+        else:
+            self._append({"role": role, "content": _read_content(f"{param}.content", content)})
 
     def _append(self, message: Message) -> None:
         self._messages.append(message)
@@ -353,24 +379,25 @@ class _ChatHistory:
             self._append({"role": "assistant", field: value})
 
     def _add_hosted_call(self, item_type: str, item: Item) -> None:
-        """Add a call of a server's tool as text of the assistant, or a client's output for one as text of the user."""
-        text, last_message = _format_hosted_item(item), self._messages[-1] if self._messages else {}
+        """Add a hosted call as text of the assistant, or a client's output for such a call as text of the user.
+
+        The texts of several hosted calls in a row are joined.
+        """
+        text = _format_hosted_item(item)
         if text is None:
             return
         if item_type.endswith(("_output", "_response")):
             self._append({"role": "user", "content": text})
-        elif self._ends_with_hosted_call:
+            return
+        last_message = self._messages[-1] if self._messages else {}
+        is_open = last_message.get("content") is None and "tool_calls" not in last_message
+        if self._ends_with_hosted_call:
             last_message["content"] += "\n" + text
-        elif (
-            last_message.get("role") == "assistant"
-            and last_message.get("content") is None
-            and "tool_calls" not in last_message
-        ):
+        elif last_message.get("role") == "assistant" and is_open:
             last_message["content"] = text
-            self._ends_with_hosted_call = True
         else:
             self._append({"role": "assistant", "content": text})
-            self._ends_with_hosted_call = True
+        self._ends_with_hosted_call = True
 
 
 _READ_TYPES = (
@@ -402,17 +429,17 @@ def _read_reasoning_text(item: Item) -> str:
 
 
 def _read_assistant_content(param: str, content: Any) -> str | list[Any]:
-    """Return the content of an assistant's message: one text, or several parts."""
+    """Return the content of an assistant's message: its text if there is one part, else the parts."""
+    parts = _read_content(param, content) or ""
+    if len(parts) == 1 and isinstance(parts[0], dict) and isinstance(parts[0].get("text"), str):
+        return str(parts[0]["text"])
+    return parts
+
+
+def _read_content(param: str, content: Any) -> str | list[Any] | None:
+    """Return a text, a list of parts, or None as it is. Raises RequestError for any other content."""
     if isinstance(content, str):
         return content
-    parts = _check_parts(param, content) or []
-    if not parts:
-        return ""
-    text = parts[0].get("text") if len(parts) == 1 and isinstance(parts[0], dict) else None
-    return text if isinstance(text, str) else parts
-
-
-def _check_parts(param: str, content: Any) -> list[Any] | None:
     if content is not None and not isinstance(content, list):
         raise bad_value(param, content, "a string or an array of parts")
     for part_index, part in enumerate(content or ()):
@@ -421,22 +448,27 @@ def _check_parts(param: str, content: Any) -> list[Any] | None:
 
 
 def _convert_tool_choice(request: ResponsesRequest) -> Any:
+    """Return the choice of tools as chats have it; None if the body has no tools. Raises RequestError."""
     choice = request.tool_choice
     if not request.tools:
         return None
     if not isinstance(choice, dict):
         return choice or "auto"
     tools = make_client_tools(request.tools)
-    if choice.get("type") != "allowed_tools":
-        return _convert_named_tool("tool_choice", choice, tools)
-    allowed_choice = choice.get("allowed_tools", choice)
+    if choice.get("type") == "allowed_tools":
+        return _convert_allowed_tools(choice, tools)
+    return _convert_named_tool("tool_choice", choice, tools)
+
+
+def _convert_allowed_tools(choice: Item, tools: Mapping[str, ClientTool]) -> Message:
+    """Return a choice among some of the tools; those that only a provider's servers run are left out."""
+    allowed_choice = choice.get("allowed_tools", choice)  # OpenAI's clients send it flat or nested
     listed_tools = allowed_choice.get("tools") if isinstance(allowed_choice, dict) else None
     if not isinstance(listed_tools, list) or not all(isinstance(tool, dict) for tool in listed_tools):
         raise bad_value("tool_choice.tools", listed_tools, "an array of tools")
-    named_tools = [(f"tool_choice.tools[{i}]", tool) for i, tool in enumerate(listed_tools)]
     chat_tools = [
-        _convert_named_tool(param, tool, tools)
-        for param, tool in named_tools
+        _convert_named_tool(f"tool_choice.tools[{index}]", tool, tools)
+        for index, tool in enumerate(listed_tools)
         if tool.get("type") in ("function", "custom")
     ]
     if listed_tools and not chat_tools:
@@ -447,43 +479,35 @@ def _convert_tool_choice(request: ResponsesRequest) -> Any:
 
 
 def _convert_named_tool(param: str, choice: Item, tools: Mapping[str, ClientTool]) -> Message:
-    """Return the tool that a choice names, as chats name it."""
-    tool_type, name = choice.get("type"), choice.get("name")
+    """Return the tool that a choice names, as chats name it. Raises RequestError for an unknown or ambiguous name.
+
+    A client may leave the namespace out if only one tool has the name.
+    """
+    tool_type, name, namespace = choice.get("type"), choice.get("name"), choice.get("namespace")
     if tool_type not in ("function", "custom"):
         expectation = '"function", "custom" or "allowed_tools": no server here runs other tools'
         raise bad_value(f"{param}.type", tool_type, expectation)
-    flat_name = _make_flat_name(choice.get("namespace"), name)
+    flat_name = _make_flat_name(namespace, name)
     if flat_name not in tools:
-        matching_names = [full for full, tool in tools.items() if tool.name == name and choice.get("namespace") is None]
+        matching_names = [full_name for full_name, tool in tools.items() if tool.name == name and namespace is None]
         if len(matching_names) != 1:
             raise bad_value(f"{param}.name", name, f"one of the tools: {', '.join(tools)}")
-        (flat_name,) = matching_names
+        flat_name = matching_names[0]
     return {"type": "function", "function": {"name": flat_name}}
 
 
 def _convert_tools(tools: list[Item]) -> list[Message]:
-    """Return the tools that a model is shown: functions, tools with free text, and those in a namespace."""
+    """Return the tools that a model is shown, as chats have them."""
     chat_tools: list[Message] = []
-    for tool in tools:
-        namespace = tool["name"] if tool["type"] == "namespace" else None
-        for inner_tool in tool["tools"] if tool["type"] == "namespace" else (tool,):
-            if inner_tool["type"] == "custom":
-                chat_tools.append(
-                    _convert_function(
-                        {**inner_tool, "parameters": CUSTOM_TOOL_SCHEMA}, _make_flat_name(namespace, inner_tool["name"])
-                    )
-                )
-            elif inner_tool["type"] == "function":
-                chat_tools.append(_convert_function(inner_tool, _make_flat_name(namespace, inner_tool["name"])))
+    for namespace, tool in _iter_client_tools(tools):
+        parameters = CUSTOM_TOOL_SCHEMA if tool["type"] == "custom" else tool.get("parameters")
+        name = _make_flat_name(namespace, tool["name"])
+        function = {"name": name, "description": tool.get("description"), "parameters": parameters}
+        for field in ("strict", "defer_loading"):
+            if tool.get(field) is not None:
+                function[field] = tool[field]
+        chat_tools.append({"type": "function", "function": function})
     return chat_tools
-
-
-def _convert_function(tool: Item, name: str) -> Message:
-    function = {"name": name, "description": tool.get("description"), "parameters": tool.get("parameters")}
-    for field in ("strict", "defer_loading"):
-        if tool.get(field) is not None:
-            function[field] = tool[field]
-    return {"type": "function", "function": function}
 
 
 def _convert_format(text_format: TextFormat | None) -> ResponseFormat | None:
