@@ -19,10 +19,11 @@ _ANTHROPIC_TYPE_BY_STATUS = {
 
 
 class RequestError(Exception):
-    """A request that cannot be served as it was sent.
+    """A request that cannot be served as it was sent, with the error that the client gets.
 
-    `param` names the wrong field (`messages[2].content`), None if it is no single field. `code` is OpenAI's
-    machine-readable word (`model_not_found`, `context_length_exceeded` ...).
+    `param` is the path of the wrong field (`messages[2].content`), or None if no single field is wrong. `code` is a
+    word for programs, mostly one of OpenAI's (`model_not_found`, `context_length_exceeded` ...). `status` is the HTTP
+    status.
     """
 
     def __init__(
@@ -42,36 +43,33 @@ class RequestError(Exception):
     def body(self, path: str = "") -> dict[str, Any]:
         """Return the JSON body in the format of the API to which `path` belongs."""
         if _is_anthropic(path):
-            error_type = _ANTHROPIC_TYPE_BY_STATUS.get(
-                self.status, "invalid_request_error" if self.status < 500 else "api_error"
-            )
+            default_type = "invalid_request_error" if self.status < 500 else "api_error"
+            error_type = _ANTHROPIC_TYPE_BY_STATUS.get(self.status, default_type)
             return {"type": "error", "error": {"type": error_type, "message": self.message}}
-        error_type = _OPENAI_TYPE_BY_STATUS.get(
-            self.status, "invalid_request_error" if self.status < 500 else "server_error"
-        )
+        default_type = "invalid_request_error" if self.status < 500 else "server_error"
+        error_type = _OPENAI_TYPE_BY_STATUS.get(self.status, default_type)
         return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
 
 
 def _is_anthropic(path: str) -> bool:
-    """Whether a path is of Anthropic's API, or is a wrong one that its clients make of a base URL with a path."""
+    """Return whether a path is of Anthropic's API, or one that its clients use with a wrong base URL."""
     return path.startswith("/v1/messages") or path.rstrip("/").removesuffix("/count_tokens").endswith("/messages")
 
 
 def describe_context_overflow(
     path: str, prompt_tokens: int, context_max: int, *, output_tokens: int = 0, is_exact: bool = True
 ) -> str:
-    """Return the message for a prompt that is too long, in the words by which clients know that they must shorten it.
+    """Return the error message for a prompt that is too long for the model.
 
-    `output_tokens` are those of the requested answer, if the prompt alone has room. If not `is_exact`, the prompt has
-    more than `prompt_tokens`.
+    Its words are those of OpenAI or Anthropic, by which clients know that they must shorten the prompt.
+    `output_tokens`: tokens of the requested answer, if the prompt alone would have room. `is_exact`: False if the
+    prompt has more than `prompt_tokens`.
     """
     qualifier = "" if is_exact else "more than "
     if path.startswith("/v1/messages"):
-        # A prompt that fills the context leaves no room for the first token of an answer.
-        return (
-            f"prompt is too long: {qualifier}{max(prompt_tokens + output_tokens, context_max + 1)} tokens > "
-            f"{context_max} maximum"
-        )
+        # A prompt that just fills the context has no room for an answer either.
+        shown_tokens = max(prompt_tokens + output_tokens, context_max + 1)
+        return f"prompt is too long: {qualifier}{shown_tokens} tokens > {context_max} maximum"
     parts = f"{prompt_tokens} in the prompt, {output_tokens or 'at least 1'} in the answer"
     return (
         f"This model's maximum context length is {context_max} tokens. However, you requested {qualifier}"

@@ -57,9 +57,9 @@ def encode_plain(hf_tokenizer: HfTokenizer, text: str, *, add_special_tokens: bo
 
 
 def build_fast_encoder(hf_tokenizer: HfTokenizer) -> FastEncoder | str:
-    """Return the encoder of a tokenizer, or the reason why there is none.
+    """Build a fast encoder with the same ids as a tokenizer; return the reason if that is impossible.
 
-    Its ids of sample texts are compared with those of the library.
+    Both encode sample texts, and all ids must be equal.
     """
     if FastTokenizer is None:
         return "fastokens is not installed"
@@ -71,12 +71,16 @@ def build_fast_encoder(hf_tokenizer: HfTokenizer) -> FastEncoder | str:
         encoder = FastEncoder(FastTokenizer.from_json_str(hf_tokenizer.to_str()))
     except ValueError as error:
         return str(error)
-    added_tokens = sorted(token.content for token in hf_tokenizer.get_added_tokens_decoder().values() if token.content)
-    token_samples = [*added_tokens[:_TOKEN_SAMPLES_MAX], *(f"one{token}two " for token in added_tokens[:2])]
-    for text in (*SAMPLE_TEXTS, *_WORD_SAMPLE_TEXTS, *token_samples):
+    for text in (*SAMPLE_TEXTS, *_WORD_SAMPLE_TEXTS, *_make_token_samples(hf_tokenizer)):
         for add_special_tokens in (False, True):
             fast_ids = encoder.encode(text, add_special_tokens=add_special_tokens)
             library_ids = encode_plain(hf_tokenizer, text, add_special_tokens=add_special_tokens)
             if list(memoryview(fast_ids).cast("I")) != library_ids:
                 return f"fastokens gives a sample text other ids ({text[:40]!r})"
     return encoder
+
+
+def _make_token_samples(hf_tokenizer: HfTokenizer) -> list[str]:
+    """Return some of the added tokens of a tokenizer, alone and inside of text."""
+    added_tokens = sorted(token.content for token in hf_tokenizer.get_added_tokens_decoder().values() if token.content)
+    return [*added_tokens[:_TOKEN_SAMPLES_MAX], *(f"one{token}two " for token in added_tokens[:2])]

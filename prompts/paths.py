@@ -12,10 +12,9 @@ _PATH_CHARS_MAX = 100
 
 
 def find_nearest_path(path: str, served_paths: Iterable[str]) -> str | None:
-    """Return the served path that a client probably meant; None if none is near.
+    """Return the served path that a client probably meant; None if no path is near.
 
-    That is a path with which `path` ends (`/chat/completions`, `/v1/v1/messages`, `/v1/messages/`), else one of nearly
-    equal spelling.
+    A client may have forgotten or doubled `/v1`, or added something before the path. Else the nearest spelling counts.
     """
     if len(path) > _PATH_CHARS_MAX:
         return None

@@ -40,7 +40,11 @@ _PRIORITY_MAX = 2**63 - 1
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
-    """The fields of a body that routing reads."""
+    """The prompt of a body and the fields that decide where a request goes, as a router reads them.
+
+    A chat has `messages`, a completion has `prompt`. Fields that a client did not send, or sent with a wrong type, are
+    None.
+    """
 
     kind: ApiKind
     source: CountRequest | ResponsesRequest | None = None
@@ -80,17 +84,17 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     has_media: bool = False
     """Whether the prompt has images or other media; only the text before the first is tokenised."""
 
-    def with_messages(self, messages: list[Message] | None) -> RoutingRequest:
-        """Return a copy with other messages."""
-        return msgspec.structs.replace(self, messages=messages)
-
     def replace(self, **changes: Any) -> RoutingRequest:
         """Return a copy with other values of some fields."""
         return msgspec.structs.replace(self, **changes)
 
 
 class RoutingFields(msgspec.Struct):
-    """Decoded fields of a body, of any type, because a worker may accept more than a router knows."""
+    """Fields of a chat or completion as they were sent, of any type.
+
+    `make_routing_request` checks their types. A body with a wrong type is not refused, because a worker may accept more
+    than a router knows.
+    """
 
     model: Any = None
     messages: Any = None
@@ -159,12 +163,14 @@ def _parse_body(kind: ApiKind, data: bytes) -> RoutingRequest:
 
 
 def make_routing_request(kind: ApiKind, fields: RoutingFields) -> RoutingRequest:
-    """Make the request of decoded fields. Raises RequestError if its priority is no integer."""
+    """Return the routing fields of a chat or completion, without values of a wrong type.
+
+    Raises RequestError if the priority is no integer.
+    """
     messages = _as_objects(fields.messages)
     output_tokens_max, output_tokens_min = _read_output_limits(fields)
-    echoes_with_logprobs = (
-        _as_bool(fields.echo) is True and _as_int(fields.top_logprobs if messages else fields.logprobs) is not None
-    )
+    logprob_count = _as_int(fields.top_logprobs if messages else fields.logprobs)
+    echoes_with_logprobs = _as_bool(fields.echo) is True and logprob_count is not None
     return RoutingRequest(
         kind=kind,
         model=_as_string(fields.model),
@@ -186,11 +192,15 @@ def make_routing_request(kind: ApiKind, fields: RoutingFields) -> RoutingRequest
         output_tokens_min=output_tokens_min,
         user=_as_string(fields.user),
         prompt_cache_key=_as_string(fields.prompt_cache_key),
-        metadata_user_id=_as_string(fields.metadata.get("user_id")) if isinstance(fields.metadata, dict) else None,
+        metadata_user_id=_read_user_id(fields.metadata),
         scores_prompt=fields.prompt_logprobs is not None or (echoes_with_logprobs and not messages),
         echoes_chat=echoes_with_logprobs and bool(messages),
         has_media=has_media(messages),
     )
+
+
+def _read_user_id(metadata: Any) -> str | None:
+    return _as_string(metadata.get("user_id")) if isinstance(metadata, dict) else None
 
 
 def _parse_source(kind: ApiKind, data: bytes) -> MessagesRequest | ResponsesRequest | None:
@@ -210,11 +220,12 @@ def _make_from_messages(source: MessagesRequest) -> RoutingRequest:
         priority=read_priority(source.priority),
         stream=source.stream is True,
         output_tokens_max=source.max_tokens,
-        metadata_user_id=_as_string(source.metadata.get("user_id")) if source.metadata is not None else None,
+        metadata_user_id=_read_user_id(source.metadata),
     )
 
 
 def _make_from_response(source: ResponsesRequest) -> RoutingRequest:
+    """Return the routing fields of a body of the Responses API. `convert_source_to_chat` reads its prompt later."""
     return RoutingRequest(
         kind="responses",
         source=source,
@@ -226,7 +237,7 @@ def _make_from_response(source: ResponsesRequest) -> RoutingRequest:
         truncate_prompt_tokens=-1 if source.truncation == "auto" else None,
         user=source.user,
         prompt_cache_key=source.prompt_cache_key,
-        metadata_user_id=_as_string(source.metadata.get("user_id")) if source.metadata is not None else None,
+        metadata_user_id=_read_user_id(source.metadata),
         stored_response_id=source.previous_response_id or _find_referenced_response_id(source),
     )
 
@@ -276,7 +287,7 @@ def _as_string(value: Any) -> str | None:
 
 
 def _as_bool(value: Any) -> bool | None:
-    """Return a value as a flag by pydantic's rules; None if it is none."""
+    """Return a value as a flag by pydantic's rules; None for a value that is no flag."""
     if isinstance(value, bool):
         return value
     if isinstance(value, (int, float)):

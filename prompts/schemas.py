@@ -104,7 +104,7 @@ class StructuredOutputs(Struct, frozen=True):
 
 
 class CommonRequest(Struct, kw_only=True, frozen=True):
-    """Fields of both endpoints. None means "not given", as does an explicit null."""
+    """Fields that chats and completions share. None stands for a field that was not sent, or sent as null."""
 
     model: str | None = None
     # OpenAI's sampling parameters
@@ -155,7 +155,7 @@ class CommonRequest(Struct, kw_only=True, frozen=True):
 
 
 class ChatRequest(CommonRequest, kw_only=True, frozen=True):
-    """A body of `/v1/chat/completions`. `messages` are plain dicts whose role and content have been checked."""
+    """A body of `/v1/chat/completions`. `parse_chat` has checked the roles and contents of its messages."""
 
     messages: list[Message]
     max_completion_tokens: Count | None = None
@@ -175,9 +175,9 @@ class ChatRequest(CommonRequest, kw_only=True, frozen=True):
     mm_processor_kwargs: dict[str, Json] | None = None
     media_io_kwargs: dict[str, Json] | None = None
     prompt_token_ids: list[TokenIdField] | None = None
-    """The prompt, and the answer's first tokens: instead of what the template makes of the messages."""
+    """Tokens of the prompt, used instead of rendering the messages. A router sends them to continue an answer."""
     answered_tokens: Count | None = None
-    """So many of `prompt_token_ids`, the last, are the beginning of the answer, which is now to be continued."""
+    """Number of the last `prompt_token_ids` that are the beginning of the answer to continue."""
 
 
 class CompletionRequest(CommonRequest, kw_only=True, frozen=True):
@@ -189,7 +189,7 @@ class CompletionRequest(CommonRequest, kw_only=True, frozen=True):
     suffix: str | None = None
     prompt_embeds: Json = None
     answered_tokens: Count | None = None
-    """So many of the prompt's last token ids are the beginning of the answer, which is now to be continued."""
+    """Number of the prompt's last token ids that are the beginning of the answer to continue."""
 
 
 _T = TypeVar("_T")
@@ -222,30 +222,34 @@ def parse_completion(data: bytes) -> CompletionRequest:
 
 
 def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
-    """Decode a body, translating what msgspec says into a RequestError with field, value and expectation.
+    """Decode a body. Raises RequestError, which says what is wrong, where, and what was expected.
 
-    5.0 is a whole number, as in JSON Schema and vLLM.
+    A float such as 5.0 counts as an integer, as in JSON Schema and vLLM.
     """
     try:
-        try:
-            return decoder.decode(data)
-        except msgspec.ValidationError as error:
-            if "got `float`" not in str(error):
-                raise
-            value: _T = msgspec.convert(_convert_whole_floats(msgspec.json.decode(data)), decoder.type, str_keys=True)
-            return value
+        return _decode_with_whole_floats(decoder, data)
     except msgspec.ValidationError as error:
         raise _make_field_error(str(error), data, decoder.type) from None
     except msgspec.DecodeError as error:
-        surrogate_problem = _find_lone_surrogate(data)
-        if surrogate_problem is not None:
-            raise RequestError(f"the body is not valid JSON: {surrogate_problem}", param=None) from None
-        position = f" after {len(data)} bytes" if "truncated" in str(error) else ""
-        raise RequestError(f"the body is not valid JSON: {error}{position}", param=None) from None
+        problem = _find_lone_surrogate(data)
+        if problem is None:
+            problem = f"{error} after {len(data)} bytes" if "truncated" in str(error) else str(error)
+        raise RequestError(f"the body is not valid JSON: {problem}", param=None) from None
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {_describe_utf8_error(data, error)}", param=None) from None
     except RecursionError:
         raise RequestError("the body is not usable JSON: it is nested too deeply", param=None) from None
+
+
+def _decode_with_whole_floats(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
+    """Decode a body; if an integer was sent as a float, decode it again with whole floats as integers."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+    value: _T = msgspec.convert(_convert_whole_floats(msgspec.json.decode(data)), decoder.type, str_keys=True)
+    return value
 
 
 def _find_lone_surrogate(data: bytes) -> str | None:
@@ -277,7 +281,10 @@ def _describe_utf8_error(data: bytes, error: UnicodeDecodeError) -> str:
 
 
 def _make_field_error(message: str, data: bytes, body_type: Any) -> RequestError:
-    """Make an error of msgspec's message ("Expected `int`, got `str` - at `$.n`") that shows the wrong value."""
+    """Return the error for a message of msgspec, such as "Expected `int`, got `str` - at `$.n`".
+
+    It names the field (`n`), the value that was sent, and what was expected.
+    """
     expectation, _, path = message.partition(" - at ")
     is_key = path.startswith("`key` in ")
     path = path.removeprefix("`key` in ").strip("`")
@@ -290,31 +297,33 @@ def _make_field_error(message: str, data: bytes, body_type: Any) -> RequestError
         return RequestError(f"the body: {_lower_first(expectation)}", param=None)
     if is_key:
         return RequestError(f"{field}: a key is wrong: {_lower_first(expectation.replace('`', ''))}", param=field)
-    value = _find_value(data, field)
-    actual_text = "" if value is UNSET else f"got {format_value(value)}, "
     if expectation.startswith("Invalid enum value"):
         field_path = _LIST_INDEX.sub("", field).split(".")
         expectation = f"expected one of {', '.join(_find_enum_values(type_info(body_type), field_path))}"
-    # "Expected `int`, got `str`": the value says the second half better.
-    expected_text = expectation.split(", got")[0] if actual_text else expectation
-    return RequestError(f"{field}: {actual_text}{_lower_first(expected_text.replace('`', ''))}", param=field)
+    value = _find_value(data, field)
+    actual_text = ""
+    if value is not UNSET:
+        actual_text = f"got {format_value(value)}, "
+        expectation = expectation.split(", got")[0]  # msgspec's ", got `str`" says less than the value
+    return RequestError(f"{field}: {actual_text}{_lower_first(expectation.replace('`', ''))}", param=field)
 
 
 def _find_enum_values(value_type: Any, field_path: list[str]) -> list[str]:
-    """Return the values that the field at a path may have, if it is an enumeration."""
+    """Return the values that the field at a path inside a type may have; none if it is no enumeration.
+
+    `value_type` is msgspec's description of the type. `field_path` has the names of fields, without indices of lists.
+    """
     if isinstance(value_type, LiteralType) and not field_path:
         return [str(value) for value in value_type.values]
     if isinstance(value_type, UnionType):
         return [value for member in value_type.types for value in _find_enum_values(member, field_path)]
     if isinstance(value_type, ListType):
         return _find_enum_values(value_type.item_type, field_path)
-    fields = value_type.fields if isinstance(value_type, StructType) and field_path else ()
-    return [
-        value
-        for field in fields
-        if field.name == field_path[0]
-        for value in _find_enum_values(field.type, field_path[1:])
-    ]
+    if isinstance(value_type, StructType) and field_path:
+        for field in value_type.fields:
+            if field.name == field_path[0]:
+                return _find_enum_values(field.type, field_path[1:])
+    return []
 
 
 def _lower_first(text: str) -> str:
@@ -322,10 +331,11 @@ def _lower_first(text: str) -> str:
 
 
 def _find_value(data: bytes, field: str) -> Json | UnsetType:
+    """Return the value at a path of a body, such as `messages[2].role`; UNSET if it cannot be found."""
     try:
         value: Json = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return UNSET  # what comes after the wrong field is wrong too
+        return UNSET  # the JSON after the wrong field is malformed, too
     for part in field.replace("[", ".[").split("."):
         if part.startswith("["):
             index = part[1:-1]
@@ -348,22 +358,24 @@ def _check_common_fields(request: CommonRequest) -> None:
 
 
 def check_messages(messages: list[Message]) -> None:
+    """Raise RequestError, which names the field, for messages that no template could render."""
     if not messages:
         raise bad_value("messages", messages, "at least one message")
     for message_index, message in enumerate(messages):
-        param = f"messages[{message_index}]"
-        role = message.get("role")
-        if not isinstance(role, str) or not role:
-            raise bad_value(f"{param}.role", role, "a string such as system, user, assistant or tool")
-        content = message.get("content")
-        if isinstance(content, list):
-            for part_index, part in enumerate(content):
-                check_part(f"{param}.content[{part_index}]", part)
-        elif content is not None and not isinstance(content, str):
-            raise bad_value(f"{param}.content", content, "a string, an array of parts, or null")
-        tool_calls = message.get("tool_calls")
-        if tool_calls is not None:
-            _check_tool_calls(f"{param}.tool_calls", tool_calls)
+        _check_message(f"messages[{message_index}]", message)
+
+
+def _check_message(param: str, message: Message) -> None:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise bad_value(f"{param}.role", role, "a string such as system, user, assistant or tool")
+    if isinstance(content, list):
+        for part_index, part in enumerate(content):
+            check_part(f"{param}.content[{part_index}]", part)
+    elif content is not None and not isinstance(content, str):
+        raise bad_value(f"{param}.content", content, "a string, an array of parts, or null")
+    if message.get("tool_calls") is not None:
+        _check_tool_calls(f"{param}.tool_calls", message["tool_calls"])
 
 
 def check_part(param: str, part: Json) -> None:
@@ -401,7 +413,7 @@ def _check_tool(param: str, tool: Message) -> None:
 
 
 def _check_prompt(prompt: Json) -> None:
-    """A string, strings, token ids, or arrays of token ids; never empty."""
+    """Raise RequestError unless a prompt has one of its four forms: its first item decides which one is expected."""
     forms = "a string, an array of strings, an array of token ids or an array of arrays of token ids"
     if isinstance(prompt, str):
         return
@@ -409,22 +421,21 @@ def _check_prompt(prompt: Json) -> None:
         raise bad_value("prompt", prompt, forms)
     if not prompt:
         raise bad_value("prompt", prompt, f"{forms}, not empty")
-    if isinstance(prompt[0], str):
-        for index, text in enumerate(prompt):
-            if not isinstance(text, str):
-                raise bad_value(f"prompt[{index}]", text, "a string, as the first item is one")
-    elif isinstance(prompt[0], list):
-        for index, ids in enumerate(prompt):
-            if not isinstance(ids, list) or not ids:
-                raise bad_value(
-                    f"prompt[{index}]", ids, "a non-empty array of token ids, as the first item is an array"
-                )
-            _check_token_ids(f"prompt[{index}]", ids)
-    else:
+    if not isinstance(prompt[0], (str, list)):
         _check_token_ids("prompt", prompt)
+        return
+    for index, item in enumerate(prompt):
+        if isinstance(prompt[0], list):
+            if not isinstance(item, list) or not item:
+                expectation = "a non-empty array of token ids, as the first item is an array"
+                raise bad_value(f"prompt[{index}]", item, expectation)
+            _check_token_ids(f"prompt[{index}]", item)
+        elif not isinstance(item, str):
+            raise bad_value(f"prompt[{index}]", item, "a string, as the first item is one")
 
 
 def _check_token_ids(param: str, ids: list[Json]) -> None:
+    """Raise RequestError unless all items are token ids. A whole float among them is replaced by its integer."""
     for index, token_id in enumerate(ids):
         if isinstance(token_id, float) and token_id.is_integer():
             ids[index] = token_id = int(token_id)

@@ -107,9 +107,10 @@ def check_size(value: Any) -> Any:
 
 
 def _subtract_chars(value: Any, chars_left: int) -> int:
-    """Return `chars_left` less the characters of a value and ITEM_CHARS for each item, counted at each occurrence.
+    """Return what is left of `chars_left` after the characters of a value and of all items in it.
 
-    Raises RenderLimitError if the result is negative, and for a namespace, because it can grow afterwards.
+    Each value costs ITEM_CHARS besides. An item that occurs several times counts each time. Raises RenderLimitError if
+    the result is negative, and for a namespace, because a template can let it grow afterwards.
     """
     if isinstance(value, jinja2.utils.Namespace):
         raise RenderLimitError("the chat template puts a namespace into another value, which may become too large")
@@ -117,7 +118,8 @@ def _subtract_chars(value: Any, chars_left: int) -> int:
         chars_left -= len(value)
     elif isinstance(value, dict):
         for key, item in value.items():
-            chars_left = _subtract_chars(item, _subtract_chars(key, chars_left))
+            chars_left = _subtract_chars(key, chars_left)
+            chars_left = _subtract_chars(item, chars_left)
     elif isinstance(value, (list, tuple)):
         for item in value:
             chars_left = _subtract_chars(item, chars_left)
@@ -225,10 +227,11 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         """
         self, function = __self, __obj
         options = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
-        if type(function) is BuiltinMethodType and isinstance(function.__self__, str):
-            check_size(function.__self__)
-        if type(function) is BuiltinMethodType and function.__name__ in _SAFE_METHODS:  # fast path of nearly all calls
-            return check_size(function(*args, **options))
+        if type(function) is BuiltinMethodType:
+            if isinstance(function.__self__, str):
+                check_size(function.__self__)
+            if function.__name__ in _SAFE_METHODS:  # fast path of nearly all calls
+                return check_size(function(*args, **options))
         self._check_call(function, args, options)
         result = super().call(__context, function, *args, **kwargs)
         if isinstance(function, jinja2.runtime.Macro) or function is self.globals["namespace"]:
@@ -263,7 +266,10 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def add_limits(tree: nodes.Template) -> nodes.Template | None:
-    """Add checks to a template, so that it ends in time or raises RenderLimitError; None if that is not certain."""
+    """Add checks of time and size to the syntax tree of a template; None if the template may still take long.
+
+    With them, rendering ends in time or raises RenderLimitError.
+    """
     try:
         if not all(map(_is_supported, tree.find_all(nodes.Node))):
             return None
@@ -302,7 +308,10 @@ def _make_deadline_check() -> nodes.Test:
 
 
 def _insert_size_checks(node: nodes.Node, *, inside_concatenation: bool = False) -> None:
-    """Add a check of the size around each expression that makes a larger value, once for nested concatenations."""
+    """Wrap each expression in a tree that makes a larger value in a check of its size.
+
+    Nested concatenations get one check, around the outermost.
+    """
     for name, value in list(node.iter_fields()):
         if isinstance(value, nodes.Expr):
             setattr(node, name, _add_size_check(value, inside_concatenation=inside_concatenation))

@@ -42,7 +42,7 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer:
-    """Immutable after loading. Build with `Tokenizer.load`."""
+    """Tokenizer of one model with its chat template. Build with `Tokenizer.load`; not changed afterwards."""
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class Tokenizer:
         eos_token_ids: tuple[int, ...],
         with_fast_encoder: bool = True,
     ) -> None:
+        """Wrap a loaded tokenizer; build the fast encoder for it, if there can be one."""
         self._hf_tokenizer = hf_tokenizer
         self._template = template
         self.named_tokens = named_tokens
@@ -68,6 +69,7 @@ class Tokenizer:
             token_id for token_id, token in hf_tokenizer.get_added_tokens_decoder().items() if token.special
         )
         self._fast_encoder: FastEncoder | None = None
+        """None: texts are encoded by the library `tokenizers`, which is slower."""
         if with_fast_encoder:
             encoder_or_problem = build_fast_encoder(hf_tokenizer)
             if isinstance(encoder_or_problem, FastEncoder):
@@ -185,20 +187,18 @@ class Tokenizer:
 
 
 def _load_hf_tokenizer(folder: Path) -> HfTokenizer:
+    """Load the tokenizer.json of a checkpoint's folder. Raises TokenizerError, which says how to get one."""
     tokenizer_path = folder / "tokenizer.json"
     if not folder.is_dir():
         raise TokenizerError(f"{folder}: no such folder, expected a checkpoint with a tokenizer.json")
     if not tokenizer_path.is_file():
-        other_format_names = [
-            file_path.name
-            for file_path in (*folder.glob("*.model"), *folder.glob("*.gguf"), *folder.glob("tekken.json"))
-        ]
-        if other_format_names:
-            raise TokenizerError(
-                f"{folder}: has {', '.join(sorted(other_format_names))} but no tokenizer.json; convert it once "
-                f"with transformers: AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
-            )
-        raise TokenizerError(f"{folder}: no tokenizer.json; give a folder that has one, --tokenizer FOLDER")
+        other_formats = [path for pattern in ("*.model", "*.gguf", "tekken.json") for path in folder.glob(pattern)]
+        if not other_formats:
+            raise TokenizerError(f"{folder}: no tokenizer.json; give a folder that has one, --tokenizer FOLDER")
+        raise TokenizerError(
+            f"{folder}: has {', '.join(sorted(path.name for path in other_formats))} but no tokenizer.json; convert it "
+            f"once with transformers: AutoTokenizer.from_pretrained(...).save_pretrained({str(folder)!r})"
+        )
     try:
         return HfTokenizer.from_file(str(tokenizer_path))
     except Exception as error:
@@ -241,61 +241,82 @@ def _make_added_token(value: Any, *, special: bool) -> AddedToken:
 
 
 def _add_configured_tokens(hf_tokenizer: HfTokenizer, folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Add the tokens of the configs that tokenizer.json lacks; return token texts by their names."""
+    """Add the tokens of tokenizer_config.json that tokenizer.json lacks.
+
+    Returns the texts of the named tokens by their names (`bos_token` ...). Older checkpoints have these in
+    special_tokens_map.json. Raises TokenizerError if the added tokens are malformed.
+    """
     token_settings = dict(config)
     tokens_by_id = config.get("added_tokens_decoder")
     if not isinstance(tokens_by_id, dict):
         tokens_by_id = {}
         token_settings.update(_read_json(folder / "special_tokens_map.json"))
-    named_tokens = {
-        name: text for name in _NAMED_TOKENS if (text := _read_token_text(token_settings.get(name))) is not None
-    }
-    existing_tokens = {token.content for token in hf_tokenizer.get_added_tokens_decoder().values()}
     if not all(key.isdigit() and _read_token_text(value) for key, value in tokens_by_id.items()):
         raise TokenizerError(f"{folder}/tokenizer_config.json: added_tokens_decoder: expected ids with token objects")
-    configured_tokens = [tokens_by_id[key] for key in sorted(tokens_by_id, key=int)]
-    new_tokens = [_make_added_token(value, special=False) for value in configured_tokens]
-    extra_tokens = token_settings.get("additional_special_tokens") or token_settings.get("extra_special_tokens") or []
-    extra_tokens = list(extra_tokens.values()) if isinstance(extra_tokens, dict) else extra_tokens
-    settings_by_token = {_read_token_text(value): value for value in configured_tokens}
-    for value in [*(token_settings.get(name) for name in named_tokens), *extra_tokens]:
+    token_objects = [tokens_by_id[key] for key in sorted(tokens_by_id, key=int)]
+    named_tokens: dict[str, str] = {}
+    for name in _NAMED_TOKENS:
+        text = _read_token_text(token_settings.get(name))
+        if text is not None:
+            named_tokens[name] = text
+    special_values = [*(token_settings[name] for name in named_tokens), *_list_extra_tokens(token_settings)]
+    object_by_text = {_read_token_text(token_object): token_object for token_object in token_objects}
+    new_tokens = [_make_added_token(token_object, special=False) for token_object in token_objects]
+    for value in special_values:
         text = _read_token_text(value)
         if text is not None:
-            new_tokens.append(_make_added_token(settings_by_token.get(text, value), special=True))
+            new_tokens.append(_make_added_token(object_by_text.get(text, value), special=True))
+    existing_texts = {token.content for token in hf_tokenizer.get_added_tokens_decoder().values()}
     for token in new_tokens:
-        if token.content not in existing_tokens:
-            existing_tokens.add(token.content)
-            hf_tokenizer.add_special_tokens([token]) if token.special else hf_tokenizer.add_tokens([token])
+        if token.content in existing_texts:
+            continue
+        existing_texts.add(token.content)
+        if token.special:
+            hf_tokenizer.add_special_tokens([token])
+        else:
+            hf_tokenizer.add_tokens([token])
     return named_tokens
+
+
+def _list_extra_tokens(token_settings: dict[str, Any]) -> list[Any]:
+    """Return the special tokens without a name, which newer configs hold in an object."""
+    tokens = token_settings.get("additional_special_tokens") or token_settings.get("extra_special_tokens") or []
+    return list(tokens.values()) if isinstance(tokens, dict) else tokens
 
 
 def _load_template(
     folder: Path, config: dict[str, Any], override: str | None, named_tokens: dict[str, str]
 ) -> ChatTemplate | None:
-    """Return `override`, else the first template of chat_template.jinja, tokenizer_config, chat_template.json."""
+    """Load the chat template of a checkpoint, or `override` instead of it; None if it has none.
+
+    Files `*.jinja` take precedence over the tokenizer_config, and this over chat_template.json. Raises TokenizerError
+    or ChatTemplateError for a malformed template.
+    """
     if override is not None:
         return ChatTemplate(_read_override(override), named_tokens)
     template_paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (folder / "chat_template.jinja").is_file():
         template_paths["default"] = folder / "chat_template.jinja"
+    if list(template_paths) == ["default"]:
+        return ChatTemplate(_read_text(template_paths["default"]), named_tokens)
     if template_paths:
-        templates_by_name = {name: _read_text(path) for name, path in template_paths.items()}
-        return ChatTemplate(
-            templates_by_name["default"] if list(templates_by_name) == ["default"] else templates_by_name, named_tokens
-        )
-    config_template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(config_template, list) and all(
-        isinstance(item, dict) and {"name", "template"} <= set(item) for item in config_template
+        return ChatTemplate({name: _read_text(path) for name, path in template_paths.items()}, named_tokens)
+    templates = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if templates is None:
+        return None
+    if isinstance(templates, list) and all(
+        isinstance(item, dict) and {"name", "template"} <= set(item) for item in templates
     ):
-        return ChatTemplate({item["name"]: item["template"] for item in config_template}, named_tokens)
-    if config_template is None or isinstance(config_template, (str, dict)):
-        return None if config_template is None else ChatTemplate(config_template, named_tokens)
-    raise TokenizerError(
-        f"{folder}: chat_template: got {type(config_template).__name__}, expected a string or named templates"
-    )
+        templates = {item["name"]: item["template"] for item in templates}
+    if not isinstance(templates, (str, dict)):
+        raise TokenizerError(
+            f"{folder}: chat_template: got {type(templates).__name__}, expected a string or named templates"
+        )
+    return ChatTemplate(templates, named_tokens)
 
 
 def _read_override(override: str) -> str:
+    """Return the template of `--chat-template`, which is its text or a file's path. Raises TokenizerError."""
     if any(mark in override for mark in "{}\n"):
         return override
     try:
@@ -307,6 +328,7 @@ def _read_override(override: str) -> str:
 
 
 def _read_eos_ids(hf_tokenizer: HfTokenizer, folder: Path, named_tokens: dict[str, str]) -> tuple[int, ...]:
+    """Return the ids that end an answer: the tokenizer's own, and those of generation_config.json, else config.json."""
     tokenizer_eos_id = hf_tokenizer.token_to_id(named_tokens["eos_token"]) if "eos_token" in named_tokens else None
     eos_ids: list[Any] = [tokenizer_eos_id]
     for name in ("generation_config.json", "config.json"):
@@ -322,7 +344,10 @@ def _read_eos_ids(hf_tokenizer: HfTokenizer, folder: Path, named_tokens: dict[st
 
 
 def find_checkpoint_folder(name: str) -> Path | None:
-    """Return the folder of a checkpoint on this machine. `name` is a folder, or a name in the Hugging Face cache."""
+    """Return the folder of a checkpoint on this machine, given its path or its name in the Hugging Face cache.
+
+    None if it is not here. Nothing is downloaded.
+    """
     try:
         path = Path(name).expanduser()
         if path.is_dir():

@@ -54,7 +54,7 @@ class _TaskResult(NamedTuple):
 
 
 class WorkerProcess:
-    """Handle of a worker process in the parent process. It computes one call at a time."""
+    """A worker process, as its parent process sees it. It computes one call at a time, and is started by the first."""
 
     def __init__(self, setup: WorkerSetup, memory_bytes: int, executor: ThreadPoolExecutor) -> None:
         self.is_busy = False
@@ -68,10 +68,10 @@ class WorkerProcess:
         self._killed_children: list[subprocess.Popen[bytes]] = []
 
     async def call(self, seconds_max: float, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `work(setup_result, *arguments)`, computed in the worker process.
+        """Compute `work(setup_result, *arguments)` in the worker process, and return the result.
 
-        `work` must be a function of a module, so that it can be pickled. Raises a RequestError that `work` raised.
-        Raises WorkerProcessError if the call takes longer than `seconds_max`, or the process fails.
+        `work` must be a function of a module, so that it can be pickled. A RequestError of `work` is raised here too.
+        Raises WorkerProcessError if the call takes longer than `seconds_max`, or if the process dies.
         """
         # A thread sends the arguments and receives the result, because both may be large.
         loop = asyncio.get_running_loop()
@@ -132,7 +132,7 @@ class WorkerProcess:
 
 
 class WorkerPool:
-    """The worker processes of one server. To be closed by `close`."""
+    """The worker processes of one server, and the calls that wait for a free one."""
 
     def __init__(self, setup: WorkerSetup, process_count: int, memory_bytes: int) -> None:
         """`memory_bytes` is the most memory of one process."""
@@ -142,9 +142,10 @@ class WorkerPool:
         """Calls that wait for a process, by tenant, the next one first."""
 
     async def run(self, body_prefix: bytes, work: Callable[[WorkerProcess], Awaitable[T]], tenant: str = "") -> T:
-        """Return the result of `work` with a free process, first the one that had bodies with this prefix.
+        """Wait for a free process, call `work` with it, and return the result.
 
-        Tenants take turns. The process is killed if `work` is cancelled, or raises another error than RequestError.
+        Bodies that begin like `body_prefix` go to the same process if it is free. Tenants take turns. The process is
+        killed if `work` is cancelled, or if it raises another error than RequestError.
         """
         process = await self._acquire(body_prefix, tenant)
         is_reusable = False
@@ -202,7 +203,10 @@ class WorkerPool:
 
 
 def main(fd: int) -> int:
-    """Run tasks in a worker process until the socket closes."""
+    """Run tasks in a worker process until the parent process closes its socket; return the exit status.
+
+    The first message on the socket has the memory limit and the setup function; each later one is a task.
+    """
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)  # the server handles them
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb", buffering=1 << 20) as stream:

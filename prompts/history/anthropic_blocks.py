@@ -17,7 +17,7 @@ MEDIA_PART: Message = {"type": "file", "file": {}}
 
 
 def is_hosted_block(block_type: str) -> bool:
-    """Whether a block of this type tells what Anthropic's servers did: ran a tool, or shortened the history."""
+    """Return whether blocks of this type say what Anthropic's servers did: ran a tool, or shortened the history."""
     return block_type.endswith(("_tool_use", "_tool_result")) or block_type == "compaction"
 
 
@@ -52,7 +52,7 @@ def find_media_kind(block: Block) -> str | None:
 
 
 def _read_document_text(block: Block) -> str | None:
-    """Its title, its context and its text. None if it is a file: a PDF, or one that is elsewhere."""
+    """Return a document's title, context and text; None if it is a PDF, or a file that the body only names."""
     source = block.get("source")
     if not isinstance(source, dict):
         return None
@@ -65,7 +65,7 @@ def _read_document_text(block: Block) -> str | None:
 
 
 def _join_texts(content: Any) -> str | None:
-    """A text, or all of a list of text blocks; None if it holds anything else."""
+    """Return a text, or the joined texts of a list of text blocks; None if the content has anything else."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -24,7 +24,7 @@ def format_hosted_call(kind: str, fields: Mapping[str, Any]) -> str | None:
 
 
 def _readable_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what only the provider can read, and without images."""
+    """Return the fields that a model can read: not those that only the provider can read, and no images."""
     return {
         name: value
         for name, value in fields.items()

@@ -81,7 +81,7 @@ class BoundaryRenderer:
         text = self._memo.fill(plain_chat)
         if text is None:
             text = render_chat(self.template, chat)
-            self._memo.add(plain_chat, text, lambda messages: self._try_render(chat.with_messages(messages)))
+            self._memo.add(plain_chat, text, lambda messages: self._try_render(chat.replace(messages=messages)))
             return text
         self._fill_count += 1
         if self._fill_count % CHECK_INTERVAL:
@@ -172,7 +172,7 @@ class BoundaryRenderer:
             return render_chat(self.template, chat.replace(messages=all_messages, tools=tools))
         if is_system_message(inputs.first_message):
             all_messages[0] = inputs.first_message
-        return render_chat(self.template, chat.with_messages(all_messages))
+        return render_chat(self.template, chat.replace(messages=all_messages))
 
 
 class NewMessages:

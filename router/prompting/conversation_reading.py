@@ -123,7 +123,7 @@ class Continuation(NamedTuple):
         tail = self.tail
         if self.conversation.kind != "chat":
             return tail.request
-        return tail.request.with_messages([*self.conversation.opening_messages, *tail.new_messages])
+        return tail.request.replace(messages=[*self.conversation.opening_messages, *tail.new_messages])
 
     @property
     def predecessor(self) -> CachedConversation | None:
@@ -175,7 +175,7 @@ def cache_conversation(
         kind, location.start, digest, system_message_count, messages[: whole.opening_message_count],
         chat_outline.messages[: FINGERPRINT_BYTES * boundaries[-1].message_count], chat_outline.tools,
         chat_outline.options_digest, boundaries, token_ids, len(body) - location.end, _digest_end(body, location.end),
-        chat.with_messages(None) if kind == "chat" else None, renderer.template.keeps_messages_as_sent,
+        chat.replace(messages=None) if kind == "chat" else None, renderer.template.keeps_messages_as_sent,
     )  # fmt: skip
 
 
@@ -349,7 +349,7 @@ def _make_successor(continuation: Continuation, next_boundary: Boundary, body: b
         fingerprints + fingerprint_messages(tail.new_messages[:new_count]), conversation.tool_fingerprints,
         conversation.options_digest, [*boundaries, next_boundary], continuation.token_ids,
         len(body) - tail.messages_end, _digest_end(body, tail.messages_end),
-        tail.chat.with_messages(None) if conversation.kind == "chat" else None, conversation.keeps_messages_as_sent,
+        tail.chat.replace(messages=None) if conversation.kind == "chat" else None, conversation.keeps_messages_as_sent,
         conversation.model,
     )  # fmt: skip
 
