@@ -54,7 +54,7 @@ class Cut(NamedTuple):
 
 
 class BoundaryRenderer:
-    """Renders by the chat template of one tokenizer."""
+    """Renders chats by the template of one tokenizer: whole, or only the new messages of a cached conversation."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         assert tokenizer.chat_template is not None
@@ -70,9 +70,9 @@ class BoundaryRenderer:
         return find_template_markers(self.template.select_source(has_tools=chat.tools is not None))
 
     def render_whole(self, chat: RoutingRequest) -> str:
-        """Render all messages of a chat. A short plain chat reuses the memo of earlier renderings.
+        """Render all messages of a chat. For a short chat of plain texts, the memo may know what the template writes.
 
-        Every `CHECK_INTERVAL`-th text from the memo is compared with the template's own text, and `is_wrong` is set if
+        Every `CHECK_INTERVAL`-th text of the memo is compared with the template's own text, and `is_wrong` is set if
         they differ. Raises RequestError.
         """
         plain_chat = None if _has_options(chat) else self._read_plain_chat(chat)
@@ -106,17 +106,27 @@ class BoundaryRenderer:
         *,
         has_late_system: bool,
     ) -> Cut | None:
-        """Find the first cut from which on `text`, whose last messages are the tail, is that after placeholders."""
+        """Find where the prompt `text` can be cut before its last messages, the tail.
+
+        The tail is rendered after placeholders. Where both texts are equal up to their ends, the template writes the
+        tail regardless of what came before. `has_late_system`: whether the template writes the system text or the tools
+        after the placeholders; if it turns out to, the search is repeated with the real ones. None if there is no such
+        place at which the tokenizer cuts.
+        """
         try:
             short_text = self._render(placeholders, inputs, tail_messages, has_late_system=has_late_system)
         except RequestError:
             return None
-        position = self.tokenizer.cut_tokens.find_cut(text, len(text) - _count_common_end(text, short_text))
-        if position is None or len(short_text) <= len(text) - position:
+        common_chars = _count_common_end(text, short_text)
+        position = self.tokenizer.cut_tokens.find_cut(text, len(text) - common_chars)
+        if position is None:
+            return None
+        placeholder_chars = len(short_text) - (len(text) - position)
+        if placeholder_chars <= 0:
             return None
         if not has_late_system and short_text.rfind(SYSTEM_FILLER) > short_text.rfind(FILLER):
             return self.cut(placeholders, inputs, tail_messages, text, has_late_system=True)
-        placeholder_text = short_text[: len(short_text) - (len(text) - position)]
+        placeholder_text = short_text[:placeholder_chars]
         return Cut(position, RenderedPlaceholders.make(placeholders, placeholder_text, has_late_system=has_late_system))
 
     def _read_plain_chat(self, chat: RoutingRequest) -> PlainTurn | None:
@@ -136,9 +146,9 @@ class BoundaryRenderer:
     def render_after(
         self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
     ) -> str | None:
-        """Return what the template writes after placeholders.
+        """Return what the template writes for messages after placeholders.
 
-        None if it refuses the messages, or writes the placeholders in another way than before, or once more.
+        None if it refuses the messages, or if it writes the placeholders in another way than before, or a second time.
         """
         try:
             short_text = self._render(rendered.placeholders, inputs, messages, has_late_system=rendered.has_late_system)
@@ -162,9 +172,10 @@ class BoundaryRenderer:
         *,
         has_late_system: bool,
     ) -> str:
-        """Render messages after placeholders, with the real system text and tools if those come late.
+        """Render messages after placeholders. Raises RequestError.
 
-        Raises RequestError.
+        The system text and the tools are placeholders too, unless the template writes them late: then they are the real
+        ones.
         """
         chat, all_messages = inputs.chat, [*placeholders.messages, *messages]
         if not has_late_system:
@@ -176,7 +187,11 @@ class BoundaryRenderer:
 
 
 class NewMessages:
-    """Messages of a conversation after a boundary, to be rendered after its placeholders."""
+    """The messages of a conversation after a boundary: renders them, and cuts their text at the next boundary.
+
+    They are rendered after the placeholders for the messages before the boundary. For a few plain texts, the memo may
+    know the result.
+    """
 
     def __init__(
         self,
@@ -187,13 +202,13 @@ class NewMessages:
         messages: list[Message],
         turn: PlainTurn | None,
     ) -> None:
+        """`rendered`: the placeholders of the boundary. `turn`: the messages as the memo takes them, if it does."""
         self._renderer = renderer
         self._memo = memo
         self._rendered = rendered
         self._inputs = inputs
         self._messages = messages
         self._turn = turn
-        """The messages as the memo takes them; None if it takes no such messages."""
 
     def render(self) -> str | None:
         """Return the prompt's text after the boundary.
@@ -208,7 +223,7 @@ class NewMessages:
         return text if text is not None and self._renderer.tokenizer.cut_tokens.starts_with_cut(text) else None
 
     def cut(self, count: int, text: str) -> Cut | None:
-        """Find the cut after `count` of the messages in the text that `render` returned."""
+        """Find where `text`, which `render` returned, can be cut after the first `count` messages; None if nowhere."""
         cut = self._cut_by_memo(count, text)
         if cut is not None:
             return cut
@@ -251,7 +266,7 @@ def _has_options(chat: RoutingRequest) -> bool:
 
 
 def _count_common_end(first: str, second: str) -> int:
-    """Return the number of characters with which both texts end."""
+    """Return the number of characters with which both texts end, by bisection, which compares slices at a time."""
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2

@@ -39,7 +39,10 @@ _DECODED_BYTES_PER_BYTE = 4
 
 
 class Boundary(msgspec.Struct, frozen=True, eq=False):
-    """A position between two messages of a body up to which the prompt is cached."""
+    """A place between two messages, at which a body and the tokens of its prompt can be cut.
+
+    A later body that is equal up to there has the same tokens up to there. All numbers count what is before it.
+    """
 
     body_end: int
     """Bytes of the body before it."""
@@ -56,11 +59,15 @@ class Boundary(msgspec.Struct, frozen=True, eq=False):
     starts_turn: bool
     """Whether the next message was the user's."""
     trailing_count: int
-    """Number of messages after it in the body for which it was made."""
+    """Messages after it in the body for which it was made."""
 
 
 class CachedConversation(msgspec.Struct, eq=False):
-    """Token ids and boundaries of a conversation. Not changed once it is in the cache."""
+    """Cache entry of one conversation: the token ids of its last prompt, and the boundaries at which to continue it.
+
+    The other fields tell whether a later body has equal inputs of the template, and what is known of its messages. An
+    entry is not changed once it is in the cache.
+    """
 
     kind: ApiKind
     messages_start: int
@@ -114,6 +121,10 @@ class CachedConversation(msgspec.Struct, eq=False):
         return size_bytes + sum([len(str(message.get("content"))) for message in self.opening_messages])
 
 
+Match = tuple[CachedConversation, Boundary]
+"""A cached conversation, and a boundary of it before which a body is equal."""
+
+
 class _Location(NamedTuple):
     """A boundary and the digests by which it is found."""
 
@@ -132,14 +143,17 @@ class _Entry(NamedTuple):
 
 
 class ConversationCache:
-    """The conversations of one process."""
+    """The conversations of one process, found by what their bodies begin with. The least recently used one goes first.
+
+    A body is looked up by digests of some of its prefixes, of eight lengths in each doubling. All boundaries that were
+    stored under one of these digests are then compared by the digest of everything before them.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._seed = secrets.randbits(64)
         self._locations_by_key: dict[int, list[_Location]] = {}
-        """Digest of the start of a body -> boundaries after it, the newest last. Digests are taken of eight lengths
-        in each doubling, from BODY_BYTES_MIN on."""
+        """Digest of the start of a body -> boundaries after it, the newest last."""
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         """`id` of a conversation -> its entry, the least recently used first."""
         self.used_bytes = 0
@@ -148,15 +162,17 @@ class ConversationCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, kind: ApiKind, body: bytes, max_matches: int) -> list[tuple[CachedConversation, Boundary]]:
-        """Find cached boundaries before which a body is equal, the furthest first."""
+    def find(self, kind: ApiKind, body: bytes, max_matches: int) -> list[Match]:
+        """Find cached boundaries before which a body is equal to the cached one, the furthest first."""
         locations: list[_Location] = []
         for key in digests_among(body, BODY_BYTES_MIN, self._seed, self._locations_by_key, KEYS_MAX):
             locations += self._locations_by_key[key]
         if len(locations) > 1:
             locations.sort(key=_get_body_end)
+        # Boundaries in ascending order need only one pass over the body.
         view, position = memoryview(body), 0
-        hasher, matches = xxhash.xxh3_64(seed=self._seed), list[tuple[CachedConversation, Boundary]]()
+        hasher = xxhash.xxh3_64(seed=self._seed)
+        matches: list[Match] = []
         for location in locations:
             body_end = location.boundary.body_end
             if body_end > len(body):
@@ -176,7 +192,11 @@ class ConversationCache:
     def store(
         self, conversation: CachedConversation, body: bytes, predecessor: CachedConversation | None = None
     ) -> None:
-        """Store the conversation of a body in place of `predecessor`, which it continues."""
+        """Store the entry of a body, in place of `predecessor`, if it continues that.
+
+        An entry that needs more than a quarter of the memory is not stored. If the memory is full, the least recently
+        used entries are dropped; if many boundaries share a digest, the oldest of them.
+        """
         if predecessor is not None:
             self._drop(predecessor)
         size_bytes, locations = conversation.memory_bytes, self._locate(conversation, body)

@@ -14,7 +14,7 @@ from prompts.routing import ApiKind, RoutingRequest
 from prompts.tokenizer import Tokenizer
 from router.prompting import boundary_rendering
 from router.prompting.boundary_rendering import BoundaryRenderer
-from router.prompting.conversation_cache import Boundary, CachedConversation, ConversationCache
+from router.prompting.conversation_cache import ConversationCache, Match
 from router.prompting.conversation_reading import Continuation, continue_conversation, is_cacheable
 
 log = logging.getLogger("router")
@@ -26,11 +26,13 @@ ATTEMPTS_MAX = 4
 INLINE_BYTES_MAX = 8192
 """A body up to this size is read at once. It is cached only from MESSAGES_MIN messages on."""
 MESSAGES_MIN = 3
-Match = tuple[CachedConversation, Boundary]
 
 
 class ConversationReader:
-    """Finds and continues cached conversations."""
+    """Finds and continues cached conversations, for the models whose templates allow it.
+
+    A model is allowed after a trial of its template, and forbidden as soon as a continued prompt proves wrong.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.cache = ConversationCache(max_bytes)
@@ -81,7 +83,8 @@ class ConversationReader:
     @staticmethod
     def read(matches: Sequence[Match], body: bytes, renderer: BoundaryRenderer) -> Continuation | None:
         """Read a body after the furthest boundary that can be used; None if the body must be read whole."""
-        further_differs, model = True, matches[0][0].model
+        model = matches[0][0].model
+        further_differs = True  # no boundary further than the first match was found
         for conversation, boundary in matches:
             if conversation.model != model:
                 continue
@@ -94,9 +97,9 @@ class ConversationReader:
         return None
 
     def count_hit(self, continuation: Continuation, body_bytes: int, now: float) -> bool:
-        """Count a continued conversation; return whether its body is to be read whole and compared.
+        """Count a continued conversation; return whether to read its body whole too, and compare.
 
-        One in CHECK_INTERVAL is, as long as that reads no more than CHECK_BYTES_PER_S; a check that is due then waits.
+        One in CHECK_INTERVAL is compared. A check waits while earlier ones have used up CHECK_BYTES_PER_S.
         """
         self.cache.hits += 1
         self.cache.touch(continuation.conversation)

@@ -63,7 +63,7 @@ class _MessagesLocation(NamedTuple):
 
 
 class _WholeConversation(NamedTuple):
-    """A body that was read whole, and its prompt."""
+    """A body that was read whole and its prompt, for which a cache entry is to be made."""
 
     kind: ApiKind
     body: bytes
@@ -83,12 +83,12 @@ class _WholeConversation(NamedTuple):
 
 
 class _BodyTail(NamedTuple):
-    """The part of a body after a boundary."""
+    """The part of a body after a boundary: its new messages, and what else the template depends on."""
 
     request: RoutingRequest
-    """The body's request, with the sentinel instead of the cached messages, or without messages."""
+    """The body's request, with a sentinel instead of the cached messages, or without messages."""
     chat: RoutingRequest
-    """The chat that is rendered."""
+    """The chat that is rendered; it differs from `request` in Anthropic's format."""
     new_messages: list[Message]
     """Messages of the chat after the boundary."""
     system_message_count: int
@@ -105,8 +105,20 @@ class _BodyTail(NamedTuple):
         return _find_item_ends(self.array_json, self.array_shift)[1:]
 
 
+class _RenderedTail(NamedTuple):
+    """The part of a prompt after a boundary."""
+
+    boundary: Boundary
+    tail: _BodyTail
+    new_messages: NewMessages
+    text: str
+
+
 class Continuation(NamedTuple):
-    """The whole prompt of a body that continues a cached conversation."""
+    """The whole prompt of a body that continues a cached conversation.
+
+    It was made of the cached token ids before `boundary` and of the newly read `tail`.
+    """
 
     conversation: CachedConversation
     boundary: Boundary
@@ -151,10 +163,12 @@ def is_cacheable(kind: ApiKind | None, body_bytes: int) -> bool:
 def cache_conversation(
     request: RoutingRequest, body: bytes, prompt: RenderedPrompt, renderer: BoundaryRenderer
 ) -> CachedConversation | None:
-    """Return the cache entry of a body that was read whole; None if the body cannot be cached."""
-    kind = request.kind
-    chat = prompt.chat
-    prompt_ids = prompt.token_ids
+    """Make the cache entry of a body that was read whole, so that the next turn can be read from its end on.
+
+    `prompt` is the body's prompt. None if the prompt depends on more than its text, or if the text has no place after a
+    message where it may be cut.
+    """
+    chat, prompt_ids = prompt.chat, prompt.token_ids
     if chat is None or prompt_ids is None or not chat.messages or not _is_supported(request, chat):
         return None
     messages = chat.messages
@@ -162,42 +176,61 @@ def cache_conversation(
     chat_outline = outline_chat(request)
     if location is None or chat_outline is None:
         return None
-    has_system_field = kind != "chat" and bool(getattr(request.source, "system", None))
+    has_system_field = request.kind != "chat" and bool(getattr(request.source, "system", None))
     system_message_count = int(has_system_field and is_system_message(messages[0]))
-    digest = _digest_template_inputs(renderer.template, chat, system_message_count)
-    inputs = TemplateInputs(chat, digest, messages[0])
-    token_ids = prompt_ids if isinstance(prompt_ids, array) else array(ID_TYPE, prompt_ids)
-    whole = _WholeConversation(kind, body, location, inputs, system_message_count, messages, prompt.text, token_ids)
+    template_digest = _digest_template_inputs(renderer.template, chat, system_message_count)
+    whole = _WholeConversation(
+        kind=request.kind,
+        body=body,
+        location=location,
+        inputs=TemplateInputs(chat, template_digest, messages[0]),
+        system_message_count=system_message_count,
+        messages=messages,
+        text=prompt.text,
+        token_ids=prompt_ids if isinstance(prompt_ids, array) else array(ID_TYPE, prompt_ids),
+    )
     boundaries = _make_first_boundaries(whole, renderer)
     if not boundaries:
         return None
     return CachedConversation(
-        kind, location.start, digest, system_message_count, messages[: whole.opening_message_count],
-        chat_outline.messages[: FINGERPRINT_BYTES * boundaries[-1].message_count], chat_outline.tools,
-        chat_outline.options_digest, boundaries, token_ids, len(body) - location.end, _digest_end(body, location.end),
-        chat.replace(messages=None) if kind == "chat" else None, renderer.template.keeps_messages_as_sent,
-    )  # fmt: skip
+        kind=request.kind,
+        messages_start=location.start,
+        template_digest=template_digest,
+        system_message_count=system_message_count,
+        opening_messages=messages[: whole.opening_message_count],
+        message_fingerprints=chat_outline.messages[: FINGERPRINT_BYTES * boundaries[-1].message_count],
+        tool_fingerprints=chat_outline.tools,
+        options_digest=chat_outline.options_digest,
+        boundaries=boundaries,
+        token_ids=whole.token_ids,
+        end_bytes=len(body) - location.end,
+        end_digest=_digest_end(body, location.end),
+        bare_request=chat.replace(messages=None) if request.kind == "chat" else None,
+        keeps_messages_as_sent=renderer.template.keeps_messages_as_sent,
+    )
 
 
 def _make_first_boundaries(whole: _WholeConversation, renderer: BoundaryRenderer) -> list[Boundary]:
-    """Return the boundaries of a body that was read whole, in ascending order."""
+    """Return the boundaries of a body that was read whole, in ascending order.
+
+    A boundary is a place after a message up to which the next request may be equal. Placeholder messages stand for the
+    messages before it when a later request is rendered.
+    """
     boundaries: list[Boundary] = []
     messages = whole.messages
     placeholders = PlaceholderMessages()
-    previous_count = 0
+    placeholder_count = 0  # messages of the chat for which the placeholders stand
     has_late_system = False
     markers = renderer.find_markers(whole.inputs.chat)
     for trailing_count in _choose_trailing_counts(whole):
-        body_end = whole.location.message_ends[-trailing_count - 1]
         message_count = _count_messages_before(whole, trailing_count, renderer.template)
-        message_count_min = max(whole.opening_message_count, MESSAGES_MIN, previous_count + 1)
+        message_count_min = max(whole.opening_message_count, MESSAGES_MIN, placeholder_count + 1)
         if message_count is None or not message_count_min <= message_count < len(messages):
             continue
-        extended = placeholders.extend(messages[previous_count:message_count], markers)
+        extended = placeholders.extend(messages[placeholder_count:message_count], markers)
         if extended is None:  # no placeholder can stand for one of the messages, and later boundaries include it
             break
-        placeholders = extended
-        previous_count = message_count
+        placeholders, placeholder_count = extended, message_count
         tail_messages = messages[message_count:]
         cut = renderer.cut(placeholders, whole.inputs, tail_messages, whole.text, has_late_system=has_late_system)
         if cut is None:
@@ -205,24 +238,30 @@ def _make_first_boundaries(whole: _WholeConversation, renderer: BoundaryRenderer
         has_late_system = cut.rendered.has_late_system
         tail_ids = renderer.tokenizer.encode_array(whole.text[cut.position :], add_special_tokens=False)
         token_count = len(whole.token_ids) - len(tail_ids)
-        if whole.token_ids[token_count:] == tail_ids:  # the text after the boundary can be encoded on its own
-            boundaries.append(
-                Boundary(
-                    body_end=body_end,
-                    bracket_count=count_openings(whole.body, body_end),
-                    message_count=message_count,
-                    token_count=token_count,
-                    char_count=cut.position,
-                    rendered=cut.rendered,
-                    starts_turn=tail_messages[0].get("role") == "user",
-                    trailing_count=trailing_count,
-                )
+        if whole.token_ids[token_count:] != tail_ids:
+            continue  # the text after the boundary has other tokens if it is encoded on its own
+        body_end = whole.location.message_ends[-trailing_count - 1]
+        boundaries.append(
+            Boundary(
+                body_end=body_end,
+                bracket_count=count_openings(whole.body, body_end),
+                message_count=message_count,
+                token_count=token_count,
+                char_count=cut.position,
+                rendered=cut.rendered,
+                starts_turn=tail_messages[0].get("role") == "user",
+                trailing_count=trailing_count,
             )
+        )
     return boundaries
 
 
 def _choose_trailing_counts(whole: _WholeConversation) -> list[int]:
-    """Return how many of a body's messages should follow each boundary, in descending order."""
+    """Return how many of a body's messages should follow each boundary, in descending order.
+
+    The next request of a client appends to this one, but may change its last few messages. A chat also gets a boundary
+    before its last question, because a template may write the messages after it otherwise once there is a new question.
+    """
     message_count = len(whole.location.message_ends)
     trailing_counts = {1, TRAILING_MESSAGES}
     if whole.kind == "chat":  # also a boundary before the last question
@@ -234,7 +273,8 @@ def _choose_trailing_counts(whole: _WholeConversation) -> list[int]:
 def _count_messages_before(whole: _WholeConversation, trailing_count: int, template: ChatTemplate) -> int | None:
     """Count the chat's messages that stand for all but the last `trailing_count` messages of the body.
 
-    None if one message of the chat stands for messages of both parts.
+    In Anthropic's format a message of the body may become several of the chat. None if a message of the chat stands for
+    messages on both sides.
     """
     if whole.kind == "chat":
         return len(whole.location.message_ends) - trailing_count
@@ -251,12 +291,13 @@ def continue_conversation(
     boundary: Boundary,
     body: bytes,
     renderer: BoundaryRenderer,
+    *,
     further_differs: bool = False,
 ) -> Continuation | None:
-    """Read the prompt of a body that has this boundary.
+    """Read the prompt of a body that is equal to a cached one up to a boundary: only the rest is rendered and encoded.
 
-    None if more than messages differs from the cached body, or if the template may have written the text before the
-    boundary in another way. `further_differs`: whether the body differs before the conversation's next boundary.
+    None if more than messages differs from the cached body, or if the template may write the text before the boundary
+    in another way now. `further_differs`: whether the body is known to differ before the next boundary.
     """
     if boundary.bracket_count > OBJECTS_MAX - TAIL_BRACKETS_MAX:
         return None
@@ -270,13 +311,13 @@ def continue_conversation(
     text = new_messages.render()
     if text is None:
         return None
+    rendered_tail = _RenderedTail(boundary, tail, new_messages, text)
     next_boundary = _find_next_boundary(
-        conversation, boundary, tail, new_messages, body, text, renderer.template, further_differs=further_differs
+        conversation, rendered_tail, body, renderer.template, further_differs=further_differs
     )
+    # The text is encoded in two parts, so that the number of tokens before the next boundary is known.
     next_position = 0 if next_boundary is None else next_boundary.char_count - boundary.char_count
-    text_ids = array(ID_TYPE)
-    if next_position:
-        text_ids = renderer.tokenizer.encode_array(text[:next_position], add_special_tokens=False)
+    text_ids = renderer.tokenizer.encode_array(text[:next_position], add_special_tokens=False)
     next_token_count = boundary.token_count + len(text_ids)
     text_ids += renderer.tokenizer.encode_array(text[next_position:], add_special_tokens=False)
     token_ids = conversation.token_ids[: boundary.token_count + len(text_ids)]  # often the final length: no copy later
@@ -299,59 +340,98 @@ def _has_same_inputs(conversation: CachedConversation, tail: _BodyTail) -> bool:
 
 
 def _find_next_boundary(
-    conversation: CachedConversation, boundary: Boundary, tail: _BodyTail, new_messages: NewMessages, body: bytes,
-    text: str, template: ChatTemplate, *, further_differs: bool,
-) -> Boundary | None:  # fmt: skip
-    """Make the next boundary of a body, without its number of tokens; None if it would save little.
+    conversation: CachedConversation,
+    rendered_tail: _RenderedTail,
+    body: bytes,
+    template: ChatTemplate,
+    *,
+    further_differs: bool,
+) -> Boundary | None:
+    """Make a boundary near the end of a continued body, for the next turn; its number of tokens is not set yet.
 
-    `text` is the prompt after `boundary`.
+    None if the boundary would save little, or if the text cannot be cut there.
     """
-    if len(body) - boundary.body_end < max(GROWTH_BYTES_MIN, boundary.body_end >> 5):
+    boundary, tail = rendered_tail.boundary, rendered_tail.tail
+    grown_bytes = len(body) - boundary.body_end
+    if grown_bytes < max(GROWTH_BYTES_MIN, boundary.body_end // 32) or _depends_on_template(tail.request):
         return None
-    is_last = boundary is conversation.boundaries[-1]
-    end_changes = boundary.trailing_count == TRAILING_MESSAGES or (further_differs and not is_last)
-    trailing_count = TRAILING_MESSAGES if end_changes else 1
+    trailing_count = _choose_next_trailing_count(conversation, boundary, further_differs=further_differs)
     message_ends = tail.find_message_ends()
-    if len(message_ends) <= trailing_count or _depends_on_template(tail.request):
+    if len(message_ends) <= trailing_count:
         return None
     body_end = message_ends[-trailing_count - 1]
-    new_count = len(message_ends) - trailing_count
+    new_count: int | None = len(message_ends) - trailing_count
     if conversation.kind != "chat":
-        last_tail = _read_tail(conversation.kind, conversation.messages_start, body_end, body, template)
-        if last_tail is None or last_tail.template_digest != conversation.template_digest:
-            return None
-        new_count = len(tail.new_messages) - len(last_tail.new_messages)
-        if not 0 < new_count < len(tail.new_messages) or tail.new_messages[new_count:] != last_tail.new_messages:
-            return None
-    cut = new_messages.cut(new_count, text)
+        new_count = _count_new_messages(conversation, tail, body, body_end, template)
+    if new_count is None:
+        return None
+    cut = rendered_tail.new_messages.cut(new_count, rendered_tail.text)
     if cut is None or not cut.position:
         return None
-    bracket_count = boundary.bracket_count + count_openings(body[boundary.body_end : body_end])
-    starts_turn = tail.new_messages[new_count].get("role") == "user"
     return Boundary(
-        body_end, bracket_count, boundary.message_count + new_count, 0, boundary.char_count + cut.position,
-        cut.rendered, starts_turn, trailing_count,
-    )  # fmt: skip
+        body_end=body_end,
+        bracket_count=boundary.bracket_count + count_openings(body[boundary.body_end : body_end]),
+        message_count=boundary.message_count + new_count,
+        token_count=0,
+        char_count=boundary.char_count + cut.position,
+        rendered=cut.rendered,
+        starts_turn=tail.new_messages[new_count].get("role") == "user",
+        trailing_count=trailing_count,
+    )
+
+
+def _choose_next_trailing_count(conversation: CachedConversation, boundary: Boundary, *, further_differs: bool) -> int:
+    """Return how many messages should follow the next boundary: several if this client changes its last messages."""
+    is_last_boundary = boundary is conversation.boundaries[-1]
+    changes_last_messages = further_differs and not is_last_boundary
+    return TRAILING_MESSAGES if changes_last_messages or boundary.trailing_count == TRAILING_MESSAGES else 1
+
+
+def _count_new_messages(
+    conversation: CachedConversation, tail: _BodyTail, body: bytes, body_end: int, template: ChatTemplate
+) -> int | None:
+    """Count the chat's new messages that stand for the part of a body in Anthropic's format before `body_end`.
+
+    None if a message of the chat stands for messages on both sides of that place.
+    """
+    last_tail = _read_tail(conversation.kind, conversation.messages_start, body_end, body, template)
+    if last_tail is None or last_tail.template_digest != conversation.template_digest:
+        return None
+    new_count = len(tail.new_messages) - len(last_tail.new_messages)
+    is_between_messages = tail.new_messages[new_count:] == last_tail.new_messages
+    return new_count if 0 < new_count < len(tail.new_messages) and is_between_messages else None
 
 
 def _make_successor(continuation: Continuation, next_boundary: Boundary, body: bytes) -> CachedConversation:
-    """Make the cache entry of a continued body. It keeps the boundary of the last question that it knows."""
+    """Make the cache entry of a continued body: that of the cached conversation with one boundary more.
+
+    If there are too many boundaries, the first one goes; but the newest boundary at which a turn starts is kept.
+    """
     conversation, boundary, tail = continuation.conversation, continuation.boundary, continuation.tail
     boundaries = [earlier for earlier in conversation.boundaries if earlier.body_end <= boundary.body_end]
     while len(boundaries) >= BOUNDARIES_MAX:
         turn_starts = [i for i, earlier in enumerate(boundaries) if earlier.starts_turn]
-        boundaries.pop(1 if turn_starts and turn_starts[-1] == 0 else 0)
+        is_first_needed = bool(turn_starts) and turn_starts[-1] == 0
+        boundaries.pop(1 if is_first_needed else 0)
     new_count = next_boundary.message_count - boundary.message_count
     fingerprints = conversation.message_fingerprints[: FINGERPRINT_BYTES * boundary.message_count]
     return CachedConversation(
-        conversation.kind, conversation.messages_start, conversation.template_digest,
-        conversation.system_message_count, conversation.opening_messages,
-        fingerprints + fingerprint_messages(tail.new_messages[:new_count]), conversation.tool_fingerprints,
-        conversation.options_digest, [*boundaries, next_boundary], continuation.token_ids,
-        len(body) - tail.messages_end, _digest_end(body, tail.messages_end),
-        tail.chat.replace(messages=None) if conversation.kind == "chat" else None, conversation.keeps_messages_as_sent,
-        conversation.model,
-    )  # fmt: skip
+        kind=conversation.kind,
+        messages_start=conversation.messages_start,
+        template_digest=conversation.template_digest,
+        system_message_count=conversation.system_message_count,
+        opening_messages=conversation.opening_messages,
+        message_fingerprints=fingerprints + fingerprint_messages(tail.new_messages[:new_count]),
+        tool_fingerprints=conversation.tool_fingerprints,
+        options_digest=conversation.options_digest,
+        boundaries=[*boundaries, next_boundary],
+        token_ids=continuation.token_ids,
+        end_bytes=len(body) - tail.messages_end,
+        end_digest=_digest_end(body, tail.messages_end),
+        bare_request=tail.chat.replace(messages=None) if conversation.kind == "chat" else None,
+        keeps_messages_as_sent=conversation.keeps_messages_as_sent,
+        model=conversation.model,
+    )
 
 
 def _digest_template_inputs(template: ChatTemplate, chat: RoutingRequest, system_message_count: int) -> bytes:
@@ -381,12 +461,16 @@ def _depends_on_template(request: RoutingRequest) -> bool:
 def _read_chat_tail(
     conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
 ) -> _BodyTail | None:
-    """Read the messages after a boundary of a chat; None if more than messages differs from the cached body."""
+    """Read a chat's messages after a boundary, without parsing its other fields.
+
+    That is possible if the bytes after the messages are those of the cached body. Else, and for other APIs: None.
+    """
     bare_request, start, end = conversation.bare_request, boundary.body_end, len(body) - conversation.end_bytes
     if bare_request is None or template.keeps_messages_as_sent != conversation.keeps_messages_as_sent:
         return None
     if not start <= end <= start + TAIL_BYTES_MAX or _digest_end(body, end) != conversation.end_digest:
         return None
+    # The body has a comma after the boundary: an empty object before it completes the array.
     array_json = b"[{}%b]" % body[start:end]
     if count_openings(array_json) > TAIL_BRACKETS_MAX:
         return None
@@ -397,15 +481,24 @@ def _read_chat_tail(
     if has_media(messages):
         return None
     return _BodyTail(
-        bare_request, bare_request, messages[1:], conversation.system_message_count, conversation.template_digest,
-        array_json, start - len(b"[{}"), end,
-    )  # fmt: skip
+        request=bare_request,
+        chat=bare_request,
+        new_messages=messages[1:],
+        system_message_count=conversation.system_message_count,
+        template_digest=conversation.template_digest,
+        array_json=array_json,
+        array_shift=start - len(b"[{}"),
+        messages_end=end,
+    )
 
 
 def _read_tail(
     kind: ApiKind, messages_start: int, prefix_end: int, body: bytes, template: ChatTemplate
 ) -> _BodyTail | None:
-    """Read a body with the sentinel in place of its messages before `prefix_end`."""
+    """Read a body without its messages before `prefix_end`, in whose place it gets a sentinel message.
+
+    None if the rest is too large, or if its chat depends on more than the text of its messages.
+    """
     if messages_start + len(body) - prefix_end > TAIL_BYTES_MAX:
         return None
     short_body = b"%b%b%b" % (body[: messages_start + 1], _SENTINEL_JSON, body[prefix_end:])
@@ -417,24 +510,30 @@ def _read_tail(
         location = _locate_messages(short_body, messages_start)
     except RequestError:
         return None
+    # A system text beside the array becomes the first message of the chat; the sentinel comes after it.
     messages = chat.messages or []
     system_message_count = 0 if messages[:1] == [_SENTINEL_MESSAGE] else 1
     if location is None or messages[system_message_count : system_message_count + 1] != [_SENTINEL_MESSAGE]:
         return None
     if not _is_supported(request, chat):
         return None
-    shift = len(body) - len(short_body)
+    removed_bytes = len(body) - len(short_body)
     return _BodyTail(
-        request, chat, messages[system_message_count + 1 :], system_message_count,
-        _digest_template_inputs(template, chat, system_message_count),
-        short_body[location.start : location.end + 1], location.start + shift, location.end + shift,
-    )  # fmt: skip
+        request=request,
+        chat=chat,
+        new_messages=messages[system_message_count + 1 :],
+        system_message_count=system_message_count,
+        template_digest=_digest_template_inputs(template, chat, system_message_count),
+        array_json=short_body[location.start : location.end + 1],
+        array_shift=location.start + removed_bytes,
+        messages_end=location.end + removed_bytes,
+    )
 
 
 def _locate_messages(body: bytes, messages_start: int | None = None) -> _MessagesLocation | None:
-    """Locate a body's array of messages; None if there is none, or if more than one begins like it.
+    """Return the place of a body's array of messages; None if it cannot be told, or if there is none.
 
-    `messages_start`: offset of the array, if known.
+    `messages_start`: offset of the array, if known. Else the array is searched by its first bytes.
     """
     try:
         array_json = bytes(_fields_decoder.decode(body).get("messages", b""))

@@ -62,7 +62,10 @@ def is_within_bounds(body: bytes) -> bool:
 
 
 class _RawRoutingFields(msgspec.Struct):
-    """Undecoded fields that decide where a request goes. Of other fields, only the syntax is checked."""
+    """Undecoded fields of a large body that decide where the request goes. Other fields are skipped.
+
+    Their defaults are the JSON that stands for "not sent".
+    """
 
     model: msgspec.Raw = msgspec.Raw(b"null")
     messages: msgspec.Raw = msgspec.Raw(b"null")
@@ -144,7 +147,7 @@ def _get_last_tokens(request: RoutingRequest, tokens_max: int | None) -> int | N
 
 
 def measure_prompts(
-    ids: Sequence[int] | None,
+    token_ids: Sequence[int] | None,
     request: RoutingRequest,
     tokens_max: int | None,
     further_lengths: Sequence[int] = (),
@@ -153,26 +156,30 @@ def measure_prompts(
 ) -> PromptSize | None:
     """Return the size of a body's prompts after truncation; None if the first prompt has no ids.
 
-    `ids`: tokens of the first prompt before truncation. `further_lengths`: number of tokens of each other prompt.
+    `token_ids`: those of the first prompt before truncation. `further_lengths`: number of tokens of each other prompt.
+    `is_exact`: False if only a part of the first prompt was encoded.
     """
-    if ids is None:
+    if token_ids is None:
         return None
     last_tokens = _get_last_tokens(request, tokens_max)
-    lengths = [len(ids), *further_lengths]
+    lengths = [len(token_ids), *further_lengths]
     if last_tokens is not None:
         lengths = [min(length, last_tokens) for length in lengths]
     return PromptSize(sum(lengths), max(lengths), len(lengths), is_exact)
 
 
 def count_further_tokens(request: RoutingRequest, tokenizer: Tokenizer | None) -> list[int]:
-    """Return the number of tokens of each prompt after the first. Without a tokenizer, those of texts are estimated."""
+    """Return the number of tokens of each prompt after the first, for a completion of several prompts.
+
+    Without a tokenizer, the numbers of texts are estimated.
+    """
     prompt = request.prompt
     if not isinstance(prompt, list) or isinstance(prompt[0], int):
         return []
     adds_special_tokens = request.add_special_tokens is not False
     token_counts = []
     for further_prompt in prompt[1:]:
-        if not isinstance(further_prompt, str):
+        if not isinstance(further_prompt, str):  # only the first prompt's type was checked
             token_counts.append(len(further_prompt) if isinstance(further_prompt, list) else 0)
         elif tokenizer is None:
             token_counts.append(len(further_prompt) // CHARS_PER_TOKEN)
@@ -185,39 +192,54 @@ def read_prompt(
     request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None,
     render: Callable[[RoutingRequest], str] | None = None,
 ) -> RenderedPrompt:  # fmt: skip
-    """Render and encode the prompt to route on, without truncating it. Raises RequestError.
+    """Render and encode the part of a prompt by which the request is routed, without truncating it.
 
-    That is the first of several prompts, and the text before the first image. `render` renders chats instead of the
-    tokenizer's template.
+    That is the first of several prompts, and the text before the first image. The result has no ids if they are unknown
+    or of no use. `render` renders chats instead of the tokenizer's template. Raises RequestError.
     """
-    ids_max = (tokens_max or TOKENS_MAX) + 1
     if request.scores_prompt:
         return RenderedPrompt()
+    ids_max = (tokens_max or TOKENS_MAX) + 1
     if request.source is not None and tokenizer is not None:
         request = convert_source_to_chat(request, tokenizer.chat_template)
     if request.kind == "chat":
-        if tokenizer is None or request.messages is None or tokenizer.chat_template is None:
-            return RenderedPrompt()
-        if request.chat_template is not None:
-            return RenderedPrompt()  # a program of the client, which might never end, and workers refuse it by default
-        text = (render or tokenizer.render_chat_text)(request)
-        rendered_prompt = _encode_text(tokenizer, text, request, bool(request.add_special_tokens), ids_max)
-        if len(text) <= ids_max * CHARS_PER_TOKEN_MAX:
-            rendered_prompt.chat, rendered_prompt.text = request, text
-        return rendered_prompt
-    prompt = request.prompt
-    if prompt is None:
+        return _read_chat(request, tokenizer, ids_max, render)
+    first_prompt = _get_first_prompt(request)
+    if first_prompt is None:
         return RenderedPrompt()
-    first_prompt = prompt if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt[0]
     if isinstance(first_prompt, str):
-        adds_special_tokens = request.add_special_tokens is not False
         if tokenizer is None:
             return RenderedPrompt()
-        return _encode_text(tokenizer, first_prompt, request, adds_special_tokens, ids_max)
+        return _encode_text(tokenizer, first_prompt, request, request.add_special_tokens is not False, ids_max)
     try:
         return RenderedPrompt(msgspec.convert(first_prompt, _TokenIds))
     except msgspec.ValidationError as error:
         raise RequestError(f"prompt: {error}", param="prompt") from None
+
+
+def _read_chat(
+    request: RoutingRequest,
+    tokenizer: Tokenizer | None,
+    ids_max: int,
+    render: Callable[[RoutingRequest], str] | None,
+) -> RenderedPrompt:
+    if tokenizer is None or request.messages is None or tokenizer.chat_template is None:
+        return RenderedPrompt()
+    if request.chat_template is not None:
+        return RenderedPrompt()  # a program of the client, which might never end, and workers refuse it by default
+    text = (render or tokenizer.render_chat_text)(request)
+    rendered_prompt = _encode_text(tokenizer, text, request, bool(request.add_special_tokens), ids_max)
+    if len(text) <= ids_max * CHARS_PER_TOKEN_MAX:
+        rendered_prompt.chat, rendered_prompt.text = request, text
+    return rendered_prompt
+
+
+def _get_first_prompt(request: RoutingRequest) -> Any:
+    """Return the first prompt of a completion, a text or token ids; None if the body has no prompt."""
+    prompt = request.prompt
+    if prompt is None or isinstance(prompt, str) or isinstance(prompt[0], int):
+        return prompt
+    return prompt[0]
 
 
 def _encode_text(
@@ -237,7 +259,10 @@ def _encode_text(
 
 
 def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
-    """Build the body of a `/tokenize` request; None if there is no text to tokenise, or an image in it."""
+    """Build the body of a `/tokenize` request for a prompt; None if there is no text, or an image in it.
+
+    None also for a prompt that no cache can help, and for a chat with the client's own template.
+    """
     if request.source is not None:
         try:
             request = convert_source_to_chat(request, None)
@@ -254,8 +279,7 @@ def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
         return msgspec.json.encode(
             {"model": model, **{name: value for name, value in fields.items() if value is not None}}
         )
-    prompt = request.prompt
-    first_prompt = prompt if isinstance(prompt, str) else prompt[0] if prompt else None
+    first_prompt = _get_first_prompt(request) if request.prompt else None
     if not isinstance(first_prompt, str):
         return None
     adds_special_tokens = request.add_special_tokens is not False
@@ -263,9 +287,10 @@ def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
 
 
 def read_routing_fields(body: bytes) -> dict[str, Any]:
-    """Return the fields of a RoutingRequest that are known before the prompt is read, and whether it has `messages`.
+    """Return the fields of a RoutingRequest that can be read before the prompt, and `has_messages`, by their names.
 
-    Nothing else is decoded. Raises RequestError if the body is no JSON object.
+    A large body is routed by them if its prompt cannot be read. Only these small fields are decoded. Raises
+    RequestError if the body is no JSON object.
     """
     check_object(body)
     fields = decode_json(_routing_decoder, body)

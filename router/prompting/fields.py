@@ -25,7 +25,7 @@ Edit = tuple[int, int, bytes]
 
 
 class FieldSpans(msgspec.Struct):
-    """Spans of the fields of a JSON object, as byte offsets."""
+    """Places of the top-level fields of a JSON object in its bytes, and edits that set or remove fields."""
 
     span_by_field: dict[str, tuple[int, int]]
     """Field -> (start, end) of its value."""
@@ -35,7 +35,7 @@ class FieldSpans(msgspec.Struct):
     """Field -> start of its name."""
 
     def make_edits(self, value_by_field: Mapping[str, object], removed_fields: Collection[str] = ()) -> list[Edit]:
-        """Return the edits that set these values and remove these fields."""
+        """Return the edits that set these values and remove these fields. Fields that are not there are inserted."""
         edits = self._make_removals(removed_fields)
         value_by_missing_field: dict[str, object] = {}
         for name, value in value_by_field.items():
@@ -45,8 +45,9 @@ class FieldSpans(msgspec.Struct):
                 value_by_missing_field[name] = value
         if value_by_missing_field:
             insertion = msgspec.json.encode(value_by_missing_field)[1:-1]
-            has_remaining = any(name not in removed_fields for name in self.span_by_field)
-            edits.append((self.content_start, self.content_start, insertion + b"," if has_remaining else insertion))
+            if any(name not in removed_fields for name in self.span_by_field):
+                insertion += b","  # other fields follow
+            edits.append((self.content_start, self.content_start, insertion))
         return edits
 
     def _make_removals(self, removed_fields: Collection[str]) -> list[Edit]:
@@ -87,7 +88,10 @@ class FormSpans(FieldSpans):
 
 
 def locate_fields(body: bytes) -> FieldSpans:
-    """Locate the top-level fields of a JSON object. Raises RequestError for other JSON, or a field that comes twice."""
+    """Locate the top-level fields of a JSON object.
+
+    Raises RequestError for other JSON, for too many fields, and for a field that comes twice.
+    """
     raw_value_by_field: dict[str, msgspec.Raw] = decode_json(_FIELDS_DECODER, body)
     if len(raw_value_by_field) > MAX_FIELDS:
         raise RequestError(f"the body has {len(raw_value_by_field)} fields, expected at most {MAX_FIELDS}", param=None)
@@ -96,12 +100,14 @@ def locate_fields(body: bytes) -> FieldSpans:
     content_start = position = body.index(b"{") + 1
     while key_match := _KEY_PATTERN.match(body, position):
         name: str = msgspec.json.decode(key_match[1], type=str)
-        value, start = bytes(raw_value_by_field[name]), key_match.end()
-        end = start + len(value)
+        # The decoder has kept the last value of a field. If the bytes here are another value, the field comes twice.
+        value = bytes(raw_value_by_field[name])
+        start, end = key_match.end(), key_match.end() + len(value)
         value_end = _AFTER_VALUE_PATTERN.match(body, end) if body.startswith(value, start) else None
-        if value_end is None or name in span_by_field:  # the value is that of the field's last occurrence
+        if value_end is None or name in span_by_field:
             raise make_duplicate_field_error(name)
-        span_by_field[name], key_start_by_field[name] = (start, end), key_match.start(1)
+        span_by_field[name] = (start, end)
+        key_start_by_field[name] = key_match.start(1)
         position = value_end.end()
     return FieldSpans(span_by_field, content_start, key_start_by_field)
 
@@ -115,24 +121,23 @@ def locate_raw_fields(pieces: Sequence[bytes], spans: FieldSpans) -> dict[str, m
 
 
 def apply_edits(pieces: Sequence[bytes], edits: Iterable[Edit]) -> tuple[bytes, ...]:
-    """Apply edits that do not overlap to a body. Pieces without an edit stay the same objects."""
+    """Apply edits that do not overlap to a body in pieces. Pieces without an edit stay the same objects.
+
+    If an edit spans several pieces, its replacement goes into the first of them.
+    """
     new_pieces = list(pieces)
     piece_starts = [0]
-    for piece in new_pieces:
+    for piece in pieces:
         piece_starts.append(piece_starts[-1] + len(piece))
     for start, end, replacement in sorted(edits, reverse=True):  # from the back, so that earlier offsets stay right
         for i in reversed(range(len(pieces))):
-            slice_start, slice_end = (
-                max(start, piece_starts[i]) - piece_starts[i],
-                min(end, piece_starts[i + 1]) - piece_starts[i],
-            )
-            if slice_start < slice_end or (start == end and piece_starts[i] <= start < piece_starts[i + 1]):
-                is_first_piece = start >= piece_starts[i]
-                new_pieces[i] = (
-                    new_pieces[i][:slice_start]
-                    + (replacement if is_first_piece else b"")
-                    + new_pieces[i][max(slice_start, slice_end) :]
-                )
+            piece_start, piece_end = piece_starts[i], piece_starts[i + 1]
+            slice_start = max(start, piece_start) - piece_start
+            slice_end = min(end, piece_end) - piece_start
+            is_insertion_here = start == end and piece_start <= start < piece_end
+            if slice_start < slice_end or is_insertion_here:
+                new_text = replacement if start >= piece_start else b""
+                new_pieces[i] = new_pieces[i][:slice_start] + new_text + new_pieces[i][max(slice_start, slice_end) :]
     return tuple(new_pieces)
 
 

@@ -13,6 +13,7 @@ from prompts.routing import RoutingRequest, read_form_fields
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field
 from router.prompting.fields import FormSpans, make_duplicate_field_error
 
+_HEAD_END = b"\r\n\r\n"
 MAX_PARTS = 1000
 MAX_HEAD_BYTES = 8192
 """Most bytes of one part's headers."""
@@ -27,14 +28,17 @@ def is_form(content_type: bytes | None) -> bool:
 
 
 def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequest, FormSpans]:
-    """Read the fields of a form that routing needs. Raises RequestError for a bad form, or a field that comes twice."""
+    """Read the fields of a form by which it is routed, or which the router changes; return them and their places.
+
+    Raises RequestError for a malformed form, for a field that comes twice, and for a long value of such a field.
+    """
     boundary = _parse_header_parameters(content_type).get("boundary", "").encode("latin-1", "replace")
     if not 0 < len(boundary) <= MAX_BOUNDARY_BYTES:
         raise RequestError("content-type: a form needs a boundary", param=None)
     value_by_field: dict[str, str] = {}
     span_by_field: dict[str, tuple[int, int]] = {}
     for start, end in _iter_part_spans(pieces, b"--" + boundary):
-        part_head, separator, _ = _slice_pieces(pieces, start, min(end, start + MAX_HEAD_BYTES)).partition(b"\r\n\r\n")
+        part_head, separator, _ = _slice_pieces(pieces, start, min(end, start + MAX_HEAD_BYTES)).partition(_HEAD_END)
         if not separator:
             raise RequestError(
                 f"the form has a part without an end of its headers in {MAX_HEAD_BYTES} bytes", param=None
@@ -44,26 +48,34 @@ def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequ
             continue
         if name in span_by_field:
             raise make_duplicate_field_error(name)
-        span_by_field[name] = start + len(part_head) + 4, end
-        if end - span_by_field[name][0] > MAX_VALUE_BYTES:
+        value_start = start + len(part_head) + len(_HEAD_END)
+        if end - value_start > MAX_VALUE_BYTES:
             raise RequestError(f"{name}: the form's value has more than {MAX_VALUE_BYTES} bytes", param=name)
-        value_by_field[name] = _slice_pieces(pieces, *span_by_field[name]).decode("utf-8", "replace")
+        span_by_field[name] = value_start, end
+        value_by_field[name] = _slice_pieces(pieces, value_start, end).decode("utf-8", "replace")
     return read_form_fields(value_by_field), FormSpans(span_by_field, 0)
 
 
 def _iter_part_spans(pieces: Sequence[bytes], delimiter: bytes) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of each part, headers and content, up to the closing delimiter."""
-    part_start, part_count = None, 0
+    """Yield the start and end of each part of a form, its headers included.
+
+    A delimiter counts if it begins a line and ends it; `--` after it closes the form. Raises RequestError if the form
+    is not closed, or has too many parts.
+    """
+    part_start: int | None = None
+    part_count = 0
     for offset in _iter_offsets(pieces, delimiter):
-        previous_bytes, delimiter_end = _slice_pieces(pieces, max(offset - 2, 0), offset), offset + len(delimiter)
+        delimiter_end = offset + len(delimiter)
+        previous_bytes = _slice_pieces(pieces, max(offset - 2, 0), offset)
         next_bytes = _slice_pieces(pieces, delimiter_end, delimiter_end + 2)
-        if (offset and previous_bytes != b"\r\n") or next_bytes not in (b"\r\n", b"--"):
+        begins_line = offset == 0 or previous_bytes == b"\r\n"
+        if not begins_line or next_bytes not in (b"\r\n", b"--"):
             continue
         if part_start is not None:
             yield part_start, offset - 2
-        part_start, part_count = delimiter_end + 2, part_count + 1
         if next_bytes == b"--":
             return
+        part_start, part_count = delimiter_end + 2, part_count + 1
         if part_count > MAX_PARTS:
             raise RequestError(f"the form has more than {MAX_PARTS} parts", param=None)
     raise RequestError("the form does not end with its boundary", param=None)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import msgspec
 import xxhash
 
-from prompts.anthropic import CountRequest
 from prompts.responses import ResponsesRequest
 from prompts.routing import RoutingRequest
 from prompts.schemas import MEDIA_PARTS
@@ -53,16 +52,14 @@ def _list_messages(request: RoutingRequest, body: bytes) -> list[Any]:
     if source is None:
         return list(request.messages or ()) if request.has_media else []
     if not any(marker in body for marker in _MEDIA_MARKERS):
-        return []
+        return []  # a quick test, so that bodies without media are not converted
     system_prompt: Any
     messages: Any
     if isinstance(source, ResponsesRequest):
         system_prompt = source.instructions
         messages = source.input if isinstance(source.input, list) else []
     else:
-        assert isinstance(source, CountRequest)
-        system_prompt = source.system
-        messages = source.messages
+        system_prompt, messages = source.system, source.messages
     result: list[Any] = msgspec.to_builtins([{"role": "system", "content": system_prompt}, *messages])
     return result
 

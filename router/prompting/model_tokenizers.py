@@ -59,10 +59,10 @@ class RemoteWorker(Protocol):
 
 
 class RemoteTokenizer:
-    """Has prompts tokenised by workers: `POST /tokenize`, as vLLM and our engine answer it.
+    """Asks workers for the token ids of prompts: `POST /tokenize`, as vLLM and our engine answer it.
 
-    That costs a round trip with the whole prompt, and the worker tokenises the prompt twice. It is the last resort
-    before routing by load alone. It is bounded in time and memory, and a fault of a worker never raises.
+    That costs a round trip with the whole prompt, and the worker tokenises the prompt twice. So it is the last resort
+    before routing by load alone. It is bounded in time and memory, and a failure of a worker never raises.
     """
 
     def __init__(self, session: aiohttp.ClientSession, headers: dict[str, str] | None = None) -> None:
@@ -111,6 +111,7 @@ class RemoteTokenizer:
                 urls.remove(url)
 
     async def _post(self, url: str, request_body: bytes) -> list[int] | None:
+        """Send a `/tokenize` request; return the token ids, or None for any failure of the worker."""
         key_headers = {} if url in self._urls_without_key else self._headers
         expected_bytes = RESPONSE_BYTES_PER_BYTE * (len(request_body) + TEMPLATE_BYTES)
         try:
@@ -141,7 +142,8 @@ class ModelTokenizers:
         chat_template: str | None = None,
         render_s_max: float | None = RENDER_S_MAX,
     ) -> None:
-        """`override` is the folder of every model's tokenizer. `conversations` is told which templates it may use."""
+        """`executor` loads the tokenizers. `conversations` is told which templates it may use. `override` is the folder
+        of every model's tokenizer, and `chat_template` replaces every model's template."""
         self._executor = executor
         self._conversations = conversations
         self._folder_override = override
@@ -176,9 +178,11 @@ class ModelTokenizers:
             self.remote.remove_worker(url)
 
     async def discover(self, model: str, path: str | None, worker: RemoteWorker) -> None:
-        """Load the tokenizer of a base model, or find out whether a worker can be asked for token ids.
+        """Load the tokenizer of a base model; if it is not on this machine, find out whether a worker can be asked for
+        ids.
 
-        `path` is the folder in which the worker has it; the folder of the command line comes first.
+        `path` is the folder in which the worker has the tokenizer; the folder of the command line takes precedence. The
+        reason for a missing tokenizer is put into `problems`.
         """
         folder = self._folder_override or path
         if folder is not None and model not in self.tokenizer_by_model:
@@ -197,7 +201,10 @@ class ModelTokenizers:
             self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
 
     async def _load(self, model: str, name: str) -> None:
-        """Load the tokenizer of a base model from a folder, or a name in the Hugging Face cache."""
+        """Load the tokenizer of a base model in a thread, and try out whether its conversations can be cached.
+
+        `name` is a folder, or a name in the Hugging Face cache. A failure is put into `problems`.
+        """
         folder = find_checkpoint_folder(name)
         if folder is None:
             self.problems[model] = f"{name} is not a folder on this machine; give --tokenizer PATH"
@@ -230,32 +237,36 @@ class ModelTokenizers:
         return tokenizer
 
     async def _detect_render_mode(self, model: str, worker: RemoteWorker) -> None:
-        """Find out whether a worker's version of transformers changes messages before it renders them.
+        """Find out by a probe chat whether a worker renders messages as transformers does before version 5.23.
 
-        The answer of the first worker that differs from the newest version is taken for all workers of the model.
+        From that version on, templates get messages without nulls, and reasoning under all its names. The first worker
+        that does otherwise decides for all workers of the model.
         """
         template, request = self.get_template(model), parse_routing("/v1/chat/completions", _PROBE_CHAT)
         tokenize_request = build_tokenize_request(request, model)
         if self.remote is None or template is None or tokenize_request is None or not worker.url:
             return
         changed_ids = self._read_probe(model, template, request, as_sent=False)
-        unchanged_ids = self._read_probe(model, template, request, as_sent=True)
-        if changed_ids is None or unchanged_ids is None or list(changed_ids) == list(unchanged_ids):
-            return
+        as_sent_ids = self._read_probe(model, template, request, as_sent=True)
+        if changed_ids is None or as_sent_ids is None or changed_ids == as_sent_ids:
+            return  # the template shows no difference
         worker_ids = await self.remote.tokenize_at(worker, tokenize_request)
-        as_sent = {tuple(changed_ids): False, tuple(unchanged_ids): True}.get(tuple(worker_ids or ()))
-        if worker_ids is None or as_sent == template.keeps_messages_as_sent:
+        if worker_ids is None:
             return
-        if as_sent is None or model in self._compared_models:
+        is_as_sent = worker_ids == as_sent_ids
+        is_known = is_as_sent or worker_ids == changed_ids
+        if is_known and is_as_sent == template.keeps_messages_as_sent:
+            return
+        if not is_known or model in self._compared_models:
             log.warning("worker %s renders chats with reasoning otherwise than this router", worker.url)
             return
-        template.keeps_messages_as_sent = as_sent
+        template.keeps_messages_as_sent = is_as_sent
         self._compared_models.add(model)
         log.info("chats of %s are rendered as transformers before 5.23 does, as %s does", model, worker.url)
 
     def _read_probe(
         self, model: str, template: ChatTemplate, request: RoutingRequest, *, as_sent: bool
-    ) -> Sequence[int] | None:
+    ) -> list[int] | None:
         """Return the token ids of the probe chat with messages kept as sent, or not; None if that fails."""
         template_copy = copy.copy(template)
         template_copy.keeps_messages_as_sent = as_sent

@@ -89,36 +89,44 @@ class _MessageFingerprint(NamedTuple):
 
 def _fingerprint_message(message: Mapping[str, Any]) -> _MessageFingerprint:
     """Return the fingerprint of a message that is more than a role and a plain text."""
-    kind_bits = _ROLES.get(message.get("role"), 4)  # type: ignore[arg-type]
-    is_system = kind_bits == 0
-    content = message.get("content")
-    text = _read_text(content, is_system=is_system)
+    role_number = _ROLES.get(message.get("role"), 4)  # type: ignore[arg-type]
+    is_system = role_number == 0
+    text = _read_text(message.get("content"), is_system=is_system)
     fields = {name: value for name, value in message.items() if name not in ("content", "role") and value is not None}
-    text_digest = _digest(text.encode("utf-8", "surrogatepass"))
-    raw_digest, length = text_digest, len(text)
-    if fields:
-        encoded_fields = _encoder.encode(fields)
-        raw_digest, length = _digest(encoded_fields, text_digest), length + len(encoded_fields)
+    text_digest = _digest_text(text)
+    encoded_fields = _encoder.encode(fields) if fields else b""
+    raw_digest = _digest(encoded_fields, text_digest) if fields else text_digest
+    kind_bits = role_number
     if fields.get("tool_calls"):
         kind_bits |= HAS_TOOL_CALLS
         fields["tool_calls"] = _decode_call_arguments(fields["tool_calls"])
-    visible_text, visible_fields = text, {name: fields[name] for name in fields if name not in _THINKING_FIELDS}
+    visible_text = text
     if is_system and BILLING_LINE in text:
         visible_text = _BILLING_LINE.sub("", text)
-        kind_bits |= HAS_BILLING_LINE if visible_text != text else 0
+        if visible_text != text:
+            kind_bits |= HAS_BILLING_LINE
     if "<think>" in visible_text:
         visible_text = _remove_thoughts(visible_text)
         kind_bits |= HAS_THOUGHTS
+    visible_fields = {name: value for name, value in fields.items() if name not in _THINKING_FIELDS}
     if len(visible_fields) < len(fields):
         kind_bits |= HAS_THOUGHTS
-    visible_digest = _digest(visible_text.encode("utf-8", "surrogatepass"))
     return _MessageFingerprint(
-        raw_digest,
-        _digest(_sorted_encoder.encode(fields), text_digest) if fields else text_digest,
-        _digest(_sorted_encoder.encode(visible_fields), visible_digest) if visible_fields else visible_digest,
-        kind_bits,
-        length,
+        raw_digest=raw_digest,
+        normalized_digest=_digest_fields(fields, text_digest),
+        visible_digest=_digest_fields(visible_fields, _digest_text(visible_text)),
+        kind_bits=kind_bits,
+        length=len(text) + len(encoded_fields),
     )
+
+
+def _digest_text(text: str) -> int:
+    return _digest(text.encode("utf-8", "surrogatepass"))
+
+
+def _digest_fields(fields: Mapping[str, Any], text_digest: int) -> int:
+    """Return the digest of a message's text and its other fields with sorted keys."""
+    return _digest(_sorted_encoder.encode(fields), text_digest) if fields else text_digest
 
 
 def _read_text(content: Any, *, is_system: bool) -> str:
@@ -151,17 +159,19 @@ def _remove_thoughts(text: str) -> str:
 
 
 def _decode_call_arguments(calls: Any) -> Any:
-    """Return calls with their arguments decoded, where those are JSON in a string."""
-    if not isinstance(calls, list):
-        return calls
-    result = []
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                arguments = msgspec.json.decode(function["arguments"])
-            except (msgspec.DecodeError, UnicodeError, RecursionError):
-                arguments = function["arguments"]
-            call = {**call, "function": {**function, "arguments": arguments}}
-        result.append(call)
-    return result
+    """Return tool calls with their arguments decoded, so that two spellings of the same JSON count as equal.
+
+    Arguments that are no JSON in a string stay as they are.
+    """
+    return [_decode_arguments(call) for call in calls] if isinstance(calls, list) else calls
+
+
+def _decode_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"])
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -60,7 +60,7 @@ class _Placeholder(NamedTuple):
 
 
 class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
-    """Placeholders for the messages before a boundary."""
+    """Short messages that stand for all messages of a conversation before a boundary, at least one of each kind."""
 
     earlier_turns: tuple[_Placeholder, ...] = ()
     """Placeholders for messages before the last user message."""
@@ -69,15 +69,15 @@ class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def messages(self) -> list[Message]:
-        """The placeholder messages, without the last of the earlier turns if that has the kinds of the last turn."""
+        """The placeholder messages. A last turn that has the kinds of the turn before it also stands for that turn."""
         earlier_turns, turn_length = self.earlier_turns, len(self.last_turn)
-        kinds = [placeholder.kind for placeholder in earlier_turns[-turn_length:]]
-        if kinds == [placeholder.kind for placeholder in self.last_turn]:
+        earlier_kinds = [placeholder.kind for placeholder in earlier_turns[-turn_length:]]
+        if earlier_kinds == [placeholder.kind for placeholder in self.last_turn]:
             earlier_turns = earlier_turns[:-turn_length]
         return [placeholder.message for placeholder in (*earlier_turns, *self.last_turn)]
 
     def extend(self, messages: Iterable[Message], markers: tuple[str, ...]) -> PlaceholderMessages | None:
-        """Return placeholders for these messages too; None if there would be too many, or they would be too long."""
+        """Return placeholders for these further messages too; None if there would be too many, or one too long."""
         earlier_turns, last_turn = list(self.earlier_turns), list(self.last_turn)
         for message in messages:
             if message.get("role") == "user" and last_turn:
@@ -122,9 +122,10 @@ def is_system_message(message: Message) -> bool:
 
 
 def _append(placeholders: list[_Placeholder], kind: _Kind, message: Message) -> None:
-    """Append a placeholder, or take it for one more round of a loop of known kinds.
+    """Append a placeholder to a list in which an earlier one may have its kind.
 
-    A round replaces the placeholders since the last one of its kind, unless one of them is the first of its kind.
+    A tool loop repeats messages of the same kinds. So if the placeholder's kind occurred before, and no kind occurred
+    for the first time since, the new one replaces the placeholders since then.
     """
     for index in reversed(range(len(placeholders))):
         placeholder = placeholders[index]
@@ -138,40 +139,46 @@ def _append(placeholders: list[_Placeholder], kind: _Kind, message: Message) -> 
 
 
 def _shorten_message(message: Message, markers: tuple[str, ...]) -> tuple[_Kind, Message]:
-    """Return the kind of a message and the message with short texts.
+    """Return the kind of a message, and the message with short texts as its placeholder.
 
-    The kind is all by which a template may decide: the role, and for each field whether it is a list or a text, which
-    markers the text has, and whether between them is text, white space or nothing.
+    Messages of one kind are equal in everything by which a template may decide: the role, and for each field whether it
+    is a list or a text, which markers the text has, and whether text, white space or nothing is between them.
     """
     content_filler = SYSTEM_FILLER if is_system_message(message) else FILLER
-    description_by_field: dict[str, object] = {}
+    description_by_field: dict[str, object] = {"role": message.get("role")}
     short_message: Message = {}
     for name, value in message.items():
         filler = content_filler if name in _FILLED_FIELDS else ""
-        if isinstance(value, str) and name != "role":
+        if name == "role":
+            short_message[name] = _shorten_value(value, 0)
+        elif isinstance(value, str):
             pieces = _split_at_markers(value, markers)
-            description_by_field[name], short_message[name] = _describe_text(pieces), _shorten_text(pieces, filler)
+            description_by_field[name] = _describe_text(pieces)
+            short_message[name] = _shorten_text(pieces, filler)
         elif isinstance(value, list) and name == "content":
             description_by_field[name], short_message[name] = _shorten_parts(value, markers, filler)
         else:
-            description_by_field[name], short_message[name] = _describe_value(value), _shorten_value(value, 0)
-    description_by_field["role"] = message.get("role")
+            description_by_field[name] = _describe_value(value)
+            short_message[name] = _shorten_value(value, 0)
     descriptions = [(name, text) for name, text in description_by_field.items() if text is not None]
     return tuple(sorted(descriptions, key=lambda description: description[0])), short_message
 
 
 def _shorten_parts(parts: list[Any], markers: tuple[str, ...], filler: str) -> tuple[_Kind, list[Any]]:
-    """Return what the parts of a content are, and the parts with short texts. Few plain texts in a row are kept."""
+    """Return the descriptions of a content's parts, and the parts with short texts.
+
+    Of plain texts in a row, the first two and the last of the content are kept. Raises _UnsupportedMessageError if more
+    than PARTS_MAX parts remain.
+    """
+    plain_description = ("text", _PLAIN_TEXT)
     descriptions, short_parts = list[object](), list[Any]()
     for i, part in enumerate(parts):
         text = part.get("text") if isinstance(part, dict) else part
         pieces = _split_at_markers(text, markers) if isinstance(text, str) else None
         part_type = part.get("type") if isinstance(part, dict) else "text"
         description = part_type, None if pieces is None else _describe_text(pieces)
-        is_amid_plain_texts = (
-            description == ("text", _PLAIN_TEXT) and i < len(parts) - 1 and descriptions[-2:] == [description] * 2
-        )
-        if is_amid_plain_texts:
+        follows_two_plain_texts = descriptions[-2:] == [plain_description] * 2
+        if description == plain_description and follows_two_plain_texts and i < len(parts) - 1:
             continue
         if len(descriptions) == PARTS_MAX:
             raise _UnsupportedMessageError

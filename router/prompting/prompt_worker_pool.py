@@ -29,6 +29,7 @@ from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reading import cache_conversation, is_cacheable
 from router.prompting.encode import (
     PromptSize,
+    RenderedPrompt,
     build_tokenize_request,
     count_further_tokens,
     is_within_bounds,
@@ -49,7 +50,7 @@ START_S_MAX = 30.0
 
 
 class ReadTask(msgspec.Struct):
-    """Instructions to a worker process for the body that it has inspected."""
+    """Tells a worker process how to read the prompt of the body that it has inspected."""
 
     kind: ApiKind
     tokenizer_folder: str | None = None
@@ -66,10 +67,10 @@ class ReadTask(msgspec.Struct):
 
 
 class ReadResult(NamedTuple):
-    """Result of a ReadTask."""
+    """Result of reading a body's prompt in a worker process."""
 
     result: array[int] | bytes | None = None
-    """Token ids, or the body of a `/tokenize` request."""
+    """Token ids, or the body of a `/tokenize` request; None if the prompt could not be read."""
     first_message_digest: int | None = None
     """Digest of the first user message (router/prompting/sessions.py)."""
     conversation: CachedConversation | None = None
@@ -114,14 +115,15 @@ class PromptWorkerPool:
         is_wanted: Callable[[], bool],
         tenant: str = "",
     ) -> TaskOutcome:
-        """Read a body, given in pieces.
+        """Read a body, given in pieces, in the next free process.
 
         `kind` is the API of the body's path, None if the body decides. `make_task` says how to read the prompt of a
-        request, `is_wanted` whether the client is still connected; neither may raise. Raises RequestError for a body
-        that is no JSON object, or that cannot be read now.
+        request. `is_wanted` tells whether the client is still connected. Neither may raise. If the process fails after
+        it has found the request, the prompt is left out. Raises RequestError for a body that is no JSON object, or that
+        cannot be read now.
         """
-        size = sum(map(len, body))
-        self._check_capacity(tenant, size)
+        body_bytes = sum(map(len, body))
+        self._check_capacity(tenant, body_bytes)
         inspections: list[tuple[RoutingRequest, FieldSpans]] = []
 
         async def work(process: WorkerProcess) -> ReadResult:
@@ -130,27 +132,31 @@ class PromptWorkerPool:
             inspections.append(await self._inspect(process, body, kind))
             return await self._run_task(process, make_task(inspections[0][0]))
 
-        result = ReadResult()
-        self._add_waiting(tenant, size)
+        self._add_waiting(tenant, body_bytes)
         try:
             result = await self.processes.run(body[0], work, tenant)
         except WorkerProcessError as error:
             self.counts["failed"] += 1
-            log.warning("a body of %d bytes could not be read: %s", size, error)
+            log.warning("a body of %d bytes could not be read: %s", body_bytes, error)
             if not inspections:
                 raise _overloaded_error("the body could not be read in time") from None
             result = ReadResult(is_overdue=True)
         finally:
-            self._add_waiting(tenant, -size)
+            self._add_waiting(tenant, -body_bytes)
         return TaskOutcome(*inspections[0], result)
 
-    def _check_capacity(self, tenant: str, size: int) -> None:
-        """Raise RequestError if a body has no room. A tenant's bodies after its first leave as much room to others."""
-        bytes_max, waiting = self._config.waiting_mb << 20, self._tenant_bytes.get(tenant, 0)
-        if self.waiting_bytes + size > bytes_max:
+    def _check_capacity(self, tenant: str, body_bytes: int) -> None:
+        """Raise RequestError if a body has no room.
+
+        A tenant with a body already must leave at least as much room free as all of its bodies then take.
+        """
+        bytes_max = self._config.waiting_mb << 20
+        tenant_bytes = self._tenant_bytes.get(tenant, 0)
+        remaining_bytes = bytes_max - (self.waiting_bytes + body_bytes)
+        if remaining_bytes < 0:
             self.counts["full"] += 1
             raise _overloaded_error("too many large bodies wait to be read")
-        if waiting and waiting + size > bytes_max - (self.waiting_bytes + size):
+        if tenant_bytes and tenant_bytes + body_bytes > remaining_bytes:
             self.counts["full_for_tenant"] += 1
             raise _overloaded_error("too many large bodies of this client wait to be read", status=429)
 
@@ -254,6 +260,10 @@ def _outline_body(state: WorkerState, pieces: Sequence[bytes], kind: ApiKind) ->
 
 
 def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerError | None) -> ReadResult:
+    """Tokenise the prompt of a body, or prepare a request that asks a worker for its token ids.
+
+    Raises RequestError or TokenizerError if the prompt cannot be read.
+    """
     if isinstance(tokenizer, TokenizerError):
         raise tokenizer
     if not is_within_bounds(body):
@@ -262,22 +272,33 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
     if tokenizer is not None and tokenizer.chat_template is not None:
         tokenizer.chat_template.keeps_messages_as_sent = task.as_sent
     prompt = read_prompt(request, tokenizer, task.tokens_max)
-    ids, further = truncate_prompt(prompt.token_ids, request, task.tokens_max), count_further_tokens(request, tokenizer)
-    if not ids:
+    token_ids = truncate_prompt(prompt.token_ids, request, task.tokens_max)
+    further_tokens = count_further_tokens(request, tokenizer)
+    result = ReadResult(
+        first_message_digest=digest_first_user_message(request),
+        further_tokens=further_tokens,
+        media=read_media(request, body),
+    )
+    if not token_ids:
         tokenize_request = None if task.remote_model is None else build_tokenize_request(request, task.remote_model)
-        return ReadResult(
-            tokenize_request,
-            digest_first_user_message(request),
-            further_tokens=further,
-            media=read_media(request, body),
-        )
-    size = measure_prompts(prompt.token_ids, request, task.tokens_max, further, is_exact=prompt.is_whole)
-    is_cached = task.is_cached and is_cacheable(request.kind, len(body)) and ids is prompt.token_ids
+        return result._replace(result=tokenize_request)
     conversation = None
-    if is_cached and tokenizer is not None and tokenizer.chat_template is not None:
-        conversation = cache_conversation(request, body, prompt, BoundaryRenderer(tokenizer))
+    if task.is_cached and token_ids is prompt.token_ids:  # not truncated
+        conversation = _cache_conversation(request, body, prompt, tokenizer)
+    return result._replace(
+        result=token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids),
+        conversation=conversation,
+        size=measure_prompts(prompt.token_ids, request, task.tokens_max, further_tokens, is_exact=prompt.is_whole),
+    )
+
+
+def _cache_conversation(
+    request: RoutingRequest, body: bytes, prompt: RenderedPrompt, tokenizer: Tokenizer | None
+) -> CachedConversation | None:
+    """Return the cache entry of a body without its token ids, which the router gets anyway; None if there is none."""
+    if tokenizer is None or tokenizer.chat_template is None or not is_cacheable(request.kind, len(body)):
+        return None
+    conversation = cache_conversation(request, body, prompt, BoundaryRenderer(tokenizer))
     if conversation is not None:
         conversation.token_ids = array(ID_TYPE)
-    media = read_media(request, body)
-    token_ids = ids if isinstance(ids, array) else array(ID_TYPE, ids)
-    return ReadResult(token_ids, digest_first_user_message(request), conversation, size, further, media)
+    return conversation

@@ -59,7 +59,7 @@ class PromptTarget(Protocol):
 
 
 class ReadBody(msgspec.Struct, Generic[Target], eq=False):
-    """A body that was read."""
+    """A client's body after it was read: its request, the target that the caller chose, and its prompt."""
 
     request: RoutingRequest
     """The request. If it continues a cached chat, it has only the opening messages and the new ones."""
@@ -81,7 +81,7 @@ class ReadBody(msgspec.Struct, Generic[Target], eq=False):
 
     @property
     def is_outline_missing(self) -> bool:
-        """Whether another process read the body, so that its messages are not in this one."""
+        """Whether the messages cannot be outlined here, because another process read them."""
         return self.spans is not None
 
     def outline(self) -> Outline | None:

@@ -17,10 +17,10 @@ from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing_of_kind
 from prompts.tokenizer import ID_TYPE, Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
+from router.prompting.conversation_cache import Match
 from router.prompting.conversation_reader import (
     INLINE_BYTES_MAX,
     ConversationReader,
-    Match,
     is_worth_caching,
 )
 from router.prompting.conversation_reading import Continuation, cache_conversation
@@ -68,7 +68,7 @@ class _BodyToRead(NamedTuple, Generic[Target]):
 
 
 class PromptReader:
-    """Reads the prompts of one process. Thread-safe but for loading."""
+    """Reads the prompts of all requests to one router. Thread-safe, but tokenizers are loaded on the event loop."""
 
     def __init__(
         self,
@@ -79,13 +79,15 @@ class PromptReader:
         render_s_max: float | None = RENDER_S_MAX,
         conversation_bytes: int = 0,
     ) -> None:
-        """`override` is the folder of every model's tokenizer. `render_s_max` limits a chat template in this process.
-        `conversation_bytes` is the memory for conversations that may return."""
+        """`executor` runs what takes long. `override` is the folder of every model's tokenizer, and `chat_template`
+        replaces every model's template. `render_s_max` limits the CPU time of a template in this process.
+        `conversation_bytes` is the memory for cached conversations."""
         self.conversations = ConversationReader(conversation_bytes)
         self.tokenizers = ModelTokenizers(
             executor, self.conversations, override=override, chat_template=chat_template, render_s_max=render_s_max
         )
         self._checks: set[asyncio.Task[None]] = set()
+        """Tasks that read a continued prompt whole, and compare."""
         self._executor = executor
         self.worker_pool: PromptWorkerPool | None = None
         """Processes that read large bodies, and render templates that may take long."""
@@ -111,23 +113,29 @@ class PromptReader:
         is_wanted: Callable[[], bool] = _always,
         tenant: str = "",
     ) -> TokenizedPrompt:
-        """Read a light body in a worker process, which ends a template that takes too long."""
-        started_s, timeouts = time.perf_counter(), self._timeouts.get(model, 0)
-        if self.worker_pool is None or timeouts >= TIMEOUTS_MAX:
+        """Read a light body in a worker process, because its template may take too long for this process.
+
+        The ids are None if the template takes too long, if it did so TIMEOUTS_MAX times in a row, or if the pool has no
+        room. Raises nothing.
+        """
+        timeout_count = self._timeouts.get(model, 0)
+        if self.worker_pool is None or timeout_count >= TIMEOUTS_MAX:
             return TokenizedPrompt(None, 0.0)
+        started_s = time.perf_counter()
         task.seconds_max = WORKER_RENDER_S_MAX
         try:
             _, _, result = await self.worker_pool.read(body, task.kind, lambda _: task, is_wanted, tenant)
         except RequestError as error:  # too many bodies wait, or the client has left
             log.debug("a prompt was not read: %s", error.message)
             return TokenizedPrompt(None, time.perf_counter() - started_s)
-        self._timeouts[model] = timeouts = timeouts + 1 if result.is_overdue else 0
-        if timeouts == TIMEOUTS_MAX:
+        timeout_count = timeout_count + 1 if result.is_overdue else 0
+        self._timeouts[model] = timeout_count
+        if timeout_count == TIMEOUTS_MAX:
             problem = "its chat template takes too long; chats are routed by load alone"
             self.tokenizers.problems[model] = problem
             log.warning("model %s: %s", model, problem)
-        ids = None if isinstance(result.result, bytes) else result.result
-        return TokenizedPrompt(ids, time.perf_counter() - started_s, size=result.size)
+        token_ids = None if isinstance(result.result, bytes) else result.result
+        return TokenizedPrompt(token_ids, time.perf_counter() - started_s, size=result.size)
 
     async def read_remotely(self, request: RoutingRequest, model: str, tokens_max: int | None) -> TokenizedPrompt:
         """Have a worker tokenise a prompt, unless the request has token ids already."""
@@ -146,8 +154,8 @@ class PromptReader:
     ) -> TokenizedPrompt:  # fmt: skip
         """Tokenise the prompt of a request for routing. May be called on any thread; raises nothing.
 
-        `renderer` renders the model's conversations. If a `body` is given as well, the conversation is prepared for the
-        cache of conversations. `tokens_max`: longest context of the model; longer prompts are truncated.
+        `renderer` renders the model's conversations. If a `body` is given as well, the result has a cache entry for it.
+        `tokens_max`: most tokens that the model takes; a longer prompt is truncated.
         """
         render = None if renderer is None else renderer.render_whole
         result, read_s = self._run_timed(lambda: _tokenize(request, tokenizer, tokens_max, render))
@@ -168,14 +176,14 @@ class PromptReader:
         self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
         is_wanted: Callable[[], bool] = _always, tenant: str = "", *, may_continue: bool = True,
     ) -> ReadBody[Target] | Coroutine[Any, Any, ReadBody[Target]]:  # fmt: skip
-        """Read a body at once if that is quick, else return a coroutine that reads it. Raises RequestError.
+        """Read a body at once and return it, if that is quick; else return a coroutine that reads it.
 
         `kind` is the API of the body's path, None if the body decides. `make_target` chooses the model of the request.
         `is_wanted` tells whether the client is still connected. `may_continue` allows a cached conversation to be used.
+        Raises RequestError for a malformed body.
         """
         body_to_read = _BodyToRead(body, kind, make_target, is_wanted, tenant)
-        if may_continue and self.conversations.may_have(kind, body.body_bytes):
-            assert kind is not None
+        if may_continue and kind is not None and self.conversations.may_have(kind, body.body_bytes):
             matches = self.conversations.find(kind, body.body)
             if matches and body.body_bytes - matches[0][1].body_end > INLINE_BYTES_MAX:
                 return self._continue_in_thread(matches, body_to_read)
@@ -195,7 +203,10 @@ class PromptReader:
     def _begin_whole_read(
         self, body_to_read: _BodyToRead[Target]
     ) -> ReadBody[Target] | Coroutine[Any, Any, ReadBody[Target]]:
-        """Read a body without the conversation cache, at once if that is quick."""
+        """Read a body without the conversation cache: at once if that is quick, else by a coroutine.
+
+        The coroutine reads it in a thread, in a worker process, or with the help of a worker, which has the tokenizer.
+        """
         pieces = body_to_read.body.pieces
         if len(pieces) > 1 or not is_light(pieces[0]):
             return self._read_large(body_to_read)
@@ -219,12 +230,14 @@ class PromptReader:
         renderer = self.conversations.renderer_of(model)
         if renderer is not None and is_worth_caching(request, len(data)):
             read.body = data
+
+        def read_prompt_here() -> TokenizedPrompt:
+            return self.read(request, tokenizer, tokens_max, read.body, renderer)
+
         if tokenizer is None or len(data) <= INLINE_BYTES_MAX:
-            read.prompt = self.read(request, tokenizer, tokens_max, read.body, renderer)
+            read.prompt = read_prompt_here()
             return read
-        return self._await_prompt(
-            read, self.run_in_thread(lambda: self.read(request, tokenizer, tokens_max, read.body, renderer))
-        )
+        return self._await_prompt(read, self.run_in_thread(read_prompt_here))
 
     @staticmethod
     async def _await_prompt(read: ReadBody[Target], prompt: Awaitable[TokenizedPrompt]) -> ReadBody[Target]:
@@ -232,7 +245,7 @@ class PromptReader:
         return read
 
     async def _read_large(self, body_to_read: _BodyToRead[Target]) -> ReadBody[Target]:
-        """Read a large body in a worker process."""
+        """Read a large body in a worker process; if a worker has the tokenizer, let it tokenise the prompt."""
         assert self.worker_pool is not None
         body, kind, make_target, is_wanted, tenant = body_to_read
         targets: list[Target] = []
@@ -247,22 +260,27 @@ class PromptReader:
         started_s = time.perf_counter()
         request, spans, result = await self.worker_pool.read(body.pieces, kind, make_task, is_wanted, tenant)
         target = targets[-1] if targets else make_target(request)
-        ids: Sequence[int] | None
+        token_ids: Sequence[int] | None
         size, conversation = result.size, result.conversation
         if isinstance(result.result, bytes):
             remote = self.tokenizers.remote
-            ids = None if remote is None else await remote.tokenize(result.result, target.base_model)
-            size = measure_prompts(ids, request, target.tokens_max, result.further_tokens)
-            ids = truncate_prompt(ids, request, target.tokens_max)
+            all_ids = None if remote is None else await remote.tokenize(result.result, target.base_model)
+            size = measure_prompts(all_ids, request, target.tokens_max, result.further_tokens)
+            token_ids = truncate_prompt(all_ids, request, target.tokens_max)
         else:
-            ids = result.result
-        if conversation is not None and ids is not None:
-            conversation.token_ids = ids if isinstance(ids, array) else array(ID_TYPE, ids)
-        prompt = TokenizedPrompt(ids, time.perf_counter() - started_s, conversation, size=size)
+            token_ids = result.result
+        if conversation is not None and token_ids is not None:
+            conversation.token_ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
         return ReadBody(
-            request, target, prompt, b"" if conversation is None else body.body, result.media, spans,
-            locate_raw_fields(body.pieces, spans), result.first_message_digest,
-        )  # fmt: skip
+            request=request,
+            target=target,
+            prompt=TokenizedPrompt(token_ids, time.perf_counter() - started_s, conversation, size=size),
+            body=b"" if conversation is None else body.body,
+            media=result.media,
+            spans=spans,
+            fields=locate_raw_fields(body.pieces, spans),
+            first_message_digest=result.first_message_digest,
+        )
 
     def close(self) -> None:
         """End the checks that are under way."""
@@ -287,9 +305,9 @@ class PromptReader:
         """Continue a cached conversation; None if none of the matches can be used."""
         data = body_to_read.body.body
         continuation = self._read_after_boundary(matches, data)
-        return (
-            None if continuation is None else self._finish_continuation(*continuation, data, body_to_read.make_target)
-        )
+        if continuation is None:
+            return None
+        return self._finish_continuation(*continuation, data, body_to_read.make_target)
 
     def _read_after_boundary(self, matches: list[Match], body: bytes) -> tuple[Continuation, float] | None:
         """Continue a cached conversation; return the continuation and the seconds that it took. Thread-safe."""
@@ -302,22 +320,27 @@ class PromptReader:
     def _finish_continuation(
         self, continuation: Continuation, read_s: float, body: bytes, make_target: Callable[[RoutingRequest], Target]
     ) -> ReadBody[Target] | None:
-        """Return the continued body; None if it is too long, or for another model than the cached conversation."""
+        """Return a body that was read after a boundary, and start a check of it if one is due.
+
+        None if its prompt is too long, or if the client now asks for another model: then it must be read whole.
+        """
         request, conversation = continuation.request, continuation.conversation
         target = make_target(request)
-        tokens_max, ids = target.tokens_max, continuation.token_ids
+        tokens_max, token_ids = target.tokens_max, continuation.token_ids
         is_too_long = continuation.char_count > ((tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
         if target.base_model != conversation.model or is_too_long:
             return None
         if self.conversations.count_hit(continuation, len(body), time.monotonic()):
             self._start_check(continuation, body)
         prompt = TokenizedPrompt(
-            truncate_prompt(ids, request, tokens_max), read_s, continuation.successor, continuation.predecessor,
-            measure_prompts(ids, request, tokens_max),
-        )  # fmt: skip
-        return ReadBody(
-            request, target, prompt, b"" if continuation.successor is None else body, continuation=continuation
+            token_ids=truncate_prompt(token_ids, request, tokens_max),
+            seconds=read_s,
+            conversation=continuation.successor,
+            predecessor=continuation.predecessor,
+            size=measure_prompts(token_ids, request, tokens_max),
         )
+        body_to_cache = b"" if continuation.successor is None else body
+        return ReadBody(request, target, prompt, body_to_cache, continuation=continuation)
 
     def _start_check(self, continuation: Continuation, body: bytes) -> None:
         """Start a task that reads a body whole and compares its ids with those of the continued conversation."""
@@ -326,21 +349,24 @@ class PromptReader:
         task.add_done_callback(self._checks.discard)
 
     async def _check(self, continuation: Continuation, body: bytes) -> None:
-        """Compare a continued prompt with the ids of the whole body, read in a thread or a worker process."""
+        """Read the whole body in a thread or a worker process, and compare the ids with those of the continuation."""
         model, kind = continuation.conversation.model, continuation.conversation.kind
-        tokenizer, ids = self.tokenizers.get(model), None
+        token_ids: Sequence[int] | None = None
         if is_light(body):
-            ids = (await self.run_in_thread(lambda: self.read(parse_routing_of_kind(kind, body), tokenizer))).token_ids
+            tokenizer = self.tokenizers.get(model)
+            prompt = await self.run_in_thread(lambda: self.read(parse_routing_of_kind(kind, body), tokenizer))
+            token_ids = prompt.token_ids
         elif self.worker_pool is not None:
             task = self.make_task(model, kind, None)
             try:
-                result = (await self.worker_pool.read((body,), kind, lambda _: task, _always)).result.result
+                outcome = await self.worker_pool.read((body,), kind, lambda _: task, _always)
             except RequestError as error:  # too many bodies wait
                 log.debug("a continued prompt was not checked: %s", error.message)
                 return
-            ids = None if isinstance(result, bytes) else result
-        if ids is not None:
-            self.conversations.compare(model, continuation, ids)
+            result = outcome.result.result
+            token_ids = None if isinstance(result, bytes) else result
+        if token_ids is not None:
+            self.conversations.compare(model, continuation, token_ids)
 
     def _run_timed(self, work: Callable[[], T]) -> tuple[T | None, float]:
         """Return the result of `work`, or None if it raises, and the seconds that it took."""

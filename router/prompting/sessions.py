@@ -75,27 +75,32 @@ class Session(NamedTuple):
 
 
 class SessionNames:
-    """Reads the names of sessions by NAME_SOURCES and the operator's headers."""
+    """Finds the session of a request in its headers and its body, by NAME_SOURCES and the operator's headers."""
 
     def __init__(self, extra_headers: Sequence[str] = ()) -> None:
-        """`extra_headers` come before NAME_SOURCES, each as `NAME` or `MEANING=NAME`."""
-        extra_rows = [_parse_extra_header(text) for text in extra_headers]
-        rows = [*extra_rows, *NAME_SOURCES]
-        self._header_meanings = [(row.name.lower().encode(), row.meaning) for row in rows if row.location == "header"]
+        """`extra_headers` take precedence over NAME_SOURCES. Each is `NAME` for a session, or `MEANING=NAME`."""
+        extra_sources = [_parse_extra_header(text) for text in extra_headers]
+        header_sources = [source for source in (*extra_sources, *NAME_SOURCES) if source.location == "header"]
+        self._header_meanings = [(source.name.lower().encode(), source.meaning) for source in header_sources]
         self.header_names = frozenset(name for name, _ in self._header_meanings)
         """Lower-case names of all headers that name a session."""
 
     def read_headers(self, get_header: Callable[[bytes], bytes | None]) -> NameByMeaning:
         """Read the names in headers. `get_header` returns the value of a header by its lower-case name."""
         name_by_meaning: NameByMeaning = {}
-        for name, meaning in self._header_meanings:
-            if meaning not in name_by_meaning and (value := get_header(name)):
+        for header_name, meaning in self._header_meanings:
+            value = None if meaning in name_by_meaning else get_header(header_name)
+            if value:
                 name_by_meaning[meaning] = value.decode("latin-1")
         return name_by_meaning
 
     @staticmethod
     def make_session(name_by_meaning: NameByMeaning, request: RoutingRequest) -> Session:
-        """Return the session of a request by the names in its headers and the fields of its body."""
+        """Return the session of a request by the names in its headers, or else in the fields of its body.
+
+        An agent of a session is a session of its own: its name follows that of the session, and the agent that started
+        it is its parent.
+        """
         name = name_by_meaning.get("session") or request.prompt_cache_key or request.metadata_user_id or request.user
         if not name:
             return _NO_SESSION
@@ -104,10 +109,10 @@ class SessionNames:
             parent_agent = name_by_meaning.get("parent_agent", name)
             parent = name if parent_agent == name else f"{name}/{parent_agent}"
             name = f"{name}/{agent}"
-        name, parent = shorten_name(name), None if parent is None else shorten_name(parent)
-        return Session(
-            name, None if parent == name else parent, name_by_meaning.get("final", "").lower() in ("true", "1")
-        )
+        name = shorten_name(name)
+        parent = None if parent is None else shorten_name(parent)
+        is_final = name_by_meaning.get("final", "").lower() in ("true", "1")
+        return Session(name, None if parent == name else parent, is_final)
 
 
 _NO_SESSION = Session()

@@ -14,8 +14,8 @@ import msgspec
 from prompts.errors import RequestError
 from prompts.routing import parse_routing_of_kind
 from router.prompting.boundary_rendering import BoundaryRenderer
-from router.prompting.conversation_cache import ConversationCache
-from router.prompting.conversation_reading import cache_conversation, continue_conversation
+from router.prompting.conversation_cache import BOUNDARIES_MAX, ConversationCache
+from router.prompting.conversation_reading import Continuation, cache_conversation, continue_conversation
 from router.prompting.encode import read_prompt
 
 CACHE_BYTES = 8 << 20
@@ -38,7 +38,10 @@ _TOOLS = [
 
 
 class _Messages:
-    """Makes messages of trial conversations with one long text."""
+    """Makes the messages of trial conversations.
+
+    Most of them contain the same long text, so that they are worth caching.
+    """
 
     def __init__(self, filler: str) -> None:
         self._filler = filler
@@ -105,11 +108,15 @@ def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
 def _try_conversation(
     renderer: BoundaryRenderer, conversation: list[dict[str, Any]], fields: dict[str, Any]
 ) -> tuple[str | None, int]:
-    """Return the problem of a conversation, if any, and how many of its requests were found in the cache."""
+    """Read a conversation turn by turn through a cache; return the first problem and the number of cache hits.
+
+    The problem is None if each prompt had the ids of a full read. A template may refuse the conversation; then there is
+    no problem either. `fields` are further fields of the bodies.
+    """
     cache, hits = ConversationCache(CACHE_BYTES), 0
     for end, message in enumerate(conversation, 1):
         if message["role"] == "assistant" or end == 1:
-            continue
+            continue  # a request ends with a message of the user or of a tool
         body = msgspec.json.encode({"messages": conversation[:end], **fields})
         request = parse_routing_of_kind("chat", body)
         try:
@@ -118,16 +125,23 @@ def _try_conversation(
             return None, hits
         if renderer.render_whole(request) != prompt.text:
             return f"what is put together of {end} messages differs", hits
-        predecessor, cached = None, None
-        for match in cache.find("chat", body, 4):
-            continuation = continue_conversation(*match, body, renderer)
-            if continuation is not None:
-                if list(continuation.token_ids) != list(prompt.token_ids or ()):
-                    return f"what is rendered behind message {match[1].message_count} differs", hits
-                cached, predecessor, hits = continuation.successor, continuation.predecessor, hits + 1
-                break
-        else:
+        continuation = _continue_cached(cache, body, renderer)
+        if continuation is None:
             cached = cache_conversation(request, body, prompt, renderer)
-        if cached is not None:
-            cache.store(cached, body, predecessor)
+            if cached is not None:
+                cache.store(cached, body)
+            continue
+        hits += 1
+        if list(continuation.token_ids) != list(prompt.token_ids or ()):
+            return f"what is rendered behind message {continuation.boundary.message_count} differs", hits
+        if continuation.successor is not None:
+            cache.store(continuation.successor, body, continuation.predecessor)
     return None, hits
+
+
+def _continue_cached(cache: ConversationCache, body: bytes, renderer: BoundaryRenderer) -> Continuation | None:
+    for conversation, boundary in cache.find("chat", body, BOUNDARIES_MAX):
+        continuation = continue_conversation(conversation, boundary, body, renderer)
+        if continuation is not None:
+            return continuation
+    return None

@@ -81,7 +81,10 @@ class _TurnSkeleton(NamedTuple):
 
 
 class TurnMemo:
-    """The memo of one template."""
+    """Memo of what one template writes around the texts of a few messages.
+
+    Each kind of entry is bounded by ENTRIES_MAX.
+    """
 
     def __init__(self) -> None:
         self._skeleton_by_key: dict[MemoKey, _TurnSkeleton | None] = {}
@@ -98,7 +101,11 @@ class TurnMemo:
         return None if skeleton is None else skeleton.fill(turn.texts)
 
     def add(self, turn: PlainTurn, text: str, render: Callable[[list[Message]], str | None]) -> None:
-        """Remember the text that the template wrote for a turn. `render` renders other messages in its place."""
+        """Remember what the template writes around the texts of a turn; `text` is what it wrote for the turn.
+
+        `render` renders other messages in place of the turn: here the same messages with random texts, which show where
+        the template puts each text. The result must also give `text`, or else the turn's key is never filled.
+        """
         key, texts = turn
         if key in self._skeleton_by_key or len(text) - sum(map(len, texts)) > _CHARS_MAX:
             return
@@ -113,7 +120,8 @@ class TurnMemo:
             skeleton = _TurnSkeleton(tuple(parts[::2]), tuple(sentinels.index(sentinel) for sentinel in parts[1::2]))
         if len(self._skeleton_by_key) >= ENTRIES_MAX:
             self._skeleton_by_key = {}
-        self._skeleton_by_key[key] = skeleton if skeleton is not None and skeleton.fill(texts) == text else None
+        is_right = skeleton is not None and skeleton.fill(texts) == text
+        self._skeleton_by_key[key] = skeleton if is_right else None
 
     def find_next_placeholders(self, key: MemoKey, message_count: int) -> RenderedPlaceholders | None:
         """Return the placeholders of a boundary after so many of the new messages."""
@@ -126,7 +134,10 @@ class TurnMemo:
 
 
 def read_plain_texts(messages: Sequence[Message], markers: Sequence[str]) -> PlainTexts | None:
-    """Return the text of each message, if they are few, and each is a role and a text that templates only copy."""
+    """Return the texts of messages if templates only copy them; None if a template may treat one of them otherwise.
+
+    Such messages are few, and each is a role and a text without a marker for which the template searches.
+    """
     if not 0 < len(messages) <= TURNS_MAX:
         return None
     texts, edges = list[str](), list[Edges]()
