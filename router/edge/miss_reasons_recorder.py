@@ -305,7 +305,8 @@ _NOT_COMPARED = Sampling(is_compared=False, is_sampled=False, has_unknown_histor
 def render_explanation(explanation: MissExplanation) -> dict[str, Any]:
     """Return an explanation as the fields of a JSON object."""
     fields: dict[str, Any] = msgspec.to_builtins(explanation)
-    for uncached_range, range_fields in zip(explanation.uncached_ranges, fields["uncached_ranges"]):
+    # The encoder leaves an empty list out.
+    for uncached_range, range_fields in zip(explanation.uncached_ranges, fields.get("uncached_ranges", ())):
         range_fields |= {"tokens": uncached_range.tokens, "group": GROUPS.get(uncached_range.reason, "none")}
     if not explanation.is_compared:
         fields["hint"] = NOT_COMPARED_HINT

@@ -83,9 +83,9 @@ def router(edge: Any, tmp_path: Path) -> Any:
     """Starts a router with a tokenizer and reasons before one worker."""
     write_tokenizer(tmp_path, 2048, 200_000)
 
-    async def start(**settings: Any) -> MissReasonsRecorder:
+    async def start(cached_tokens: int = 0, **settings: Any) -> MissReasonsRecorder:
         await edge.start(policy="kv")
-        usage = {"prompt_tokens": 9, "completion_tokens": 6, "prompt_tokens_details": {"cached_tokens": 0}}
+        usage = {"prompt_tokens": 9, "completion_tokens": 6, "prompt_tokens_details": {"cached_tokens": cached_tokens}}
         await edge.worker(edge.reply(json.dumps({"choices": [], "usage": usage}).encode()))
         (worker,) = edge.core.workers.values()
         models = (ServedModel("tiny", "tiny", max_model_len=100_000),)
@@ -104,6 +104,18 @@ def router(edge: Any, tmp_path: Path) -> Any:
         return reasons
 
     return start
+
+
+def test_a_prompt_that_was_all_cached_is_explained_too(edge: Any, make_post: Any, router: Any) -> None:
+    async def scenario() -> None:
+        await router(cached_tokens=100_000)
+        talk = Talk(edge, make_post)
+        talk.turn()
+        explanation = await talk.send()
+        assert "uncached_ranges" not in explanation
+        assert explanation["terms"]["worker"] == explanation["worker"]
+
+    edge.run(scenario())
 
 
 def test_a_turn_is_explained_by_its_id(edge: Any, make_post: Any, router: Any) -> None:
