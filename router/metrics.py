@@ -78,6 +78,10 @@ class TransferMetrics:
     def __init__(self) -> None:
         self.outcomes: Counter[tuple[str, TransferOutcome]] = Counter()
         """Number of transfers by kind and outcome."""
+        self.planned_tokens: Counter[str] = Counter()
+        """Kind -> tokens of which KV was to move."""
+        self.planned_bytes: Counter[str] = Counter()
+        """Kind -> bytes of these tokens, if the source tells how many a token has."""
         self.prefill_s = Histograms(LATENCY_BOUNDS_S)
         """Seconds of prefills for answers of other workers, by (worker,)."""
 

@@ -37,9 +37,9 @@ class AnyValues:
 def declare_router_metrics() -> list[Metric]:
     """Return the families of a router without traffic."""
     report = MetricsReport(
-        metrics=Metrics(), core=CoreSnapshot([], 0, 0, {}), index=IndexStats(0, 0, 0, 0, 0), starting_workers=(),
-        failed_checks={}, feed_counters={}, feed_fault_count=0, ignored_event_count=0, peer_messages={},
-        tokenize_cpu_s=0.0, conversations=ConversationReader(0), large_bodies={}, waiting_bytes=0,
+        metrics=Metrics(), core=CoreSnapshot([], 0, 0, {}), kv_groups=(), index=IndexStats(0, 0, 0, 0, 0),
+        starting_workers=(), failed_checks={}, feed_counters={}, feed_fault_count=0, ignored_event_count=0,
+        peer_messages={}, tokenize_cpu_s=0.0, conversations=ConversationReader(0), large_bodies={}, waiting_bytes=0,
     )  # fmt: skip
     return list(build_page_families(report))
 

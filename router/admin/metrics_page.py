@@ -9,7 +9,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
 from router.admin.metrics_report import MetricsReport
-from router.decide.workers import WorkerState
+from router.decide.workers import DECODE_ROLE, PREFILL_ROLE, WorkerState
 from router.http.routes import CachedPage, Response, Routes
 from router.metrics import Histogram, Metrics
 from router.miss_reasons.explanation import GROUPS
@@ -106,6 +106,10 @@ def _iter_request_counters(metrics: Metrics) -> Iterator[Row]:
               metrics.broken_streams, ("outcome",))  # fmt: skip
     yield Row("kv_transfers", "Requests for which KV was to move between workers, by kind and outcome.",
               metrics.transfers.outcomes, ("kind", "outcome"))  # fmt: skip
+    yield Row("kv_transfer_planned_tokens", "Tokens of which KV was to move between workers.",
+              metrics.transfers.planned_tokens, ("kind",))  # fmt: skip
+    yield Row("kv_transfer_planned_bytes", "Bytes of these tokens, for workers that tell how many bytes a token has.",
+              metrics.transfers.planned_bytes, ("kind",))  # fmt: skip
     yield Row("http_errors", "Requests refused before routing, by status.", metrics.http_errors, ("status",))
     yield Row("crashes", "Unexpected exceptions that ended a request.", metrics.crashes, ("where", "kind"))
     yield Row("refused_bytes", "Requests refused because too many bytes wait.", metrics.refused_bytes, ("bound",))
@@ -138,6 +142,10 @@ def _iter_request_counters(metrics: Metrics) -> Iterator[Row]:
 
 def _iter_part_counters(report: MetricsReport) -> Iterator[Row]:
     """Yield the counters that the core, the fleet and the prompt reader keep."""
+    loads = {row.target: row.engine_load for row in report.core.workers}
+    yield Row("kv_transfer_received_bytes", "Bytes of KV from other workers, as the worker reports them.",
+              {target: load.received_kv_bytes for target, load in loads.items()
+               if load is not None and load.received_kv_bytes is not None}, ("worker",))  # fmt: skip
     yield Row("core", "Events in the core: routed, queued, refused, retried ...", report.core.counters, ("event",))
     yield Row("worker_check_failures",
               "Probes and checks of a worker that failed, or got an unusable answer.",
@@ -193,8 +201,12 @@ def _iter_gauges(report: MetricsReport) -> Iterator[Row]:
 
 
 def _iter_worker_gauges(report: MetricsReport) -> Iterator[Row]:
-    """Yield the gauges of each worker."""
+    """Yield the gauges of each worker, and of each group of workers that move KV."""
     rows = report.core.workers
+    yield Row("kv_role_missing",
+              "1 where no worker of a group gives KV (prefill), or none takes it (decode).",
+              {(row["group"], role): float(row["missing_role"] == role)
+               for row in report.kv_groups for role in (PREFILL_ROLE, DECODE_ROLE)}, ("group", "role"))  # fmt: skip
     state_by_worker = dict.fromkeys(report.starting_workers, "starting") | {row.target: row.state for row in rows}
     yield Row("worker_up", "1 where the worker takes requests.",
               {worker: float(state == "up") for worker, state in state_by_worker.items()}, ("worker",))  # fmt: skip

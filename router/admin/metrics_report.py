@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from router.admin.workers import describe_kv_groups
 from router.decide.registry import CoreSnapshot
 from router.edge.proxy import Proxy
 from router.fleet.feed import IndexFeed
@@ -22,6 +24,8 @@ class MetricsReport:
 
     metrics: Metrics
     core: CoreSnapshot
+    kv_groups: Sequence[Mapping[str, Any]]
+    """Groups of workers that move KV, as `GET /workers` shows them."""
     index: IndexStats
     starting_workers: Collection[str]
     """Ids of workers that were never reached."""
@@ -70,6 +74,7 @@ class MetricsCollector:
         return MetricsReport(
             metrics=metrics,
             core=core.snapshot(self._proxy.now()),
+            kv_groups=describe_kv_groups(core.workers.values()),
             index=core.index.stats(),
             starting_workers=self._fleet.list_starting_reasons(),
             failed_checks=self._fleet.failed_checks,

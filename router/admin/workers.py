@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from prompts.errors import RequestError, bad_value
 from router.admin.json_body import decode_object
 from router.decide.registry import WorkerSnapshot
-from router.decide.workers import Worker, WorkerState, find_unusable_reason
+from router.decide.workers import DECODE_ROLE, PREFILL_ROLE, Worker, WorkerState, find_unusable_reason
 from router.edge.proxy import Proxy
 from router.fleet.members import Fleet
 from router.http.request import HttpRequest
@@ -161,14 +161,23 @@ def describe_kv_groups(workers: Iterable[Worker]) -> list[dict[str, Any]]:
         available = [worker for worker in members if find_unusable_reason(worker) is None]
         sources = [worker.worker_id for worker in available if worker.spec.transfer.can_give]
         destinations = [worker.worker_id for worker in available if worker.spec.transfer.can_take]
-        problem = ""
+        problem = missing_role = ""
         if not sources or not destinations:
-            problem = f"no worker {'takes' if sources else 'gives'} KV: each computes its prompts"
+            missing_role = DECODE_ROLE if sources else PREFILL_ROLE
+            effect = "requests are refused" if members[0].spec.transfer.needs_partner else "each computes its prompts"
+            problem = f"no worker {'takes' if sources else 'gives'} KV: {effect}"
         elif len({*sources, *destinations}) == 1:
             problem = "only one worker is available"
         dialect = members[0].spec.transfer.dialect
         rows.append(
-            {"group": group, "dialect": dialect, "sources": sources, "destinations": destinations, "problem": problem}
+            {
+                "group": group,
+                "dialect": dialect,
+                "sources": sources,
+                "destinations": destinations,
+                "missing_role": missing_role,
+                "problem": problem,
+            }
         )
     return rows
 

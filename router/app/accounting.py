@@ -107,6 +107,10 @@ def _make_log_fields(context: RequestContext, now: float) -> dict[str, Any]:
             "predicted_cached_tokens": decision.predicted_cached_tokens,
             "predicted_ttft_seconds": round(decision.predicted_ttft_s, 4),
         }
+        if decision.transfer is not None:
+            fields |= {"kv_transfer": decision.transfer.kind.value, "kv_source": decision.transfer.source}
+    if context.prefill is not None and context.prefill.ended_at_s is not None:
+        fields["prefill_seconds"] = round(context.prefill.ended_at_s - context.prefill.started_at_s, 4)
     if usage is not None and usage.cached_tokens is not None:
         fields["cached_tokens"] = usage.cached_tokens
     return fields

@@ -16,7 +16,7 @@ from options import ConfigError
 from router.decide.messages import Decision, Terms
 from router.edge.request_context import RequestContext
 
-TERMS = tuple(name for name in Terms.__struct_fields__ if name != "worker")
+TERMS = tuple(name for name in Terms.__struct_fields__ if name not in ("worker", "transfer"))
 _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
 
 
@@ -94,7 +94,15 @@ class Tracing:
         parent_context = self._api.set_span_in_context(span)
         if context.decision is not None:
             self._add_decision_span(context, context.decision, parent_context, to_ns)
-        progress = context.progress
+        progress, prefill = context.progress, context.prefill
+        if prefill is not None:
+            prefill_span = self._tracer.start_span(
+                "prefill", parent_context, attributes={"blockcast.worker": prefill.worker},
+                start_time=to_ns(prefill.started_at_s), kind=self._api.SpanKind.CLIENT,
+            )  # fmt: skip
+            if prefill.ended_at_s is None:
+                prefill_span.set_status(self._api.StatusCode.ERROR, "no KV came")
+            prefill_span.end(to_ns(now if prefill.ended_at_s is None else prefill.ended_at_s))
         if progress.sent_at_s is not None:
             answer_span = self._tracer.start_span(
                 "answer", parent_context, start_time=to_ns(progress.sent_at_s), kind=self._api.SpanKind.CLIENT
@@ -145,6 +153,10 @@ def _list_request_attributes(context: RequestContext) -> dict[str, str | int]:
         attributes["blockcast.worker"] = decision.worker
         attributes["blockcast.attempts"] = decision.attempt + 1
         attributes["blockcast.predicted_cached_tokens"] = decision.predicted_cached_tokens
+        if decision.transfer is not None:
+            attributes["blockcast.transfer.kind"] = decision.transfer.kind.value
+            attributes["blockcast.transfer.source"] = decision.transfer.source
+            attributes["blockcast.transfer.tokens"] = decision.transfer.tokens
     if usage is not None and usage.cached_tokens is not None:
         attributes["blockcast.cached_tokens"] = usage.cached_tokens
     return attributes

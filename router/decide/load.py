@@ -108,6 +108,8 @@ class EngineLoad:
     """Share of the KV memory that running sequences hold; None if the engine does not report it."""
     is_asleep: bool = False
     """Whether the engine has released its memory, and the cache with it."""
+    received_kv_bytes: float | None = None
+    """Bytes of KV that it got from other engines since its start; None if the engine does not report it."""
 
 
 @dataclass(frozen=True, slots=True)

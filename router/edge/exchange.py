@@ -69,7 +69,7 @@ class Exchange:
         self.context.decision = decision
         transfer = decision.transfer
         if transfer is not None:
-            self._proxy.metrics.transfers.outcomes[transfer.kind.value, "started"] += 1
+            self._proxy.record_transfer_start(transfer)
         if transfer is None or transfer.kind is not TransferKind.PREFILL:
             self._start_attempt(decision)
             return

@@ -23,6 +23,7 @@ from router.decide.messages import (
     Refuse,
     ReportedUsage,
     RouteRequest,
+    Transfer,
     WorkerLost,
 )
 from router.edge.config import EdgeConfig, Timeouts
@@ -284,6 +285,15 @@ class Proxy:
                 listener(decision, kind, reason)
             except Exception as error:  # noqa: BLE001  a boundary
                 self.metrics.record_crash("listener", error)
+
+    def record_transfer_start(self, transfer: Transfer) -> None:
+        """Count KV that is to move to the worker of a request."""
+        transfers, source = self.metrics.transfers, self.core.workers.get(transfer.source)
+        transfers.outcomes[transfer.kind.value, "started"] += 1
+        transfers.planned_tokens[transfer.kind.value] += transfer.tokens
+        if source is not None:
+            planned_bytes = int(transfer.tokens * source.spec.transfer.bytes_per_token)
+            transfers.planned_bytes[transfer.kind.value] += planned_bytes
 
     def fail_transfer(
         self, context: RequestContext, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False

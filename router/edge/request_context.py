@@ -6,6 +6,7 @@ own record of a request in flight, under the same `request_id`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
@@ -49,6 +50,16 @@ class PendingComparison:
         """End of the answer, where it came before the outline was made."""
 
 
+@dataclass(slots=True)
+class PrefillTimes:
+    """When another worker computed the prompt of a request."""
+
+    worker: str
+    started_at_s: float
+    ended_at_s: float | None = None
+    """Time of its complete answer; None if it failed or has not ended."""
+
+
 class RequestContext:
     """One request and its outcome."""
 
@@ -63,6 +74,7 @@ class RequestContext:
         "miss_analysis",
         "model",
         "outcome",
+        "prefill",
         "progress",
         "request",
         "request_id",
@@ -101,6 +113,8 @@ class RequestContext:
         """Whether decisions are logged with the terms of every candidate."""
         self.decision: Decision | None = None
         """Decision of the latest attempt."""
+        self.prefill: PrefillTimes | None = None
+        """The latest prefill at another worker; None if there was none."""
         self.progress = ResponseProgress(started_at_s)
         self.continuation: StreamContinuation | None = None
         """State for continuing the answer at another worker; None if that is impossible."""

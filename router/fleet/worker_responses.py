@@ -45,10 +45,14 @@ _TRANSFER_ENDPOINT_PATTERN = re.compile(r"tcp://[!-~]{1,255}:[0-9]{1,5}")
 """Addresses that an engine takes as the source of a pull (prompts/kv_source.py)."""
 REQUESTS_MAX = 10**6
 """Most requests that an engine can report."""
+_VALUE_MAX_BY_KIND = {"running": REQUESTS_MAX, "waiting": REQUESTS_MAX, "received_kv_bytes": 2**60}
+"""Kind of a figure of the load -> highest possible value; 1 for those that are not here."""
 _LOAD_KIND_BY_METRIC = {
     "vllm:num_requests_running": "running", "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "usage", "vllm:gpu_cache_usage_perc": "usage",
     "vllm:engine_sleep_state": "awake",
+    "vllm:nixl_bytes_transferred_sum": "received_kv_bytes",
+    "engine:kv_transfer_pulled_bytes_total": "received_kv_bytes",
     "sglang:num_running_reqs": "running", "sglang:num_queue_reqs": "waiting", "sglang:token_usage": "usage",
 }  # fmt: skip
 _LOAD_METRICS = "|".join(_LOAD_KIND_BY_METRIC)
@@ -253,9 +257,7 @@ def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
             continue  # the other series of that gauge are the sleep levels
         value = _parse_float(line[3])
         if engine is not None and engine < ranks:
-            is_possible = value is not None and 0.0 <= value <= (
-                REQUESTS_MAX if kind in ("running", "waiting") else 1.0
-            )
+            is_possible = value is not None and 0.0 <= value <= _VALUE_MAX_BY_KIND.get(kind, 1.0)
             values_by_rank.setdefault((engine, kind), []).append(
                 value if value is not None and is_possible else math.nan
             )
@@ -266,8 +268,17 @@ def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
         usage = sum(shares) / len(shares)
         has_counts = not math.isnan(running) and not math.isnan(waiting)
         is_rank_asleep = sum(values_by_rank.get((rank, "awake"), [math.nan])) == 0
+        received_kv_bytes = sum(values_by_rank.get((rank, "received_kv_bytes"), [math.nan]))
         if has_counts:
-            loads.append(EngineLoad(int(running), int(waiting), None if math.isnan(usage) else usage, is_rank_asleep))
+            loads.append(
+                EngineLoad(
+                    int(running),
+                    int(waiting),
+                    None if math.isnan(usage) else usage,
+                    is_rank_asleep,
+                    None if math.isnan(received_kv_bytes) else received_kv_bytes,
+                )
+            )
         else:
             loads.append(EngineLoad(0, 0, None, is_rank_asleep) if is_rank_asleep else None)
     return loads

@@ -51,6 +51,20 @@ vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.5
 """
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        'vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 4096.0',
+        "engine:kv_transfer_pulled_bytes_total 4096.0",
+    ],
+)
+def test_engines_say_how_much_kv_they_got(line: str) -> None:
+    page = f"vllm:num_requests_running 1\nvllm:num_requests_waiting 0\n{line}\n"
+    lines = b"\n".join(select_metric_lines(page.encode())).decode()
+    assert read_loads(lines, 1) == [EngineLoad(1, 0, received_kv_bytes=4096.0)]
+    assert read_loads(page.replace("4096.0", "-1"), 1) == [EngineLoad(1, 0)]
+
+
 def test_loads_are_read_by_rank_and_in_sum() -> None:
     assert read_loads(VLLM, 2) == [EngineLoad(7, 2, 0.25), EngineLoad(3, 0, 0.5)]
     assert read_loads(VLLM, 1) == [EngineLoad(10, 2, 0.375)]

@@ -15,7 +15,7 @@ from prompts.errors import RequestError
 from router.decide.messages import Decision, ReportedUsage
 from router.edge.attempt import Attempt
 from router.edge.proxy import RETRYABLE_STATUSES, Proxy
-from router.edge.request_context import RequestContext
+from router.edge.request_context import PrefillTimes, RequestContext
 from router.edge.response_progress import RESPONSES_PATH, find_usage
 from router.edge.rewrite import Body, add_fields
 from router.edge.transfers.dialects import DIALECTS, Fields, Handover
@@ -82,8 +82,8 @@ class PrefillLeg:
         self._body: Body = ()
         self._content = bytearray()
         self._attempt = Attempt(self, proxy.pool, "POST")
-        self._started_at_s = proxy.now()
-        self._deadline_s = self._started_at_s + max(SECONDS_MIN, PREDICTION_FACTOR * decision.predicted_ttft_s)
+        self._times = context.prefill = PrefillTimes(self._transfer.source, proxy.now())
+        self._deadline_s = self._times.started_at_s + max(SECONDS_MIN, PREDICTION_FACTOR * decision.predicted_ttft_s)
         """Time until which the prefill may take, and once it has ended, time until which its KV may be fetched."""
         self._refusal = ""
         """Why the worker refuses the request, if the other worker is expected to refuse it too."""
@@ -155,7 +155,7 @@ class PrefillLeg:
         if self._refusal and now > self._deadline_s:
             self._fail("refused", self._refusal)
         elif not self.is_computed and now > self._deadline_s:
-            self._fail("timeout", f"no answer within {now - self._started_at_s:.1f} s")
+            self._fail("timeout", f"no answer within {now - self._times.started_at_s:.1f} s")
         elif self.is_taken and now <= self._deadline_s and (worker is None or worker.is_down):
             self._fail("lost", "the worker went down, and its KV may not have been fetched")
 
@@ -214,7 +214,9 @@ class PrefillLeg:
         self.usage = find_usage(bytes(self._content))
         self._content, self._body = bytearray(), ()
         self.is_computed, self._deadline_s = True, now + LEASE_S
-        self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,)).observe(now - self._started_at_s)
+        self._times.ended_at_s = now
+        prefill_s = now - self._times.started_at_s
+        self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,)).observe(prefill_s)
         self._owner.prefill_computed()
 
     def attempt_lost(self, reason: str, *, is_stale: bool) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import hmac
 import json
+import logging
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 from nixl_workers import NixlWorkers, text_for
 
 from router.admin.dashboard import Dashboard
+from router.app.accounting import RequestAccounting
 from router.decide.messages import Decision, Forward, Instruction, Transfer, TransferKind
 from router.decide.workers import TransferFacts
 
@@ -105,6 +107,49 @@ def test_a_prompt_is_computed_by_one_worker_and_answered_by_another(
         assert (nixl.transfers, nixl.faults, nixl.pinned) == (1, [], [])
         assert outcomes(edge) == {"started": 1}
         assert edge.metrics.transfers.prefill_s.get(("p",)).counts[0] == 1
+
+    edge.run(scenario())
+
+
+async def get_metrics(edge: Any) -> bytes:
+    page: bytes = await edge.exchange(b"GET /metrics HTTP/1.1\r\nhost: router\r\nconnection: close\r\n\r\n")
+    return page
+
+
+def test_both_requests_are_seen(edge: Any, make_post: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """In the trace, in the log of requests and in the metrics."""
+
+    async def scenario() -> None:
+        await split_pair(edge)
+        facts = TransferFacts("g", frozenset((TransferKind.PREFILL,)), bytes_per_token=1000.0, dialect="nixl")
+        set_facts(edge, "p", facts)
+        edge.proxy.on_end.append(RequestAccounting(edge.proxy, log_share=1.0).record_ended_request)
+        exporter = InMemorySpanExporter()
+        tracing = Tracing("http://127.0.0.1:9", 1.0, "1.2.3", exporter)
+        edge.proxy.tracer = tracing.begin
+        edge.proxy.on_end.append(lambda context: tracing.end(context, edge.now()))
+        with caplog.at_level(logging.INFO, "router"):
+            await edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
+            await edge.settle()
+        tracing._provider.force_flush()
+        spans = {span.name: span for span in exporter.get_finished_spans()}
+        assert set(spans) == {"POST /v1/completions", "read and decide", "prefill", "answer"}
+        assert spans["prefill"].attributes == {"blockcast.worker": "p"}
+        assert spans["prefill"].end_time <= spans["answer"].start_time
+        attributes = spans["POST /v1/completions"].attributes or {}
+        assert (attributes["blockcast.worker"], attributes["blockcast.transfer.source"]) == ("d", "p")
+        (fields,) = [record.__dict__["fields"] for record in caplog.records if "fields" in record.__dict__]
+        assert (fields["worker"], fields["kv_source"], fields["kv_transfer"]) == ("d", "p", "prefill")
+        assert fields["prefill_seconds"] >= 0.0
+        page = await get_metrics(edge)
+        assert b'blockcast_router_kv_transfer_planned_tokens_total{kind="prefill"} 128.0' in page
+        assert b'blockcast_router_kv_transfer_planned_bytes_total{kind="prefill"} 128000.0' in page
+        tracing.close()
+
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    from router.app.tracing import Tracing
 
     edge.run(scenario())
 
@@ -433,11 +478,14 @@ def test_the_list_of_workers_says_why_no_kv_moves(edge: Any) -> None:
                 TransferFacts("g", frozenset((TransferKind.PREFILL,)), can_give, not can_give, dialect="nixl"),
             )
         await edge.worker(edge.reply(), "other")
-        row = {"group": "g", "dialect": "nixl", "sources": ["p"], "destinations": ["d"], "problem": ""}
-        assert edge.worker_list.describe_workers()["kv_groups"] == [row]
+        row = {"group": "g", "dialect": "nixl", "sources": ["p"], "destinations": ["d"]}
+        assert edge.worker_list.describe_workers()["kv_groups"] == [row | {"missing_role": "", "problem": ""}]
+        assert b'blockcast_router_kv_role_missing{group="g",role="prefill"} 0.0' in await get_metrics(edge)
         edge.proxy.perform(edge.core.mark_worker_down("p", edge.now(), "no answer to /health"))
         (row,) = edge.worker_list.describe_workers()["kv_groups"]
         assert (row["sources"], row["problem"]) == ([], "no worker gives KV: each computes its prompts")
+        assert row["missing_role"] == "prefill"
+        assert b'blockcast_router_kv_role_missing{group="g",role="prefill"} 1.0' in await get_metrics(edge)
 
     edge.run(scenario())
 
