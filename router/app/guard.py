@@ -48,9 +48,11 @@ class AdminGuard:
     def _check(self, request: HttpRequest) -> None:
         """Check the key, the Host and Origin headers, and the declared type of the body."""
         if not hmac.compare_digest(bearer_token(request), self._key):
-            raise RequestError(
-                "the admin key is needed: Authorization: Bearer KEY", param=None, code="invalid_api_key", status=401,
-            )  # fmt: skip
+            message = (
+                "the admin key is needed: Authorization: Bearer KEY, with the key that the router printed at its "
+                "start, or that of --admin-api-key"
+            )
+            raise RequestError(message, param=None, code="invalid_api_key", status=401)
         host = (request.get_header(b"host") or b"").decode("latin-1").lower()
         if not self._is_own_host(host):
             raise _forbidden_error("the Host header names none of this router's hosts; --admin-host NAME makes it one")
