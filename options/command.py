@@ -224,37 +224,43 @@ def _make_click_option(setting: Setting, heading: str, position: int | None) -> 
 
     `--help` shows the flag at `position` under `heading`, and hides a flag without a position.
     """
-    config_field = setting.config_field
-    flag = config_field.flag
+    flag = setting.config_field.flag
     assert flag is not None
-    base_type, annotations = split_annotated(config_field.value_type)
-    default = setting.default
-    help_text = config_field.help_text
-    if default is not None and default != () and not config_field.is_section:
-        default_text = ("on" if default else "off") if base_type is bool else default
-        help_text += f" [default: {default_text}]"
-    is_repeatable = get_origin(base_type) is tuple
-    if is_repeatable:
-        help_text += " Repeatable."
-    declarations = (*setting.flag_names, _make_parameter_name(setting.path))
+    base_type, _ = split_annotated(setting.config_field.value_type)
     make = partial(
         click.option,
-        *declarations,
+        *setting.flag_names,
+        _make_parameter_name(setting.path),
         cls=SectionedOption,
         heading=heading,
         position=position or 0,
-        help=help_text,
+        help=_make_help_text(setting),
         hidden=flag.is_hidden or position is None,
     )
     if base_type is bool:
         return make(default=None)  # None: the flag is not on the command line
-    titles = [mark.title for mark in annotations if isinstance(mark, msgspec.Meta) and mark.title]
-    metavar = flag.metavar or (titles[-1] if titles else _choose_metavar(config_field.value_type))
-    return make(multiple=is_repeatable, metavar=metavar)
+    metavar = flag.metavar or _choose_metavar(setting.config_field.value_type)
+    return make(multiple=get_origin(base_type) is tuple, metavar=metavar)
+
+
+def _make_help_text(setting: Setting) -> str:
+    """Return the help of a flag, with its default and whether it may be repeated."""
+    base_type, _ = split_annotated(setting.config_field.value_type)
+    default = setting.default
+    help_text = setting.config_field.help_text
+    if base_type is bool and default is not None:
+        default = "on" if default else "off"
+    if default is not None and default != () and not setting.config_field.is_section:
+        help_text += f" [default: {default}]"
+    return f"{help_text} Repeatable." if get_origin(base_type) is tuple else help_text
 
 
 def _choose_metavar(value_type: Any) -> str:
-    base_type, _ = split_annotated(value_type)
+    """Return the word that stands for a flag's value in `--help`: the title of its type, or else its kind."""
+    base_type, annotations = split_annotated(value_type)
+    titles = [mark.title for mark in annotations if isinstance(mark, msgspec.Meta) and mark.title]
+    if titles:
+        return titles[-1]
     if get_origin(base_type) is Literal:
         return f"[{'|'.join(get_args(base_type))}]"
     return {int: "N", float: "NUMBER"}.get(base_type, "TEXT")

@@ -140,6 +140,7 @@ class RequestDispatcher:
         self._read_tasks.add(task)
 
         def finish(task: asyncio.Task[None]) -> None:
+            """Place the request, or end it with the exception of the task."""
             self._read_tasks.discard(task)
             if task.cancelled():
                 return

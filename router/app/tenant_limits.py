@@ -27,6 +27,7 @@ class TenantLimits:
     """Limits the requests and tokens in flight of each API key, and applies the settings of keys to requests."""
 
     def __init__(self, config: EdgeConfig, metrics: Metrics) -> None:
+        """Read the settings of all keys. Without keys a tenant is a client's address, and has no limits."""
         self._metrics = metrics
         self._requests_max = config.key_requests_max
         self._tokens_max = config.key_tokens_max

@@ -67,20 +67,22 @@ class ChunkedBody:
         self._trailer_bytes = 0
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        """Parse `data`, and return how many of its leading bytes belong to the body. Appends content to `payload`."""
+        """Parse `data`, and return how many of its leading bytes belong to the body. Appends content to `payload`.
+
+        Raises ProtocolError for malformed framing, and BodyTooLarge.
+        """
         position, data_end = 0, len(data)
         while position < data_end and not self.is_complete:
-            remaining = self.remaining_bytes
-            if remaining == BETWEEN_CHUNKS and not self._partial_line and not self._is_in_trailers:
+            if self.is_between_chunks:
                 position = self._read_complete_chunks(data, position, payload)
                 if position == data_end:
                     break
-            if remaining > 0:
-                count = min(remaining, data_end - position)
+            if self.remaining_bytes > 0:
+                content = data[position : position + self.remaining_bytes]
                 if payload is not None:
-                    payload += data[position : position + count]
-                self.remaining_bytes = remaining - count
-                position += count
+                    payload += content
+                self.remaining_bytes -= len(content)
+                position += len(content)
                 continue
             line_end = data.find(b"\n", position, position + MAX_LINE_BYTES)
             if line_end < 0:

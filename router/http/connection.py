@@ -18,7 +18,7 @@ from router.http.config import ClientTimeouts, HttpLimits
 from router.http.decoding import BodyDecoder, DecodingTask, get_body_coding
 from router.http.fair_scheduler import FairScheduler
 from router.http.local_replies import JSON, Header, build_refusal, build_response_head, iter_error_headers
-from router.http.request import BadRequest, HttpRequest, RequestParser
+from router.http.request import HttpRequest, RequestParser
 
 WRITE_BUFFER_BYTES: Final = 64 * 1024
 """Unsent bytes of an answer at which reading from its worker, and of the next request, is paused. Bytes beyond this are
@@ -27,8 +27,6 @@ LINGER_S: Final = 2.0
 """Time for which an early error stays readable while the client is still sending."""
 MAX_PIPELINED_BYTES: Final = 64 * 1024
 """Bytes of further requests that are read during an answer; more stays in the kernel's buffer."""
-REQUESTS_PER_TURN: Final = 16
-"""Requests of one connection that are answered in one turn of the event loop."""
 LONG_READ_BYTES: Final = 64 * 1024
 """Size of a read of a body after which other connections get a turn."""
 
@@ -386,14 +384,12 @@ class ClientConnection(asyncio.Protocol):
     def _handle_requests(self, received_bytes: int = 0) -> None:
         """Start requests that are received completely, until one of them is not answered at once.
 
-        After REQUESTS_PER_TURN requests, others get a turn first. `received_bytes`: size of the last read, if any.
+        If too many requests were started in this turn of the event loop, the next one waits for a later turn.
+        `received_bytes`: size of the last read, if any.
         """
         self._is_handling = True
         try:
-            for _ in range(REQUESTS_PER_TURN):
-                is_waiting = self._is_busy or self._is_writing_paused
-                if is_waiting or self._transport is None or not self._keep_alive:
-                    break
+            while self._can_start_request():
                 request = self._parser.next_request()
                 if request is None:
                     self._await_more_input(received_bytes)
@@ -402,18 +398,16 @@ class ClientConnection(asyncio.Protocol):
                     self._queue_request(request)
                     break
                 self._start_request(request)
-            else:
-                self._app.scheduler.schedule(self._resume_requests)
-        except BadRequest as bad_request:
-            self._reject_and_close(
-                RequestError(bad_request.message, param=None, code="bad_http", status=bad_request.status)
-            )
         except RequestError as refused:
             self._reject_and_close(refused)
         except Exception as error:  # noqa: BLE001  a boundary: any error ends only this connection
             self.crash(error)
         finally:
             self._is_handling = False
+
+    def _can_start_request(self) -> bool:
+        is_waiting = self._is_busy or self._is_writing_paused
+        return self._keep_alive and self._transport is not None and not is_waiting
 
     def _resume_requests(self) -> None:
         """Start the next requests, unless the connection is busy."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from prompts.errors import RequestError
 from router.http.chunked import BodyTooLarge, ChunkedBody
 from router.http.config import HttpLimits
 from router.http.headers import LINES_PATTERN, TOKEN_PATTERN, HeaderBlock, ProtocolError, parse_framing
@@ -31,13 +32,11 @@ BYTES_PER_TURN: Final = 16 << 10
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"QUERY", b"TRACE"))
 
 
-class BadRequest(Exception):
-    """The client broke HTTP or a bound; it gets `status`, and the connection is closed."""
+class BadRequest(RequestError):
+    """The client broke HTTP or a limit. It gets `status`, and the connection must be closed."""
 
     def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
+        super().__init__(message, param=None, code="bad_http", status=status)
 
 
 class HttpRequest:
@@ -105,6 +104,7 @@ class RequestParser:
     )  # fmt: skip
 
     def __init__(self, limits: HttpLimits) -> None:
+        """`limits`: largest head and body; a larger one is refused with BadRequest."""
         self._limits = limits
         self._unread_data = b""
         self._position = 0

@@ -107,6 +107,7 @@ class ExtProcStream:
     """
 
     def __init__(self, handler: ExtProcHandler, body_bytes_max: int) -> None:
+        """`body_bytes_max`: a longer body of a request is refused."""
         self._handler = handler
         self._body_bytes_max = body_bytes_max
         self._responses: list[Response] = []

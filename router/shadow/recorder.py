@@ -95,16 +95,12 @@ class Recorder:
             )
 
     def place_open_requests(self, now: float) -> None:
-        """Search for the workers of open requests. Call every tick."""
-        targets = self.core.tracker.targets
+        """Search for the workers of the requests that have none yet, and give up after `placed_s`. Call every tick."""
         for request in list(self._open.values()):
             if now < request.next_search_s:
                 continue
-            route, age_s = request.route, now - request.observed.arrival_s
-            matches = self.core.index.match(route.token_ids or (), route.scope)
-            tokens_by_holder = {match.holder: match.tokens for match in matches}
-            cached_tokens = {name: tokens_by_holder.get(target.holder, 0) for name, target in targets.items()}
-            grown_worker = self._find_grown_cache(request, cached_tokens)
+            age_s = now - request.observed.arrival_s
+            grown_worker = self._find_grown_cache(request, self._count_cached_tokens(request.route))
             full_worker = self._find_full_cache(request) if age_s > SETTLED_S else None
             if grown_worker is not None:
                 self._record_placed(request, grown_worker, now)
@@ -117,6 +113,12 @@ class Recorder:
                 request.next_search_s = now + max(SEARCH_S, SEARCH_SHARE * age_s)
                 continue
             del self._open[request.observed.serial]
+
+    def _count_cached_tokens(self, route: RouteRequest) -> dict[str, int]:
+        """Return how many tokens of a prompt each target has cached now."""
+        matches = self.core.index.match(route.token_ids or (), route.scope)
+        tokens_by_holder = {match.holder: match.tokens for match in matches}
+        return {name: tokens_by_holder.get(target.holder, 0) for name, target in self.core.tracker.targets.items()}
 
     def engines(self) -> list[ObservedEngine]:
         """Return the workers of all recorded requests, and all others that are known now."""

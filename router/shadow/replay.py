@@ -415,20 +415,19 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, w
     With `waits`, a request that waited for the end of an answer keeps its recorded delay after that end. Without it,
     all requests arrive at their recorded times. Answers of unknown length get the mean length of the others.
     """
-    index_by_serial = {observed.serial: i for i, observed in enumerate(observed_requests)}
+    index_by_serial: dict[int | None, int] = {observed.serial: i for i, observed in enumerate(observed_requests)}
     mean_output_tokens = _find_mean_output_tokens(observed_requests)
     block_numbers = _BlockNumbers()
     predecessors = find_predecessors(observed_requests) if waits else [None] * len(observed_requests)
     requests: list[SimRequest] = []
     for i, (observed, predecessor) in enumerate(zip(observed_requests, predecessors)):
-        continued_index = None if observed.continues is None else index_by_serial.get(observed.continues)
-        wait_origin_s = None if predecessor is None else observed_requests[predecessor].end_s
-        if wait_origin_s is None:
-            wait_origin_s = observed_requests[0].arrival_s
+        continued_index = index_by_serial.get(observed.continues)
+        awaited_end_s = None if predecessor is None else observed_requests[predecessor].end_s
+        origin_s = observed_requests[0].arrival_s if awaited_end_s is None else awaited_end_s
         request = SimRequest(
             index=i,
             session=i if continued_index is None else requests[continued_index].session,
-            arrival_s=observed.arrival_s - wait_origin_s,
+            arrival_s=observed.arrival_s - origin_s,
             prompt_tokens=observed.prompt_tokens,
             output_tokens=observed.output_tokens or mean_output_tokens,
             block_ids=block_numbers.get_numbers(observed.block_ids),
@@ -441,11 +440,15 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, w
             if continued_end_s is None or continued_end_s <= observed.arrival_s:
                 _set_final_blocks(requests[continued_index], request, block)
     for request in requests:
-        # An answer's last token is never computed, so it fills no block.
-        final_block_count = (request.prompt_tokens + request.output_tokens - 1) // block
-        known_ids = request.final_block_ids or request.block_ids[: request.full_block_count]
-        request.final_block_ids = known_ids + block_numbers.take_numbers(max(final_block_count - len(known_ids), 0))
+        _complete_final_blocks(request, block_numbers)
     return Workload("seen", requests, f"{len(requests)} requests that were seen")
+
+
+def _complete_final_blocks(request: SimRequest, block_numbers: _BlockNumbers) -> None:
+    """Add new blocks for the part of an answer that no later prompt shows. Its last token is never computed."""
+    final_block_count = (request.prompt_tokens + request.output_tokens - 1) // request.block_size
+    known_ids = request.final_block_ids or request.block_ids[: request.full_block_count]
+    request.final_block_ids = known_ids + block_numbers.take_numbers(max(final_block_count - len(known_ids), 0))
 
 
 def _find_mean_output_tokens(requests: Sequence[ObservedRequest]) -> int:

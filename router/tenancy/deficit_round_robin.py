@@ -19,7 +19,7 @@ MAX_QUEUES: Final = 4096
 
 
 class DeficitRoundRobin:
-    """Scheduler of the queues that wait for the same workers."""
+    """Decides which of several queues sends the next request, so that each gets its share of the workers' time."""
 
     def __init__(self) -> None:
         self._served_s_by_queue: dict[str, float] = {}
@@ -31,10 +31,13 @@ class DeficitRoundRobin:
         return max(self._served_s_by_queue.get(queue, 0.0), self._round_s)
 
     def charge(self, queue: str, request_s: float, waiting_queues: Iterable[str]) -> None:
-        """Charge a queue for a request that was sent. `waiting_queues` are the queues with waiting requests."""
-        at_s = self.get_served_s(queue)
-        self._round_s = max(self._round_s, min([at_s, *map(self.get_served_s, waiting_queues)]))
-        self._served_s_by_queue[queue] = at_s + request_s
+        """Charge a queue for a request that it sent. `waiting_queues` are the queues with waiting requests.
+
+        `request_s`: predicted time of the request, divided by the queue's share.
+        """
+        served_s = self.get_served_s(queue)
+        self._round_s = max(self._round_s, min([served_s, *map(self.get_served_s, waiting_queues)]))
+        self._served_s_by_queue[queue] = served_s + request_s
         if len(self._served_s_by_queue) > MAX_QUEUES:
             self._served_s_by_queue = {
                 name: served_s for name, served_s in self._served_s_by_queue.items() if served_s > self._round_s
@@ -46,19 +49,19 @@ class DeficitRoundRobin:
         self._round_s = 0.0
 
     def merge_queues(self, requests_by_queue: Mapping[str, Iterable[tuple[str, float]]]) -> Iterator[str]:
-        """Yield request ids in the order in which they are sent, from queues of (request id, seconds)."""
-        queue_heads: list[tuple[float, int, str, float, Iterator[tuple[str, float]]]] = []
-        for queue_index, (name, queue) in enumerate(requests_by_queue.items()):
-            remaining_requests = iter(queue)
-            for request_id, request_s in remaining_requests:
-                queue_heads.append((self.get_served_s(name), queue_index, request_id, request_s, remaining_requests))
-                break
-        heapq.heapify(queue_heads)
-        while queue_heads:
-            served_s, queue_index, request_id, request_s, remaining_requests = queue_heads[0]
+        """Yield request ids in the order in which they would be sent, from queues of (request id, seconds)."""
+        streams = [
+            _list_send_times(self.get_served_s(name), number, requests)
+            for number, (name, requests) in enumerate(requests_by_queue.items())
+        ]
+        for _, _, request_id in heapq.merge(*streams):
             yield request_id
-            next_request = next(remaining_requests, None)
-            if next_request is None:
-                heapq.heappop(queue_heads)
-            else:
-                heapq.heapreplace(queue_heads, (served_s + request_s, queue_index, *next_request, remaining_requests))
+
+
+def _list_send_times(
+    served_s: float, queue_number: int, requests: Iterable[tuple[str, float]]
+) -> Iterator[tuple[float, int, str]]:
+    """Yield (served seconds of the queue when it sends the request, number of the queue, request id)."""
+    for request_id, request_s in requests:
+        yield served_s, queue_number, request_id
+        served_s += request_s

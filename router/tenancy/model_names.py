@@ -20,18 +20,15 @@ class ModelNames:
     """Resolves the model names of requests, by the rules for aliases, canaries and fallbacks."""
 
     def __init__(self, config: TenancyConfig) -> None:
-        model_by_rule_name = parse_rules(config.model_aliases)
-        self.model_by_alias = {name: model for name, model in model_by_rule_name.items() if "*" not in name}
+        alias_rules = parse_rules(config.model_aliases)
+        self.model_by_alias = {name: model for name, model in alias_rules.items() if "*" not in name}
         """Models by alias, for aliases without `*`, which can be listed."""
-        self._alias_patterns = [
-            _AliasPattern(name, model)
-            for name, model in sorted(model_by_rule_name.items(), key=lambda pair: -len(pair[0]))
-            if "*" in name
-        ]
+        patterns = [_AliasPattern(name, model) for name, model in alias_rules.items() if "*" in name]
+        self._alias_patterns = sorted(patterns, key=lambda alias: len(alias.pattern), reverse=True)
         """Aliases with `*`, the longest first, because it is the most specific."""
         self._fallback_by_model = parse_rules(config.model_fallbacks)
         self._canaries_by_model = parse_canaries(config.model_canaries)
-        self.has_renames = bool(model_by_rule_name or self._fallback_by_model or self._canaries_by_model)
+        self.has_renames = bool(alias_rules or self._fallback_by_model or self._canaries_by_model)
         self.has_canaries = bool(self._canaries_by_model)
 
     def resolve(
@@ -43,11 +40,7 @@ class ModelNames:
         this request with a model. If no rule leads to a served model, the result is the alias's model or the requested
         name, for the error message.
         """
-        model = (
-            self.model_by_alias.get(requested_model)
-            or self._match_pattern(requested_model, is_served)
-            or requested_model
-        )
+        model = self._resolve_alias(requested_model, is_served)
         canary_shares = self._canaries_by_model.get(model)
         if canary_shares is not None:
             canary = assign_canary(model, get_conversation_key(), canary_shares)
@@ -55,17 +48,27 @@ class ModelNames:
                 return canary
             if not is_served(model):  # then any canary that is served is better
                 model = next((canary for canary, _ in canary_shares if is_served(canary)), model)
-        if model not in self._fallback_by_model or is_served(model):
-            return model
-        fallback = self._fallback_by_model[model]
-        while fallback and not is_served(fallback):
-            fallback = self._fallback_by_model.get(fallback, "")
-        return fallback or model
+        return self._find_served_fallback(model, is_served) or model
 
-    def _match_pattern(self, requested_model: str, is_served: Callable[[str], bool]) -> str | None:
-        """Return the model of the first alias pattern that matches; None if the requested name itself is served."""
-        model = next((pattern.model for pattern in self._alias_patterns if pattern.matches(requested_model)), None)
-        return None if model is None or is_served(requested_model) else model
+    def _resolve_alias(self, requested_model: str, is_served: Callable[[str], bool]) -> str:
+        """Return the model that an alias stands for; the requested name if it is no alias.
+
+        A name that a worker serves is an alias only if it is listed by itself, not by a pattern.
+        """
+        model = self.model_by_alias.get(requested_model)
+        if model is not None:
+            return model
+        for alias in self._alias_patterns:
+            if alias.matches(requested_model):
+                return requested_model if is_served(requested_model) else alias.model
+        return requested_model
+
+    def _find_served_fallback(self, model: str, is_served: Callable[[str], bool]) -> str | None:
+        """Return the first served one of a model, its fallback, the fallback's fallback, and so on; None for none."""
+        candidate: str | None = model
+        while candidate is not None and not is_served(candidate):
+            candidate = self._fallback_by_model.get(candidate)
+        return candidate
 
 
 class _AliasPattern(NamedTuple):
@@ -81,9 +84,8 @@ class _AliasPattern(NamedTuple):
 
 def assign_canary(model: str, conversation_key: str, canaries: CanaryShares) -> str | None:
     """Return the canary of a conversation; None if the conversation stays with the model."""
-    position = (
-        xxhash.xxh3_64_intdigest(f"canary\0{model}\0{conversation_key}".encode("utf-8", "surrogatepass")) / _HASH_RANGE
-    )
+    hashed_text = f"canary\0{model}\0{conversation_key}".encode("utf-8", "surrogatepass")
+    position = xxhash.xxh3_64_intdigest(hashed_text) / _HASH_RANGE  # from 0 to 1, evenly distributed
     for canary, share in canaries:
         if position < share:
             return canary
