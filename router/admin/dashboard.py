@@ -313,6 +313,9 @@ class Dashboard:
         """Add a request to the totals, and its decision to the list."""
         route, decision, usage = context.route, context.decision, context.usage
         cached_tokens = None if usage is None else usage.cached_tokens
+        transfer = None if decision is None else decision.transfer
+        if transfer is not None and transfer.kind is TransferKind.PREFILL:
+            cached_tokens = None  # engines report the prefill worker's hit, or all KV that came from it
         self._totals.add(context, cached_tokens)
         if route is None or decision is None:
             return

@@ -85,7 +85,8 @@ class NixlWorkers:
             event = b'data: {"choices":[{"text":"%b"}]}\n\ndata: [DONE]\n\n' % text.encode()
             write(writer, event, content_type=b"text/event-stream")
         else:
-            write(writer, json.dumps({"choices": [{"text": text}], "usage": {"prompt_tokens": 9}}).encode())
+            usage = {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 5}}
+            write(writer, json.dumps({"choices": [{"text": text}], "usage": usage}).encode())
 
 
 def text_for(body: dict[str, Any]) -> str:

@@ -503,6 +503,7 @@ def test_operators_see_what_moved(edge: Any, make_post: Any) -> None:
         assert moved == {"pulls": 0, "prefills": 1, "moved_tokens": 128, "transfer_s": 0.01, "computed_locally": 0}
         (request,) = dashboard._decisions
         assert request.make_row(None)["transfer"].source == "p"
+        assert request.make_row(None)["cached_tokens"] is None, "the decode worker reports another worker's hit"
 
     edge.run(scenario())
 
