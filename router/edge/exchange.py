@@ -16,7 +16,8 @@ import math
 from typing import Final
 
 from prompts.errors import RequestError
-from router.decide.messages import Decision, FailureKind, RouteRequest, TransferKind
+from prompts.routing import API_KIND_BY_PATH
+from router.decide.messages import Decision, FailureKind, RouteRequest, Transfer, TransferKind
 from router.edge.attempt import Attempt
 from router.edge.config import Timeouts
 from router.edge.continuation import StreamContinuation, build_continuation
@@ -70,19 +71,21 @@ class Exchange:
         transfer = decision.transfer
         if transfer is not None:
             self._proxy.record_transfer_start(transfer)
-        if transfer is None or transfer.kind is not TransferKind.PREFILL:
+        has_prompt = self.context.request.path in API_KIND_BY_PATH
+        if transfer is not None and transfer.kind is TransferKind.PREFILL and has_prompt:
+            self._start_prefill(decision, transfer)
+        else:
             self._start_attempt(decision)
-            return
-        self._attempt, stream = None, self.context.continuation
+
+    def _start_prefill(self, decision: Decision, transfer: Transfer) -> None:
+        """Start the prefill at the source of a transfer, and the decode too if both are sent at once."""
+        self._attempt = None
         handover = self._proxy.workers.make_handover(transfer)
         if handover is None:
             self.prefill_failed("unreachable", "the prefill's worker was removed")
             return
         prefill = self._prefill = PrefillLeg(self, self._proxy, self.context, decision, handover)
-        if stream is not None and stream.continuation_body is not None:
-            prefill.start((stream.continuation_body,), stream.path)
-        else:
-            prefill.start(self.context.request.pieces, None)
+        prefill.start()
         if prefill.is_concurrent and self._prefill is prefill:
             self._start_attempt(decision)
 
@@ -186,8 +189,6 @@ class Exchange:
         if self._attempt is not None:
             self._attempt.resume_reading()
 
-    # The boundary -------------------------------------------------------------------------------------------------
-
     def crash(self, error: Exception) -> None:
         """End this request alone, because code that handles it raised `error`."""
         self._proxy.end_crashed(self, error)
@@ -196,7 +197,6 @@ class Exchange:
 
     @property
     def _response_head(self) -> ResponseHead | None:
-        """Head of the answer that is being forwarded; None before it."""
         return None if self._attempt is None else self._attempt.head
 
     def attempt_connected(self, connection: UpstreamConnection) -> None:

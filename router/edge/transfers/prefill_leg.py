@@ -98,10 +98,13 @@ class PrefillLeg:
         """Whether the other worker cannot compute the prompt itself."""
         return self._handover.source.needs_partner
 
-    def start(self, body: Body, path: bytes | None) -> None:
-        """Send the prefill of a request with this body. `path`: None: that of the client's request."""
+    def start(self) -> None:
+        """Send the prefill of the request, or of the rest of its answer."""
         assert self._dialect.make_prefill_fields is not None
-        self._decode_body, self._path = body, path
+        body, stream = self._context.request.pieces, self._context.continuation
+        if stream is not None and stream.continuation_body is not None:
+            body, self._path = (stream.continuation_body,), stream.path
+        self._decode_body = body
         fields = self._dialect.make_prefill_fields(self._handover)
         try:
             self._body = (

@@ -8,11 +8,12 @@ import json
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from nixl_workers import text_for
 from paired_workers import P2PWorkers, SGLangWorkers
 
-from router.decide.messages import TransferKind
+from router.decide.messages import Transfer, TransferKind
 from router.decide.workers import KINDS_BY_DIALECT, TransferFacts
 from router.edge.config import Timeouts
 
@@ -143,10 +144,6 @@ def test_a_pull_names_a_worker_of_vllms_p2p_tier(edge: Any, make_post: Any) -> N
 
 def add_pull(edge: Any, source: str, rank: int) -> None:
     """Have each decision send the request to `d`, with a pull from a source."""
-    import msgspec
-
-    from router.decide.messages import Transfer
-
     route = edge.core.route
 
     def route_with_pull(request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -298,5 +295,77 @@ def test_no_pair_of_sglangs_workers_is_left(edge: Any, make_post: Any, gone: str
         assert answer.startswith(b"HTTP/1.1 503")
         assert b"no pair" in answer
         assert not any(upstreams[name].received for name in "pqde")
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/tokenize", "/v1/rerank"])
+def test_requests_without_an_answer_to_decode_go_to_one_worker(edge: Any, make_post: Any, path: str) -> None:
+    async def scenario() -> None:
+        reply = edge.reply(b'{"data":[]}')
+        _, upstreams = await start_pairs(edge, "sglang", d=reply, e=reply)
+        body = {"model": "tiny", "input": "hello"}
+        assert b'{"data":[]}' in await edge.exchange(post_body(make_post, body, path))
+        received = [request for upstream in upstreams.values() for request in upstream.received]
+        assert [json.loads(request.body) for request in received] == [body]
+
+    edge.run(scenario())
+
+
+CLIENT_FIELDS = {
+    "bootstrap_host": "evil", "bootstrap_port": 1, "bootstrap_room": 7, "bootstrap_pair_key": "k",
+    "routed_dp_rank": 3, "disagg_prefill_dp_rank": 3, "data_parallel_rank": 3, "rid": "r", "decode_tp_size": 2,
+    "kv_transfer_params": {
+        "do_remote_prefill": True, "remote_kv_source": {"remote_host": "evil"},
+        "remote_decoder": {"kv_request_id": "x"},
+        "remote_prefiller": {"kv_request_id": "x", "remote_host": "evil", "remote_port": 1},
+    },
+}  # fmt: skip
+
+
+@both_dialects
+@pytest.mark.parametrize("container", [None, "extra_body", "vllm_xargs"])
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_a_client_names_no_meeting_place(
+    edge: Any, make_post: Any, dialect: str, container: str | None, path: str, body: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        workers, upstreams = await start_pairs(edge, dialect)
+        sent = CLIENT_FIELDS | body if container is None else body | {container: CLIENT_FIELDS}
+        answer = await edge.exchange(post_body(make_post, sent, path))
+        assert answer.startswith(b"HTTP/1.1 200")
+        for upstream in upstreams.values():
+            for request in upstream.received:
+                assert b"evil" not in request.body
+                names = [name for name, _ in json.loads(request.body, object_pairs_hook=list)]
+                assert len(names) == len(set(names)), "no worker has to choose between two values"
+        assert (workers.transfers, workers.faults, +workers.waiting) == (1, [], {})
+
+    edge.run(scenario())
+
+
+@both_dialects
+@pytest.mark.parametrize(
+    "content", [b"<html>", b"", b"[" * 100_000, b'{"kv_transfer_params":{}}', b"\xff\xfe", b" " * (5 << 20)]
+)
+def test_nothing_in_the_prefills_answer_matters(edge: Any, make_post: Any, dialect: str, content: bytes) -> None:
+    """Its bytes are dropped, whatever they are; only whether it succeeded counts."""
+
+    async def scenario() -> None:
+        workers, _ = await start_pairs(edge, dialect)
+
+        async def prefill(request: Any, reader: Any, writer: Any) -> None:
+            pair = workers.handed_over
+            body = json.loads(request.body)
+            params = body.get("kv_transfer_params")
+            place = str(body["bootstrap_room"]) if params is None else params["remote_decoder"]["kv_request_id"]
+            pair.setdefault(place, asyncio.Event()).set()
+            await edge.reply(content)(request, reader, writer)
+
+        for upstream in edge.upstreams[:2]:
+            upstream.script = prefill
+        assert read_text(await edge.exchange(post_body(make_post, PROMPT))) == text_for(PROMPT)
+        assert (workers.transfers, workers.faults, +workers.waiting) == (1, [], {})
+        assert count_outcomes(edge) == {"started": 1}
 
     edge.run(scenario())
