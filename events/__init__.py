@@ -6,11 +6,11 @@ Other rooms may use the names that are imported here.
 
 from events.codec import decode_batch, encode_batch
 from events.config import KVEventsConfig
-from events.feed import EventFeed, FeedHandler
+from events.feed import EventFeed
 from events.feed_sockets import StreamSource
-from events.hashing import BlockHash, hash_block, hash_blocks, make_hash_keys, make_wire_keys, pack_token_ids
+from events.hashing import hash_block, hash_blocks, make_hash_keys, make_wire_keys, pack_token_ids
 from events.publisher import EventPublisher
-from events.sources import EventSource, GroupInfo, encode_sources, make_default_source, parse_sources
+from events.sources import EventSource, GroupInfo, encode_sources, parse_sources
 from events.stream import StreamState
 from events.stream_types import (
     Apply,
@@ -26,23 +26,17 @@ from events.stream_types import (
     StartMode,
     StreamConfig,
     StreamPhase,
-    StreamStats,
 )
 from events.subscriber import Connection, Message, Notice, Subscriber, discover
 from events.types import (
     CPU,
     FULL_ATTENTION,
-    FULL_ATTENTION_KINDS,
     GPU,
-    KINDS,
     MAMBA,
     SLIDING_WINDOW,
-    STORAGE,
     AllBlocksCleared,
-    BlockName,
     BlockRemoved,
     BlockStored,
-    DecodedBatch,
     DecodeError,
     Event,
     EventBatch,

@@ -48,7 +48,10 @@ REOPEN_S = 10.0
 
 
 class FeedHandler(Protocol):
-    """Receiver of a feed's instructions, on the feed's thread. An exception resets the stream. It should not wait."""
+    """Receives the batches and notices of a feed, on the feed's thread. It should not wait.
+
+    If it raises an exception, the feed resets the stream.
+    """
 
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:
         """Handle an Apply, a Clear or a notice of a stream, in order. The feed performs requests itself.

@@ -99,6 +99,7 @@ def plan_launch(
 def _plan_router(
     spec: FleetSpec, slot: int, host: str, allocate_ports: PortAllocator, workers: Sequence[WorkerSettings]
 ) -> Launch:
+    """Return the launch of a router. Its admin routes are reached only on its own node."""
     url_host = _format_url_host(host)
     port = spec.router_port + slot if spec.router_port else allocate_ports(1)
     admin_address = f"127.0.0.1:{allocate_ports(1)}"

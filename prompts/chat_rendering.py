@@ -215,7 +215,7 @@ def _convert_tool_call(call: Any) -> Any:
 
 
 def _convert_tool(tool: Message) -> Message:
-    """Return a tool with fields in vLLM's order and explicit nulls, which templates may print."""
+    """Return a tool with its fields in vLLM's order and with explicit nulls, because templates may print all of it."""
     function = tool.get("function")
     if not isinstance(function, dict):
         return tool

@@ -219,6 +219,7 @@ class _CompiledTemplate:
     """
 
     def __init__(self, source: str) -> None:
+        """Compile a template without limits; the one with limits is compiled when it is first needed."""
         env = _make_environment(_TemplateEnvironment)
         if len(source) > TEMPLATE_CHARS_MAX:
             raise ChatTemplateError(f"chat template: {len(source)} characters, expected at most {TEMPLATE_CHARS_MAX}")

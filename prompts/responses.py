@@ -127,7 +127,10 @@ _request_decoder = msgspec.json.Decoder(ResponsesRequest)
 
 
 def parse_responses_request(data: bytes) -> ResponsesRequest:
-    """Read a body of `/v1/responses`. Raises RequestError that names field, value and expectation."""
+    """Parse a body of `/v1/responses`.
+
+    Raises RequestError, which names field, value and expectation, if it cannot be served.
+    """
     request = decode_json(_request_decoder, data)
     if request.prompt is not None:
         raise RequestError("prompt: templates of prompts are not supported", param="prompt")
@@ -185,7 +188,7 @@ def _check_grammar(param: str, grammar: Item) -> None:
 
 
 class ClientTool(Struct, frozen=True):
-    """A tool by the names that its client uses; a model is shown the namespace and the name as one."""
+    """A tool that the client runs. A model is shown one flat name, made of the namespace and the name."""
 
     name: str
     namespace: str | None = None

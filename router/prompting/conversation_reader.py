@@ -75,7 +75,7 @@ class ConversationReader:
         return bool(self._renderers) and is_cacheable(kind, body_bytes)
 
     def find(self, kind: ApiKind, body: bytes) -> list[Match]:
-        """Find cached boundaries before which a body is equal, the furthest first; count a miss if there are none."""
+        """Find cached boundaries up to which a body is equal, the furthest first; count a miss if there are none."""
         matches = self.cache.find(kind, body, ATTEMPTS_MAX)
         self.cache.misses += not matches
         return matches

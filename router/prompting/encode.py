@@ -223,6 +223,7 @@ def _read_chat(
     ids_max: int,
     render: Callable[[RoutingRequest], str] | None,
 ) -> RenderedPrompt:
+    """Render and encode a chat. The result has no ids without a template of ours, and for a client's own template."""
     if tokenizer is None or request.messages is None or tokenizer.chat_template is None:
         return RenderedPrompt()
     if request.chat_template is not None:

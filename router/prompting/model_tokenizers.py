@@ -142,8 +142,11 @@ class ModelTokenizers:
         chat_template: str | None = None,
         render_s_max: float | None = RENDER_S_MAX,
     ) -> None:
-        """`executor` loads the tokenizers. `conversations` is told which templates it may use. `override` is the folder
-        of every model's tokenizer, and `chat_template` replaces every model's template."""
+        """Make an empty collection; `discover` loads tokenizers into it, in threads of `executor`.
+
+        `conversations` is told which templates it may use. `override` is the folder of every model's tokenizer, and
+        `chat_template` replaces every model's template.
+        """
         self._executor = executor
         self._conversations = conversations
         self._folder_override = override

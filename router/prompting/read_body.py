@@ -21,7 +21,7 @@ Target = TypeVar("Target", bound="PromptTarget")
 
 
 class TokenizedPrompt(msgspec.Struct, eq=False):
-    """The prompt of a body."""
+    """The prompt of a body as token ids, and what is known besides."""
 
     token_ids: Sequence[int] | None
     """Token ids of the prompt; None if they are unknown."""

@@ -79,9 +79,12 @@ class PromptReader:
         render_s_max: float | None = RENDER_S_MAX,
         conversation_bytes: int = 0,
     ) -> None:
-        """`executor` runs what takes long. `override` is the folder of every model's tokenizer, and `chat_template`
+        """Make a reader without tokenizers: these are loaded when workers join.
+
+        `executor` runs what takes long. `override` is the folder of every model's tokenizer, and `chat_template`
         replaces every model's template. `render_s_max` limits the CPU time of a template in this process.
-        `conversation_bytes` is the memory for cached conversations."""
+        `conversation_bytes` is the memory for cached conversations.
+        """
         self.conversations = ConversationReader(conversation_bytes)
         self.tokenizers = ModelTokenizers(
             executor, self.conversations, override=override, chat_template=chat_template, render_s_max=render_s_max

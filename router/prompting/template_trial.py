@@ -65,7 +65,7 @@ class _Messages:
         return {"role": "tool", "tool_call_id": f"call{number:04}{part}", "content": text}
 
     def draw_conversations(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """Yield (name, messages) of each conversation. A request ends after each message of the user or a tool."""
+        """Yield the name and the messages of each trial conversation: one for each shape that agents and chats have."""
         question, answer, call, result = self.question, self.answer, self.call, self.result
         system = {"role": "system", "content": f"Be brief. {self._filler}"}
         plain = [message for i in range(4) for message in (question(i), answer(i))]
