@@ -20,6 +20,11 @@ to: what is in it is not played again, but for policies that are named.
     benchmarks/routing.py --grid --sample 60 --jobs 2 --json grid.json
     benchmarks/routing.py --grid --sample 16 --ablate --json terms.json      # what each term of the price is worth
 
+`--disaggregated` plays conversations before workers that do both, and before workers with roles (prefill, decode), each
+under our price and under the rules of other routers.
+
+    benchmarks/routing.py --disaggregated --workers 8,16 --limit 4000 --json disaggregated.json
+
 Traces: Mooncake's FAST25 release (github.com/kvcache-ai/Mooncake) and kv-cache-tester's agent sessions
 (github.com/callanjfox/kv-cache-tester), plain or gzipped. Without --trace, generated tool-use traffic is played.
 The service model is assumed, not measured: --help has its parameters, docs/measurements/routing.md what it leaves out.
@@ -40,7 +45,7 @@ from typing import Any
 
 import _path  # noqa: F401
 from harness.figures import describe_machine, format_facts, markdown_table, write_json
-from routing_sim import grid
+from routing_sim import disaggregation, grid
 from routing_sim.runs import (
     ABLATIONS,
     BOUNDS,
@@ -105,6 +110,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(value), default=value, help=f"service model (default {value})")
     parser.add_argument("--grid", action="store_true", help="settings in which decoding costs; see routing_sim/grid.py")
+    parser.add_argument("--disaggregated", action="store_true", help="see routing_sim/disaggregation.py")
     parser.add_argument("--ablate", action="store_true", help="with --grid: ours without each term, beside ours")
     parser.add_argument("--sample", type=int, help="so many of the grid's settings (default: all)")
     parser.add_argument("--draws", type=int, default=1, help="of each of them, with seeds from --seed on: their means")
@@ -141,6 +147,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     if arguments.grid:
         run_grid(arguments)
+        return
+    if arguments.disaggregated:
+        run_disaggregated(arguments)
         return
     load_s = KV_BYTES_PER_TOKEN / (arguments.host_gb_s * 1e9) if arguments.host_memory else 0.0
     step_times = {name: getattr(arguments, name) for name in asdict(StepTimes()) if name != "load_s_per_token"}
@@ -281,6 +290,25 @@ def run_grid(arguments: argparse.Namespace) -> None:
     print(markdown_table(report.pop("relative"), {key: (key, "{:.3f}") for key in grid.FIGURES}, "policy"))
     print("\n".join(f"{key}: {json.dumps(value)}" for key, value in report.items()))
     print(f"{time.time() - start_s:.0f} s")
+
+
+def run_disaggregated(arguments: argparse.Namespace) -> None:
+    """Every scheme before every fleet and traffic, a table for each."""
+    host = describe_machine()
+    print(format_facts(host))
+    document: dict[str, Any] = {"machine": host}
+    with multiprocessing.get_context("fork").Pool(arguments.jobs) as pool:
+        for workers in arguments.workers:
+            for traffic in disaggregation.TRAFFICS:
+                runs = [
+                    disaggregation.Run(traffic, workers, *scheme, arguments.limit or 4000, arguments.seed)
+                    for scheme in disaggregation.list_schemes(workers)
+                ]
+                rows = dict(zip(map(str, runs), pool.map(disaggregation.play, runs, chunksize=1)))
+                document[f"{workers} workers, {traffic.name}"] = rows
+                print(f"\n{workers} workers, {traffic.name}")
+                print(markdown_table(rows, disaggregation.COLUMNS, "scheme"), flush=True)
+                write_json(arguments.json, document)
 
 
 def _play(work: tuple[grid.Point, dict[str, Any], list[str], range]) -> tuple[str, dict[str, Any], float]:

@@ -85,10 +85,10 @@ class RoutingChoice(msgspec.Struct, eq=False):
     def wait_s(self) -> float:
         """Seconds until the target that computes the prefill has computed what was sent to it before."""
         wait_s = self.target.slowdown * self.target.estimate_queue_s(self.request_facts.now)
-        facts = self.winner_facts
-        if facts.transfer is None or facts.source_prefill_s <= 0.0:
+        source_terms = self.winner_facts.source_terms
+        if source_terms is None:
             return wait_s
-        return max(wait_s, facts.arrival_s - facts.transfer.transfer_s - facts.source_prefill_s)
+        return max(wait_s, source_terms.ttft_s - source_terms.slowdown * source_terms.prefill_s)
 
     @property
     def queued_ahead_s(self) -> float:
@@ -169,6 +169,7 @@ class Chooser:
         request_facts = self._gather_request_facts(
             request, prompt_query, shortlist, pool_load, now, utilisation_decay, queued_s
         )
+        request_facts.can_move_prefill = any(map(can_prefill, sources))
         if best_sources and matches:
             best_tokens = matches[best_sources[0].holder].tokens
             request_facts.copy_reuse_share *= compute_pull_share(

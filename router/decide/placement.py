@@ -238,7 +238,7 @@ class RequestPlacer:
     def _has_background_room(self, choice: RoutingChoice, now: float) -> bool:
         """Return whether the targets of a choice are idle enough for one more background request."""
         source = choice.winner_facts.source
-        if source is not None and choice.winner_facts.source_prefill_s > 0.0 and not self._is_idle(source, now):
+        if choice.winner_facts.source_terms is not None and source is not None and not self._is_idle(source, now):
             return False
         return self._is_idle(choice.target, now)
 

@@ -22,6 +22,8 @@ CONGESTION_MIN: Final = 0.1
 """Least seconds of price that congestion adds to a second of new prefill, also on an idle pool."""
 CONGESTION_MAX: Final = 50.0
 """Most seconds of price that congestion adds to a second of new prefill."""
+PREFILL_SHARE_MAX: Final = 0.9
+"""Most of a worker's time that later prefills are expected to take from an answer there."""
 
 
 class RequestFacts(msgspec.Struct, eq=False):
@@ -39,6 +41,8 @@ class RequestFacts(msgspec.Struct, eq=False):
     """Length of the prefix that running requests have in common with the prompt."""
     copy_reuse_share: float = 0.0
     """Share of the requests that use one more copy of that prefix, on an idle worker, and come after this request."""
+    can_move_prefill: bool = False
+    """Whether one worker may compute the prompt for another: then it matters whose answers the prefill interrupts."""
 
 
 class CandidateFacts(msgspec.Struct, eq=False):
@@ -64,8 +68,8 @@ class CandidateFacts(msgspec.Struct, eq=False):
     """Prefix that is here when that KV has come. `cached_tokens` are those of it that nobody has to compute."""
     arrival_s: float = 0.0
     """Time until that KV is here. Meanwhile the worker computes the requests before."""
-    source_prefill_s: float = 0.0
-    """Time that the source computes for the request, beside what it decodes."""
+    source_terms: Terms | None = None
+    """Price of the prefill at the source; None if the source only sends what it has cached."""
 
 
 def price_worker(target: Target, request: RequestFacts, candidate: CandidateFacts, config: CostConfig) -> Terms:
@@ -96,19 +100,31 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
         speed.single_step_s + context_s + target.mutual_step_delay_s + running_count * context_s
     )
 
+    decode_request_count = load.decode_request_count + peer_load.decode_requests
+    utilisation = load.utilisation_scaled * request.utilisation_decay + peer_load.utilisation
+
     # shared: later requests use one more copy of a common prefix too; those that run here wait while it is computed.
-    shared_s = 0.0
+    shared_s = reused_prefill_s = 0.0
     if hit_tokens < request.shared_tokens:
         reuse_share = request.copy_reuse_share * target.compute_free_share()
         shared_prefill_s = speed.estimate_prefill_s(request.shared_tokens, hit_tokens)
-        shared_s = slowdown * (1.0 + request.congestion) * reuse_share * shared_prefill_s
-        decode_s += (1.0 - reuse_share) * shared_prefill_s * running_count
+        reused_prefill_s = reuse_share * shared_prefill_s
+        shared_s = slowdown * (1.0 + request.congestion) * reused_prefill_s
+        if not request.can_move_prefill:
+            decode_s += (shared_prefill_s - reused_prefill_s) * running_count
+    if request.can_move_prefill:  # answers stand still during a prefill: those there now, and later this one
+        decode_s += (prefill_s - reused_prefill_s) * decode_request_count
+        prefill_share = min(utilisation, PREFILL_SHARE_MAX)
+        decode_s += output_tokens * target.step_s * prefill_share / (1.0 - prefill_share)
 
     decode_s *= config.decode_weight
     congestion_s = congestion * slowdown * prefill_s
-    if candidate.source_prefill_s:
-        congestion_s += congestion * candidate.source_prefill_s
-    utilisation = load.utilisation_scaled * request.utilisation_decay + peer_load.utilisation
+    computed_s = prefill_s
+    source_terms = candidate.source_terms
+    if source_terms is not None:
+        computed_s += source_terms.slowdown * source_terms.prefill_s
+        decode_s += source_terms.decode_s
+        congestion_s += source_terms.congestion_s
     tie_break_s = config.utilisation_weight * utilisation
     external_load = target.external_load
     return Terms(
@@ -123,13 +139,13 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
         cached_tokens=candidate.cached_tokens,
         resident_tokens=candidate.resident_tokens,
         media_cached_tokens=candidate.media_cached_tokens,
-        prefill_s=prefill_s + candidate.source_prefill_s,
+        prefill_s=computed_s,
         queue_s=queue_s,
         slowdown=slowdown,
         slot_wait_s=target.slot_wait_s,
         tier_load_s=candidate.tier_load_s,
         output_tokens=output_tokens,
-        decode_requests=load.decode_request_count + peer_load.decode_requests,
+        decode_requests=decode_request_count,
         external_requests=external_load.running + external_load.waiting,
         transfer=candidate.transfer or msgspec.UNSET,
     )

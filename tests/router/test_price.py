@@ -78,21 +78,25 @@ def write_out(
     free_tokens = CAPACITY_TOKENS - decode_context - sum(request.prompt_tokens for request in waiting)
     free_share = max(0.0, 1 - count / slots) * max(0.0, free_tokens / CAPACITY_TOKENS)
     copy_reuse_share = priced.copy_reuse_share * free_share
-    answer_s += (1 - copy_reuse_share) * again_s * count
 
-    utilisation = 0.0
+    utilisation = peer.utilisation if peer else 0.0
     for request in requests:
         sent_s = work_s(service, request.cached_tokens, request.prompt_tokens)
         utilisation += (
             sent_s / UTILISATION_WINDOW_S * 2.718281828459045 ** -((NOW - request.at_s) / UTILISATION_WINDOW_S)
         )
+    if priced.can_move_prefill:
+        answer_s += (prefill_s - copy_reuse_share * again_s) * decode_count
+        answer_s += output * step_s * min(utilisation, 0.9) / (1 - min(utilisation, 0.9))
+    else:
+        answer_s += (1 - copy_reuse_share) * again_s * count
     return {
         "ttft_s": ttft_s,
         "decode_s": CONFIG.decode_weight * answer_s,
         "congestion_s": priced.congestion * slowdown * prefill_s,
         "pressure_s": cache.pressure_s,
         "shared_s": slowdown * (1 + priced.congestion) * copy_reuse_share * again_s,
-        "tie_break_s": CONFIG.utilisation_weight * (utilisation + (peer.utilisation if peer else 0.0)),
+        "tie_break_s": CONFIG.utilisation_weight * utilisation,
     }
 
 
@@ -115,6 +119,7 @@ def sent(draw_prompt: st.SearchStrategy[int]) -> st.SearchStrategy[Sent]:
     congestion=st.floats(0.1, 50.0),
     waits_s=st.tuples(*[st.floats(0.0, 3.0)] * 3),
     arrival_s=st.just(0.0) | st.floats(0.0, 3.0),
+    can_move_prefill=st.booleans(),
     slots=st.integers(1, 8),
     step_seen_s=st.floats(49.0, NOW),
 )  # fmt: skip
@@ -127,6 +132,7 @@ def test_the_price_is_its_six_parts_written_out(
     congestion: float,
     waits_s: tuple[float, ...],
     arrival_s: float,
+    can_move_prefill: bool,
     slots: int,
     step_seen_s: float,
 ) -> None:
@@ -152,7 +158,7 @@ def test_the_price_is_its_six_parts_written_out(
     decay = tracker.compute_utilisation_decay(NOW)
     cached, shared, media = (int(share * (prompt_tokens - 1)) for share in shares[:3])
     cache = CandidateFacts(cached, cached, media, *waits_s, arrival_s=arrival_s)
-    priced = RequestFacts(NOW, prompt_tokens, output_tokens, decay, congestion, shared, shares[3])
+    priced = RequestFacts(NOW, prompt_tokens, output_tokens, decay, congestion, shared, shares[3], can_move_prefill)
     terms = price_worker(target, priced, cache, CONFIG)
     parts = write_out(service, requests, peer, priced, cache, step_seen_s, slots)
     assert {name: getattr(terms, name) for name in parts} == pytest.approx(parts, rel=1e-6, abs=1e-9)

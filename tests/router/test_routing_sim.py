@@ -31,7 +31,7 @@ def sim() -> Any:
     rooms = {
         "simulation": ("engine", "cluster", "traces", "transfers", "workload"),
         "router.shadow": ("core_router",),
-        "routing_sim": ("peers", "runs", "grid"),
+        "routing_sim": ("peers", "runs", "grid", "two_legs", "disaggregation"),
     }
     modules = {name: importlib.import_module(f"{room}.{name}") for room, names in rooms.items() for name in names}
     yield SimpleNamespace(**modules)
@@ -595,3 +595,42 @@ def test_every_policy_answers_every_request_of_a_small_trace(sim: Any) -> None:
         result, score = sim.runs.run(policy, setting, workload, 1.0, sim.runs.Options())
         assert len(result.e2e_s_by_request) == len(workload.requests), policy
         assert 0.0 < score.ttft_mean < score.e2e, policy
+
+
+def test_rules_for_splitting_a_request_by_hand(sim: Any) -> None:
+    """Whether the prompt is computed by the decode worker, by what that worker lacks and the prompt's length."""
+    leaf = sim.peers.LeastRequests
+    dynamo, llm_d = sim.two_legs.DynamoConditional(leaf(), leaf()), sim.two_legs.LlmDThreshold(leaf(), leaf())
+    assert not dynamo.is_split(2047, 3000)
+    assert dynamo.is_split(2048, 9000)
+    assert dynamo.is_split(700, 1000), "it is short, but most of it is missing"
+    assert not llm_d.is_split(511, 512)
+    assert llm_d.is_split(512, 9000)
+    assert sim.two_legs.TwoLegs(leaf(), leaf()).is_split(1, 9000)
+
+
+def test_a_split_request_is_counted_by_both_policies(sim: Any) -> None:
+    """Workers 0 and 1 prefill, 2 and 3 decode. The second turn lacks so little that its worker computes it itself."""
+    roles = [frozenset({"prefill"})] * 2 + [frozenset({"decode"})] * 2
+    config = sim.cluster.ClusterConfig(
+        [sim.cluster.WorkerConfig(StepTimes(), 100, roles=worker_roles) for worker_roles in roles],
+        link_times=sim.transfers.LinkTimes(1e6),
+    )
+    first = request(sim, 0, list(range(8)), out=20)
+    second = request(sim, 1, list(range(9)), at=5.0, out=20, tail=100)
+    router = sim.two_legs.DynamoConditional(sim.peers.Dynamo(), sim.peers.Dynamo())
+    result = sim.cluster.Cluster(config, sim.workload.Workload("t", [first, second], ""), [router]).run()
+    assert result.worker_by_request[0] == result.worker_by_request[1] >= 2
+    assert result.moved_tokens == 8 * 512
+    assert sum(result.prefilled_tokens_by_worker[:2]) == 8 * 512, "the first turn's prompt"
+    for group in (router.prefill_group, router.decode_group):
+        assert (group.policy.in_flight, group.policy.prefill_tokens, group.policy.pending) == ([0, 0], [0, 0], {})
+
+
+def test_every_scheme_of_prefill_and_decode_answers_every_request(sim: Any) -> None:
+    traffic = sim.disaggregation.TRAFFICS[2]
+    for scheme, prefill_workers in sim.disaggregation.list_schemes(8)[:9]:
+        figures = sim.disaggregation.play(sim.disaggregation.Run(traffic, 8, scheme, prefill_workers, 60, 1))
+        assert 0.0 < figures["ttft_mean"] < figures["e2e"], scheme
+        if scheme != "blockcast, any role":  # so few requests may stay whole
+            assert (figures["moved"] > 0.0) == (prefill_workers > 0), scheme

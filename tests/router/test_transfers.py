@@ -389,6 +389,26 @@ def test_nothing_of_two_legs_stays_counted(end: str, is_computed: bool, has_fail
         assert (load.pending_prompt_tokens, target.prefill_queue.own_prefill_s) == (0, 0.0)
 
 
+def test_a_prefill_goes_where_it_interrupts_no_answer() -> None:
+    """At a worker with 12 answers, the prompt costs as much more than elsewhere as they stand still for it."""
+    core, _ = make_core("", CONFIG)
+    for name in "ab":
+        core.add_worker(spec(name, transfer=PREFILLS), 0.0)
+    for number in range(12):
+        prompt = [1000 * (number + 1) + i for i in range(1000)]
+        route(core, f"busy{number}", prompt, 0.1 * number, worker="a")
+        core.record_first_token(f"busy{number}", 0.1 * number + 0.05)
+    explained = core.explain(request("r", PROMPT), 2.0)
+    assert isinstance(explained, Decision)
+    by_plan = {
+        (terms.worker, terms.transfer.source if terms.transfer else None): terms for terms in explained.candidates
+    }
+    here, moved = by_plan["a", None], by_plan["a", "b"]
+    a = core.registry.get_targets("a")[0]
+    interrupted_s = CONFIG.cost.decode_weight * 12 * a.estimate_prefill_s(400, 0)
+    assert here.decode_s - moved.decode_s == pytest.approx(interrupted_s, rel=0.01)
+
+
 def test_the_fault_of_a_request_pauses_no_pair() -> None:
     core, index = make_fleet()
     index.store(core.workers["a"].holders[0], PROMPT[:390])

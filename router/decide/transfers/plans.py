@@ -52,11 +52,14 @@ def can_prefill(target: Target) -> bool:
 
 
 def find_least_busy(sources: Sequence[Target], now: float) -> list[Target]:
-    """Return the targets that would begin with a prompt first and can compute it for another."""
+    """Return the targets that can compute a prompt for another and would begin first, or interrupt fewest answers."""
     return heapq.nsmallest(
         DESTINATIONS_MAX,
         (target for target in sources if can_prefill(target)),
-        key=lambda target: target.slot_wait_s + target.slowdown * target.estimate_queue_s(now),
+        key=lambda target: (
+            target.slot_wait_s + target.slowdown * target.estimate_queue_s(now),
+            target.load.decode_request_count + target.peer_load.decode_requests,
+        ),
     )
 
 
@@ -119,11 +122,7 @@ class TransferPlanner:
 
         `uses_paused_pairs`: whether a pair is planned for although a transfer between them failed lately.
         """
-        best_sources = heapq.nsmallest(
-            SOURCES_MAX,
-            priced_sources,
-            key=lambda priced: priced.terms.ttft_s + priced.terms.congestion_s + priced.terms.tie_break_s,
-        )
+        best_sources = heapq.nsmallest(SOURCES_MAX, priced_sources, key=lambda priced: priced.terms.cost)
         plans = []
         for target, facts, _ in self._find_destinations(priced_targets):
             for source, source_facts, source_terms in best_sources:
@@ -140,7 +139,7 @@ class TransferPlanner:
                         source=source,
                         arriving_tokens=self._prompt_tokens - 1,
                         arrival_s=source_terms.ttft_s + transfer.transfer_s,
-                        source_prefill_s=source_terms.slowdown * source_terms.prefill_s,
+                        source_terms=source_terms,
                     )
                     plans.append(Plan(target, new_facts))
         return plans
