@@ -63,7 +63,7 @@ def run(urls: tuple[str, ...], **flags: Any) -> None:
 
 
 def _load_config(schema: Schema, urls: tuple[str, ...], flags: dict[str, Any]) -> Any:
-    """Return the configuration of a command, whose arguments are URLs of workers. Raises click.UsageError."""
+    """Return the configuration of a command. `urls`: its arguments, which are workers. Raises click.UsageError."""
     flags["workers"] = (*urls, *flags["workers"])
     return load_from_command_line(schema, flags).config
 

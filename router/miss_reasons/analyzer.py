@@ -20,7 +20,7 @@ from router.miss_reasons.prompt_history import AnalyzedPrompt, PreviousPrompt, P
 
 @dataclass(slots=True, eq=False)
 class AnalyzedRequest:
-    """A request whose prompt was explained, from the first byte of its answer on."""
+    """A request with the explanation of its prompt, from the first byte of its answer on."""
 
     explanation: MissExplanation
     terms: Terms

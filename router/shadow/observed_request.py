@@ -97,7 +97,7 @@ class _Conversation(NamedTuple):
 
 
 def find_predecessors(requests: Sequence[ObservedRequest]) -> list[int | None]:
-    """Return for each request the index of the earlier request for whose end it waited; None if it waited for none.
+    """Return the index of the earlier request that each request waited for, until it ended; None if there is none.
 
     `requests` are in the order of arrival.
     """
@@ -121,7 +121,7 @@ def _ended_before(earlier: ObservedRequest, following: ObservedRequest) -> bool:
 
 
 def _find_named_predecessors(requests: Sequence[ObservedRequest]) -> dict[int, int]:
-    """Return the index of the user's previous request for each request of a user whose requests never overlap.
+    """Return the index of the previous request of the same user, for users with requests that never overlap.
 
     Several clients may share a name. Then their requests overlap, and the name shows nothing.
     """

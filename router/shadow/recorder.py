@@ -158,7 +158,7 @@ class Recorder:
             self._record_placed(request, worker, self.now())
 
     def _find_grown_cache(self, request: UnplacedRequest, cached_tokens: Mapping[str, int]) -> str | None:
-        """Return the worker whose cache did not have all full blocks of the prompt at its arrival, and has them now.
+        """Return the worker that did not have all full blocks of the prompt cached at its arrival, and has them now.
 
         If there are several, the cache that grew most counts. None if there is none, or if two grew by the same number
         of tokens. `cached_tokens`: tokens that each target has now.

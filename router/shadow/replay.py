@@ -55,7 +55,7 @@ class ReplayTotals(msgspec.Struct):
 
 
 class Comparison(msgspec.Struct):
-    """What `router run` would have saved: sums over the compared requests, for its placement and the recorded one."""
+    """Savings that `router run` would have brought, as sums over the compared requests."""
 
     requests: int
     """Number of compared requests."""
@@ -339,7 +339,7 @@ def _sum_measured_totals(requests: Sequence[ObservedRequest], today: ReplayTotal
 
 
 class _AnswerEvent(IntEnum):
-    """What a recorded answer shows at one time, in the order for equal times."""
+    """Events of a recorded answer, in the order for equal times."""
 
     ARRIVAL = 0
     FIRST_TOKEN = 1
