@@ -21,7 +21,7 @@ INITIAL_ROWS = 16
 
 
 class RowAllocator:
-    """Assigns a row of the per-sequence tables to each running sequence."""
+    """Assigns a row of the per-sequence tables to each running sequence, as long as it is in every step."""
 
     def __init__(self) -> None:
         self.row_count = INITIAL_ROWS
@@ -53,7 +53,7 @@ class RowAllocator:
 
 
 class BlockTables:
-    """Block tables of one attention group, a row for each running sequence."""
+    """Holds the block tables of one attention group where the kernels read them, a row for each running sequence."""
 
     def __init__(self, group: int, kv: PagedKV, blocks_max: int, device: torch.device | None) -> None:
         """`blocks_max`: blocks of the longest sequence. `device`: where kernels read the tables; None: on the host."""
@@ -89,27 +89,27 @@ class BlockTables:
         outdated_indices = (lengths * self._kv.block_size < ends).nonzero()[0]
         if not len(outdated_indices):
             return
-        stride, outdated_rows = self._host_tables.shape[0], rows[outdated_indices]
+        stride = self._host_tables.shape[0]
         table_indices: list[int] = []
         """Indices of the new blocks in a flat table [blocks, rows]."""
         new_blocks: list[BlockId] = []
-        block_counts: list[int] = []
-        for i, row, length in zip(
-            outdated_indices.tolist(), outdated_rows.tolist(), lengths[outdated_indices].tolist()
-        ):
-            chunk = chunks[i]
+        for i in outdated_indices.tolist():
+            chunk, row, length = chunks[i], int(rows[i]), int(lengths[i])
             table = chunk.seq.block_tables[self._group]
-            block_count = len(table)
-            assert block_count * self._kv.block_size >= chunk.end, (
+            assert len(table) * self._kv.block_size >= chunk.end, (
                 f"{chunk.seq.request.request_id}: fewer blocks than tokens"
             )
             new_blocks += table[length:]
-            block_counts.append(block_count)
-            table_indices += range(length * stride + row, block_count * stride + row, stride)
-        flat_indices, blocks = np.array(table_indices, np.int64), np.array(new_blocks, np.int64)
-        block_indices, table_rows = np.divmod(flat_indices, stride)
+            table_indices += range(length * stride + row, len(table) * stride + row, stride)
+            self._table_states[1, row] = len(table)
+        self._write(np.array(table_indices, np.int64), np.array(new_blocks, np.int64))
+
+    def _write(self, flat_indices: IntArray, blocks: IntArray) -> None:
+        """Write blocks into the tables on the host and on the device. `flat_indices`: places in a flat [blocks,
+        rows].
+        """
+        block_indices, table_rows = np.divmod(flat_indices, self._host_tables.shape[0])
         self._host_tables[table_rows, block_indices] = blocks
-        self._table_states[1, outdated_rows] = block_counts
         if self._device_tables is not None:
             device_indices, device_blocks = upload(
                 [flat_indices, self._kv.compute_block_rows(blocks)], self._device_tables.device
@@ -126,13 +126,13 @@ class BlockTables:
         return self._host_tables[rows, : -(-int(ends.max()) // self._kv.block_size)]
 
     def _extend(self, row_count: int) -> None:
+        """Enlarge the tables to so many rows, if need be."""
         missing_rows = row_count - self._table_states.shape[1]
-        if missing_rows > 0:
-            self._table_states = np.concatenate([self._table_states, np.zeros((2, missing_rows), np.int64)], 1)
-            self._host_tables = np.concatenate(
-                [self._host_tables, np.zeros((missing_rows, self._host_tables.shape[1]), np.int64)]
-            )
-            if self._device_tables is not None:
-                self._device_tables = torch.cat(
-                    [self._device_tables, self._device_tables.new_zeros(self._device_tables.shape[0], missing_rows)], 1
-                )
+        if missing_rows <= 0:
+            return
+        block_count = self._host_tables.shape[1]
+        self._table_states = np.concatenate([self._table_states, np.zeros((2, missing_rows), np.int64)], 1)
+        self._host_tables = np.concatenate([self._host_tables, np.zeros((missing_rows, block_count), np.int64)])
+        if self._device_tables is not None:
+            new_columns = self._device_tables.new_zeros(block_count, missing_rows)
+            self._device_tables = torch.cat([self._device_tables, new_columns], 1)

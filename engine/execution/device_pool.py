@@ -30,7 +30,7 @@ def count_units_in_memory(spec: CacheSpec, memory_bytes: int) -> int:
 
 
 class DevicePool:
-    """Units of one device's memory, and of host memory under it."""
+    """Holds the units of one device's memory, and host memory under it. Does the copies of a plan."""
 
     def __init__(
         self,

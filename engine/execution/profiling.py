@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from engine.cache.spec import CacheSpec
+from engine.cache.spec import CacheSpec, ceil_div
 from engine.execution.runner import ModelRunner
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
 
@@ -27,7 +27,7 @@ def make_largest_step(
     """
     block_tables = []
     for group in range(len(spec.groups)):
-        blocks_per_unit, block_count = spec.blocks_per_unit(group), -(-length_max // spec.block_size)
+        blocks_per_unit, block_count = spec.blocks_per_unit(group), ceil_div(length_max, spec.block_size)
         block_tables.append([BlockId(group * blocks_per_unit + i % blocks_per_unit) for i in range(block_count)])
     state_unit = None if spec.state is None else UnitId(len(spec.groups))
     unit_count = len(spec.groups) + (state_unit is not None)

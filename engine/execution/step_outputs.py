@@ -16,27 +16,32 @@ def build_result(step: PreparedStep, outputs: list[list[Any]], failures: Mapping
     outputs: the drawn tokens, their logprobs, then logprobs of prompts; each kind only if the step has it.
     failures: index of a sampled chunk -> reason why its answer cannot go on.
     """
-    result, order = StepResult([None] * len(step.chunks)), step.order
-    sampled_chunks = step.batch_state.sampled_chunks
+    result = StepResult([None] * len(step.chunks))
     if step.sampling_inputs is not None:
-        tokens = outputs.pop(0)
-        if len(tokens) == step.batch.token_count:  # a decode step: in the plan's order
-            result.sampled_tokens = tokens
-        else:
-            for chunk_index, token in zip(sampled_chunks, tokens, strict=True):
-                result.sampled_tokens[order[chunk_index]] = token
-        result.failure_by_chunk = {order[sampled_chunks[i]]: reason for i, reason in failures.items()}
-        sampling_batch = step.sampling_inputs.batch
-        if sampling_batch.logprob_rows:
-            entries = _take_logprobs(outputs, sampling_batch.logprob_counts)
-            result.logprobs_by_chunk = {
-                order[sampled_chunks[row]]: entry
-                for row, entry in zip(sampling_batch.logprob_rows, entries, strict=True)
-            }
+        _add_samples(result, step, outputs, failures)
     for i in step.prompt_logprob_chunks:
         top_count = step.chunks[i].seq.request.params.prompt_logprobs or 0
-        result.prompt_logprobs_by_chunk[order[i]] = _take_logprobs(outputs, [top_count] * len(outputs[0]))
+        result.prompt_logprobs_by_chunk[step.order[i]] = _take_logprobs(outputs, [top_count] * len(outputs[0]))
     return result
+
+
+def _add_samples(result: StepResult, step: PreparedStep, outputs: list[list[Any]], failures: Mapping[int, str]) -> None:
+    """Take the drawn tokens and their logprobs from the outputs, and add them to the result."""
+    assert step.sampling_inputs is not None
+    tokens = outputs.pop(0)
+    plan_indices = [step.order[chunk_index] for chunk_index in step.batch_state.sampled_chunks]
+    if len(tokens) == step.batch.token_count:  # a decode step: in the plan's order
+        result.sampled_tokens = tokens
+    else:
+        for plan_index, token in zip(plan_indices, tokens, strict=True):
+            result.sampled_tokens[plan_index] = token
+    result.failure_by_chunk = {plan_indices[i]: reason for i, reason in failures.items()}
+    batch = step.sampling_inputs.batch
+    if batch.logprob_rows:
+        entries = _take_logprobs(outputs, batch.logprob_counts)
+        result.logprobs_by_chunk = {
+            plan_indices[row]: entry for row, entry in zip(batch.logprob_rows, entries, strict=True)
+        }
 
 
 def _take_logprobs(outputs: list[list[Any]], counts: list[int]) -> list[TokenLogprobs]:

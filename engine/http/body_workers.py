@@ -51,7 +51,7 @@ log = logging.getLogger("engine.server")
 
 
 class BodyReader:
-    """Parses bodies with one tokenizer. Must be closed."""
+    """Parses bodies with one tokenizer: short ones at once, others in a thread or a process. Must be closed."""
 
     def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, folder: str, chat_template: str | None) -> None:
         """`folder`, `chat_template`: sources of `tokenizer`, from which the processes load their own one."""
@@ -66,7 +66,10 @@ class BodyReader:
         """Digest of a grammar -> the checked grammar, in the form that the core compiles."""
 
     async def read(self, parse: BodyParser[T], data: bytes, *, extra_bytes: int = 0) -> T:
-        """Return the result of `parse` for a body. `extra_bytes`: size of its other inputs. Raises RequestError."""
+        """Return the result of `parse` for a body. Raises RequestError, also if it takes too much time or memory.
+
+        `extra_bytes`: size of the other inputs of `parse`.
+        """
         size = len(data) + extra_bytes
         if size <= INLINE_BYTES_MAX:
             return parse(data, self._tokenizer, self._limits)
@@ -78,6 +81,7 @@ class BodyReader:
         return await asyncio.shield(task)  # the process finishes a body even if the client leaves
 
     async def _read_in_process(self, parse: BodyParser[T], data: bytes) -> T:
+        """Parse a body in another process, which is ended if it takes too much time or memory. Raises RequestError."""
         try:
             return await self._process_pool.run(
                 data, lambda process: process.call(READ_S_MAX, _parse_body, parse, data)
@@ -100,6 +104,9 @@ class BodyReader:
         return msgspec.structs.replace(constraint, lark_grammar=lark, source_json=b"")
 
     async def _check_in_process(self, constraint: Constraint) -> Constraint:
+        """Compile the grammar of a constraint in another process. Raises RequestError if that fails or takes too
+        much.
+        """
         lark, param = constraint.lark_grammar, constraint.param
         if len(lark) > GRAMMAR_CHARS_MAX:
             raise RequestError(f"{param}: too long, expected at most {GRAMMAR_CHARS_MAX} characters", param=param)

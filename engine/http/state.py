@@ -31,7 +31,7 @@ RETRY_AFTER_S = 1
 
 
 class ServerState:
-    """State of the HTTP process, made when the core is ready."""
+    """Facts of the model, the client of the core, counters and admission, which all handlers share."""
 
     def __init__(
         self,
@@ -127,6 +127,7 @@ class ServerState:
             raise make_not_running_error(self.client.death_reason)
 
     def _check_capacity(self, additional_sequences: int) -> None:
+        """Raise RequestError 503 or 429 unless the core may get so many more sequences."""
         self.check_available()
         limit = self.config.max_queue
         current_sequences = self.client.in_flight_count + self._reading_request_count

@@ -109,6 +109,7 @@ class Choice:
         return delta
 
     def _decode(self, output: SequenceOutput) -> ChoiceDelta:
+        """Return what an output adds to the choice: its text, and the tokens up to a stop string."""
         token_ids, logprobs, finish_reason = output.token_ids, output.logprobs or [], output.finish_reason
         text_ids = self._get_text_token_ids(output)
         if self.parser is None:
@@ -145,6 +146,7 @@ class Choice:
         *,
         aborts: bool = False,
     ) -> ChoiceDelta:
+        """Return the delta of what the parser has found since the last one."""
         assert self.parser is not None
         parsed_delta = self.parser.build_delta()
         return ChoiceDelta(

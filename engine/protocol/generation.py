@@ -24,7 +24,10 @@ from prompts.errors import bad_value
 
 @dataclass(slots=True)
 class Generation:
-    """One HTTP request that is being answered. `choices[i * n + j]` continues `prompts[i]`, which are token ids."""
+    """One HTTP request that is being answered: its sequences in the core, and its choices.
+
+    `choices[i * n + j]` continues `prompts[i]`, which are token ids.
+    """
 
     id: str
     model: str
@@ -50,12 +53,12 @@ class Generation:
 
     def compute_usage(self) -> Usage:
         """Return the usage of all choices so far. A prompt counts once, however many samples continue it."""
-        return make_usage(
-            sum(map(len, self.prompts)),
-            0 if self.is_echo_only else sum(choice.completion_tokens for choice in self.choices),
-            sum(choice.cached_tokens for choice in self.choices[:: self.n]),
-            sum(choice.reasoning_tokens for choice in self.choices) if self.parser_config.reasoning_format else None,
-        )
+        reasoning_tokens = None
+        if self.parser_config.reasoning_format:
+            reasoning_tokens = sum(choice.reasoning_tokens for choice in self.choices)
+        completion_tokens = 0 if self.is_echo_only else sum(choice.completion_tokens for choice in self.choices)
+        cached_tokens = sum(choice.cached_tokens for choice in self.choices[:: self.n])
+        return make_usage(sum(map(len, self.prompts)), completion_tokens, cached_tokens, reasoning_tokens)
 
     def compute_choice_usage(self, choice: Choice) -> Usage:
         """Return the usage of one choice so far, for `continuous_usage_stats`."""
@@ -132,20 +135,23 @@ def make_sample_requests(
     kv_source: KVSource | None = None,
 ) -> list[Request]:
     """Return the n sequences of one prompt, numbered from `first_choice_index`. Each sample has the next seed."""
-    return [
-        Request(
-            request_id=f"{request_prefix}-{first_choice_index + sample}",
-            token_ids=prompt,
-            params=params
-            if params.seed is None
-            else msgspec.structs.replace(params, seed=_compute_sample_seed(params.seed, sample)),
-            cache_salt=cache_salt,
-            priority=priority,
-            resumed_output_len=answered_tokens,
-            kv_source=kv_source,
+    requests = []
+    for sample in range(params.n):
+        sample_params = params
+        if params.seed is not None:
+            sample_params = msgspec.structs.replace(params, seed=_compute_sample_seed(params.seed, sample))
+        requests.append(
+            Request(
+                request_id=f"{request_prefix}-{first_choice_index + sample}",
+                token_ids=prompt,
+                params=sample_params,
+                cache_salt=cache_salt,
+                priority=priority,
+                resumed_output_len=answered_tokens,
+                kv_source=kv_source,
+            )
         )
-        for sample in range(params.n)
-    ]
+    return requests
 
 
 def _compute_sample_seed(seed: int, sample: int) -> int:

@@ -40,7 +40,9 @@ def encode_sse(data: object) -> bytes:
 
 
 class OpenAIFormatter:
-    """Base of the formatters of chats and completions."""
+    """Base of the formatters of chats and completions. A subclass makes the choices of a chunk, and formats
+    logprobs.
+    """
 
     chunk_type: ClassVar[type[Any]]
     """Struct of a streamed chunk, a `ResponseBase`."""
@@ -62,6 +64,9 @@ class OpenAIFormatter:
         )
         self._is_text_only = not (has_logprobs or self._includes_ids or self._has_continuous_usage)
         self._text_chunk_parts: dict[tuple[int, bool], list[bytes]] = {}
+        """Bytes before and after the text of a chunk with nothing but text, by (index of the choice, is it
+        reasoning).
+        """
         self._begun_choices: set[int] = set()
         self._prompt_logprobs: defaultdict[int, list[bytes]] = defaultdict(list)
         """`prompt_logprobs` of each choice that shows any."""
@@ -93,13 +98,10 @@ class OpenAIFormatter:
 
     def format_end(self) -> bytes:
         """Return the bytes after the last delta: the usage if the request asks for it, and the end of the stream."""
-        generation = self._generation
         if not self._includes_usage:
             return SSE_DONE
-        return (
-            encode_sse(self.chunk_type(**generation.make_common_fields(), choices=[], usage=generation.compute_usage()))
-            + SSE_DONE
-        )
+        fields, usage = self._generation.make_common_fields(), self._generation.compute_usage()
+        return encode_sse(self.chunk_type(**fields, choices=[], usage=usage)) + SSE_DONE
 
     def format_error(self, error: RequestError) -> bytes:
         """Return the bytes that end a stream that was cut off."""
@@ -113,15 +115,18 @@ class OpenAIFormatter:
         )
 
     def _format_text_chunk(self, choice: Choice, text: str, *, is_reasoning: bool = False) -> bytes:
-        """Return a chunk with nothing but text; empty bytes for an empty text."""
+        """Return a chunk with nothing but text; empty bytes for an empty text.
+
+        All but the text is encoded once for each choice, because most chunks of a stream are such.
+        """
         if not text:
             return b""
         choice_key = (choice.index, is_reasoning)
-        if choice_key not in self._text_chunk_parts:
-            self._text_chunk_parts[choice_key] = self._format_chunk(
-                choice, self._make_text_choice(choice, _PLACEHOLDER, is_reasoning)
-            ).split(encoder.encode(_PLACEHOLDER))
-        return encoder.encode(text).join(self._text_chunk_parts[choice_key])
+        parts = self._text_chunk_parts.get(choice_key)
+        if parts is None:
+            chunk = self._format_chunk(choice, self._make_text_choice(choice, _PLACEHOLDER, is_reasoning))
+            parts = self._text_chunk_parts[choice_key] = chunk.split(encoder.encode(_PLACEHOLDER))
+        return encoder.encode(text).join(parts)
 
     def _make_text_choice(self, choice: Choice, text: str, is_reasoning: bool) -> Struct:
         """Return the choice of a chunk with nothing but text."""

@@ -151,10 +151,13 @@ def read_response(
 
 def _check_items(request: ResponsesRequest) -> None:
     """Raise RequestError for the first content part that is no text."""
-    for index, item in enumerate(request.input if isinstance(request.input, list) else ()):
+    items = request.input if isinstance(request.input, list) else []
+    for index, item in enumerate(items):
         for field in ("content", "output"):
             parts = item.get(field)
-            for number, part in enumerate(parts if isinstance(parts, list) else ()):
+            if not isinstance(parts, list):
+                continue
+            for number, part in enumerate(parts):
                 if isinstance(part, dict) and is_media(part):
                     path = f"input[{index}].{field}[{number}].type"
                     raise bad_value(path, part.get("type"), '"input_text": this model reads text only')
@@ -312,28 +315,32 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> P
     """Parse a body of `/v1/completions`. Raises RequestError."""
     body = parse_completion(data)
     check_supported(body)
-    prompts_field = (
+    given_prompts = (
         body.prompt if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else [body.prompt]
     )
-    if len(prompts_field) * (body.n or 1) > MAX_CHOICES:
+    sample_count = body.n or 1
+    if len(given_prompts) * sample_count > MAX_CHOICES:
         raise RequestError(
-            f"n: {len(prompts_field)} prompts x {body.n or 1} samples, expected at most {MAX_CHOICES} together",
+            f"n: {len(given_prompts)} prompts x {sample_count} samples, expected at most {MAX_CHOICES} together",
             param="n",
         )
     prompts = [
-        _truncate_prompt("prompt" if len(prompts_field) == 1 else f"prompt[{number}]", ids, body, limits)
+        _truncate_prompt("prompt" if len(given_prompts) == 1 else f"prompt[{number}]", ids, body, limits)
         for number, ids in enumerate(tokenizer.encode_completion(body))
     ]
     texts = [""] * len(prompts)
     if body.echo:
         texts = [
-            text if isinstance(text, str) else tokenizer.decode(ids, skip_special_tokens=False)
-            for text, ids in zip(prompts_field, prompts)
+            given if isinstance(given, str) else tokenizer.decode(ids, skip_special_tokens=False)
+            for given, ids in zip(given_prompts, prompts)
         ]
     return ParsedRequest(
-        _strip_large_fields(body, prompt=""), prompts, texts, constraint=build_constraint(body, tokenizer, limits),
+        body=_strip_large_fields(body, prompt=""),
+        prompts=prompts,
+        prompt_texts=texts,
+        constraint=build_constraint(body, tokenizer, limits),
         kv_source=_read_kv_source(body, limits),
-    )  # fmt: skip
+    )
 
 
 def _read_kv_source(body: ChatRequest | CompletionRequest, limits: ModelLimits) -> RemoteKVSource | None:
@@ -343,14 +350,19 @@ def _read_kv_source(body: ChatRequest | CompletionRequest, limits: ModelLimits) 
 def _truncate_prompt(
     param: str, prompt: list[int], body: ChatRequest | CompletionRequest, limits: ModelLimits, path: str = ""
 ) -> list[int]:
-    """Return the last `truncate_prompt_tokens` of a prompt (vLLM's; -1: as many as fit), checked against the limits."""
-    keep_tokens = body.truncate_prompt_tokens
-    if keep_tokens is not None:
-        if keep_tokens == 0 or keep_tokens > limits.max_model_len:
+    """Return the last `truncate_prompt_tokens` of a prompt (vLLM's; -1: as many as fit), checked against the limits.
+
+    `param`: field of the prompt; `path`: path of the API. Both are for errors.
+    """
+    kept_tokens = body.truncate_prompt_tokens
+    if kept_tokens is not None:
+        if kept_tokens == 0 or kept_tokens > limits.max_model_len:
             raise bad_value(
-                "truncate_prompt_tokens", keep_tokens, f"-1, or 1 to max_model_len ({limits.max_model_len})"
+                "truncate_prompt_tokens", kept_tokens, f"-1, or 1 to max_model_len ({limits.max_model_len})"
             )
-        prompt = prompt[-(limits.max_model_len - 1 if keep_tokens == -1 else keep_tokens) :]
+        if kept_tokens == -1:
+            kept_tokens = limits.max_model_len - 1
+        prompt = prompt[-kept_tokens:]
     check_prompt(prompt, limits, param, path)
     return prompt
 

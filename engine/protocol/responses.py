@@ -188,15 +188,18 @@ class ResponsesFormatter:
         return events
 
     def _format_block_delta(self, block: ContentBlock, text: str) -> bytes:
-        type, fields = f"{self._get_event_base_name(block)}.delta", self._locate(block)
+        """Return the event of a piece of text; empty bytes if a call's free text does not grow by it."""
+        event_type, fields = f"{self._get_event_base_name(block)}.delta", self._locate(block)
         if block.kind == "text":
-            return self._format_event(type, **fields, delta=text, logprobs=[])
+            return self._format_event(event_type, **fields, delta=text, logprobs=[])
         custom_input = self._get_custom_input(block)
-        if custom_input is not None:
-            text = custom_input.push(text)
-        return self._format_event(type, **fields, delta=text) if text or custom_input is None else b""
+        if custom_input is None:
+            return self._format_event(event_type, **fields, delta=text)
+        input_text = custom_input.push(text)
+        return self._format_event(event_type, **fields, delta=input_text) if input_text else b""
 
     def _format_block_end(self, block: ContentBlock) -> bytes:
+        """Return the events that end a block: of its text or input, then of its item."""
         name, fields = self._get_event_base_name(block), self._locate(block)
         if block.kind == "call":
             events = self._format_call_end(block, name, fields)
@@ -252,6 +255,7 @@ class ResponsesFormatter:
     # Whole ------------------------------------------------------------------------------------------------------------
 
     def format_response(self) -> bytes:
+        """Return the whole answer, after decoding the free text of its calls."""
         self._blocks.blocks = make_blocks_of_choice(self._choice)
         for block in self._blocks.blocks:
             custom_input = self._get_custom_input(block)
@@ -268,19 +272,26 @@ class ResponsesFormatter:
     def make_response(
         self, status: str, blocks: list[ContentBlock], error: RequestError | None = None
     ) -> ResponseObject:
-        """Return the response object with these blocks."""
+        """Return the response object with these blocks, of which the last is incomplete if the response was cut."""
         generation, context = self._generation, self.context
         is_final, is_cut = status in ("completed", "incomplete"), status in ("failed", "incomplete")
+        items = [self._make_item(block, "completed") for block in blocks]
+        if is_cut and blocks:
+            items[-1] = self._make_item(blocks[-1], "incomplete")
         echoed_fields: dict[str, Any] = _echoed_decoder.decode(context.echoed_fields)
         return ResponseObject(
-            id=generation.id, created_at=generation.created, status=status, model=generation.model,
-            store=context.should_store, previous_response_id=context.previous_response_id,
+            id=generation.id,
+            created_at=generation.created,
+            status=status,
+            model=generation.model,
+            store=context.should_store,
+            previous_response_id=context.previous_response_id,
             error=None if error is None else ResponseError("server_error", error.message),
             incomplete_details=IncompleteDetails("max_output_tokens") if status == "incomplete" else None,
-            output=[self._make_item(block, "incomplete" if is_cut and block is blocks[-1] else "completed")
-                    for block in blocks],
-            usage=self._make_usage() if is_final else None, **echoed_fields,
-        )  # fmt: skip
+            output=items,
+            usage=self._make_usage() if is_final else None,
+            **echoed_fields,
+        )
 
     def _make_item(self, block: ContentBlock, status: str) -> OutputItem:
         """Return the output item of a content block. An item in progress has no text."""

@@ -21,6 +21,7 @@ def check_supported(request: ChatRequest | CompletionRequest) -> None:
 
 
 def _check_common(request: CommonRequest) -> None:
+    """Raise RequestError for an unsupported field that chats and completions share."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise bad_value("best_of", request.best_of, f"n ({request.n or 1}): choosing the best is not supported")
     if request.use_beam_search:
@@ -34,9 +35,11 @@ def _check_common(request: CommonRequest) -> None:
 
 
 def _check_chat(request: ChatRequest) -> None:
+    """Raise RequestError for media in a message, or a template of the client's own."""
     for index, message in enumerate(request.messages):
         content = message.get("content")
-        for number, part in enumerate(content if isinstance(content, list) else ()):
+        parts = content if isinstance(content, list) else []
+        for number, part in enumerate(parts):
             if isinstance(part, dict) and part.get("type") in MEDIA_PARTS:
                 path = f"messages[{index}].content[{number}]"
                 raise bad_value(f"{path}.type", part["type"], '"text": this model reads text only')

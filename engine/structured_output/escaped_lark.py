@@ -102,7 +102,7 @@ def _escaped_literal(text: str) -> str:
 
 @dataclass(frozen=True)
 class _CharSet:
-    """A class of characters. It matches one character."""
+    """A node of a regular expression that matches one character of a class."""
 
     sources: tuple[str, ...]
     """Regular expressions that match one character each. The class is their union."""
@@ -161,7 +161,7 @@ _GROUP = re.compile(r"\((?:\?(?:P?<[A-Za-z_]\w*>|([is]*):))?(?!\?)")
 
 
 class _RegexParser:
-    """Parses a regular expression. Look-around and back references are refused."""
+    """Parses a regular expression into nodes, by recursive descent. Look-around and back references are refused."""
 
     def __init__(self, pattern: str, flags: str) -> None:
         self._pattern = pattern
@@ -193,25 +193,25 @@ class _RegexParser:
         return parts[0] if len(parts) == 1 else _Sequence(tuple(parts))
 
     def _parse_quantifiers(self, node: _RegexNode) -> _RegexNode:
-        while (match := _COUNT.match(self._pattern, self._pos)) is not None:
+        """Return the node with the quantifiers that follow it, such as `+` or `{2,5}`."""
+        match = _COUNT.match(self._pattern, self._pos)
+        while match is not None:
             self._pos = match.end()
             sign, low, comma, high = match.groups()
-            min_count = int(low) if sign is None else int(sign == "+")
-            max_count = (None if sign != "?" else 1) if sign else int(high) if high else None if comma else min_count
+            if sign is not None:
+                min_count, max_count = int(sign == "+"), 1 if sign == "?" else None
+            else:
+                min_count = int(low)
+                max_count = min_count if comma is None else int(high) if high else None
             node = _Repeat(node, min_count, max_count)
+            match = _COUNT.match(self._pattern, self._pos)
         return node
 
     def _parse_atom(self) -> _RegexNode:
+        """Parse a group, or one character or class."""
         group = _GROUP.match(self._pattern, self._pos)
         if group is not None:
-            self._pos, outer_flags = group.end(), self._flags
-            self._flags += group[1] or ""
-            node = self._parse_choice()
-            self._flags = outer_flags
-            if not self._pattern.startswith(")", self._pos):
-                raise self._error()
-            self._pos += 1
-            return node
+            return self._parse_group(group)
         match = _ATOM.match(self._pattern, self._pos)
         if match is None:
             raise self._error()
@@ -221,6 +221,18 @@ class _RegexParser:
             source = r"[\s\S]" if "s" in self._flags else r"[^\n]"
         re.compile(source)
         return _CharSet((f"(?i:{source})" if "i" in self._flags else source,))
+
+    def _parse_group(self, opening: re.Match[str]) -> _RegexNode:
+        """Parse a group to its end. Flags in its opening hold inside of it."""
+        outer_flags = self._flags
+        self._pos = opening.end()
+        self._flags += opening[1] or ""
+        node = self._parse_choice()
+        self._flags = outer_flags
+        if not self._pattern.startswith(")", self._pos):
+            raise self._error()
+        self._pos += 1
+        return node
 
 
 def _write(node: _RegexNode, following: Sequence[_RegexNode]) -> str:
@@ -232,18 +244,19 @@ def _write(node: _RegexNode, following: Sequence[_RegexNode]) -> str:
     if isinstance(node, _Sequence):
         parts = node.parts
         return " ".join(_write(part, (*parts[i + 1 :], *following)) for i, part in enumerate(parts)) or '""'
-    min_count, max_count = node.min_count, node.max_count
-    count = "*" if (min_count, max_count) == (0, None) else "+" if (min_count, max_count) == (1, None) else "?"
-    if count == "?" and (min_count, max_count) != (0, 1):
-        count = f"{{{min_count},{'' if max_count is None else max_count}}}"
-    if (
-        isinstance(node.inner, _CharSet)
-        and max_count is None
-        and min_count <= 1
-        and _is_disjoint(node.inner, following)
-    ):
-        return _write_set(node.inner, "+") + count
-    return f"({_write(node.inner, (node.inner, *following))}){count}"
+    inner, is_run = node.inner, node.max_count is None and node.min_count <= 1
+    if isinstance(inner, _CharSet) and is_run and _is_disjoint(inner, following):
+        return _write_set(inner, "+") + _write_count(node)
+    return f"({_write(inner, (inner, *following))}){_write_count(node)}"
+
+
+def _write_count(node: _Repeat) -> str:
+    """Return the quantifier of a repetition in Lark."""
+    sign_by_counts = {(0, None): "*", (1, None): "+", (0, 1): "?"}
+    counts = (node.min_count, node.max_count)
+    if counts in sign_by_counts:
+        return sign_by_counts[counts]
+    return f"{{{node.min_count},{'' if node.max_count is None else node.max_count}}}"
 
 
 def _write_set(node: _CharSet, run: str) -> str:
@@ -272,16 +285,19 @@ def _is_disjoint(run: _CharSet, following: Sequence[_RegexNode]) -> bool:
     """Return whether no character of the run can begin what follows. The lexer would add that character to the run."""
     for node in following[:_FOLLOWING_MAX]:
         first, may_be_empty = _first_chars(node)
-        run_chars, next_chars = run.chars, first.chars
-        if (
-            run_chars & next_chars
-            or any(map(first.matches, run_chars - _COMPARED_CHARS))
-            or any(map(run.matches, next_chars - _COMPARED_CHARS))
-        ):
+        if _have_common_char(run, first):
             return False
         if not may_be_empty:
             return True
     return len(following) <= _FOLLOWING_MAX
+
+
+def _have_common_char(first: _CharSet, second: _CharSet) -> bool:
+    """Return whether a character matches both classes, by sample characters and those that either class names."""
+    if first.chars & second.chars:
+        return True
+    named_chars = (first.chars | second.chars) - _COMPARED_CHARS
+    return any(first.matches(char) and second.matches(char) for char in named_chars)
 
 
 def _first_chars(node: _RegexNode) -> tuple[_CharSet, bool]:
