@@ -1,4 +1,4 @@
-"""The recurrent operations of the Triton backend: how their kernels are launched over a batch.
+"""The recurrent operations of the Triton backend, and how their kernels are launched over a batch.
 
 Decoding sequences take one launch together, prompts one to three. See `interface.Kernels` for the shapes.
 """
