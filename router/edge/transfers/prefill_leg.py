@@ -29,6 +29,9 @@ ANSWER_BYTES_MAX: Final = 4 << 20
 """Longest answer of a prefill that is read; it has the ids of the prompt's blocks."""
 SECONDS_MIN, PREDICTION_FACTOR = 5.0, 3.0
 """A prefill may take this multiple of the predicted time to the first token, and at least so many seconds."""
+PAIR_SECONDS_MIN: Final = 60.0
+"""The same seconds if the other worker computes no prompt: SGLang's prefill waits until that worker has memory for the
+KV, and with another pair the work would be lost."""
 LEASE_S: Final = 20.0
 """Seconds after a prefill in which its KV may be fetched. vLLM keeps the KV for 30 s (`kv_lease_duration`). Later it
 gives other KV without an error, so a third is left as a margin."""
@@ -83,7 +86,8 @@ class PrefillLeg:
         self._content = bytearray()
         self._attempt = Attempt(self, proxy.pool, "POST")
         self._times = context.prefill = PrefillTimes(self._transfer.source, proxy.now())
-        self._deadline_s = self._times.started_at_s + max(SECONDS_MIN, PREDICTION_FACTOR * decision.predicted_ttft_s)
+        seconds_min = PAIR_SECONDS_MIN if self.needs_partner else SECONDS_MIN
+        self._deadline_s = self._times.started_at_s + max(seconds_min, PREDICTION_FACTOR * decision.predicted_ttft_s)
         """Time until which the prefill may take, and once it has ended, time until which its KV may be fetched."""
         self._refusal = ""
         """Why the worker refuses the request, if the other worker is expected to refuse it too."""

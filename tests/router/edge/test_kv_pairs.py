@@ -369,3 +369,24 @@ def test_nothing_in_the_prefills_answer_matters(edge: Any, make_post: Any, diale
         assert count_outcomes(edge) == {"started": 1}
 
     edge.run(scenario())
+
+
+def test_sglangs_prefill_may_wait_for_a_busy_decoding_worker(edge: Any, make_post: Any) -> None:
+    """It has no memory for the KV yet; another pair would only lose the work."""
+
+    async def scenario() -> None:
+        gate = asyncio.Event()
+
+        async def decode_late(request: Any, reader: Any, writer: Any) -> None:
+            await gate.wait()
+            await workers.decode(request, reader, writer)
+
+        workers, upstreams = await start_pairs(edge, "sglang", e=None, d=decode_late)
+        answer = asyncio.ensure_future(edge.exchange(post_body(make_post, PROMPT)))
+        await edge.until(lambda: upstreams["d"].received and sum(workers.waiting.values()))
+        edge.advance(50.0)
+        gate.set()
+        assert read_text(await answer) == text_for(PROMPT)
+        assert (workers.transfers, workers.faults, count_outcomes(edge)) == (1, [], {"started": 1})
+
+    edge.run(scenario())
