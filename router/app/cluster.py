@@ -51,7 +51,10 @@ class Cluster:
         session: aiohttp.ClientSession,
         peer_client: PeerClient,
     ) -> None:
-        """`session`: for health checks. `peer_client`: asks other routers what they know of workers' caches."""
+        """Make the parts that follow workers, and connect them with the pipeline by callbacks.
+
+        `session`: for health checks. `peer_client`: asks other routers what they know of workers' caches.
+        """
         proxy = pipeline.proxy
         headers = make_key_headers(config.worker_api_key)
         self._config = config

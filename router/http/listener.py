@@ -35,9 +35,9 @@ class Listener:
         *,
         reuse_port: bool = False,
     ) -> int:
-        """Take the address, refuse connections until `listen`, and return the port.
+        """Take the address without accepting connections yet, and return the port. Raises OSError.
 
-        With `reuse_port` other processes may take the address too. Raises OSError.
+        With `reuse_port` other processes may take the address too. Connections over the limit are closed.
         """
 
         def make_protocol() -> asyncio.Protocol:

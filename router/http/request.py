@@ -23,6 +23,7 @@ from router.http.headers import LINES_PATTERN, TOKEN_PATTERN, HeaderBlock, Proto
 _HEAD_PATTERN = re.compile(
     rb"(?:\r\n)?(" + TOKEN_PATTERN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n(" + LINES_PATTERN + rb")\r\n"
 )
+_HEAD_END = b"\r\n\r\n"
 _FORBIDDEN_PATTERN = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
 """Bytes that no head may contain."""
 PIECE_BYTES: Final = 1 << 20
@@ -249,18 +250,19 @@ class RequestParser:
         data, start, buffer = self._unread_data, self._position, self._head_buffer
         max_bytes = self._limits.head_bytes_max
         if not buffer:  # a head usually comes whole, and needs no copy
-            end = data.find(b"\r\n\r\n", start, start + max_bytes)
+            end = data.find(_HEAD_END, start, start + max_bytes)
             if end >= 0:
-                self._position = end + 4
-                return data[start : end + 4]
+                self._position = end + len(_HEAD_END)
+                return data[start : self._position]
         old_size = len(buffer)
         buffer += data[start : start + max_bytes + 1 - old_size]
-        end = buffer.find(b"\r\n\r\n", max(0, old_size - 3), max_bytes)
+        end = buffer.find(_HEAD_END, max(0, old_size - 3), max_bytes)  # its first bytes may have come before
         if end >= 0:
-            self._position = start + end + 4 - old_size
-            raw_head = bytes(buffer[: end + 4])
+            head_bytes = end + len(_HEAD_END)
+            self._position = start + head_bytes - old_size
             self._head_buffer = bytearray()
-            return raw_head
+            return bytes(buffer[:head_bytes])
+        # What can never become a head is refused at once, not after more bytes.
         if _FORBIDDEN_PATTERN.search(buffer, max(0, old_size - 1)) is not None:
             raise BadRequest(400, "malformed HTTP request: a control character in its head")
         if len(buffer) > max_bytes:
