@@ -108,34 +108,45 @@ def _draw_unfiltered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Te
 
 
 def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
-    """Draw from rows with `top_k` or `top_p`, among the likeliest tokens if these are certainly enough."""
+    """Draw from rows with `top_k` or `top_p`, among the likeliest tokens if these are certainly enough.
+
+    They are enough if every token that is as likely as the last kept one is among them. Else all tokens are sorted.
+    """
     vocab = values.shape[1]
-    has_top_k, candidate_ranks = settings.top_k < vocab, torch.arange(vocab, device=values.device)
+    has_top_k = settings.top_k < vocab
     full_sums = None if has_top_k.all() else _compute_weights(values, peak, settings).sum(-1, dtype=torch.float64)
     candidate_count = min(vocab, max(MIN_CANDIDATE_COUNT, 2 * int((settings.top_k * has_top_k).max())))
-    while True:
-        if candidate_count < vocab:
-            candidate_ids = values.topk(candidate_count, sorted=False).indices.sort().values
-            top_values, token_order = values.gather(1, candidate_ids).sort(descending=True, stable=True)
-        else:
-            top_values, token_order = values.sort(descending=True, stable=True)
-        weights = _compute_weights(top_values, peak, settings).masked_fill_(
-            candidate_ranks[:candidate_count] >= settings.top_k[:, None], 0.0
-        )
-        running_sums = weights.cumsum(-1, dtype=torch.float64)
-        total_mass = (
-            running_sums[:, -1] if full_sums is None else torch.where(has_top_k, running_sums[:, -1], full_sums)
-        )
-        target_mass = (total_mass * settings.top_p).clamp(min=1e-300).masked_fill(settings.top_p >= 1.0, float("inf"))
-        kept_weights = weights.masked_fill_(running_sums - weights >= target_mass[:, None], 0.0)
-        # Enough candidates: all tokens that are as likely as the last kept one are among them.
-        if candidate_count == vocab or bool(
-            (top_values[:, -1:] < top_values.gather(1, kept_weights.count_nonzero(-1)[:, None] - 1)).all()
-        ):
-            break
-        candidate_count = vocab
-    positions = _find_crossing(torch.zeros_like(kept_weights).scatter_(1, token_order, kept_weights), settings.uniforms)
-    return positions if candidate_count == vocab else candidate_ids.gather(1, positions[:, None])[:, 0]
+    if candidate_count < vocab:
+        candidate_ids = values.topk(candidate_count, sorted=False).indices.sort().values
+        candidates = values.gather(1, candidate_ids)
+        kept_weights, is_enough = _keep_likeliest(candidates, peak, settings, has_top_k, full_sums)
+        if is_enough:
+            columns = _find_crossing(kept_weights, settings.uniforms)
+            return candidate_ids.gather(1, columns[:, None])[:, 0]
+    kept_weights, _ = _keep_likeliest(values, peak, settings, has_top_k, full_sums)
+    return _find_crossing(kept_weights, settings.uniforms)
+
+
+def _keep_likeliest(
+    values: Tensor, peak: Tensor, settings: DrawSettings, has_top_k: Tensor, full_sums: Tensor | None
+) -> tuple[Tensor, bool]:
+    """Return (weights that `top_k` and `top_p` keep, with 0 for the other tokens; whether `values` are enough).
+
+    Some of a row's tokens are enough if the least likely of them is less likely than the last one that is kept. Then no
+    token outside of them could be kept. `full_sums`: sum of the weights of all tokens; None if every row has `top_k`.
+    """
+    sorted_values, token_order = values.sort(descending=True, stable=True)
+    ranks = torch.arange(values.shape[1], device=values.device)
+    weights = _compute_weights(sorted_values, peak, settings).masked_fill_(ranks >= settings.top_k[:, None], 0.0)
+    running_sums = weights.cumsum(-1, dtype=torch.float64)
+    total_mass = running_sums[:, -1]
+    if full_sums is not None:
+        total_mass = torch.where(has_top_k, total_mass, full_sums)
+    target_mass = (total_mass * settings.top_p).clamp(min=1e-300).masked_fill(settings.top_p >= 1.0, float("inf"))
+    kept_weights = weights.masked_fill_(running_sums - weights >= target_mass[:, None], 0.0)
+    last_kept_values = sorted_values.gather(1, kept_weights.count_nonzero(-1)[:, None] - 1)
+    is_enough = bool((sorted_values[:, -1:] < last_kept_values).all())
+    return torch.zeros_like(kept_weights).scatter_(1, token_order, kept_weights), is_enough
 
 
 def _find_crossing(weights: Tensor, uniforms: Tensor) -> Tensor:

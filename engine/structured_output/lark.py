@@ -219,7 +219,7 @@ class _LarkWriter:
         triggers, tags = _get_list(path, format, "triggers"), _get_list(path, format, "tags")
         if not tags or not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise RequestError(f"{path}: expected at least one tag, and triggers that are strings", param=path)
-        free = self._write_free_text(path, format)
+        free_text = self._write_free_text(path, format)
         tag_tails_by_trigger: dict[str, list[str]] = {}
         for number, tag in enumerate(tags):
             tag_path = f"{path}.tags[{number}]"
@@ -230,13 +230,14 @@ class _LarkWriter:
             tag_tail = f"{self._write_text(begin[len(trigger) :])} {self._write_tag_tail(tag_path, tag, depth)}"
             tag_tails_by_trigger.setdefault(trigger, []).append(self._add_rule(tag_tail))
         alternatives = [
-            self._add_rule(f"{self._write_free_text_before(trigger, free)} ({' | '.join(tag_tails)})")
+            self._add_rule(f"{self._write_free_text_before(trigger, free_text)} ({' | '.join(tag_tails)})")
             for trigger, tag_tails in tag_tails_by_trigger.items()
         ]
-        calls = self._add_rule(" | ".join(alternatives))
-        if format.get("stop_after_first"):
-            return calls if format.get("at_least_one") else f"{calls} | {free}"
-        return f"{calls}{'+' if format.get('at_least_one') else '*'} {free}"
+        text_and_tag = self._add_rule(" | ".join(alternatives))
+        must_come = format.get("at_least_one")
+        if not format.get("stop_after_first"):
+            return f"{text_and_tag}{'+' if must_come else '*'} {free_text}"
+        return text_and_tag if must_come else f"{text_and_tag} | {free_text}"
 
     def _write_free_text_before(self, trigger: str, free_text: str) -> str:
         """Return an expression of free text up to the first `trigger`, and the trigger."""
