@@ -63,6 +63,8 @@ class HeaderBlock:
 
     def get_all(self, name: bytes) -> list[bytes]:
         """Return every value of `name` (lower-case), in order."""
+        if name not in self._first_line_by_name:  # as most names that a parser asks for
+            return []
         return [line[len(name) + 1 :].strip(b" \t\r\n") for line_name, line in self._lines if line_name == name]
 
     def join_lines_without(self, names: frozenset[bytes]) -> bytes:
@@ -70,8 +72,9 @@ class HeaderBlock:
 
         A `Connection` header lists headers that are meant for this connection only.
         """
-        connection_options = b",".join(self.get_all(b"connection")).lower().split(b",")
-        names = names | ({option.strip(b" \t") for option in connection_options} - _ALWAYS_FORWARDED)
+        if b"connection" in self:
+            connection_options = b",".join(self.get_all(b"connection")).lower().split(b",")
+            names = names | ({option.strip(b" \t") for option in connection_options} - _ALWAYS_FORWARDED)
         return b"".join([line for name, line in self._lines if name not in names])
 
 
