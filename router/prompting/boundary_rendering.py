@@ -37,7 +37,7 @@ _PLACEHOLDER_TOOLS: Final[list[Message]] = [
 
 
 class TemplateInputs(NamedTuple):
-    """Inputs of a chat template besides the new messages."""
+    """Everything that a chat template gets besides the new messages of a conversation."""
 
     chat: RoutingRequest
     digest: bytes
@@ -47,7 +47,7 @@ class TemplateInputs(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A position at which a prompt's text may be cut, and the placeholders for the messages before it."""
+    """A place at which a prompt's text may be cut, and the placeholders that stand for the messages before it."""
 
     position: int
     rendered: RenderedPlaceholders
@@ -91,7 +91,10 @@ class BoundaryRenderer:
         return template_text
 
     def prepare(self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]) -> NewMessages:
-        """Prepare to render new messages after a boundary."""
+        """Return the new messages after a boundary as an object that renders them.
+
+        The memo is asked if it may know the text.
+        """
         turn = None
         if not rendered.has_late_system:
             turn = self._make_plain_turn(rendered.digest, inputs.digest, inputs.chat, messages)

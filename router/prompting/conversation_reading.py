@@ -435,7 +435,10 @@ def _make_successor(continuation: Continuation, next_boundary: Boundary, body: b
 
 
 def _digest_template_inputs(template: ChatTemplate, chat: RoutingRequest, system_message_count: int) -> bytes:
-    """Digest the template's inputs besides the messages of the body's array."""
+    """Return a digest of all inputs of the template but the messages of the body's array.
+
+    Two bodies with equal digests differ only in those messages.
+    """
     inputs = (
         chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.add_generation_prompt,
         template.keeps_messages_as_sent, (chat.messages or [])[:system_message_count],
@@ -444,7 +447,7 @@ def _digest_template_inputs(template: ChatTemplate, chat: RoutingRequest, system
 
 
 def _is_supported(request: RoutingRequest, chat: RoutingRequest) -> bool:
-    """Whether the prompt of a chat is that of its text, and is the same for every template that may come."""
+    """Return whether a chat's prompt is exactly the encoded text of its template, for every template that may come."""
     if chat.chat_template is not None or chat.scores_prompt or chat.has_media or chat.kind != "chat":
         return False
     return not (chat.continue_final_message or chat.add_special_tokens or _depends_on_template(request))

@@ -94,7 +94,10 @@ class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
 
 
 class RenderedPlaceholders(msgspec.Struct, frozen=True, eq=False):
-    """Placeholder messages and what the template wrote for them when a boundary was made."""
+    """Placeholder messages, and the text that the template wrote for them when their boundary was made.
+
+    If the template writes the same text before new messages, nothing before the boundary has changed.
+    """
 
     placeholders: PlaceholderMessages
     text: str

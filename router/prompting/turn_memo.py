@@ -51,7 +51,7 @@ class MemoKey(NamedTuple):
 
 
 class PlainTurn(NamedTuple):
-    """New messages that are a role and a text."""
+    """New messages that are each a role and a text, with the key under which the memo knows them."""
 
     key: MemoKey
     texts: list[str]
@@ -65,7 +65,7 @@ class PlainTurn(NamedTuple):
 
 
 class _TurnSkeleton(NamedTuple):
-    """Text that a template writes before, between and after the texts of messages."""
+    """Text that a template writes around the texts of a turn: the pieces before, between and after them."""
 
     pieces: tuple[str, ...]
     text_indices: tuple[int, ...]
