@@ -170,6 +170,8 @@ def read_bootstrap(status: int, body: bytes, rank_count: int) -> tuple[str, ...]
     Raises DecodeError.
     """
     entries = _decode_object(body, "/query") if status == 200 else {}
+    if len(entries) > rank_count:
+        raise DecodeError(f"/query lists {len(entries)} ranks, and {rank_count} can be asked: name the events of each")
     engine_ids = []
     for rank in range(rank_count):
         entry = entries.get(str(rank))

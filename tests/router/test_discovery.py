@@ -304,6 +304,7 @@ def test_where_other_workers_meet_a_worker(flag: str, address: str, needs_partne
     [
         ((200, '{"0": {"engine_id": "f00d", "worker_addr": {}}}'), "none", ("f00d",)),
         ((200, '{"0": {"engine_id": "a"}, "1": {"engine_id": "b"}}'), "tcp://h:1;tcp://h:2", ("a", "b")),
+        ((200, '{"0": {"engine_id": "a"}, "1": {"engine_id": "b"}}'), "none", ()),
         ((200, '{"0": {"engine_id": "a"}}'), "tcp://h:1;tcp://h:2", ()),
         ((200, "{}"), "none", ()),
         ((200, '{"0": {"engine_id": 7}}'), "none", ()),
