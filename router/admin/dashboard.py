@@ -244,6 +244,8 @@ class Dashboard:
         self._totals = _IntervalTotals()
         self._retry_count = 0
         """Attempts repeated until the last point."""
+        self._planned_bytes = 0
+        """Bytes of KV that were planned to move until the last point."""
         self._next_point_at_s = 0.0
         self._next_update_at_s = 0.0
         proxy.on_end.append(self._on_request_end)
@@ -283,8 +285,10 @@ class Dashboard:
 
     def _add_point(self) -> None:
         retry_count = self._proxy.core.counters["retried"]
-        self._points.append(self._totals.make_point(retry_count - self._retry_count))
-        self._retry_count = retry_count
+        planned_bytes = sum(self._proxy.metrics.transfers.planned_bytes.values())
+        point = self._totals.make_point(retry_count - self._retry_count)
+        self._points.append(point | {"moved_bytes": planned_bytes - self._planned_bytes})
+        self._retry_count, self._planned_bytes = retry_count, planned_bytes
         self._totals = _IntervalTotals()
 
     def _send_update(self) -> None:

@@ -33,11 +33,11 @@ COLUMNS = {
 
 @dataclass
 class MovingResult:
-    """What requests met in all rounds with caches of one size, with or without pulls."""
+    """Outcomes of requests in all rounds with caches of one size, with or without pulls."""
 
     outcomes: list[StreamOutcome] = field(default_factory=list)
     different_texts: list[str] = field(default_factory=list)
-    """Names of requests whose text is not that of the engine without a prefix cache."""
+    """Names of requests with another text than at the engine without a prefix cache."""
     pulls: float = 0
     pulled_blocks: float = 0
 

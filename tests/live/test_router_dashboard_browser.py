@@ -257,7 +257,14 @@ def test_kv_that_moves(tmp_path: Path, width: int) -> None:
     decision["candidates"] = [make_terms("gpu1:8000", 0.1, pull), make_terms("gpu1:8000", 0.3, None)]
     point = {"prompt_tokens": 10, "predicted_tokens": 5, "reported_prompt_tokens": 10, "actual_tokens": 4, "retried": 0}
     point |= {"requests_per_s": 2.0, "failed": 0, "ttft_p50_ms": 90.0, "ttft_p99_ms": 95.0}
-    point |= {"pulls": 1, "prefills": 0, "moved_tokens": 1800, "transfer_s": 0.05, "computed_locally": 2}
+    point |= {
+        "pulls": 1,
+        "prefills": 0,
+        "moved_tokens": 1800,
+        "moved_bytes": 7_400_000,
+        "transfer_s": 0.05,
+        "computed_locally": 2,
+    }
     state = make_workers(3) | {"counters": {"failed_transfers": 2}, "kv_transfers": {"pull": {"started": 20}}}
     group = {"group": "g", "dialect": "nixl", "sources": [], "destinations": ["gpu1:8000"]}
     state["kv_groups"] = [group | {"problem": "no worker gives KV: each computes its prompts"}]
@@ -267,8 +274,8 @@ def test_kv_that_moves(tmp_path: Path, width: int) -> None:
         page.goto(f"{url}/dashboard")
         page.wait_for_selector("#moves li")
         text = page.locator("#moves").inner_text()
-        for part in ("0.5 a second", "20 requests, 25 % of all", "36.0 k", "1800 and 50 ms for each request", "40",
-                     "failed since the start", "no KV moves in nixl", "no worker gives KV"):  # fmt: skip
+        for part in ("0.5 a second", "20 requests, 25 % of all", "36.0 k", "1800 tokens, 7.4 MB, 50 ms for each",
+                     "40", "failed since the start", "no KV moves in nixl", "no worker gives KV"):  # fmt: skip
             assert part in text, (part, text)
         page.locator("#decisions summary").first.click()
         assert page.locator("#decisions summary .worker").inner_text() == "gpu1:8000, pulls from gpu0:8000"

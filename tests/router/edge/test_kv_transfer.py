@@ -493,6 +493,8 @@ def test_the_list_of_workers_says_why_no_kv_moves(edge: Any) -> None:
 def test_operators_see_what_moved(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await split_pair(edge)
+        facts = TransferFacts("g", frozenset((TransferKind.PREFILL,)), bytes_per_token=1000.0, dialect="nixl")
+        set_facts(edge, "p", facts)
         dashboard = Dashboard(edge.proxy, edge.worker_list.describe_workers)
         assert edge.worker_list.describe_workers()["kv_transfers"] == {}
         await edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
@@ -500,6 +502,7 @@ def test_operators_see_what_moved(edge: Any, make_post: Any) -> None:
         dashboard.tick(1e9)
         (point,) = dashboard._points
         moved = {name: point[name] for name in ("pulls", "prefills", "moved_tokens", "transfer_s", "computed_locally")}
+        assert point["moved_bytes"] == 128_000
         assert moved == {"pulls": 0, "prefills": 1, "moved_tokens": 128, "transfer_s": 0.01, "computed_locally": 0}
         (request,) = dashboard._decisions
         assert request.make_row(None)["transfer"].source == "p"
