@@ -428,7 +428,7 @@ class RouterCore:
     def _exclude_worker(self, active_request: ActiveRequest, worker_id: str, kind: FailureKind) -> frozenset[str]:
         """Return the workers that a request is not sent to after a failure at `worker_id`.
 
-        A worker whose source failed may get the request again if there is no other one.
+        A worker may get the request again if only the source of its KV failed, and if there is no other worker.
         """
         tried_workers = active_request.tried_workers | {worker_id}
         if kind is FailureKind.SOURCE and isinstance(

@@ -30,8 +30,8 @@ ANSWER_BYTES_MAX: Final = 4 << 20
 SECONDS_MIN, PREDICTION_FACTOR = 5.0, 3.0
 """A prefill may take this multiple of the predicted time to the first token, and at least so many seconds."""
 PAIR_SECONDS_MIN: Final = 60.0
-"""The same seconds if the other worker computes no prompt: SGLang's prefill waits until that worker has memory for the
-KV, and with another pair the work would be lost."""
+"""Least seconds of a prefill if the other worker computes no prompt: SGLang's prefill waits until that worker has
+memory for the KV, and with another pair the work would be lost."""
 LEASE_S: Final = 20.0
 """Seconds after a prefill in which its KV may be fetched. vLLM keeps the KV for 30 s (`kv_lease_duration`). Later it
 gives other KV without an error, so a third is left as a margin."""
