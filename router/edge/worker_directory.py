@@ -42,14 +42,14 @@ class WorkerDirectory:
         return b""
 
     def make_handover(self, transfer: Transfer) -> Handover | None:
-        """Return how the requests of a new transfer name it and its source; None if that worker is gone."""
+        """Return how the requests of a new transfer name it and its source; None if that worker no longer gives KV."""
         worker = self._workers.get(transfer.source)
-        if worker is None:
+        if worker is None or not worker.spec.transfer.dialect:
             return None
         return Handover(uuid4().hex, worker.spec.transfer, transfer.rank, worker.spec.ranks, self.fleet_key)
 
     def make_pull_fields(self, transfer: Transfer) -> Fields | None:
-        """Return the fields by which a worker pulls a cached prefix; None if its source is gone."""
+        """Return the fields by which a worker pulls a cached prefix; None if its source no longer gives KV."""
         handover = self.make_handover(transfer)
         make_fields = None if handover is None else DIALECTS[handover.source.dialect].make_pull_fields
         return None if handover is None or make_fields is None else make_fields(handover)
