@@ -82,7 +82,7 @@ class Exchange:
         self._attempt = None
         handover = self._proxy.workers.make_handover(transfer)
         if handover is None:
-            self.prefill_failed("unreachable", "the prefill's worker was removed")
+            self.prefill_failed("unreachable", "the prefill's worker was removed, or no longer gives KV")
             return
         prefill = self._prefill = PrefillLeg(self, self._proxy, self.context, decision, handover)
         prefill.start()
@@ -113,13 +113,12 @@ class Exchange:
         if self._has_answer_begun:
             self._prefill = None
             return
-        may_be_crash = outcome in ("lost", "error") and prefill is not None and not prefill.is_computed
-        self._drop_prefill(outcome, reason, may_be_crash=may_be_crash)
+        self._drop_prefill(outcome, reason, may_be_crash=prefill is not None and prefill.may_be_crash)
         if self.context.is_done:
             return
         if prefill is None or not prefill.needs_partner:
             self._start_attempt(decision)
-        elif not self.client.has_response_started:
+        elif self._response_head is None:
             self._handle_failed_attempt(FailureKind.SOURCE, reason)
         elif not self._continue_elsewhere(reason, FailureKind.SOURCE):
             self._abort_response(reason, FailureKind.SOURCE)

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import msgspec
 
 from prompts.errors import RequestError
-from router.decide.messages import Decision, ReportedUsage
+from router.decide.messages import Decision, FailureKind, ReportedUsage
 from router.edge.attempt import Attempt
 from router.edge.proxy import RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import PrefillTimes, RequestContext
@@ -76,6 +76,8 @@ class PrefillLeg:
         """Whether the prefill has ended well."""
         self.is_taken = False
         """Whether a decode was sent with the fields."""
+        self.may_be_crash = False
+        """Whether the prefill failed as if the request had crashed its worker."""
         self.usage: ReportedUsage | None = None
         """Usage that the worker reports; None if it is not read."""
         self._path: bytes | None = None
@@ -164,13 +166,15 @@ class PrefillLeg:
         elif not self.is_computed and now > self._deadline_s:
             self._fail("timeout", f"no answer within {now - self._times.started_at_s:.1f} s")
         elif self.is_taken and now <= self._deadline_s and (worker is None or worker.is_down):
-            self._fail("lost", "the worker went down, and its KV may not have been fetched")
+            reason = "the worker went down, and its KV may not have been fetched"
+            self._fail("lost", reason, may_be_crash=not self.is_computed)
 
     def close(self) -> None:
         """Close the connection, which tells the worker to stop computing."""
         self._attempt.close()
 
-    def _fail(self, outcome: TransferOutcome, reason: str) -> None:
+    def _fail(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
+        self.may_be_crash = may_be_crash
         self.close()
         self._owner.prefill_failed(outcome, f"prefill at {self._transfer.source}: {reason}")
 
@@ -210,7 +214,8 @@ class PrefillLeg:
             if is_refused and self.needs_partner:  # the other worker tells the client what is wrong
                 self._refusal, self._deadline_s = reason, now + SECONDS_MIN
             else:
-                self._fail("refused" if is_refused else "error", reason)
+                may_be_crash = RETRYABLE_STATUSES.get(head.status) is FailureKind.INTERNAL
+                self._fail("refused" if is_refused else "error", reason, may_be_crash=may_be_crash)
             return
         if not self.is_concurrent:
             try:
@@ -233,12 +238,12 @@ class PrefillLeg:
             self._attempt = Attempt(self, self._proxy.pool, "POST", is_resend=True)
             self._start_attempt()
         elif head is None:
-            self._fail("lost", reason)
+            self._fail("lost", reason, may_be_crash=True)
         else:
             try:
                 head.body.finish()
             except ProtocolError as error:
-                self._fail("lost", f"{reason}: {error}")
+                self._fail("lost", f"{reason}: {error}", may_be_crash=True)
             else:
                 self._finish(head)
 

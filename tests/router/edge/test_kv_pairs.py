@@ -390,3 +390,60 @@ def test_sglangs_prefill_may_wait_for_a_busy_decoding_worker(edge: Any, make_pos
         assert (workers.transfers, workers.faults, count_outcomes(edge)) == (1, [], {"started": 1})
 
     edge.run(scenario())
+
+
+def test_busy_prefill_workers_are_not_taken_for_crashed_ones(edge: Any, make_post: Any) -> None:
+    """The request may crash the first decoding worker, but no other one yet."""
+
+    async def scenario() -> None:
+        workers, _ = await start_pairs(edge, "p2p", p=overload, q=overload, d=die)
+        for _ in range(4):
+            assert read_text(await edge.exchange(post_body(make_post, PROMPT))) == text_for(PROMPT)
+        assert workers.faults == []
+
+    edge.run(scenario())
+
+
+def test_a_pull_from_a_worker_that_no_longer_gives_kv(edge: Any, make_post: Any) -> None:
+    """It was restarted without transfers after the pull was planned."""
+
+    async def scenario() -> None:
+        workers = P2PWorkers()
+        await edge.start()
+        for name in "pd":
+            await edge.worker(workers.decode, name, engine="vllm")
+        add_pull(edge, "p", rank=0)
+        assert read_text(await edge.exchange(post_body(make_post, PROMPT))) == text_for(PROMPT)
+        assert (workers.computed_alone, workers.faults) == (1, [])
+
+    edge.run(scenario())
+
+
+def test_a_pair_whose_answer_had_no_byte_yet_is_replaced_as_often_as_others(edge: Any, make_post: Any) -> None:
+    """The client has the head of the answer, and the prefill worker of the second pair is busy."""
+
+    async def scenario() -> None:
+        calls: list[str] = []
+        has_head = asyncio.Event()
+
+        async def decode_head_first(request: Any, reader: Any, writer: Any) -> None:
+            calls.append("d")
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            await writer.drain()
+            has_head.set()
+            await reader.read(1)
+
+        async def prefill(request: Any, reader: Any, writer: Any) -> None:
+            calls.append("prefill")
+            if calls.count("prefill") == 1:
+                await has_head.wait()
+                await edge.let_loop_read()
+            await (overload if calls.count("prefill") < 3 else workers.prefill)(request, reader, writer)
+
+        workers, _ = await start_pairs(edge, "sglang", p=prefill, q=prefill, d=decode_head_first)
+        answer = await edge.exchange(post_body(make_post, PROMPT | {"stream": True}))
+        assert (calls.count("d"), calls.count("prefill")) == (1, 3)
+        assert text_for(PROMPT | {"stream": True}).encode() in answer
+        assert answer.endswith(b"0\r\n\r\n")
+
+    edge.run(scenario())
