@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from struct import Struct
+from array import array
+from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
 from router.prompting.chat_outline import (
@@ -16,7 +17,6 @@ from router.prompting.chat_outline import (
 
 SYSTEM, USER, ASSISTANT = 0, 1, 2
 """Roles of messages."""
-_FINGERPRINT_STRUCT: Final = Struct(f"={FINGERPRINT_FIELDS}I")
 _POSITION_TOLERANCE: Final = 0.1
 """Largest error of a message's position, as a share of the prompt, if it is estimated by characters."""
 
@@ -26,27 +26,35 @@ DifferenceKind = Literal[
 ]  # fmt: skip
 
 
-class MessageFingerprint(NamedTuple):
-    """Digests of one message of a chat. Equal digests mean equal text, so the text need not be stored."""
+class MessageFingerprints(NamedTuple):
+    """Digests of all messages of a chat. Equal digests mean equal text, so the text need not be stored.
 
-    sent_digest: int
-    """Digest of the message as the client sent it."""
-    json_digest: int
-    """Digest that is the same if only the JSON of tool arguments is written differently."""
-    content_digest: int
-    """Digest without the reasoning and without billing lines."""
-    kind: int
-    """Role and further facts, as bits."""
-    chars: int
+    Each field has one number for each message: a chat may have thousands, and an object for each would cost too much.
+    """
+
+    sent_digests: array[int]
+    """Digests of the messages as the client sent them."""
+    json_digests: array[int]
+    """Digests that are the same if only the JSON of tool arguments is written differently."""
+    content_digests: array[int]
+    """Digests without the reasoning and without billing lines."""
+    kinds: array[int]
+    """Roles and further facts, as bits."""
+    chars: array[int]
 
     @property
-    def role(self) -> int:
-        return self.kind & ROLE_BITS
+    def message_count(self) -> int:
+        return len(self.kinds)
+
+    def get_role(self, index: int) -> int:
+        """Return the role of one message."""
+        return self.kinds[index] & ROLE_BITS
 
 
-def unpack_fingerprints(outline: Outline) -> list[MessageFingerprint]:
-    """Return the fingerprint of each message of a chat."""
-    return [MessageFingerprint._make(fields) for fields in _FINGERPRINT_STRUCT.iter_unpack(outline.messages)]
+def unpack_fingerprints(outline: Outline) -> MessageFingerprints:
+    """Return the fingerprints of the messages of a chat."""
+    numbers = array("I", outline.messages)
+    return MessageFingerprints(*(numbers[field::FINGERPRINT_FIELDS] for field in range(FINGERPRINT_FIELDS)))
 
 
 def classify_difference(old: Outline, new: Outline, common_share: float) -> tuple[DifferenceKind, int | None]:
@@ -60,14 +68,14 @@ def classify_difference(old: Outline, new: Outline, common_share: float) -> tupl
     old_messages, new_messages = unpack_fingerprints(old), unpack_fingerprints(new)
     changed_indexes = [
         index
-        for index, (old_message, new_message) in enumerate(zip(old_messages, new_messages))
-        if old_message.sent_digest != new_message.sent_digest
+        for index, (old_digest, new_digest) in enumerate(zip(old_messages.sent_digests, new_messages.sent_digests))
+        if old_digest != new_digest
     ]
     if changed_indexes:
         diverging_index = _find_diverging_message(old_messages, changed_indexes, common_share)
         return _classify_message_change(old_messages, new_messages, diverging_index), diverging_index
-    if len(new_messages) < len(old_messages):
-        return "truncated", len(new_messages)
+    if new_messages.message_count < old_messages.message_count:
+        return "truncated", new_messages.message_count
     if old.options_digest != new.options_digest:
         return "template_flag", None
     thinking_index = _find_droppable_thoughts(old_messages)
@@ -87,8 +95,8 @@ def is_side_request(old: Outline, new: Outline) -> bool:
 def find_added_system_prompt(old: Outline, new: Outline) -> int | None:
     """Return the index of the first system prompt behind the messages of `old`; None if there is none."""
     new_messages = unpack_fingerprints(new)
-    added_indexes = range(old.message_count, len(new_messages))
-    return next((index for index in added_indexes if new_messages[index].role == SYSTEM), None)
+    added_indexes = range(old.message_count, new_messages.message_count)
+    return next((index for index in added_indexes if new_messages.get_role(index) == SYSTEM), None)
 
 
 def classify_answer_change(outline: Outline, answer_index: int) -> DifferenceKind | None:
@@ -97,9 +105,9 @@ def classify_answer_change(outline: Outline, answer_index: int) -> DifferenceKin
     None if the message at `answer_index` is missing or is no answer.
     """
     messages = unpack_fingerprints(outline)
-    if answer_index >= len(messages) or messages[answer_index].role != ASSISTANT:
+    if answer_index >= messages.message_count or messages.get_role(answer_index) != ASSISTANT:
         return None
-    kind = messages[answer_index].kind
+    kind = messages.kinds[answer_index]
     if kind & HAS_THOUGHTS:
         return "thinking_dropped"
     return "tool_arguments" if kind & HAS_TOOL_CALLS else "re_encoded"
@@ -107,25 +115,27 @@ def classify_answer_change(outline: Outline, answer_index: int) -> DifferenceKin
 
 def _find_system_prompt_digest(outline: Outline) -> int | None:
     """Return the content digest of the first message; None if it is no system prompt."""
-    first_messages = unpack_fingerprints(outline)[:1]
-    return next((message.content_digest for message in first_messages if message.role == SYSTEM), None)
+    messages = unpack_fingerprints(outline)
+    if not messages.message_count or messages.get_role(0) != SYSTEM:
+        return None
+    return messages.content_digests[0]
 
 
-def _find_droppable_thoughts(messages: list[MessageFingerprint]) -> int | None:
+def _find_droppable_thoughts(messages: MessageFingerprints) -> int | None:
     """Return the first message with reasoning behind the last user message; None if there is none.
 
     Templates keep the reasoning of a turn only until the next user message.
     """
-    last_user_index = max((index for index, message in enumerate(messages) if message.role == USER), default=-1)
-    for index, message in enumerate(messages):
-        if index > last_user_index and message.kind & HAS_THOUGHTS:
-            return index
-    return None
+    first_index = None
+    for index in reversed(range(messages.message_count)):
+        if messages.get_role(index) == USER:
+            break
+        if messages.kinds[index] & HAS_THOUGHTS:
+            first_index = index
+    return first_index
 
 
-def _find_diverging_message(
-    old_messages: list[MessageFingerprint], changed_indexes: list[int], common_share: float
-) -> int:
+def _find_diverging_message(old_messages: MessageFingerprints, changed_indexes: list[int], common_share: float) -> int:
     """Return the changed message at which the tokens diverge.
 
     It may come after the first changed one, because a template may leave out the text of earlier messages. Characters
@@ -133,28 +143,27 @@ def _find_diverging_message(
     """
     if len(changed_indexes) == 1:
         return changed_indexes[0]
-    total_chars = sum(message.chars for message in old_messages)
-    common_chars_min = (common_share - _POSITION_TOLERANCE) * total_chars
+    chars_until_end = list(accumulate(old_messages.chars))
+    common_chars_min = (common_share - _POSITION_TOLERANCE) * chars_until_end[-1]
     for index in changed_indexes:
-        if sum(message.chars for message in old_messages[: index + 1]) >= common_chars_min:
+        if chars_until_end[index] >= common_chars_min:
             return index
     return changed_indexes[-1]
 
 
 def _classify_message_change(
-    old_messages: list[MessageFingerprint], new_messages: list[MessageFingerprint], index: int
+    old_messages: MessageFingerprints, new_messages: MessageFingerprints, index: int
 ) -> DifferenceKind:
     """Return how the message at `index`, which is not the same in both chats, was changed."""
-    old_message, new_message = old_messages[index], new_messages[index]
-    is_later_message = any(later.sent_digest == new_message.sent_digest for later in old_messages[index + 1 :])
-    if is_later_message or len(new_messages) < len(old_messages):
+    is_later_message = new_messages.sent_digests[index] in old_messages.sent_digests[index + 1 :]
+    if is_later_message or new_messages.message_count < old_messages.message_count:
         return "truncated"
-    kind = old_message.kind | new_message.kind
-    is_same_content = old_message.content_digest == new_message.content_digest
+    kind = old_messages.kinds[index] | new_messages.kinds[index]
+    is_same_content = old_messages.content_digests[index] == new_messages.content_digests[index]
     if is_same_content and kind & HAS_BILLING_LINE:
         return "billing_line"
-    if old_message.json_digest == new_message.json_digest:
+    if old_messages.json_digests[index] == new_messages.json_digests[index]:
         return "tool_arguments"
     if is_same_content and kind & HAS_THOUGHTS:
         return "thinking_dropped"
-    return "system_prompt" if new_message.role == SYSTEM else "edited"
+    return "system_prompt" if new_messages.get_role(index) == SYSTEM else "edited"

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from router.decide.messages import RouteRequest
 from router.index.protocol import Scope
 from router.miss_reasons.differences import SYSTEM, is_side_request, unpack_fingerprints
-from router.prompting.chat_outline import Outline
+from router.prompting.chat_outline import ROLE_BITS, Outline
 
 BRANCHES_MAX: Final = 4
 """Most conversations under one session's name: agents make requests for titles and summaries in between."""
@@ -242,11 +242,10 @@ def _collect_message_digests(outline: Outline, session: str | None) -> set[int]:
 
     In a session without a name these are not those of system prompts, which many conversations share.
     """
-    return {
-        message.content_digest
-        for message in unpack_fingerprints(outline)
-        if session is not None or message.role != SYSTEM
-    }
+    messages = unpack_fingerprints(outline)
+    if session is not None:
+        return set(messages.content_digests)
+    return {digest for digest, kind in zip(messages.content_digests, messages.kinds) if kind & ROLE_BITS != SYSTEM}
 
 
 def _find_scope_difference(old: Scope, new: Scope) -> str | None:
