@@ -108,7 +108,8 @@ class MissReasonsRecorder:
         request = self.analyzer.get_request(name)
         if request is None:
             return None
-        prices: dict[str, Any] = msgspec.to_builtins({"terms": request.terms, "most_cached": request.most_cached})
+        decision = request.placement.decision
+        prices: dict[str, Any] = msgspec.to_builtins({"terms": decision.terms, "most_cached": decision.most_cached})
         return render_explanation(request.explanation) | prices
 
     async def explain(self, context: RequestContext) -> dict[str, Any] | None:

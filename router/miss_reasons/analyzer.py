@@ -11,28 +11,59 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.decide.messages import ReportedUsage, Terms
+from router.decide.messages import ReportedUsage
 from router.miss_reasons.attribution import MissFacts, Placement, attribute_misses, attribute_without_comparison
 from router.miss_reasons.config import MissReasonsConfig
-from router.miss_reasons.explanation import MissExplanation
+from router.miss_reasons.explanation import MissExplanation, UncachedRange
 from router.miss_reasons.prompt_history import AnalyzedPrompt, PreviousPrompt, PromptHistory, PromptMatch
 
 
 @dataclass(slots=True, eq=False)
 class AnalyzedRequest:
-    """A request with the explanation of its prompt, from the first byte of its answer on."""
+    """A request that was placed, with what explains why its prompt was not cached.
 
-    explanation: MissExplanation
-    terms: Terms
-    """Price of the worker that got the request."""
-    most_cached: Terms | None
-    """Price of the worker that had more of the prompt than that one; None if none had."""
-    compared_prompt: PreviousPrompt | None = None
-    """The prompt as the next one of its conversation finds it; None if it was not compared."""
+    The explanation itself is made each time that somebody asks for it, because nobody asks for most of them.
+    """
+
+    id: str
+    session: str | None
+    prompt_tokens: int
+    placement: Placement
+    compared_ranges: list[UncachedRange] | None = None
+    """Uncached ranges that a comparison with the conversation's last prompt showed; None without a comparison."""
+    reported_tokens: int | None = None
+    """Cached tokens as the worker reports them; None if it does not."""
+    stored_prompt: PreviousPrompt | None = None
+    """The prompt as the next one of its conversation finds it; None if it was only placed."""
     is_final: bool = False
     """Whether this is the last request of its session."""
     is_sampled: bool = False
     """Whether the metrics count the request by reason, as its conversation belongs to the sampled share."""
+
+    @property
+    def explanation(self) -> MissExplanation:
+        """The explanation, by all that is known now."""
+        decision, ranges = self.placement.decision, self.compared_ranges
+        if ranges is None:
+            ranges = attribute_without_comparison(self.prompt_tokens, self.placement)
+        best = decision.most_cached or decision.terms
+        explanation = MissExplanation(
+            id=self.id,
+            timestamp=self.placement.timestamp,
+            session=self.session,
+            worker=decision.worker,
+            prompt_tokens=self.prompt_tokens,
+            best_cached_tokens=best.cached_tokens,
+            best_worker=best.worker,
+            predicted_cached_tokens=decision.predicted_cached_tokens,
+            attempt=decision.attempt,
+            is_compared=self.compared_ranges is not None,
+            uncached_ranges=ranges,
+        )
+        explanation.update_main_reason()
+        if self.reported_tokens is not None:
+            explanation.apply_reported_tokens(decision.terms.resident_tokens, self.reported_tokens)
+        return explanation
 
 
 class MissAnalyzer:
@@ -55,7 +86,7 @@ class MissAnalyzer:
         return len(self._recent_requests)
 
     def get_request(self, request_id: str) -> AnalyzedRequest | None:
-        """Return a request with its explanation and prices; None if the request is unknown."""
+        """Return a request with its explanation and placement; None if the request is unknown."""
         return self._recent_requests.get(request_id)
 
     def get(self, request_id: str) -> MissExplanation | None:
@@ -65,15 +96,11 @@ class MissAnalyzer:
 
     def explain(self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts) -> MissExplanation:
         """Explain a request that was not sent. Changes nothing."""
-        return _explain(prompt, self.history.find_match(prompt), placement, facts)
+        return _analyze(prompt, self.history.find_match(prompt), placement, facts).explanation
 
     def record_placed(self, id: str, session: str | None, prompt_tokens: int, placement: Placement) -> AnalyzedRequest:
         """Record a request at its first byte, without comparing its prompt."""
-        explanation = _make_explanation(id, session, prompt_tokens, placement)
-        explanation.is_compared = False
-        explanation.uncached_ranges = attribute_without_comparison(prompt_tokens, placement)
-        explanation.update_main_reason()
-        request = AnalyzedRequest(explanation, placement.decision.terms, placement.decision.most_cached)
+        request = AnalyzedRequest(id, session, prompt_tokens, placement)
         self._store(request)
         return request
 
@@ -88,7 +115,10 @@ class MissAnalyzer:
             raise ValueError(f"a block of {placement.block_tokens} tokens: expected at least 1")
         self.history.expire(placement.at_s)
         match = self.history.find_match(prompt)
-        stored_prompt = PreviousPrompt(
+        request = _analyze(prompt, match, placement, facts)
+        request.is_final = prompt.route.is_final
+        request.is_sampled = is_sampled
+        request.stored_prompt = PreviousPrompt(
             scope=prompt.route.scope,
             token_ids=prompt.token_ids,
             outline=prompt.outline,
@@ -97,73 +127,51 @@ class MissAnalyzer:
             session=prompt.route.session,
             keys=_select_storage_keys(prompt),
         )
-        request = AnalyzedRequest(
-            _explain(prompt, match, placement, facts),
-            placement.decision.terms,
-            placement.decision.most_cached,
-            stored_prompt,
-            is_final=prompt.route.is_final,
-            is_sampled=is_sampled,
-        )
         if len(prompt.token_ids) >= placement.block_tokens:  # a shorter prompt is never cached
-            self.history.add(stored_prompt, replaces=None if match is None else match.previous)
+            self.history.add(request.stored_prompt, replaces=None if match is None else match.previous)
         self._store(request)
         return request
 
     def record_end(self, request: AnalyzedRequest, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
         """Record the end of a request, with the usage that the worker reported."""
-        explanation, compared_prompt = request.explanation, request.compared_prompt
         if usage is not None and usage.cached_tokens is not None:
-            reported_tokens = max(usage.cached_tokens, 0)
-            explanation.apply_reported_tokens(request.terms.resident_tokens, reported_tokens)
-            self.reuse_sums["prompt"] += explanation.prompt_tokens
-            self.reuse_sums["best"] += explanation.best_cached_tokens
-            self.reuse_sums["chosen"] += explanation.predicted_cached_tokens
-            self.reuse_sums["reported"] += reported_tokens
-        if compared_prompt is None:
+            decision = request.placement.decision
+            request.reported_tokens = max(usage.cached_tokens, 0)
+            self.reuse_sums["prompt"] += request.prompt_tokens
+            self.reuse_sums["best"] += (decision.most_cached or decision.terms).cached_tokens
+            self.reuse_sums["chosen"] += decision.predicted_cached_tokens
+            self.reuse_sums["reported"] += request.reported_tokens
+        stored_prompt = request.stored_prompt
+        if stored_prompt is None:
             return
-        compared_prompt.answer_tokens, compared_prompt.computed_s = answer_tokens, now
+        stored_prompt.answer_tokens, stored_prompt.computed_s = answer_tokens, now
         if request.is_sampled:
+            explanation = request.explanation
             self.requests_by_reason[explanation.reason] += 1
             for uncached_range in explanation.uncached_ranges:
                 self.tokens_by_reason[uncached_range.reason] += uncached_range.tokens
-        if request.is_final and compared_prompt.session is not None:
-            self.history.forget_session(compared_prompt.session)
+        if request.is_final and stored_prompt.session is not None:
+            self.history.forget_session(stored_prompt.session)
 
     def _store(self, request: AnalyzedRequest) -> None:
         """Store a request as the last one of its id, and forget the oldest request if there are too many."""
-        request_id = request.explanation.id
-        self._recent_requests[request_id] = request
-        self._recent_requests.move_to_end(request_id)
+        self._recent_requests[request.id] = request
+        self._recent_requests.move_to_end(request.id)
         if len(self._recent_requests) > self._max_recent_requests:
             self._recent_requests.popitem(last=False)
 
 
-def _explain(
+def _analyze(
     prompt: AnalyzedPrompt, match: PromptMatch | None, placement: Placement, facts: MissFacts
-) -> MissExplanation:
-    """Explain a prompt by a comparison with `match`, the last prompt of its conversation."""
-    explanation = _make_explanation(prompt.request_id, prompt.route.session, len(prompt.token_ids), placement)
-    explanation.is_compared = match is not None or not prompt.is_history_incomplete
-    explanation.uncached_ranges = attribute_misses(prompt, match, placement, facts)
-    explanation.update_main_reason()
-    return explanation
-
-
-def _make_explanation(id: str, session: str | None, prompt_tokens: int, placement: Placement) -> MissExplanation:
-    """Return an explanation without ranges and reasons."""
-    decision = placement.decision
-    best = decision.most_cached or decision.terms
-    return MissExplanation(
-        id=id,
-        timestamp=placement.timestamp,
-        session=session,
-        worker=decision.worker,
-        prompt_tokens=prompt_tokens,
-        best_cached_tokens=best.cached_tokens,
-        best_worker=best.worker,
-        predicted_cached_tokens=decision.predicted_cached_tokens,
-        attempt=decision.attempt,
+) -> AnalyzedRequest:
+    """Compare a prompt with `match`, the last prompt of its conversation, unless that was not stored."""
+    is_compared = match is not None or not prompt.is_history_incomplete
+    return AnalyzedRequest(
+        prompt.request_id,
+        prompt.route.session,
+        len(prompt.token_ids),
+        placement,
+        compared_ranges=attribute_misses(prompt, match, placement, facts) if is_compared else None,
     )
 
 

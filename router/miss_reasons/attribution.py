@@ -101,11 +101,11 @@ def attribute_without_comparison(prompt_tokens: int, placement: Placement) -> li
 def attribute_misses(
     prompt: AnalyzedPrompt, match: PromptMatch | None, placement: Placement, facts: MissFacts
 ) -> list[UncachedRange]:
-    """Return the uncached ranges of a prompt. `match`: the last prompt of its conversation; None if it is unknown."""
+    """Return the uncached ranges of a prompt. `match`: the last prompt of its conversation; None if it is the first."""
     builder = _start_ranges(len(prompt.token_ids), placement.decision)
     if match is None:
         _add_evicted(builder, placement)
-        builder.add(NOT_COMPARED if prompt.is_history_incomplete else "new_session", builder.prompt_tokens)
+        builder.add("new_session", builder.prompt_tokens)
         return builder.ranges
     cacheable_tokens = match.previous.cacheable_tokens if match.is_continuation else match.common_tokens
     usable_tokens = _round_down_to_blocks(min(cacheable_tokens, builder.prompt_tokens - 1), placement.block_tokens)

@@ -99,7 +99,9 @@ class MissExplanation(msgspec.Struct, omit_defaults=True):
             UncachedRange("not_announced", announced_tokens, self.predicted_cached_tokens, worker=self.worker),
             *self.uncached_ranges,
         ]
-        for uncached_range in ranges:
-            uncached_range.start = max(uncached_range.start, reused_tokens)
-        self.uncached_ranges = [uncached for uncached in ranges if uncached.end > uncached.start]
+        self.uncached_ranges = [
+            msgspec.structs.replace(uncached, start=max(uncached.start, reused_tokens))
+            for uncached in ranges
+            if uncached.end > max(uncached.start, reused_tokens)
+        ]
         self.update_main_reason()

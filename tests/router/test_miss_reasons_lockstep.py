@@ -228,4 +228,24 @@ def test_of_requests_with_one_name_the_last_is_known() -> None:
     assert [None if why is None else why.prompt_tokens for why in explanations] == [5, None, 6]
     latest_request = analyzer.get_request("three")
     assert latest_request is not None
-    assert (latest_request.terms, latest_request.most_cached) == (terms, most_cached), "both prices are known"
+    decision = latest_request.placement.decision
+    assert (decision.terms, decision.most_cached) == (terms, most_cached), "both prices are known"
+
+
+def test_an_explanation_that_was_given_does_not_change_with_the_report_of_the_worker() -> None:
+    analyzer = MissAnalyzer(MissReasonsConfig(), INDEX.count_common_tokens)
+    ids = array("I", range(40))
+    decision = Decision("r", "a", None, 0, len(ids), 8, 0.0, make_terms("a", 8, 8, 0.0), 0.0)
+    placement = Placement(decision, None, BLOCK, 0.0, 0.0)
+    prompt = AnalyzedPrompt("compared", make_route(ids, SCOPES[0], "s"), ids, None)
+    requests = [
+        analyzer.record_placed("placed", None, len(ids), placement),
+        analyzer.record_compared(prompt, placement, SomeFacts()),
+    ]
+    for request, reason in zip(requests, ("not_compared", "new_session")):
+        early_explanation = request.explanation
+        analyzer.record_end(request, ReportedUsage(len(ids), 16, 1), 1, 1.0)
+        ranges = [(part.reason, part.start, part.end) for part in early_explanation.uncached_ranges]
+        assert (early_explanation.reported_cached_tokens, ranges) == (None, [(reason, 8, 40)])
+        ranges = [(part.reason, part.start, part.end) for part in request.explanation.uncached_ranges]
+        assert (request.explanation.reported_cached_tokens, ranges) == (16, [(reason, 16, 40)])
