@@ -111,7 +111,7 @@ def test_it_sleeps_and_wakes_up_as_it_was(start: Any, folders: list[Path], level
         assert running.read().endswith(b"[DONE]\n\n")
     assert (status, answer) == (200, {"status": "sleeping", "level": level})
     assert call(engine.url + "/is_sleeping")[2] == {"is_sleeping": True}
-    on_gpu = re.search(r"asleep: (\d+) MiB of GPU memory", engine.log())
+    on_gpu = re.search(r"asleep: freed (\d+) MiB of GPU memory", engine.log())
     freed_bytes = int(on_gpu[1]) << 20 if on_gpu else bytes_awake - mapped_bytes()
     assert freed_bytes > 200 << 20, "the pool was given back"
     status, _, answer = call(engine.url + "/v1/completions", {"prompt": "x", "max_tokens": 1})
