@@ -17,7 +17,7 @@ import msgspec
 
 from router.decide.cache_state import CacheState, PromptQuery
 from router.decide.config import CoreConfig
-from router.decide.messages import Decision, RouteRequest, Terms
+from router.decide.messages import Decision, RouteRequest, Terms, TransferKind
 from router.decide.output_lengths import OutputLengths
 from router.decide.policy import (
     CustomPolicy,
@@ -50,6 +50,7 @@ from router.decide.transfers.plans import (
     find_best_sources,
     find_least_busy,
 )
+from router.decide.workers import may_transfer
 from router.index.protocol import HolderId, Match, Scope
 
 Key = TypeVar("Key", bound=Hashable)
@@ -80,6 +81,15 @@ class RoutingChoice(msgspec.Struct, eq=False):
     def winner_facts(self) -> CandidateFacts:
         """Facts about the chosen target."""
         return self.candidate_facts[self.winner_index]
+
+    def find_earliest(self) -> int:
+        """Return the index of the candidate that begins the answer first, of those that can answer."""
+        able_indexes = (
+            index
+            for index, (target, facts) in enumerate(zip(self.targets, self.candidate_facts))
+            if facts.transfer is not None or not target.transfer_facts.needs_partner
+        )
+        return min(able_indexes, key=lambda index: self.terms[index].ttft_s)
 
     @property
     def wait_s(self) -> float:
@@ -258,9 +268,9 @@ class Chooser:
         """
         if not choice.target.transfer_facts.needs_partner or choice.winner_facts.transfer is not None:
             return True
-        sources = self._registry.find_sources(request, excluded_sources)
+        sources = self._find_partners(request, choice.target, excluded_sources)
         if not sources:
-            sources = self._registry.find_sources(request, frozenset())
+            sources = self._find_partners(request, choice.target, frozenset())
         sources = find_least_busy(sources, choice.request_facts.now)
         winner = PricedTarget(choice.target, choice.winner_facts, choice.winner_terms)
         planner = self._make_planner(choice)
@@ -270,6 +280,15 @@ class Chooser:
         self._add_plans(choice, plans[:1])
         choice.winner_index = len(choice.targets) - 1
         return True
+
+    def _find_partners(self, request: RouteRequest, target: Target, excluded_sources: frozenset[str]) -> list[Target]:
+        """Return the targets that may compute a prompt for a target. Those of other engines are no partners."""
+        sources = self._registry.find_sources(request, excluded_sources)
+        return [
+            source
+            for source in sources
+            if may_transfer(source.transfer_facts, target.transfer_facts, TransferKind.PREFILL)
+        ]
 
     def _prepare_query(self, request: RouteRequest) -> PromptQuery | None:
         if request.token_ids is None:

@@ -210,7 +210,7 @@ class RequestPlacer:
         remaining_s = max_ttft_s - (now - active_request.arrived_s)
         if choice.winner_terms.ttft_s <= remaining_s:
             return None
-        choice.winner_index = min(range(len(choice.terms)), key=lambda index: choice.terms[index].ttft_s)
+        choice.winner_index = choice.find_earliest()
         terms = choice.winner_terms
         if terms.ttft_s <= remaining_s:
             return None

@@ -637,3 +637,50 @@ def test_both_ends_are_counted_right_whatever_happens(seed: int, kind: TransferK
     assert not index.pins
     for target in core.tracker.targets.values():
         assert (target.load.request_count, target.load.incoming_transfers, target.load.outgoing_transfers) == (0, 0, 0)
+
+
+def make_mixed_fleet(policy: str = "kv") -> RouterCore:
+    """Workers "s" and "d" answer only together; "p", "q" and "r" compute prompts for others, and "v" answers alone."""
+    core, _ = make_core("", replace(CONFIG, policy=policy))
+    pair = replace(PREFILLS, group="pair", needs_partner=True)
+    for name in "pqr":
+        core.add_worker(spec(name, transfer=replace(PREFILLS, can_take=False), roles=frozenset({"prefill"})), 0.0)
+    core.add_worker(spec("s", transfer=replace(pair, can_take=False), roles=frozenset({"prefill"})), 0.0)
+    core.add_worker(spec("d", transfer=replace(pair, can_give=False), roles=frozenset({"decode"})), 0.0)
+    core.add_worker(spec("v"), 0.0)
+    return core
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, None], ids=["known", "unknown"])
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_worker_gets_its_partner_however_idle_the_workers_of_other_engines_are(
+    prompt: list[int] | None, has_failed: bool
+) -> None:
+    core = make_mixed_fleet()
+    core.route(request("busy", None, prompt_tokens=1000, worker="d"), 0.0)
+    forward = core.route(request("r", prompt, prompt_tokens=400, worker="d"), 0.0)
+    assert isinstance(forward, Forward)
+    if has_failed:  # there is no other pair
+        core.fail_transfer("r", 0.1)
+        forward = core.fail_attempt("r", FailureKind.SOURCE, 0.1)[0]
+        assert isinstance(forward, Forward)
+    transfer = forward.decision.transfer
+    assert transfer is not None
+    assert (forward.decision.worker, transfer.source) == ("d", "s")
+    core.check_invariants()
+
+
+def test_a_worker_that_answers_nothing_alone_is_not_the_earliest_one() -> None:
+    """Its own prefill would begin at once, but nobody asked its partner for one."""
+    core = make_mixed_fleet("least_requests")
+    for number in range(3):
+        core.route(request(f"decode{number}", None, prompt_tokens=10, worker="d", is_streaming=True), 0.0)
+        core.record_prefill_end(f"decode{number}", 0.1, has_kv_come=True)
+        core.record_first_token(f"decode{number}", 0.1)
+    make_busy(core, "v", 0.1, count=2)
+    decision = core.explain(request("r", None, prompt_tokens=100), 0.1)
+    assert isinstance(decision, Decision)
+    assert (decision.worker, decision.predicted_ttft_s > 1.0) == ("v", True)
+    refusal = core.route(request("r", None, prompt_tokens=100, ttft_s_max=1.0), 0.1)
+    assert isinstance(refusal, Refuse)
+    assert refusal.code == "too_slow"
