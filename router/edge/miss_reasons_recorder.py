@@ -11,6 +11,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -256,7 +257,8 @@ class MissReasonsRecorder:
         removed_prefix = (
             None if removal is None else RemovedPrefix(removal[0], self._find_worker_id(removal[1]), removal[2])
         )
-        return Placement(decision, removed_prefix, block_tokens, self._proxy.now(), time.time())
+        # A copy, because the core corrects the prediction of its own if no KV comes from another worker.
+        return Placement(copy(decision), removed_prefix, block_tokens, self._proxy.now(), time.time())
 
     def _find_worker_id(self, holder: HolderId) -> str:
         workers = (worker.worker_id for worker in self._core.workers.values() if holder in worker.holders)

@@ -16,6 +16,7 @@ from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
 from prompts.tokenizer import Tokenizer
 from router.admin.metrics_page import build_page_families, render_metrics
+from router.decide.messages import Decision
 from router.decide.workers import ServedModel
 from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.miss_reasons.analyzer import MissAnalyzer
@@ -534,5 +535,39 @@ def test_a_share_of_the_conversations_is_looked_at_whole(edge: Any, make_post: A
             counts.append(sum(edge.metrics.cache_miss_requests.values()) - before[1])
         assert set(counts) == {0, 3}
         assert 4 <= counts.count(3) <= 20
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_parts_of_a_prompt_add_up_after_the_core_has_corrected_its_prediction(
+    edge: Any, make_post: Any, router: Any, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """As it does at the end of a request for which no KV came, long after the first byte."""
+    decisions: list[Decision] = []
+
+    async def scenario() -> None:
+        await router(share=share)
+        route, finish_request = edge.core.route, edge.core.finish_request
+
+        def predict_and_route(*args: Any, **more: Any) -> Any:
+            instruction = route(*args, **more)
+            decisions.append(instruction.decision)
+            instruction.decision.predicted_cached_tokens = 16
+            return instruction
+
+        def correct_and_finish(*args: Any, **more: Any) -> Any:
+            decisions[-1].predicted_cached_tokens = 0
+            return finish_request(*args, **more)
+
+        monkeypatch.setattr(edge.core, "route", predict_and_route)
+        monkeypatch.setattr(edge.core, "finish_request", correct_and_finish)
+        talk = Talk(edge, make_post)
+        talk.turn()
+        told = await talk.send()
+        assert (told["predicted_cached_tokens"], told["reported_cached_tokens"]) == (16, 0)
+        first, rest = told["uncached_ranges"]
+        assert (first["reason"], first["start"], first["end"]) == ("not_announced", 0, 16)
+        assert (rest["start"], rest["end"]) == (16, told["prompt_tokens"])
 
     edge.run(scenario())
