@@ -168,10 +168,14 @@ class PromptHistory:
         return list(islice(dict.fromkeys(prompts), BRANCHES_MAX))
 
     def add(self, prompt: PreviousPrompt, replaces: PreviousPrompt | None = None) -> None:
-        """Add a prompt that was computed. `replaces`: the prompt that it continues, which is dropped."""
+        """Add a prompt that was computed, if a later one can find it.
+
+        `replaces`: the prompt that it continues, which is dropped.
+        """
         if replaces is not None and replaces.session == prompt.session:
             self._drop(replaces)
-        if prompt.size_bytes > self._bytes_max:
+        can_be_found = prompt.session is not None or prompt.keys
+        if not can_be_found or prompt.size_bytes > self._bytes_max:
             return
         self._prompts[prompt] = None
         self.used_bytes += prompt.size_bytes

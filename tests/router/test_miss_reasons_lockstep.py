@@ -249,3 +249,14 @@ def test_an_explanation_that_was_given_does_not_change_with_the_report_of_the_wo
         assert (early_explanation.reported_cached_tokens, ranges) == (None, [(reason, 8, 40)])
         ranges = [(part.reason, part.start, part.end) for part in request.explanation.uncached_ranges]
         assert (request.explanation.reported_cached_tokens, ranges) == (16, [(reason, 16, 40)])
+
+
+def test_a_prompt_that_no_other_could_find_takes_no_memory() -> None:
+    """A short one that is no chat, in a session without a name: it has no whole chunk, and no message of a user."""
+    analyzers = BothAnalyzers(MissReasonsConfig(), INDEX.count_common_tokens)
+    decision = Decision("r", "a", None, 0, CHUNK, 0, 0.0, make_terms("a", 0, 0, 0.0), 0.0)
+    placement, ids = Placement(decision, None, BLOCK, 0.0, 0.0), array("I", range(CHUNK))
+    for session, count in ((None, 0), ("s", 1)):
+        prompt = AnalyzedPrompt("r", make_route(ids, SCOPES[0], session), ids, None)
+        analyzers.record_end(analyzers.record_compared(prompt, placement, SomeFacts()), None, 5, 1.0)
+        assert len(analyzers.analyzer.history) == count

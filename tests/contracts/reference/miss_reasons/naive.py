@@ -150,7 +150,8 @@ class NaiveAnalyzer:
         if replaced_prompt is not None and replaced_prompt.session == past.session and replaced_prompt in self.history:
             self.history.remove(replaced_prompt)
         bytes_max = self.config.memory_mb << 20
-        if past.size > bytes_max:
+        is_lost = past.session is None and not prompt.chunk_keys and prompt.opening_key is None
+        if is_lost or past.size > bytes_max:
             return
         self.history.append(past)
         if past.session is None:
