@@ -72,8 +72,19 @@ class WorkerHeaders(NamedTuple):
 
 def add_fields(body: Body, fields: Mapping[str, Any]) -> Body:
     """Return a JSON object with these fields before its own. All other bytes stay as they are."""
-    first_piece, start = body[0], body[0].index(b"{") + 1
-    return (first_piece[:start] + msgspec.json.encode(fields)[1:-1] + b"," + first_piece[start:], *body[1:])
+    start = body[0].index(b"{") + 1
+    head, rest = body[0][:start], (body[0][start:], *body[1:])
+    separator = b"" if _ends_object(rest) else b","
+    return (head + msgspec.json.encode(fields)[1:-1] + separator + rest[0], *rest[1:])
+
+
+def _ends_object(pieces: Body) -> bool:
+    """Return whether an object ends here, because it is empty."""
+    for piece in pieces:
+        text = piece.lstrip(b" \t\r\n")
+        if text:
+            return text.startswith(b"}")
+    return False
 
 
 def build_request_head(

@@ -371,6 +371,19 @@ def test_nothing_in_the_prefills_answer_matters(edge: Any, make_post: Any, diale
     edge.run(scenario())
 
 
+@both_dialects
+@pytest.mark.parametrize("raw", [b"{}", b" {\n}", b'{"bootstrap_room":7}', b'{ "bootstrap_room":7, "rid":"r" } '])
+def test_an_empty_body_stays_json(edge: Any, make_post: Any, dialect: str, raw: bytes) -> None:
+    """Each worker says itself what it lacks."""
+
+    async def scenario() -> None:
+        workers, _ = await start_pairs(edge, dialect)
+        assert (await edge.exchange(make_post(raw, b"/v1/completions"))).startswith(b"HTTP/1.1 200")
+        assert (workers.transfers, workers.faults) == (1, [])
+
+    edge.run(scenario())
+
+
 def test_sglangs_prefill_may_wait_for_a_busy_decoding_worker(edge: Any, make_post: Any) -> None:
     """It has no memory for the KV yet; another pair would only lose the work."""
 
