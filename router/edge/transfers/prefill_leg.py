@@ -166,8 +166,7 @@ class PrefillLeg:
         elif not self.is_computed and now > self._deadline_s:
             self._fail("timeout", f"no answer within {now - self._times.started_at_s:.1f} s")
         elif self.is_taken and now <= self._deadline_s and (worker is None or worker.is_down):
-            reason = "the worker went down, and its KV may not have been fetched"
-            self._fail("lost", reason, may_be_crash=not self.is_computed)
+            self._fail("lost", "the worker went down, and its KV may not have been fetched")
 
     def close(self) -> None:
         """Close the connection, which tells the worker to stop computing."""

@@ -417,6 +417,30 @@ def test_busy_prefill_workers_are_not_taken_for_crashed_ones(edge: Any, make_pos
     edge.run(scenario())
 
 
+def test_a_prefill_worker_that_is_removed_is_not_taken_for_a_crashed_one(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        has_come = asyncio.Event()
+
+        async def hang(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            has_come.set()
+            await reader.read(1)
+            writer.close()
+
+        async def hang_and_die(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if len(upstreams["d"].received) == 1:
+                await reader.read(1)
+            writer.close()
+
+        _, upstreams = await start_pairs(edge, "p2p", p=hang, d=hang_and_die)
+        answer = asyncio.ensure_future(edge.exchange(post_body(make_post, PROMPT)))
+        await edge.until(lambda: has_come.is_set() and upstreams["d"].received)
+        edge.proxy.perform(edge.core.remove_worker("p", edge.now()))
+        assert read_text(await answer) == text_for(PROMPT)
+        assert len(upstreams["d"].received) == 2
+
+    edge.run(scenario())
+
+
 def test_a_pull_from_a_worker_that_no_longer_gives_kv(edge: Any, make_post: Any) -> None:
     """It was restarted without transfers after the pull was planned."""
 
