@@ -134,7 +134,7 @@ _FLAG_KEYS = (
     "prefill_order", "reannounce", "send_key", "model", "root", "block_size",
 )  # fmt: skip
 """Keys of `--worker`. The last three replace `url`."""
-_BOOTSTRAP_PATTERN = re.compile(r"[!-~]{1,255}:\d{1,5}")
+_BOOTSTRAP_PATTERN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,255}):(?P<port>[1-9][0-9]{0,4})")
 BOOTSTRAP_PORT = 8998
 """Port where prefill workers of Mooncake and of SGLang are met, unless their operator chose another."""
 KV_FLAG_VALUES = tuple(dialect for dialect in KINDS_BY_DIALECT if dialect != BLOCKCAST)
@@ -245,7 +245,8 @@ def _check_values(value_by_key: Mapping[str, str]) -> None:
     if kv not in (None, *KV_FLAG_VALUES):
         raise ConfigError(f"worker: kv={kv!r}, expected {' or '.join(KV_FLAG_VALUES)}")
     bootstrap = value_by_key.get("bootstrap")
-    has_address = bootstrap is not None and _BOOTSTRAP_PATTERN.fullmatch(bootstrap) is not None
+    address = None if bootstrap is None else _BOOTSTRAP_PATTERN.fullmatch(bootstrap)
+    has_address = address is not None and int(address["port"]) <= 65535
     if bootstrap is not None and not (has_address and kv in (MOONCAKE, SGLANG, P2P)):
         raise ConfigError(
             f"worker: bootstrap={bootstrap!r}, expected HOST:PORT with kv={MOONCAKE}, kv={SGLANG} or kv={P2P}"

@@ -335,7 +335,9 @@ def test_a_mooncake_worker_names_the_engines_of_its_ranks(
     "flag",
     [
         "kv=nixl,bootstrap=h:1", "kv=mooncake,bootstrap=h", "bootstrap=h:1", "kv=blockcast", "kv=p2p", "kv=sglang",
-        "kv=sglang,roles=prefill;decode",
+        "kv=sglang,roles=prefill;decode", "kv=p2p,bootstrap=http://h:1", "kv=p2p,bootstrap=::1:1",
+        "kv=p2p,bootstrap=h:65536", "kv=p2p,bootstrap=h:0", "kv=p2p,bootstrap=tcp://*:5711",
+        "kv=p2p,bootstrap=h:1\u0661",
     ],
 )  # fmt: skip
 def test_a_dialect_that_cannot_be_is_refused(flag: str) -> None:
