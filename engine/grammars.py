@@ -186,8 +186,11 @@ def summarize_error(matcher: LLMatcher) -> str:
 def _draw_allowed_token(mask: bytes, rng: random.Random) -> int:
     """Draw a token that the mask allows. The mask has one bit for each token.
 
-    The first byte with an allowed token after a random start is taken, so that only few bytes are looked at.
+    The first byte with an allowed token after a random start is taken. `lstrip` finds it, because a loop over a mask
+    of which few bits are set would take a millisecond for each token.
     """
     start = rng.randrange(len(mask))
-    byte_index = next(i % len(mask) for i in range(start, start + len(mask)) if mask[i % len(mask)])
+    rotated_mask = mask[start:] + mask[:start]
+    skipped_bytes = len(rotated_mask) - len(rotated_mask.lstrip(b"\0"))
+    byte_index = (start + skipped_bytes) % len(mask)
     return 8 * byte_index + rng.choice([bit for bit in range(8) if mask[byte_index] >> bit & 1])

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.assembly import assemble
 from engine.config import EngineConfig
-from engine.grammars import GrammarVocabulary
+from engine.grammars import GrammarVocabulary, _draw_allowed_token
 from engine.output.parser import OutputParser, OutputParserConfig
 from engine.output.schema_types import read_parameter_types
 from engine.protocol.params import ModelLimits
@@ -512,3 +512,22 @@ def test_an_engine_that_can_constrain_nothing_says_why() -> None:
         assert assembly.grammars is not None
     finally:
         assembly.close()
+
+
+class CountedMask(bytes):
+    """A mask that counts how often one of its bytes is read."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads += not isinstance(index, slice)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("allowed_token", [0, 100_003, 159_999])
+def test_the_only_token_of_a_large_mask_is_found_without_reading_byte_by_byte(allowed_token: int) -> None:
+    bits = bytearray(20_000)
+    bits[allowed_token // 8] = 1 << allowed_token % 8
+    mask = CountedMask(bits)
+    assert _draw_allowed_token(mask, random.Random(0)) == allowed_token
+    assert mask.reads <= 8
