@@ -271,7 +271,9 @@ class Chooser:
         sources = self._find_partners(request, choice.target, excluded_sources)
         if not sources:
             sources = self._find_partners(request, choice.target, frozenset())
-        sources = find_least_busy(sources, choice.request_facts.now)
+        now = choice.request_facts.now
+        working_sources = [s for s in sources if not self._links.is_paused(s.name, choice.target.name, now)]
+        sources = find_least_busy(working_sources or sources, now)
         winner = PricedTarget(choice.target, choice.winner_facts, choice.winner_terms)
         planner = self._make_planner(choice)
         plans = planner.plan_prefills([winner], self._price_prefills(choice, sources, {}), uses_paused_pairs=True)

@@ -684,3 +684,19 @@ def test_a_worker_that_answers_nothing_alone_is_not_the_earliest_one() -> None:
     refusal = core.route(request("r", None, prompt_tokens=100, ttft_s_max=1.0), 0.1)
     assert isinstance(refusal, Refuse)
     assert refusal.code == "too_slow"
+
+
+def test_an_unknown_prompt_avoids_a_pair_whose_transfer_failed() -> None:
+    core = make_mixed_fleet()
+    pair = core.workers["s"].spec.transfer
+    core.add_worker(spec("t", transfer=pair, roles=frozenset({"prefill"})), 0.0)
+    sources = []
+    for number in range(6):
+        forward = core.route(request(f"r{number}", None, prompt_tokens=400, worker="d"), 0.1 * number)
+        assert isinstance(forward, Forward)
+        assert forward.decision.transfer is not None
+        sources.append(forward.decision.transfer.source)
+        if number < 1:
+            core.fail_transfer(f"r{number}", 0.1 * number)
+        core.abort_request(f"r{number}", 0.1 * number)
+    assert sources[0] not in sources[1:]
