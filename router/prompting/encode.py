@@ -280,7 +280,7 @@ def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
         return msgspec.json.encode(
             {"model": model, **{name: value for name, value in fields.items() if value is not None}}
         )
-    first_prompt = _get_first_prompt(request) if request.prompt else None
+    first_prompt = _get_first_prompt(request)
     if not isinstance(first_prompt, str):
         return None
     adds_special_tokens = request.add_special_tokens is not False

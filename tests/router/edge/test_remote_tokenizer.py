@@ -135,6 +135,8 @@ def test_what_cannot_be_asked_is_not() -> None:
         assert build_tokenize_request(parse_routing(path, json.dumps(body).encode()), "m") is None
     first = build_tokenize_request(parse_routing("/v1/completions", b'{"prompt":["a","b"]}'), "m")
     assert json.loads(first or b"") == {"model": "m", "prompt": "a", "add_special_tokens": True}
+    empty = build_tokenize_request(parse_routing("/v1/completions", b'{"prompt":""}'), "m")
+    assert json.loads(empty or b"{}") == {"model": "m", "prompt": "", "add_special_tokens": True}
     turns = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "1, 2,"}]
     request_body = build_tokenize_request(
         parse_routing("/v1/messages", json.dumps({"max_tokens": 5, "messages": turns}).encode()), "m"
