@@ -83,6 +83,8 @@ class IndexFeed:
         self._counters: dict[tuple[str, int], StreamCounters] = {}
         """Counters by (worker, rank), kept while the worker is followed."""
         self._stream_generation = itertools.count()
+        self._is_bound = False
+        """Whether publishers may connect to this router: those that have not spoken yet are not known."""
         self.events = EventFeed(self)
 
     # The caller's thread -------------------------------------------------------------------------------------------
@@ -98,6 +100,7 @@ class IndexFeed:
         A publisher is known by its topic: that of a followed stream, or `kv@NAME...`, where NAME is the worker's id or
         host. Raises zmq.ZMQError if the endpoint cannot be bound.
         """
+        self._is_bound = True
         return self.events.bind(endpoint, self._find_stream)
 
     def follow(
@@ -219,14 +222,12 @@ class IndexFeed:
 
     def list_unreachable_endpoints(self, worker_id: str) -> list[str]:
         """Return the endpoints of a worker's streams that have not been connected for UNREACHABLE_S."""
-        now_s = time.monotonic()
-        return [s.source.endpoint for s in self._streams_by_worker.get(worker_id, []) if s.is_unreachable(now_s)]
+        return [stream.source.endpoint for stream in self._find_unreachable_streams(worker_id)]
 
     def warn_of_unreachable_streams(self, worker_id: str) -> None:
         """Log the streams of a worker that have not been connected for UNREACHABLE_S, each once."""
-        now_s = time.monotonic()
-        for stream in self._streams_by_worker.get(worker_id, []):
-            if stream.is_unreachable(now_s) and not stream.has_warned:
+        for stream in self._find_unreachable_streams(worker_id):
+            if not stream.has_warned:
                 stream.has_warned = True
                 log.warning(
                     "worker %s: no events can be read from %s: is it the worker's address, and is the port open from "
@@ -234,6 +235,13 @@ class IndexFeed:
                     worker_id,
                     stream.source.endpoint,
                 )
+
+    def _find_unreachable_streams(self, worker_id: str) -> list[WorkerStream]:
+        """Return the unreachable streams of a worker; none if its publisher may yet connect to this router."""
+        if self._is_bound:
+            return []
+        now_s = time.monotonic()
+        return [stream for stream in self._streams_by_worker.get(worker_id, []) if stream.is_unreachable(now_s)]
 
     def make_snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
         """Return the state of a stream for another router; None if this router has not caught up with it.
