@@ -17,7 +17,11 @@ _NO_CONTENT: Final = b"HTTP/1.1 204 No Content\r\n\r\n"
 
 
 class MirroredExchange:
-    """One copy. The core is asked for prices only and keeps no record of the copy."""
+    """Answers a copy of a client's request, which another balancer mirrors to this router to compare decisions.
+
+    No worker gets the copy: the core only prices it, and keeps no record of it. The methods are those of an Exchange,
+    so that the same code reads both. Most have nothing to do here.
+    """
 
     __slots__ = ("_proxy", "client", "context")
 
@@ -51,6 +55,7 @@ class MirroredExchange:
         """End the copy, as its client has left."""
         self._proxy.end(self.context, "client_gone")
 
+    # A reply of 204 is too short to make its client slow.
     def on_client_paused(self) -> None: ...
 
     def on_client_resumed(self) -> None: ...

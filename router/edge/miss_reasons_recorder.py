@@ -44,7 +44,10 @@ NOT_COMPARED_HINT = (
 
 
 class MissReasonsRecorder:
-    """Records why the prompts of a process were not cached."""
+    """Records why the prompts that this process forwards were not cached at their workers.
+
+    It collects the facts of each request while its answer runs, and gives them to a MissAnalyzer.
+    """
 
     def __init__(
         self,
@@ -80,7 +83,10 @@ class MissReasonsRecorder:
         return len(self._operator_watches)
 
     def register_request(self, context: RequestContext) -> None:
-        """Outline a request that is to be compared, while its messages are in memory."""
+        """Note that a request is to be compared, with digests of its messages while these are in memory.
+
+        The prompt is compared at the first byte of the answer. Most requests are not compared at all.
+        """
         body, route, headers = context.body, context.route, context.headers
         if not self.is_enabled or body is None or route is None or body.request.kind == "other":
             return
@@ -135,7 +141,11 @@ class MissReasonsRecorder:
         self._compare(context, comparison, self._make_placement(route, route.token_ids, decision))
 
     def _choose_sampling(self, keys: Sequence[int]) -> Sampling:
-        """Decide whether the requests of a conversation with these keys are compared: all of them, or none."""
+        """Decide whether the requests of a conversation are compared: all of them, or none.
+
+        They are if the conversation belongs to the sampled share, or if a client or an operator watches it.
+        `keys`: digests of the names of the session that started it and of its own.
+        """
         if keys[0] < self._sampling_threshold:
             return Sampling(is_compared=True, is_sampled=True, has_unknown_history=False)
         if not self._header_watches and not self._operator_watches:
@@ -152,9 +162,16 @@ class MissReasonsRecorder:
     # Requests -----------------------------------------------------------------------------------------------------
 
     def _on_first_byte(self, context: RequestContext) -> None:
+        """Record where a request went and which of its tokens were not cached, once its answer begins.
+
+        Only then is its worker final, as a failed attempt would have moved it. A request of a sampled or watched
+        conversation has a PendingComparison: its prompt is compared with the conversation's last one.
+        """
         route, decision, analysis = context.route, context.decision, context.miss_analysis
-        if route is None or decision is None or route.token_ids is None or not self._core.has_request(route.request_id):
-            return  # its prompt was not read, or the core has forgotten it
+        if route is None or route.token_ids is None or decision is None:
+            return  # the prompt was not read, so nothing is known of its tokens
+        if not self._core.has_request(route.request_id):
+            return  # the core has forgotten the request, and with it what the worker had cached
         try:
             query = self._core.get_prompt_query(route.request_id)
             prompt_ids = route.token_ids if query is None else query.prepared_ids
@@ -165,10 +182,11 @@ class MissReasonsRecorder:
                 )
             elif isinstance(analysis, PendingComparison) and not analysis.has_started:
                 self._compare(context, analysis, placement)
-        except Exception as error:  # noqa: BLE001  a boundary: it ends this request's reasons, and nothing else
+        except Exception as error:  # noqa: BLE001  a boundary: the request goes on without an explanation
             self._record_crash(error)
 
     def _on_end(self, context: RequestContext) -> None:
+        """Record the usage of a complete answer, or only its time if the comparison has yet to be made."""
         analysis, context.miss_analysis = context.miss_analysis, None
         if analysis is None or context.outcome != "status_200":
             return
@@ -178,7 +196,11 @@ class MissReasonsRecorder:
             self._record_end(context, analysis, self._proxy.now())
 
     def _compare(self, context: RequestContext, comparison: PendingComparison, placement: Placement) -> None:
-        """Compare a request after its first byte, or later, when a worker process has made its outline."""
+        """Compare a prompt with the last one of its conversation, and record the request with the result.
+
+        A comparison needs the outline (digests of the messages). That of a large body is made in a worker process
+        first, so that the answer goes on meanwhile, and may even end before the comparison.
+        """
         comparison.has_started, route = True, context.route
         assert route is not None
 
@@ -197,11 +219,13 @@ class MissReasonsRecorder:
             self._compare_after_outline(comparison, compare)
 
     def _compare_after_outline(self, comparison: PendingComparison, compare: Callable[[], None]) -> None:
+        """Start a task that makes the missing outline in a worker process and then calls `compare`."""
+
         async def outline_and_compare() -> None:
             try:
                 await self._outline(comparison)
                 compare()
-            except Exception as error:  # noqa: BLE001  a boundary: it ends this request's reasons, and nothing else
+            except Exception as error:  # noqa: BLE001  a boundary: the request goes on without an explanation
                 self._record_crash(error)
 
         task = asyncio.get_running_loop().create_task(outline_and_compare())
@@ -215,6 +239,7 @@ class MissReasonsRecorder:
             comparison.pieces = None
 
     def _record_end(self, context: RequestContext, request: AnalyzedRequest, ended_at_s: float) -> None:
+        """Record the end of an answer, and log its explanation if requests are logged."""
         self.analyzer.record_end(request, context.usage, context.completion_tokens, ended_at_s)
         if context.is_logged:
             fields = render_explanation(request.explanation)
@@ -228,24 +253,26 @@ class MissReasonsRecorder:
     def _build_prompt(
         self, context: RequestContext, comparison: PendingComparison, route: RouteRequest
     ) -> AnalyzedPrompt:
+        """Return a prompt in the form in which the analyzer finds and compares the prompts of a conversation."""
         token_ids = route.token_ids or ()
         ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
-        chunk_keys: Sequence[int] = ()
-        if route.session is None:
-            query = self._core.get_prompt_query(route.request_id)
-            if query is not None:
-                chunk_keys = query.get_chunk_keys(self._chunk_tokens)
-            else:
-                chunk_keys = self._core.index.chunk_keys(ids, route.scope, self._chunk_tokens)
         return AnalyzedPrompt(
             request_id=context.name,
             route=route,
             token_ids=ids,
             outline=comparison.outline,
-            chunk_keys=chunk_keys,
+            # The name of a session finds its earlier prompts. Without a name equal beginnings find them.
+            chunk_keys=() if route.session is not None else self._get_chunk_keys(route, ids),
             opening_key=comparison.first_message_digest,
             is_history_incomplete=comparison.sampling.has_unknown_history,
         )
+
+    def _get_chunk_keys(self, route: RouteRequest, token_ids: array[int]) -> Sequence[int]:
+        """Return the digest of the prompt up to the end of each chunk, from the core if that still has them."""
+        query = self._core.get_prompt_query(route.request_id)
+        if query is not None:
+            return query.get_chunk_keys(self._chunk_tokens)
+        return self._core.index.chunk_keys(token_ids, route.scope, self._chunk_tokens)
 
     def _make_placement(self, route: RouteRequest, prompt_ids: Any, decision: Decision) -> Placement:
         """Describe where a request went and what was removed of its prompt. `prompt_ids`: in the form of the index."""
@@ -266,7 +293,7 @@ class MissReasonsRecorder:
 
 
 class FactsAdapter:
-    """Facts about workers and tokens for the analyzer."""
+    """Looks up facts about workers and tokens for the analyzer, which knows neither the core nor tokenizers."""
 
     def __init__(self, core: RouterCore, tokenizer: Callable[[str], Tokenizer | None]) -> None:
         """`tokenizer` returns the tokenizer of a model."""

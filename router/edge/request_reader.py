@@ -87,8 +87,9 @@ class RequestReader:
         self._scope_by_model: dict[tuple[str, str | None], Scope] = {}
 
     def begin_read(self, context: RequestContext, path: str | None) -> Coroutine[Any, Any, None] | None:
-        """Read a request to `path` into `context.body`, or return a coroutine that does where it takes long.
+        """Read a request to `path` into `context.body`, or return a coroutine that does so if it takes long.
 
+        Large bodies and prompts that take long to tokenise are read outside the event loop, so their reader waits.
         `path`: None if the body tells the kind of request. Raises RequestError.
         """
         request, kind = context.request, _get_request_kind(context.request, path)
@@ -127,29 +128,45 @@ class RequestReader:
         context.body = ReadBody(body_request, model, TokenizedPrompt(None, 0.0), spans=spans)
 
     def rewrite_body(self, context: RequestContext, fields: dict[str, object]) -> None:
-        """Set `fields` in the body and remove fields that clients may not set.
+        """Set `fields` in the body of a request, and remove the fields by which routers direct workers.
 
-        A body that is neither JSON nor a form stays as it is. Raises RequestError if the body has a field twice.
+        With such a worker field (`kv_transfer_params`) a client could make a worker fetch KV from any address. Only
+        those in `allowed_fields` stay. A body that is neither JSON nor a form stays as it is. Raises RequestError if
+        the body has a field twice.
         """
         request, body = context.request, context.body
         assert body is not None
-        spans, allowed_fields = body.spans, self._allowed_fields
+        spans = body.spans
         if spans is None:
-            if not (fields or body.request.has_worker_fields) or _JSON_OBJECT_START.match(request.pieces[0]) is None:
+            needs_edit = bool(fields) or body.request.has_worker_fields
+            if not needs_edit or _JSON_OBJECT_START.match(request.pieces[0]) is None:
                 return
             spans = locate_fields(request.body)
-        removed_fields = [name for name in spans.span_by_field if is_worker_field(name) and name not in allowed_fields]
-        for name in CONTAINER_FIELDS:
-            if name in spans.span_by_field and name not in allowed_fields:
-                client_value = _strip_worker_fields(request.body[slice(*spans.span_by_field[name])], allowed_fields)
-                if client_value is not None:
-                    fields[name] = client_value
-        if fields or removed_fields:
-            request.pieces = apply_edits(request.pieces, spans.make_edits(fields, removed_fields))
+        removed_fields = [
+            name for name in spans.span_by_field if is_worker_field(name) and name not in self._allowed_fields
+        ]
+        new_fields = fields | self._clean_containers(request, spans)
+        if new_fields or removed_fields:
+            request.pieces = apply_edits(request.pieces, spans.make_edits(new_fields, removed_fields))
             body.fields = None
 
+    def _clean_containers(self, request: HttpRequest, spans: FieldSpans) -> dict[str, object]:
+        """Return the objects in a body that contained worker fields (as `extra_body` may), by name, without these."""
+        cleaned_objects: dict[str, object] = {}
+        for name in CONTAINER_FIELDS:
+            if name in spans.span_by_field and name not in self._allowed_fields:
+                value = request.body[slice(*spans.span_by_field[name])]
+                cleaned_object = _strip_worker_fields(value, self._allowed_fields)
+                if cleaned_object is not None:
+                    cleaned_objects[name] = cleaned_object
+        return cleaned_objects
+
     def _resolve(self, context: RequestContext, body_request: RoutingRequest) -> ResolvedModel:
-        """Set the headers and the model of the context, and return the model. Raises RequestError."""
+        """Read the routing headers into the context, find the model that the request names, and return the model.
+
+        A header that names the model replaces the body's. Configured aliases are resolved. Raises RequestError for a
+        malformed header.
+        """
         headers = context.headers = RoutingHeaders(context.request, self._session_names, self.model_header)
         headers.worker = (
             self.stored_responses.find_worker(context.request, body_request.stored_response_id) or headers.worker
@@ -172,7 +189,10 @@ class RequestReader:
         )  # fmt: skip
 
     def store_conversation(self, context: RequestContext, route: RouteRequest) -> None:
-        """Store the conversation of a routed prompt in the conversation cache."""
+        """Store a routed prompt in the conversation cache, so that the next turn is tokenised from its end on.
+
+        The index's memory of the prompt is stored too, as the next turn begins with the same blocks.
+        """
         body = context.body
         conversation = None if body is None else body.prompt.conversation
         if body is None or conversation is None:
@@ -189,7 +209,10 @@ class RequestReader:
         self._prompt_reader.conversations.cache.store(conversation, body.body, body.prompt.predecessor)
 
     def build_route_request(self, context: RequestContext) -> RouteRequest:
-        """Build the core's request from a body that was read."""
+        """Build the request that the core routes from a body that was read, and from the routing headers.
+
+        Without token ids (an unknown tokenizer, media) the size of the prompt is estimated from its bytes.
+        """
         body, headers = context.body, context.headers
         assert body is not None
         assert headers is not None
@@ -237,7 +260,10 @@ class RequestReader:
         )
 
     def _resolve_model(self, name: str | None, *, is_renamed: bool) -> ResolvedModel:
-        """Resolve the name of a model; without a name, take the first model of any worker."""
+        """Return the model of this name, with its base and LoRA adapter if a worker serves it.
+
+        Without a name it is the first model of any worker. An unknown name is kept, and the core refuses it later.
+        """
         if name is None:
             name = next((model for worker in self._core.workers.values() for model in worker.models), "")
         served_model = self._core.resolve_model(name)

@@ -20,7 +20,7 @@ from router.miss_reasons.prompt_history import AnalyzedPrompt, PreviousPrompt, P
 
 @dataclass(slots=True, eq=False)
 class AnalyzedRequest:
-    """A request that was placed, with what explains why its prompt was not cached.
+    """A request that was sent to a worker, with the facts that explain why its prompt was not cached there.
 
     The explanation itself is made each time that somebody asks for it, because nobody asks for most of them.
     """
@@ -42,7 +42,7 @@ class AnalyzedRequest:
 
     @property
     def explanation(self) -> MissExplanation:
-        """The explanation, by all that is known now."""
+        """Reasons of the uncached tokens, corrected by the worker's report of cached tokens once that has come."""
         decision, ranges = self.placement.decision, self.compared_ranges
         if ranges is None:
             ranges = attribute_without_comparison(self.prompt_tokens, self.placement)
@@ -95,11 +95,11 @@ class MissAnalyzer:
         return None if request is None else request.explanation
 
     def explain(self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts) -> MissExplanation:
-        """Explain a request that was not sent. Changes nothing."""
+        """Explain why the prompt of a request that is not sent would not be cached. Changes nothing."""
         return _analyze(prompt, self.history.find_match(prompt), placement, facts).explanation
 
     def record_placed(self, id: str, session: str | None, prompt_tokens: int, placement: Placement) -> AnalyzedRequest:
-        """Record a request at its first byte, without comparing its prompt."""
+        """Record a request at its first byte, without a comparison with the last prompt of its conversation."""
         request = AnalyzedRequest(id, session, prompt_tokens, placement)
         self._store(request)
         return request
@@ -107,9 +107,10 @@ class MissAnalyzer:
     def record_compared(
         self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts, *, is_sampled: bool = True
     ) -> AnalyzedRequest:
-        """Compare a prompt with the last one of its conversation, record the request, and store the prompt.
+        """Record a request at its first byte, with a comparison of its prompt and its conversation's last one.
 
-        Raises ValueError for blocks without tokens.
+        Then store the prompt, so that the next one of the conversation is compared with it. Raises ValueError for
+        blocks without tokens.
         """
         if placement.block_tokens < 1:
             raise ValueError(f"a block of {placement.block_tokens} tokens: expected at least 1")
@@ -125,7 +126,7 @@ class MissAnalyzer:
             worker=placement.decision.worker,
             computed_s=placement.at_s,
             session=prompt.route.session,
-            keys=_select_storage_keys(prompt),
+            keys=_select_storage_keys(prompt),  # by which the next prompt finds this one, if no session is named
         )
         if len(prompt.token_ids) >= placement.block_tokens:  # a shorter prompt is never cached
             self.history.add(request.stored_prompt, replaces=None if match is None else match.previous)
@@ -133,7 +134,11 @@ class MissAnalyzer:
         return request
 
     def record_end(self, request: AnalyzedRequest, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
-        """Record the end of a request, with the usage that the worker reported."""
+        """Record the end of a request, and count its reasons in the metrics.
+
+        `usage`: token counts as the worker reported them; None if it did not. `answer_tokens`: tokens that the next
+        prompt of the conversation is expected to repeat.
+        """
         if usage is not None and usage.cached_tokens is not None:
             decision = request.placement.decision
             request.reported_tokens = max(usage.cached_tokens, 0)
@@ -164,22 +169,26 @@ class MissAnalyzer:
 def _analyze(
     prompt: AnalyzedPrompt, match: PromptMatch | None, placement: Placement, facts: MissFacts
 ) -> AnalyzedRequest:
-    """Compare a prompt with `match`, the last prompt of its conversation, unless that was not stored."""
+    """Return a request with the uncached ranges that a comparison with `match` shows.
+
+    `match`: the last prompt of its conversation. None means the first prompt of a conversation, unless earlier ones
+    may not have been stored: then there is no comparison.
+    """
     is_compared = match is not None or not prompt.is_history_incomplete
     return AnalyzedRequest(
-        prompt.request_id,
-        prompt.route.session,
-        len(prompt.token_ids),
-        placement,
+        id=prompt.request_id,
+        session=prompt.route.session,
+        prompt_tokens=len(prompt.token_ids),
+        placement=placement,
         compared_ranges=attribute_misses(prompt, match, placement, facts) if is_compared else None,
     )
 
 
 def _select_storage_keys(prompt: AnalyzedPrompt) -> tuple[int, ...]:
-    """Return the keys under which a prompt is stored; none if its session has a name.
+    """Return the digests by which later prompts find this one; none if its session has a name, which finds it.
 
-    They are those of the last chunk and of the chunks at half, a quarter, ... of it: an edited prompt is still found by
-    one of the shorter beginnings.
+    A digest covers a beginning of the prompt. Of 8 chunks those of 1, 2, 4 and 8 are taken, so that a prompt that was
+    edited in the middle is still found by a shorter beginning.
     """
     if prompt.route.session is not None:
         return ()

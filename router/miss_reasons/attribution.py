@@ -60,7 +60,10 @@ class MissFacts(Protocol):
 
 
 class _RangeBuilder:
-    """Builds the uncached ranges of a prompt in order. The next range begins at `offset`."""
+    """Builds the uncached ranges of a prompt from its beginning to its end, without gaps.
+
+    Each range begins at `offset`, where the last one ended.
+    """
 
     def __init__(self, offset: int, prompt_tokens: int) -> None:
         self.offset = offset
@@ -101,14 +104,20 @@ def attribute_without_comparison(prompt_tokens: int, placement: Placement) -> li
 def attribute_misses(
     prompt: AnalyzedPrompt, match: PromptMatch | None, placement: Placement, facts: MissFacts
 ) -> list[UncachedRange]:
-    """Return the uncached ranges of a prompt. `match`: the last prompt of its conversation; None if it is the first."""
+    """Return the uncached ranges of a prompt, each with the reason why the chosen worker has to compute it.
+
+    The causes follow each other along the prompt, so each step below extends the ranges to a later token: cached at
+    another worker only, evicted or lost since the conversation's last prompt, changed since that prompt, new.
+    `match`: that last prompt; None if the conversation has none.
+    """
     builder = _start_ranges(len(prompt.token_ids), placement.decision)
     if match is None:
         _add_evicted(builder, placement)
         builder.add("new_session", builder.prompt_tokens)
         return builder.ranges
-    cacheable_tokens = match.previous.cacheable_tokens if match.is_continuation else match.common_tokens
-    usable_tokens = _round_down_to_blocks(min(cacheable_tokens, builder.prompt_tokens - 1), placement.block_tokens)
+    # Workers cache full blocks only, and always compute the last token of a prompt.
+    shared_tokens = match.previous.cacheable_tokens if match.is_continuation else match.common_tokens
+    usable_tokens = _round_down_to_blocks(min(shared_tokens, builder.prompt_tokens - 1), placement.block_tokens)
     _add_lost(builder, match, usable_tokens, placement, facts)
     _add_changed(builder, prompt, match, usable_tokens, facts)
     builder.add("new_text" if match.is_same_session else "new_session", builder.prompt_tokens)
@@ -116,7 +125,10 @@ def attribute_misses(
 
 
 def _start_ranges(prompt_tokens: int, decision: Decision) -> _RangeBuilder:
-    """Begin after the predicted hit, with the range that only another worker has cached, if there is one."""
+    """Return a builder that begins after the tokens predicted to be cached at the chosen worker.
+
+    Its first range is the one that only another worker has cached, if there is one.
+    """
     builder = _RangeBuilder(min(decision.predicted_cached_tokens, prompt_tokens), prompt_tokens)
     best = decision.most_cached
     if best is not None:
@@ -131,7 +143,7 @@ def _start_ranges(prompt_tokens: int, decision: Decision) -> _RangeBuilder:
 
 
 def _add_evicted(builder: _RangeBuilder, placement: Placement) -> None:
-    """Add the range that some worker had and has removed."""
+    """Add the tokens that some worker had cached and has removed, up to the end of the removed prefix."""
     removed_prefix = placement.removed_prefix
     if removed_prefix is not None:
         builder.add(
@@ -145,17 +157,21 @@ def _add_evicted(builder: _RangeBuilder, placement: Placement) -> None:
 def _add_lost(
     builder: _RangeBuilder, match: PromptMatch, usable_tokens: int, placement: Placement, facts: MissFacts
 ) -> None:
-    """Add the range that the last prompt's worker had computed and has no more, or has for another scope only.
+    """Add the tokens that the conversation's last prompt left in a cache, and that are no longer there or unusable.
 
-    `usable_tokens`: tokens in the full blocks of the last prompt and its answer that the new prompt could use.
+    `builder` goes on where its last range ended. `usable_tokens`: end of the last full block that the new prompt has
+    in common with the last prompt and its answer. With blocks of 16 tokens and 70 tokens in common it is 64.
     """
-    if match.scope_difference is not None:  # blocks of another scope cannot be used
+    if match.scope_difference is not None:
+        # The last prompt was for another model, LoRA adapter or salt, so its blocks serve no token of this prompt.
         _add_evicted(builder, placement)
         builder.add(match.scope_difference, _round_down_to_blocks(match.common_tokens, placement.block_tokens))
         builder.add("partial_block", match.common_tokens)
         return
     if builder.offset < usable_tokens:
+        # Some worker has told that it removed the first of these blocks.
         _add_evicted(builder, placement)
+    # No worker has told of the others, so their loss is inferred from the state of the last prompt's worker.
     common_tokens = min(match.common_tokens, builder.prompt_tokens - 1)  # the last token is always computed
     if builder.offset < _round_down_to_blocks(common_tokens, placement.block_tokens):
         reason, lost_ago_s = _classify_loss(match.previous, facts, placement.at_s)
@@ -165,7 +181,10 @@ def _add_lost(
 def _add_changed(
     builder: _RangeBuilder, prompt: AnalyzedPrompt, match: PromptMatch, usable_tokens: int, facts: MissFacts
 ) -> None:
-    """Add the range in which the last prompt and its answer had other tokens, or else their unfinished last block."""
+    """Add the tokens that replace other tokens of the conversation's last prompt or of its answer.
+
+    If nothing was replaced, add the end of the last prompt that filled no whole block, and so was never cached.
+    """
     previous = match.previous
     if not match.is_continuation:
         if not match.is_same_session or match.scope_difference is not None:
@@ -185,7 +204,10 @@ def _add_changed(
 
 
 def _classify_loss(previous: PreviousPrompt, facts: MissFacts, now: float) -> tuple[str, float | None]:
-    """Return why the blocks of the last prompt are gone, and how long ago they were lost, if that is known."""
+    """Return why no worker has the blocks of the conversation's last prompt, though none told that it removed them.
+
+    The second value is the time in seconds since their loss; None if it is unknown.
+    """
     emptied_s = facts.last_emptied_s(previous.worker)
     if emptied_s is not None and emptied_s >= previous.computed_s:
         return "worker_lost", round(now - emptied_s, 3)
@@ -197,9 +219,10 @@ def _classify_loss(previous: PreviousPrompt, facts: MissFacts, now: float) -> tu
 def _classify_message_difference(
     prompt: AnalyzedPrompt, match: PromptMatch, facts: MissFacts
 ) -> tuple[str, int | None]:
-    """Return how the prompt differs from the last one, and the index of the message that differs.
+    """Return how a prompt differs from its conversation's last one, and the index of the message that differs.
 
-    If all messages are the same, the template has rendered them differently, because of what follows them.
+    The index is None if no single message does. If all messages are the same, the chat template has rendered them
+    differently, because of the messages that follow them.
     """
     previous = match.previous
     if prompt.outline is None or previous.outline is None:

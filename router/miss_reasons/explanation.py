@@ -89,7 +89,8 @@ class MissExplanation(msgspec.Struct, omit_defaults=True):
         """Correct the ranges by the number of tokens that the worker reported as reused.
 
         `resident_tokens`: tokens that the worker had announced when the request was sent. If it reused fewer, the
-        announced ones were mispredicted, and the further predicted ones were not announced.
+        announced ones were mispredicted, and the further predicted ones were not announced. If 64 were announced, 96
+        predicted and 32 reused, then 32-64 were mispredicted and 64-96 not announced.
         """
         self.reported_cached_tokens = reported_tokens
         reused_tokens = min(reported_tokens, self.prompt_tokens)
