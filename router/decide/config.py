@@ -14,6 +14,8 @@ NotNegative = Annotated[float, Meta(ge=0, le=1e12)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=10**12, title="N")]
 Rates = tuple[NotNegative, NotNegative, NotNegative, NotNegative]
+Priority = Annotated[int, Meta(ge=1, le=2**31 - 1, title="N")]
+TtftLimit = Annotated[float, Meta(gt=0, le=1e9, title="SECONDS")]
 
 
 # fmt: off
@@ -31,11 +33,11 @@ class ServiceModel:
 
 @dataclass(frozen=True, slots=True)
 class CostConfig:
-    """The weights of the cost."""
+    """Weights of the price that a request has on each worker; the worker with the lowest price gets it."""
 
     congestion_weight: Annotated[NotNegative, "Weight of new prefill against waiting, as the pool fills."] = 1.0
     utilisation_weight: Annotated[NotNegative, "Seconds of price for each unit of a worker's own utilisation."] = 0.1
-    """It spreads requests over workers with equal prices."""
+    """This term spreads requests over workers with equal prices."""
     decode_weight: Annotated[NotNegative, "Weight of a second after the first token; before it: 1."] = 0.2
     tier_load_s_per_token: Annotated[Rates,
         "Seconds to fetch a cached token from GPU, CPU, STORAGE, REMOTE."] = (0.0, 2e-6, 2e-5, 4e-5)
@@ -50,7 +52,10 @@ class LearnConfig:
 
 @dataclass(frozen=True, slots=True)
 class TransferConfig:
-    """Time of KV that moves between workers, until it is learned. It is planned where workers say that they can."""
+    """Expected speed of moving KV cache between two workers, until it is learned from real transfers.
+
+    Transfers are only planned between workers that say that they support them.
+    """
 
     gb_s: Annotated[Positive, "Rate at which KV moves between two workers, in 1e9 bytes a second."] = 5.0
     floor_s: Annotated[NotNegative, "Time of a transfer besides its bytes."] = 0.01
@@ -58,15 +63,18 @@ class TransferConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueueConfig:
-    """Requests that wait in the router: for their tenant's turn, or in the background."""
+    """Settings of requests that wait in the router: for their tenant's turn or, in the background, for an idle worker.
+
+    The texts in the annotations are the help of the command line; strings below a field are notes for programmers.
+    """
 
     enqueue_above_s: Annotated[NotNegative, "Queue a request that would wait longer than this at its worker."] = 0.2
-    """Enough to keep an engine busy for a step."""
+    """So much work at a worker keeps its engine busy while the router sends the next request."""
     fair: Annotated[bool, Flag("--fair/--no-fair"),
         "Queue requests while all workers are busy; the least served API key goes first."
     ] = False
-    """docs/how-to/share-between-tenants.md. Without keys: between addresses of clients."""
-    background_priority: Annotated[Annotated[int, Meta(ge=1, le=2**31 - 1, title="N")] | None,
+    """Clients without API keys are told apart by their addresses. docs/how-to/share-between-tenants.md explains it."""
+    background_priority: Annotated[Priority | None,
         Flag("--background-priority"),
         "Requests of priority N and above wait until a worker is idle. [default: none]",
         "A worker is idle when it has nothing to prefill."] = None
@@ -74,10 +82,10 @@ class QueueConfig:
         "Most background requests on a worker at once."] = 4
     background_wait_s_max: Annotated[Seconds,
         "Longest wait of a background request; after it the cheapest worker gets it."] = 600.0
-    ttft_s_max: Annotated[Annotated[float, Meta(gt=0, le=1e9, title="SECONDS")] | None, Flag("--max-ttft"),
+    ttft_s_max: Annotated[TtftLimit | None, Flag("--max-ttft"),
         "Answer 429 where the predicted time to first token is longer. [default: never]",
         "The answer's Retry-After says when the request would be accepted."] = None
-    """A client asks for less with x-blockcast-ttft-ms."""
+    """A client can set a shorter limit for its request with the header x-blockcast-ttft-ms."""
     requests_max: Annotated[Count,
         "Most requests in the queue, and as many of the background; more are answered 429."] = 4096
     wait_s_max: Annotated[Seconds,
@@ -86,7 +94,7 @@ class QueueConfig:
 
 @dataclass(frozen=True, slots=True)
 class RetryConfig:
-    """Retries happen only before the first byte, on a worker not yet tried."""
+    """Limits of retries, which happen only before the first byte of the answer, on a worker not yet tried."""
 
     attempts_max: Annotated[Count, "Workers that a request is sent to, one after the other."] = 3
     budget_ratio: Annotated[Share, "Retries of a key, or an address, for each of its requests."] = 0.2
@@ -95,7 +103,7 @@ class RetryConfig:
 
 @dataclass(frozen=True, slots=True)
 class HealthConfig:
-    """The circuit breaker of each worker."""
+    """Settings of the circuit breaker of each worker: a worker that keeps failing gets no requests for a while."""
 
     failures_to_open: Annotated[Count, "Consecutive failures after which a worker is broken."] = 3
     """A refused connection counts as all of them."""

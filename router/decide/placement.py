@@ -113,13 +113,14 @@ class RequestPlacer:
         self._output_lengths = OutputLengths()
         self.chooser = Chooser(registry, tracker, cache_state, self._output_lengths, links, config, rng)
         self.queue = RequestQueue(config.queue)
-        self._queues_when_busy = config.queue.fair and config.policy == "kv" and config.policy_function is None
-        """Whether requests wait in the router while every worker is busy."""
-        self._background_priority = (
-            config.queue.background_priority if config.queue.background_priority is not None else math.inf
-        )
-        """From this priority on, a request is in the background."""
+        uses_price = config.policy == "kv" and config.policy_function is None
+        self._queues_when_busy = config.queue.fair and uses_price
+        """Whether requests wait in the router while every worker is busy: only the price tells how busy they are."""
+        priority = config.queue.background_priority
+        self._background_priority = math.inf if priority is None else priority
+        """From this priority on, a request is in the background; without a setting, none is."""
         self._next_queue_try_at_s = 0.0
+        """Time at which the first queued requests are tried again."""
 
     # New requests and retries ------------------------------------------------------------------------------------
     def place(
@@ -169,9 +170,10 @@ class RequestPlacer:
         queued_ahead_s: Mapping[str, float] | None = None,
         waits_behind_queue: bool = True,
     ) -> RoutingChoice | Refuse:
-        """Price the candidates and choose one.
+        """Price the workers that can serve a request and choose one; return a refusal if there is none.
 
-        `waits_behind_queue`: the request may not overtake the queued requests that come before it.
+        `waits_behind_queue`: the request may not overtake the queued requests that come before it, so their prefill
+        counts as waiting time. A background request is offered the idle workers only, if there are any.
         """
         self._tracker.advance(now)
         request = active_request.request

@@ -61,7 +61,7 @@ class Observation:
     elapsed_s: float
     uncached_tokens: float
     quadratic_work: float
-    """Sum of L^2 - h^2 over the prompts, tokens^2."""
+    """Attention work: sum of L^2 - h^2 over prompts of L tokens, h of them cached. Tokens^2."""
     steps: float
     decode_requests: float
     decode_context_tokens: float
@@ -70,9 +70,13 @@ class Observation:
 
 
 class WorkTotals(msgspec.Struct, eq=False):
-    """Running totals of a target's work; the difference of two of them is the work beside part of an answer."""
+    """Running totals of a target's work, of which a copy is kept when an answer begins.
+
+    The totals at the answer's end, less that copy, are the work that the target did while it wrote the answer.
+    """
 
     updated_at_s: float = 0.0
+    """Time up to which the two integrals are computed."""
     decode_request_seconds: float = 0.0
     """Integral of the number of decoding requests over time."""
     context_token_seconds: float = 0.0
@@ -80,9 +84,13 @@ class WorkTotals(msgspec.Struct, eq=False):
     uncached_tokens: float = 0.0
     """Tokens prefilled for the requests that have their first token."""
     quadratic_work: float = 0.0
+    """Attention work of those prefills: sum of L^2 - h^2 for prompts of L tokens, h of them cached. Tokens^2."""
 
-    def observe_since(self, start: WorkTotals, elapsed_s: float, *, step_count: int) -> Observation:
-        """Return the work since `start`, in `step_count` steps."""
+    def compute_work_since(self, start: WorkTotals, elapsed_s: float, *, step_count: int) -> Observation:
+        """Return the work between `start` and these totals, which took `elapsed_s` seconds and `step_count` steps.
+
+        The integrals are divided by the time, so the observation has the mean numbers of requests and of tokens.
+        """
         return Observation(
             elapsed_s=elapsed_s,
             uncached_tokens=self.uncached_tokens - start.uncached_tokens,
@@ -217,31 +225,45 @@ class PoolSpeed:
         return self._prefill_ratio * times.prefill_s + self._step_ratio * times.steps_s
 
     def observe(self, times: PriorTimes, *, is_decode: bool) -> bool:
-        """Learn from an interval; return whether the model has changed.
+        """Add an interval and fit the pool's two ratios to the last ones; return whether the model has changed.
 
-        `times`: the elapsed time is divided by the factor of the interval's target.
+        The ratios tell how many times as long as by the prior a prefill takes, and a step. After the first intervals,
+        only every _LEARN_EVERY-th one renews the fit. The caller divides the elapsed time by the target's own factor,
+        so that a slow target does not slow its pool.
         """
-        same_kind = self._steps if is_decode else self._prefills
-        same_kind.append(times)
+        intervals_of_kind = self._steps if is_decode else self._prefills
+        intervals_of_kind.append(times)
         self.observation_count += 1
-        if len(same_kind) > _EARLY_INTERVALS and self.observation_count % _LEARN_EVERY:
+        if len(intervals_of_kind) > _EARLY_INTERVALS and self.observation_count % _LEARN_EVERY:
             return False
         prefill_ratio, step_ratio = _fit_ratios(
             [*self._take_middle_half(self._prefills), *self._take_middle_half(self._steps)]
         )
-        intervals = [*self._prefills, *self._steps]
-        prefill_weight = sum(self._prefill_ratio * times.prefill_s / self.predict_s(times) for times in intervals)
-        step_weight = len(intervals) - prefill_weight  # each interval tells of both parts, by their shares of its time
+        prefill_weight, step_weight = self._compute_weights()
         self.own = SharedSpeed(
-            self._prior.prefill_s_per_token * prefill_ratio,
-            prefill_weight,
-            self._prior_step_s * step_ratio,
-            step_weight,
+            prefill_s_per_token=self._prior.prefill_s_per_token * prefill_ratio,
+            prefill_weight=prefill_weight,
+            step_s=self._prior_step_s * step_ratio,
+            step_weight=step_weight,
         )
         return self._refresh_model()
 
+    def _compute_weights(self) -> tuple[float, float]:
+        """Return how many intervals count for the prefill ratio, and how many for the step ratio.
+
+        An interval that is expected to spend 70 % of its time in prefill counts 0.7 for prefill and 0.3 for steps.
+        """
+        intervals = [*self._prefills, *self._steps]
+        prefill_weight = sum(
+            self._prefill_ratio * interval.prefill_s / self.predict_s(interval) for interval in intervals
+        )
+        return prefill_weight, len(intervals) - prefill_weight
+
     def _take_middle_half(self, intervals: Iterable[PriorTimes]) -> list[PriorTimes]:
-        """Return the intervals without the quarter that took least, and the quarter that took most, of the expected."""
+        """Return the intervals but for the quarters that were the fastest and the slowest against their prediction.
+
+        Some intervals held work that the router does not know of, which would spoil the fit.
+        """
         ordered = sorted(intervals, key=lambda times: times.elapsed_s / self.predict_s(times))
         trimmed_count = len(ordered) // 4
         return ordered[trimmed_count : len(ordered) - trimmed_count]
@@ -422,7 +444,11 @@ class Speed:
         return prefill_s + self.predict_step_s(observation) * observation.steps
 
     def observe(self, observation: Observation) -> list[Speed]:
-        """Learn from one interval; return the speeds that changed, on which the caller calls `refresh`."""
+        """Learn from one interval of this target; return the speeds that changed, on which the caller calls `refresh`.
+
+        Both the pool's ratios and the target's factor are renewed. Each call also checks the factor of one other
+        member in turn, because a target that gets no requests would otherwise keep an old factor.
+        """
         pool, times = self.pool, self.pool.compute_prior_times(observation)
         if not pool.is_enabled or times.elapsed_s <= 0.0 or times.prefill_s + times.steps_s <= 0.0:
             return []
@@ -437,7 +463,11 @@ class Speed:
         return pool.members if has_pool_changed else changed_members
 
     def _update_factor(self) -> bool:
-        """Recompute the factor; return whether it changed."""
+        """Recompute how many times as long as its pool this target takes; return whether that factor changed.
+
+        It is the median of the recent ratios if that is clearly not 1, else 1. A target that was not observed for long
+        loses most of its ratios, so that it counts as its pool until new ones show otherwise.
+        """
         pool, ratios, previous_factor = self.pool, self._recent_ratios, self.factor
         unheard_count = pool.observation_count - self._last_observation_number
         if previous_factor != 1.0 and unheard_count > _FORGOTTEN_AFTER * len(pool.members):

@@ -211,7 +211,7 @@ class LoadTracker:
         target.recompute_decode_load()
         target.recompute_queue()
         if not is_computed:
-            self._update_decay_epoch(now)
+            self._get_decay_epoch(now)
             self._add_utilisation(target, -request.prefill_s, request.sent_at_s)
         if reported_cached_tokens is not None:
             load.predicted_cached_tokens += request.cached_tokens
@@ -320,7 +320,7 @@ class LoadTracker:
     # Utilisation -------------------------------------------------------------------------------------------------
     def compute_utilisation_decay(self, now: float) -> float:
         """Return the factor from `utilisation_scaled` to utilisation at `now`, the same for all targets."""
-        return math.exp(-max(now - self._update_decay_epoch(now), 0.0) / UTILISATION_WINDOW_S)
+        return math.exp(-max(now - self._get_decay_epoch(now), 0.0) / UTILISATION_WINDOW_S)
 
     def compute_utilisation(self, target: Target, now: float) -> float:
         """Return a target's utilisation U, other routers' share included."""
@@ -334,12 +334,13 @@ class LoadTracker:
 
     def _compute_growth(self, at_s: float) -> float:
         """Return the factor by which what happens at `at_s` is scaled up, so that nothing has to decay."""
-        return math.exp((at_s - self._update_decay_epoch(at_s)) / UTILISATION_WINDOW_S)
+        return math.exp((at_s - self._get_decay_epoch(at_s)) / UTILISATION_WINDOW_S)
 
-    def _update_decay_epoch(self, now: float) -> float:
-        """Return the time at which the decay factor is 1. Loads are scaled up by it instead of each decaying.
+    def _get_decay_epoch(self, now: float) -> float:
+        """Return the epoch, a time by which decaying loads are scaled so that none has to be updated as time passes.
 
-        A time too far in the past is moved up to `now`, before the scaled loads overflow.
+        A load x from time t is stored as x * exp((t - epoch) / window). Multiplied by exp(-(now - epoch) / window), it
+        is the load at `now`. Before the stored numbers overflow, the epoch is moved to `now` and all are rescaled.
         """
         window_s = UTILISATION_WINDOW_S
         if self._epoch_s is None:
@@ -350,15 +351,18 @@ class LoadTracker:
                 target.load.utilisation_scaled *= factor
                 target.load.arrivals_scaled *= factor
             self._epoch_s = now
+            decay_at_epoch = 1.0
             for order in self.load_orders:
-                order.rebuild(now, 1.0)
+                order.rebuild(now, decay_at_epoch)
         return self._epoch_s
 
     # Learning ----------------------------------------------------------------------------------------------------
     def _observe_first_token(self, request: InFlightRequest, now: float) -> None:
-        """Learn from the first token of a stream: it begins a prefill interval, or adds to the open one.
+        """Learn how long a target takes for prefill, from the first token of a streamed answer.
 
-        An interval lasts from when the target began with a prompt until the first tokens of one or several steps.
+        The first token begins a prefill interval, the time from the begin of a prompt to the first tokens of its engine
+        step, or extends the open one by the next step. An interval is only learned from if the target did no work
+        meanwhile that this router does not know of.
         """
         if not request.is_streaming:
             return
@@ -410,7 +414,7 @@ class LoadTracker:
         elapsed_s = now - start_totals.updated_at_s
         if elapsed_s <= 0.0:
             return
-        observation = target.speed.work_totals.observe_since(start_totals, elapsed_s, step_count=step_count)
+        observation = target.speed.work_totals.compute_work_since(start_totals, elapsed_s, step_count=step_count)
         request.decode_start_totals = msgspec.structs.replace(target.speed.work_totals, updated_at_s=now)
         request.observed_output_tokens = request.output_tokens
         if (
@@ -538,37 +542,53 @@ class LoadTracker:
             order.mark_changed(target)
 
     def check_invariants(self, in_flight_requests: Collection[InFlightRequest]) -> None:
-        """Assert that every sum of a target equals the sum over its requests in flight."""
+        """Assert that every running count and sum of a target equals the one over its requests in flight."""
         for target in self.targets.values():
-            load, queue = target.load, target.prefill_queue
             requests = [request for request in in_flight_requests if request.target is target]
-            decoding_requests = [request for request in requests if request.phase is RequestPhase.DECODE]
-            prefilling_requests = [request for request in requests if request.phase is RequestPhase.PREFILL]
             moving_requests = [request for request in in_flight_requests if request.is_kv_moving]
-            assert load.incoming_transfers == sum(request.target is target for request in moving_requests)
-            assert load.outgoing_transfers == sum(request.source is target for request in moving_requests)
-            awaiting_count = sum(request.phase is RequestPhase.TRANSFER for request in requests)
-            requests_before_answer = len(prefilling_requests) + awaiting_count
-            assert load.request_count == len(requests) == len(decoding_requests) + requests_before_answer, (
-                f"{target.name}: {load.request_count} requests, {len(requests)} known"
-            )
-            assert set(queue.requests) == set(prefilling_requests), f"{target.name}: prefills differ"
-            assert math.isclose(queue.own_prefill_s, sum(request.prefill_s for request in queue.requests), abs_tol=1e-6)
-            assert load.decode_request_count == len(decoding_requests), f"{target.name}: decode count"
-            assert load.pending_prompt_tokens == sum(
-                request.prompt_tokens for request in requests if request.has_no_first_token
-            )
-            expected_output_tokens = sum(request.expected_output_tokens for request in requests)
-            assert math.isclose(load.remaining_output_tokens, expected_output_tokens, abs_tol=1e-3)
-            cached_values = _get_derived_values(target)
-            target.recompute_decode_load()
-            target.recompute_queue()
-            fresh_values = _get_derived_values(target)
-            assert cached_values == fresh_values, (
-                f"{target.name}: {cached_values} was not brought up to date, it should be {fresh_values}"
-            )
-            context_tokens = sum(request.context_tokens for request in decoding_requests)
-            assert load.decode_context_tokens == context_tokens, f"{target.name}: context"
+            incoming_count = sum(request.target is target for request in moving_requests)
+            outgoing_count = sum(request.source is target for request in moving_requests)
+            assert target.load.incoming_transfers == incoming_count, f"{target.name}: incoming transfers"
+            assert target.load.outgoing_transfers == outgoing_count, f"{target.name}: outgoing transfers"
+            _check_counts(target, requests)
+            _check_prefill_queue(target, requests)
+            _check_derived_values(target)
+
+
+def _check_counts(target: Target, requests: Collection[InFlightRequest]) -> None:
+    """Assert that the counts of requests and tokens of a target are those of its requests in flight."""
+    load, name = target.load, target.name
+    decoding_requests = [request for request in requests if request.phase is RequestPhase.DECODE]
+    phases = (RequestPhase.PREFILL, RequestPhase.TRANSFER, RequestPhase.DECODE)
+    assert all(request.phase in phases for request in requests), f"{name}: a request that has ended is in flight"
+    assert load.request_count == len(requests), f"{name}: {load.request_count} requests, {len(requests)} known"
+    assert load.decode_request_count == len(decoding_requests), f"{name}: decode count"
+    context_tokens = sum(request.context_tokens for request in decoding_requests)
+    assert load.decode_context_tokens == context_tokens, f"{name}: context"
+    pending_tokens = sum(request.prompt_tokens for request in requests if request.has_no_first_token)
+    assert load.pending_prompt_tokens == pending_tokens, f"{name}: prompt tokens before the first token"
+    output_tokens = sum(request.expected_output_tokens for request in requests)
+    assert math.isclose(load.remaining_output_tokens, output_tokens, abs_tol=1e-3), f"{name}: expected output tokens"
+
+
+def _check_prefill_queue(target: Target, requests: Collection[InFlightRequest]) -> None:
+    """Assert that a target's queue holds the requests in prefill, and the sum of their prefill times."""
+    queue = target.prefill_queue
+    prefilling_requests = {request for request in requests if request.phase is RequestPhase.PREFILL}
+    assert set(queue.requests) == prefilling_requests, f"{target.name}: prefills differ"
+    prefill_s = sum(request.prefill_s for request in queue.requests)
+    assert math.isclose(queue.own_prefill_s, prefill_s, abs_tol=1e-6), f"{target.name}: prefill seconds"
+
+
+def _check_derived_values(target: Target) -> None:
+    """Assert that the values that are derived from the counts are up to date, by deriving them again."""
+    cached_values = _get_derived_values(target)
+    target.recompute_decode_load()
+    target.recompute_queue()
+    fresh_values = _get_derived_values(target)
+    assert cached_values == fresh_values, (
+        f"{target.name}: {cached_values} was not brought up to date, it should be {fresh_values}"
+    )
 
 
 def _get_derived_values(target: Target) -> list[float]:

@@ -107,7 +107,10 @@ class _WorkerWindow:
     """Number of announced blocks at the last check."""
 
     def count_events(self, stored_blocks: int) -> None:
-        """Note how many blocks the worker has announced in all."""
+        """Start to count unannounced requests anew if the worker has announced blocks since the last call.
+
+        `stored_blocks` is the number of blocks that the worker has announced in all.
+        """
         if stored_blocks != self.stored_blocks:
             self.stored_blocks = stored_blocks
             self.unannounced_requests = 0
@@ -134,10 +137,11 @@ class Watchdog:
         resident_tokens: int | None = None,
         block_tokens: int | None = None,
     ) -> None:
-        """Compare the usage of one answer. None: not counted by the router, or not reported by the engine.
+        """Compare what the router predicted for one answer with what the engine reports, for the alarms of a worker.
 
-        `counted_tokens`: the router's count of the prompt. `resident_tokens`: predicted tokens that events confirm.
-        `block_tokens`: block length of the worker.
+        The router counted `counted_tokens` in the prompt, and the engine reports `prompt_tokens` and `cached_tokens`;
+        None: not counted, or not reported. Of the predicted cached tokens, events of the worker confirm
+        `resident_tokens`. `block_tokens` is the worker's block length.
         """
         window = self._windows.get(worker_id)
         if window is None:
@@ -149,12 +153,13 @@ class Watchdog:
                 wrong_tokens = abs(predicted_cached_tokens - cached_tokens)
                 window.deviations["cached_tokens"].append((wrong_tokens, max(predicted_cached_tokens, cached_tokens)))
             window.deviations["promised"].append((max(predicted_cached_tokens - cached_tokens, 0), counted_tokens))
-        length = prompt_tokens if prompt_tokens is not None else counted_tokens
-        has_new_block = length is not None and length - (cached_tokens or 0) >= (block_tokens or BLOCK_TOKENS)
+        prompt_length = prompt_tokens if prompt_tokens is not None else counted_tokens
+        uncached_tokens = 0 if prompt_length is None else prompt_length - (cached_tokens or 0)
+        has_new_block = uncached_tokens >= (block_tokens or BLOCK_TOKENS)
         has_reused_block = (
             counted_tokens is not None and resident_tokens is not None and (cached_tokens or 0) > resident_tokens
         )
-        if has_new_block or has_reused_block:
+        if has_new_block or has_reused_block:  # events announce such blocks, if the worker publishes any
             window.count_events(self.count_stored_blocks(worker_id))
             window.unannounced_requests += 1
 
