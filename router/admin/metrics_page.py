@@ -205,8 +205,9 @@ def _iter_worker_gauges(report: MetricsReport) -> Iterator[Row]:
     rows = report.core.workers
     yield Row("kv_role_missing",
               "1 where no worker of a group gives KV (prefill), or none takes it (decode).",
-              {(row["group"], role): float(row["missing_role"] == role)
-               for row in report.kv_groups for role in (PREFILL_ROLE, DECODE_ROLE)}, ("group", "role"))  # fmt: skip
+              {(row["group"], role): float(not row[side]) for row in report.kv_groups
+               for role, side in ((PREFILL_ROLE, "sources"), (DECODE_ROLE, "destinations"))},
+              ("group", "role"))  # fmt: skip
     state_by_worker = dict.fromkeys(report.starting_workers, "starting") | {row.target: row.state for row in rows}
     yield Row("worker_up", "1 where the worker takes requests.",
               {worker: float(state == "up") for worker, state in state_by_worker.items()}, ("worker",))  # fmt: skip

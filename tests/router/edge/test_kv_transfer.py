@@ -486,6 +486,10 @@ def test_the_list_of_workers_says_why_no_kv_moves(edge: Any) -> None:
         assert (row["sources"], row["problem"]) == ([], "no worker gives KV: each computes its prompts")
         assert row["missing_role"] == "prefill"
         assert b'blockcast_router_kv_role_missing{group="g",role="prefill"} 1.0' in await get_metrics(edge)
+        edge.proxy.perform(edge.core.mark_worker_down("d", edge.now(), "no answer to /health"))
+        page = await get_metrics(edge)
+        for role in (b"prefill", b"decode"):
+            assert b'blockcast_router_kv_role_missing{group="g",role="%b"} 1.0' % role in page
 
     edge.run(scenario())
 
