@@ -292,9 +292,8 @@ class Exchange:
         is_stream = is_readable_stream(head)
         if has_started and not is_stream:
             failure_kind = FailureKind.STREAM if head.status < 400 else None
-            self._abort_response(
-                f"the worker that was to go on answers {head.status}, and no events that can be read", failure_kind
-            )
+            reason = f"the worker that was to go on answers {head.status}, and no events that can be read"
+            self._abort_response(reason, failure_kind)
             return None
         assert self._attempt is not None
         self._attempt.head = head
@@ -358,7 +357,10 @@ class Exchange:
             self.client.finish(keep_alive=self._keeps_alive(head))
 
     def _record_completion(self, head: ResponseHead, *, reusable: bool) -> bool:
-        """Record a complete answer; return False if the exchange had ended before."""
+        """Record that the client has the complete answer, and release the worker's connection.
+
+        Return False if the exchange had ended before, as when the client left: then the answer is counted already.
+        """
         proxy, context, attempt = self._proxy, self.context, self._attempt
         if attempt is not None:
             if self._is_client_paused:
@@ -377,7 +379,11 @@ class Exchange:
     # Ends ---------------------------------------------------------------------------------------------------------
 
     def attempt_lost(self, reason: str, *, is_stale: bool) -> None:
-        """Complete, repeat or end the answer, as the worker's connection ended."""
+        """Handle the end of the worker's connection. `is_stale`: an idle one, closed as the request was written.
+
+        After the head of an answer this may be the regular end of its body, or else the answer broke off. Before it, a
+        stale connection is replaced by a new one to the same worker, and any other failure goes to the core.
+        """
         head = self._response_head
         if head is not None:
             try:
@@ -387,9 +393,9 @@ class Exchange:
             else:
                 self._complete(head, reusable=False)
         elif is_stale and self.context.decision is not None:
-            # An idle connection was closed as the request was written: repeat it, once, without blame.
+            # Engines close idle connections at any time: send the request again, once, and count no failure.
             if self._prefill is not None:
-                self._prefill.is_taken = False
+                self._prefill.is_taken = False  # the worker did not read the request, so it fetched no KV
             self._start_attempt(self.context.decision, is_resend=True)
         else:
             self._handle_failed_attempt(FailureKind.RESET, reason)
@@ -470,11 +476,8 @@ class Exchange:
     def _terminate_body(self, head: ResponseHead) -> None:
         """End the body for a client that has the last event, as the worker has closed its connection."""
         body, response_filter = head.body, self._filter
-        if (
-            not response_filter.unframes
-            and isinstance(body, ChunkedBody)
-            and (response_filter.stream is not None or body.is_between_chunks)
-        ):
+        can_end_body = isinstance(body, ChunkedBody) and (response_filter.stream is not None or body.is_between_chunks)
+        if can_end_body and not response_filter.unframes:
             self.client.write(LAST_CHUNK)
             self._complete(head, reusable=False)
         elif self._record_completion(head, reusable=False):
@@ -499,39 +502,30 @@ class Exchange:
         return True
 
     def _continue_elsewhere(self, reason: str, kind: FailureKind, *, is_move: bool = False) -> bool:
-        """Have another worker complete the answer; return False if none can.
+        """Complete an answer that its worker cannot: by its last events alone, or at another worker.
 
-        `is_move`: the connection is intact, so that without another worker the answer stays where it is.
+        Return False if neither is possible. `is_move`: the worker's connection is intact, so without another worker
+        the answer stays where it is.
         """
         proxy, context, head, route = self._proxy, self.context, self._response_head, self.context.route
-        request_id = context.request_id
         if head is None or route is None or not proxy.is_in_core(context) or context.is_done:
             return False
         stream = context.continuation if is_readable_stream(head) else None
-        missing_end = (
-            None
-            if stream is None
-            else stream.build_missing_end(is_usage_sent=context.progress.find_reported_usage() is not None)
-        )
-        if missing_end is not None:
-            proxy.record_broken_stream(context, "completed", reason)
-            self.client.write(encode_chunk(missing_end) + LAST_CHUNK)
-            self._complete(head, reusable=False)
+        if stream is not None and self._write_missing_end(stream, head, reason):
             return True
         continuation_route = self._build_continuation_route(stream, head, route)
         if continuation_route is None:
             return False
-        now = proxy.now()
+        request_id, now = context.request_id, proxy.now()
         if is_move:
-            instructions = proxy.core.move_request(
-                request_id, now, continuation_route, is_stalled=kind is FailureKind.STALLED
-            )
+            is_stalled = kind is FailureKind.STALLED
+            instructions = proxy.core.move_request(request_id, now, continuation_route, is_stalled=is_stalled)
             if not instructions:
                 return False
         else:
             instructions = proxy.core.fail_attempt(request_id, kind, now, continuation_route, silent_s=self._silent_s())
         if is_final_refusal(instructions, request_id):
-            proxy.perform(instructions[1:])
+            proxy.perform(instructions[1:])  # but for the refusal: the client has some of the answer
             return False
         self.close()
         proxy.record_failed_attempt(context.decision, kind, reason)
@@ -541,6 +535,17 @@ class Exchange:
         context.route, self._attempt = continuation_route, None
         context.progress.restart()
         proxy.perform(instructions)
+        return True
+
+    def _write_missing_end(self, stream: StreamContinuation, head: ResponseHead, reason: str) -> bool:
+        """Send the end of a stream of which the client has the last token; return False if tokens are missing."""
+        is_usage_sent = self.context.progress.find_reported_usage() is not None
+        missing_end = stream.build_missing_end(is_usage_sent=is_usage_sent)
+        if missing_end is None:
+            return False
+        self._proxy.record_broken_stream(self.context, "completed", reason)
+        self.client.write(encode_chunk(missing_end) + LAST_CHUNK)
+        self._complete(head, reusable=False)
         return True
 
     def _build_continuation_route(
@@ -558,15 +563,11 @@ class Exchange:
         if continuation_route is None or continuation_route is route or decision is None:
             return continuation_route
         same_engine_workers = workers.find_workers_by_engine(workers.get_engine(decision.worker))
-        return (
-            continuation_route.replace(
-                allowed_workers=same_engine_workers
-                if continuation_route.allowed_workers is None
-                else same_engine_workers & continuation_route.allowed_workers
-            )
-            if same_engine_workers
-            else continuation_route
-        )
+        if not same_engine_workers:
+            return continuation_route
+        if continuation_route.allowed_workers is not None:
+            same_engine_workers &= continuation_route.allowed_workers
+        return continuation_route.replace(allowed_workers=same_engine_workers)
 
     def _model_tokens_max(self, route: RouteRequest) -> int | None:
         """Return the longest context of the model; None if it is unknown."""

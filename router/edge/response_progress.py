@@ -78,13 +78,17 @@ class ResponseProgress:
 
     @staticmethod
     def is_output(data: bytes, path: str) -> bool:
-        """Return whether the bytes contain output of the model. A stream of Responses begins with other events."""
+        """Return whether the bytes contain output of the model.
+
+        They do in every API but Responses, whose streams begin with events about the response itself.
+        """
         return path != RESPONSES_PATH or b"response.output" in data or b"event: response." not in data
 
     def find_reported_usage(self) -> ReportedUsage | None:
-        """Return the usage at the end of the answer; None if there is none.
+        """Return the token counts that the worker reported at the end of the answer; None if it reported none.
 
-        Messages may report the usage of the prompt only once, in the event that starts the message.
+        Streams of Anthropic's Messages may report the prompt's counts in their first event only: then those counts and
+        the last event's output tokens are put together.
         """
         last_usage = find_usage(b"".join(self._tail))
         if last_usage is not None and last_usage.prompt_tokens:
@@ -119,22 +123,27 @@ def find_usage(tail: bytes) -> ReportedUsage | None:
 
 
 def _read_usage(text: bytes, start: int) -> ReportedUsage:
-    """Read a `usage` object of the OpenAI or the Anthropic API. `start`: position after its opening brace."""
-    prompt_tokens, cached_tokens, completion_tokens = [_read_count(text, start, key) for key in _OPENAI_COUNT_KEYS]
-    if prompt_tokens is not None:
-        return ReportedUsage(prompt_tokens, cached_tokens, completion_tokens)
+    """Read a `usage` object of the OpenAI or the Anthropic API. `start`: position after its opening brace.
+
+    Responses, an API of OpenAI, has the counts of both: Anthropic's `input_tokens`, and OpenAI's `cached_tokens`. So
+    a count without Anthropic's key is read by OpenAI's.
+    """
+    openai_usage = ReportedUsage(*(_read_count(text, start, key) for key in _OPENAI_COUNT_KEYS))
+    if openai_usage.prompt_tokens is not None:
+        return openai_usage
     uncached_tokens, cache_read_tokens, output_tokens, cache_written_tokens = [
         _read_count(text, start, key) for key in _ANTHROPIC_COUNT_KEYS
     ]
     if uncached_tokens is None and output_tokens is None:
-        return ReportedUsage(None, cached_tokens, completion_tokens)
+        return openai_usage
+    prompt_tokens = None
     if uncached_tokens is not None:
         prompt_tokens = uncached_tokens + (cache_read_tokens or 0) + (cache_written_tokens or 0)
-    if cache_read_tokens is not None:
-        cached_tokens = cache_read_tokens
-    if output_tokens is not None:
-        completion_tokens = output_tokens
-    return ReportedUsage(prompt_tokens, cached_tokens, completion_tokens)
+    return ReportedUsage(
+        prompt_tokens,
+        openai_usage.cached_tokens if cache_read_tokens is None else cache_read_tokens,
+        openai_usage.completion_tokens if output_tokens is None else output_tokens,
+    )
 
 
 def _read_count(tail: bytes, position: int, key: bytes) -> int | None:

@@ -26,7 +26,11 @@ _OPENING, _CLOSING, _QUOTE, _BACKSLASH = b"{[", b"}]", ord('"'), ord("\\")
 
 
 class ResponseRedactor:
-    """Blanks the internal fields of one answer."""
+    """Hides the values of internal fields in one answer, and keeps its length.
+
+    An answer arrives in parts that may cut a key or a value anywhere. So a possible beginning of a key at the end of a
+    part waits in `_pending`, and the state of an unfinished value is kept until the next part.
+    """
 
     __slots__ = (
         "_depth",
@@ -51,7 +55,10 @@ class ResponseRedactor:
         self._is_in_string = self._is_escaped = self._is_in_number = False
 
     def feed(self, content: bytes, *, ends: bool) -> bytes:
-        """Take the next bytes; return the bytes to forward. `ends`: no further bytes follow."""
+        """Take the next part of the answer, and return the bytes that can be forwarded to the client now.
+
+        `ends`: no further bytes follow, so nothing is held back as the possible beginning of a key.
+        """
         data = self._pending + content if self._pending else content
         if not self._is_blanking and self._key_pattern.search(data) is None:  # as nearly always
             end = len(data) if ends else _end_before_key(data, 0)
@@ -71,7 +78,11 @@ class ResponseRedactor:
         return bytes(out)
 
     def _blank_value(self, data: bytes, position: int, out: bytearray) -> int:
-        """Blank a value up to an empty object, array or text, or 0; return the position behind the blanked bytes."""
+        """Replace the value at `position` by an empty one of its type and spaces; return the position after it.
+
+        `"10.0.0.7"` becomes a quotation mark, spaces and a quotation mark; `{"port": 7}` becomes `{         }`; 5100
+        becomes `0   `. true, false and null stay, as they tell nothing. The bytes for the client go to `out`.
+        """
         first_byte = data[position]
         self._depth = int(first_byte in _OPENING)
         self._is_in_string = first_byte == _QUOTE
@@ -83,13 +94,17 @@ class ResponseRedactor:
         return self._blank(data, position + 1, out)
 
     def _blank(self, data: bytes, position: int, out: bytearray) -> int:
-        """Blank from `position` to the end of the value or of `data`; return that end."""
+        """Write a space to `out` for each byte of a value, but keep the byte that closes it; return the end position.
+
+        The value began before `position`, perhaps in an earlier part of the answer. If it does not end in `data`, the
+        end is that of `data`, and the next part goes on by the state kept: open brackets, string, escape or number.
+        """
         while position < len(data) and self._is_blanking:
             byte = data[position]
             if self._is_in_number:
                 self._is_in_number = self._is_blanking = byte in _NUMBER
                 if not self._is_blanking:
-                    break
+                    break  # the byte after a number belongs to the text around it
             elif self._is_in_string:
                 if self._is_escaped:
                     self._is_escaped = False
@@ -108,7 +123,10 @@ class ResponseRedactor:
 
 
 def _end_before_key(data: bytes, start: int) -> int:
-    """Return the position of a key that may be cut off by the end of `data`; else that end."""
+    """Return the position up to which `data` can be forwarded.
+
+    That is its end, unless an internal key may begin there and go on in the next part of the answer.
+    """
     if data[-1:] not in _KEY_START_ENDS:
         return len(data)
     key_start = _KEY_START_PATTERN.search(data, max(start, len(data) - KEY_START_BYTES_MAX))

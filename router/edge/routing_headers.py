@@ -16,18 +16,25 @@ _HEADER_NAMES: Final = frozenset(
 
 
 class RoutingHeaders:
-    """Values of the routing headers of one request."""
+    """Wishes about routing that a client states in the headers of one request, and the model that a header names.
+
+    An attribute is None if its header is missing.
+    """
 
     __slots__ = ("deadline_ms", "model", "priority", "role", "session", "ttft_ms", "wants_explanation", "worker")
 
-    def __init__(self, request: HttpRequest, names: SessionNames, model_header: bytes | None) -> None:
-        """Raises RequestError naming the header that cannot be read."""
+    def __init__(self, request: HttpRequest, session_names: SessionNames, model_header: bytes | None) -> None:
+        """Read the headers of `request`. Raises RequestError naming the header that cannot be read.
+
+        `session_names`: headers that name sessions. `model_header`: the one by which a gateway names the model.
+        """
         header_names = request.headers.names
         model = None if model_header is None else request.get_header(model_header)
         self.model = model[:NAME_BYTES_MAX].decode("utf-8", "replace") if model else None
-        self.session: NameByMeaning = (
-            {} if names.header_names.isdisjoint(header_names) else names.read_headers(request.headers.get)
-        )
+        self.session: NameByMeaning = {}
+        """Names of the session and its parent, as the headers give them."""
+        if not session_names.header_names.isdisjoint(header_names):
+            self.session = session_names.read_headers(request.headers.get)
         self.priority: int | None = None
         """Priority that replaces the one in the body."""
         self.deadline_ms: int | None = None
@@ -37,8 +44,9 @@ class RoutingHeaders:
         self.worker: str | None = None
         """Id of the only worker that may answer."""
         self.role: str | None = None
+        """Role of the workers that may answer, such as `prefill`."""
         self.wants_explanation = False
-        """Whether the client asks for the reasons of its miss."""
+        """Whether the client asks why its prompt was not cached."""
         if not _HEADER_NAMES.isdisjoint(header_names):  # most requests have none of them
             self.priority = _parse_integer_header(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
             self.deadline_ms = _parse_integer_header(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
