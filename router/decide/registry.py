@@ -308,7 +308,7 @@ class WorkerRegistry:
             return Refuse(request_id, 404, "unknown_role", f"No worker has the role {request.role!r}.")
         states = Counter(worker.state.value for worker in (serving_workers if model else self.workers.values()))
         counts_text = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none was found yet"
-        if WorkerState.UP.value in states:  # without their partners they answer nothing
+        if any(w.state is WorkerState.UP and w.spec.transfer.needs_partner for w in serving_workers):
             counts_text += ", but no pair of one for prefills and one for decodes"
         model_text = f" of model {model!r}" if model else ""
         return Refuse(request_id, 503, "no_worker", f"No worker{model_text} is up: {counts_text}.", 1.0)

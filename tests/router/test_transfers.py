@@ -700,3 +700,13 @@ def test_an_unknown_prompt_avoids_a_pair_whose_transfer_failed() -> None:
             core.fail_transfer(f"r{number}", 0.1 * number)
         core.abort_request(f"r{number}", 0.1 * number)
     assert sources[0] not in sources[1:]
+
+
+def test_a_role_that_is_down_lacks_no_pair() -> None:
+    core, _ = make_core("", CONFIG)
+    for name in ("fast", "slow"):
+        core.add_worker(spec(name, roles=frozenset({name})), 0.0)
+    core.mark_worker_down("fast", 0.0, "killed")
+    refusal = core.route(request("r", PROMPT, role="fast"), 0.0)
+    assert isinstance(refusal, Refuse)
+    assert refusal.message == "No worker of model 'm' is up: 1 down, 1 up."
