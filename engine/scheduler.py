@@ -143,12 +143,13 @@ class Scheduler:
         for entry in list(self._requests.running):
             seq = entry.seq
             start, token_count = seq.computed_tokens, len(seq.token_ids)
-            ends_with_step_in_flight = start == token_count == entry.length_max - 1
             if start < entry.next_check_position:  # most decodes: they have memory, and cannot end
                 chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, start == token_count)
-            elif entry.has_ended or ends_with_step_in_flight:
                 continue
-            elif token_count - start > 1:
+            ends_with_step_in_flight = start == token_count == entry.length_max - 1
+            if entry.has_ended or ends_with_step_in_flight:
+                continue
+            if token_count - start > 1:
                 prefills.append(entry)
             elif self._grow_or_preempt(entry, start + 1, draft):
                 chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, start == token_count)
