@@ -16,7 +16,11 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of a worker's event publisher. Parsed once, by `parse`; fields and defaults are vLLM's."""
+    """Settings of a worker's event publisher, read from the JSON of `--kv-events-config`.
+
+    Keys and defaults are vLLM's, so given settings publish nothing unless they enable events. Without the flag, our
+    engine publishes. The texts in the annotations are the help of the command line.
+    """
 
     enable_kv_cache_events: Annotated[bool, "Publish events. On where none of these settings is given."] = False
     publisher: Annotated[
@@ -24,11 +28,11 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = None
     endpoint: Annotated[str, "Where events are published. Rank r uses the port + r."] = "tcp://*:5557"
     replay_endpoint: Annotated[str | None, "Where missed batches and snapshots are asked for; always bound."] = None
-    """Address of the replay socket; None: replay is not offered."""
+    """None: the publisher offers no replay."""
     buffer_steps: Annotated[Count, "Batches kept for replay."] = 10_000
     hwm: Annotated[Count, "Messages queued for one slow subscriber before it loses some; 0: no limit."] = 100_000
     max_queue_size: Annotated[Positive, "Batches that may wait for the publisher's thread."] = 100_000
-    """Longest queue; when it is full the oldest batch is not sent live, and replay still has it."""
+    """When the queue is full, its oldest batch is not sent; subscribers see the gap and ask for its replay."""
     topic: Annotated[str, "Begins every message: subscribers choose by it."] = ""
 
     @property

@@ -261,19 +261,25 @@ class StreamState:
     # Replies, by phase
 
     def _handle_repair_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
-        """Handle a batch of a replay that fills a gap.
+        """Handle a batch of a replay that fills a gap: the last applied batch comes first, then the missing ones."""
+        assert self._next_seq is not None
+        if self._awaits_last_batch:
+            return self._compare_last_batch(seq, payload, now)
+        if seq < self._next_seq:  # the publisher may send earlier batches than requested
+            return []
+        if seq > self._next_seq:
+            return self._handle_reply_gap(seq, now)
+        self._attempt_count = 0
+        return [self._apply(seq, payload, Origin.REPLAY)]
 
-        The replay begins with the last applied batch. If that has other bytes than before, the publisher has restarted.
+    def _compare_last_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
+        """Check that the first batch of a replay is the batch that was applied last, with the same bytes.
+
+        If its bytes differ, the publisher has restarted and counts anew. If the replay begins later, batches are lost.
+        In both cases the stream starts over.
         """
         assert self._next_seq is not None
         last_seq = self._next_seq - 1
-        if not self._awaits_last_batch:
-            if seq < self._next_seq:
-                return []
-            if seq > self._next_seq:
-                return self._handle_reply_gap(seq, now)
-            self._attempt_count = 0
-            return [self._apply(seq, payload, Origin.REPLAY)]
         if seq < last_seq:
             return []
         if seq > last_seq:
@@ -285,6 +291,7 @@ class StreamState:
         return []
 
     def _handle_rebuild_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
+        """Apply a batch of a replay of all batches that the publisher keeps; the first may have any number."""
         if self._next_seq is None or seq == self._next_seq:
             return [self._apply(seq, payload, Origin.REPLAY)]
         return [] if seq < self._next_seq else self._handle_reply_gap(seq, now)
@@ -297,6 +304,7 @@ class StreamState:
         return self._start_repair(now)
 
     def _handle_snapshot_reply(self, seq: int, payload: bytes) -> list[Instruction]:
+        """Apply a chunk of a snapshot, or note the batch that ends it: the state of the chunks includes that batch."""
         if seq == SNAPSHOT_SEQ and self._snapshot_batch_count == 0:
             self._snapshot_chunk_count += 1
             self._has_applied_state = True

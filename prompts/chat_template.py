@@ -478,10 +478,11 @@ def _add_reasoning_names(message: Message) -> Message:
 
 
 def _tag_final_message(messages: list[Message], field: str, template_source: str) -> str:
-    """Put a tag after the text of a field of the last message, and return that text.
+    """Put a tag after the text of the last message, which the model is to continue, and return that text.
 
-    The tag shows where this text ends in the rendered prompt. The last message in `messages` is replaced by a copy.
-    Raises RequestError if there is no text to continue.
+    The tag shows where the text ends in the rendered prompt, so that what the template writes after it can be cut off.
+    `field` has the text: the content or the reasoning. The last message in `messages` is replaced by a copy. Raises
+    RequestError if there is no text to continue.
     """
     param = "continue_final_message"
     final_message = messages[-1]
@@ -489,20 +490,31 @@ def _tag_final_message(messages: list[Message], field: str, template_source: str
     if content is None:
         raise RequestError(f'{param}: the last message has no "{field}" to continue', param=param)
     tagged_fields = [field]
-    if field in _REASONING_FIELDS:  # a template may read any of the names of reasoning
+    if field in _REASONING_FIELDS:  # the message has the reasoning under several names, and a template reads one
         tagged_fields = [name for name in _REASONING_FIELDS if final_message.get(name) == content]
+    # A quick check for a clear error: a name may occur without being read, and then the rendered prompt lacks the tag.
     if not any(name in template_source for name in tagged_fields):
         raise RequestError(f'{param}: the chat template does not read "{field}"', param=param)
     if isinstance(content, str):
         messages[-1] = {**final_message, **dict.fromkeys(tagged_fields, content + _CONTINUE_TAG)}
         return content
     parts = content if isinstance(content, list) else []
-    for index, part in reversed(list(enumerate(parts))):
+    index = _find_last_text_part(parts)
+    if index is None:
+        raise RequestError(f"{param}: the last message has no text to continue", param=param)
+    text = str(parts[index]["text"])
+    tagged_part = {**parts[index], "text": text + _CONTINUE_TAG}
+    messages[-1] = {**final_message, field: [*parts[:index], tagged_part, *parts[index + 1 :]]}
+    return text
+
+
+def _find_last_text_part(parts: list[Any]) -> int | None:
+    """Return the index of the last part with a text, such as {"type": "text", "text": "Hello"}; None without one."""
+    for index in reversed(range(len(parts))):
+        part = parts[index]
         if isinstance(part, dict) and isinstance(part.get("text"), str):
-            tagged_part = {**part, "text": part["text"] + _CONTINUE_TAG}
-            messages[-1] = {**final_message, field: [*parts[:index], tagged_part, *parts[index + 1 :]]}
-            return str(part["text"])
-    raise RequestError(f"{param}: the last message has no text to continue", param=param)
+            return index
+    return None
 
 
 def _cut_at_tag(text: str, final_text: str) -> str:

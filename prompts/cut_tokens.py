@@ -56,40 +56,43 @@ class CutTokens:
 def find_cut_tokens(hf_tokenizer: HfTokenizer) -> CutTokens:
     """Return the added tokens before which a text can be cut so that its pieces can be encoded separately.
 
-    There are none if the tokenizer has dropout, or if encoding sample texts in pieces changes their token ids.
+    With the cut token `<|im_start|>`, `a<|im_start|>b` has the ids of `a` and then those of `<|im_start|>b`. There are
+    no cut tokens if the tokenizer has dropout, or if encoding sample texts in pieces changes their token ids.
     """
     no_tokens = CutTokens((), ())
-    if getattr(hf_tokenizer.model, "dropout", None):
+    if getattr(hf_tokenizer.model, "dropout", None):  # one text has other ids each time
         return no_tokens
-    all_tokens = list(hf_tokenizer.get_added_tokens_decoder().values())
-    literal_tokens = [token for token in all_tokens if not token.normalized and token.content]
-    literal_texts = [token.content for token in literal_tokens]
-    any_looks_around = any(token.lstrip or token.rstrip or token.single_word for token in all_tokens)
-    safe_texts = [token.content for token in literal_tokens if _can_cut(token, any_looks_around)]
-    cut_tokens = CutTokens(literal_texts, _drop_overlapped(safe_texts, literal_texts))
-    all_texts = [token.content for token in all_tokens]
-    return no_tokens if _has_sample_mismatch(hf_tokenizer, cut_tokens, all_texts) else cut_tokens
+    added_tokens = list(hf_tokenizer.get_added_tokens_decoder().values())
+    # Other tokens are found in the normalized text, and a pattern over the text as sent would miss them.
+    unnormalized_tokens = [token for token in added_tokens if not token.normalized and token.content]
+    unnormalized_texts = [token.content for token in unnormalized_tokens]
+    depends_on_neighbours = any(token.lstrip or token.rstrip or token.single_word for token in added_tokens)
+    candidates = [token.content for token in unnormalized_tokens if _can_cut(token, depends_on_neighbours)]
+    cut_tokens = CutTokens(unnormalized_texts, _drop_overlapped(candidates, unnormalized_texts))
+    added_texts = [token.content for token in added_tokens]
+    return no_tokens if _has_sample_mismatch(hf_tokenizer, cut_tokens, added_texts) else cut_tokens
 
 
-def _drop_overlapped(texts: Iterable[str], literal_texts: Sequence[str]) -> list[str]:
-    """Return the texts that no added token can overlap from before.
+def _drop_overlapped(candidates: Iterable[str], added_texts: Sequence[str]) -> list[str]:
+    """Return the candidates that no other added token can overlap from before.
 
-    Such a token would be found first, and the end of the piece before the cut would become a part of it.
+    In `ab<c`, an added token `b<` would be found before the token `<c`, so a cut before `<c` would split `b<`. It is
+    the same with a token `b<cd` that contains the candidate.
     """
-    endings = {text[start:] for text in literal_texts for start in range(1, len(text))}
-    return [
-        text
-        for text in texts
-        if not any(text[:end] in endings for end in range(1, len(text)))
-        and not any(literal_text.find(text, 1) >= 0 for literal_text in literal_texts)
-    ]
+    endings = {text[start:] for text in added_texts for start in range(1, len(text))}
+
+    def is_overlapped(candidate: str) -> bool:
+        begins_in_other_token = any(candidate[:end] in endings for end in range(1, len(candidate)))
+        return begins_in_other_token or any(text.find(candidate, 1) >= 0 for text in added_texts)
+
+    return [candidate for candidate in candidates if not is_overlapped(candidate)]
 
 
-def _can_cut(token: AddedToken, any_looks_around: bool) -> bool:
+def _can_cut(token: AddedToken, depends_on_neighbours: bool) -> bool:
     """Return whether the texts before and after an added token are encoded without regard to the token.
 
-    Other added tokens may depend on their neighbours: lstrip and rstrip include white space, and single_word requires
-    the edge of a word. Then the token must not begin or end with white space or with a letter of a word.
+    `depends_on_neighbours`: some added token includes the white space around it (lstrip, rstrip) or must stand at the
+    edge of a word (single_word). Then this token must not begin or end with white space or with a letter of a word.
     """
     text: str = token.content
     if token.lstrip or token.rstrip or token.single_word:
@@ -97,7 +100,7 @@ def _can_cut(token: AddedToken, any_looks_around: bool) -> bool:
     if len(text) < _TOKEN_CHARS_MIN or text.isspace():
         return False
     edges = text[0] + text[-1]
-    return not (any_looks_around and any(char.isspace() or char.isalnum() or char == "_" for char in edges))
+    return not (depends_on_neighbours and any(char.isspace() or char.isalnum() or char == "_" for char in edges))
 
 
 def _build_trie_pattern(words: Iterable[str]) -> str:
@@ -112,6 +115,10 @@ def _build_trie_pattern(words: Iterable[str]) -> str:
 
 
 def _build_branch_pattern(node: dict[str, Any]) -> str:
+    """Return the pattern of the words below a node of a trie: character -> child node, "" -> a word ends here.
+
+    For `in`, `int` and `of`: `(?:in(?:t)?|of)`.
+    """
     chain_pattern = ""
     while len(node) == 1 and "" not in node:  # a loop, so that only branches need recursion
         ((char, node),) = node.items()
@@ -124,7 +131,10 @@ def _build_branch_pattern(node: dict[str, Any]) -> str:
 
 
 def _has_sample_mismatch(hf_tokenizer: HfTokenizer, cut_tokens: CutTokens, added_tokens: Sequence[str]) -> bool:
-    """Return whether a sample text has other token ids if it is encoded in the pieces between its cuts."""
+    """Return whether a sample text has other token ids if it is encoded in the pieces between its cuts.
+
+    The samples are pairs of added tokens, and ordinary texts before and after each of them.
+    """
     cuts = sorted(cut_tokens.texts)
     tokens = [*cuts[:4], *cuts[-2:], *added_tokens[:4], *added_tokens[-4:]]
     texts = [first + second for first in tokens for second in tokens[:6]]

@@ -232,6 +232,11 @@ def _read_token_text(value: Any) -> str | None:
 
 
 def _make_added_token(value: Any, *, special: bool) -> AddedToken:
+    """Make a token from a config value: its text, or an object with its text and flags.
+
+    `special` is used if the value does not say whether the token is special. By default, a special token is found in
+    the text as it was sent, not in the normalized text.
+    """
     if not isinstance(value, dict):
         return AddedToken(value, special=special, normalized=False)
     flags = {name: bool(value.get(name, False)) for name in ("single_word", "lstrip", "rstrip")}
@@ -243,31 +248,54 @@ def _make_added_token(value: Any, *, special: bool) -> AddedToken:
 def _add_configured_tokens(hf_tokenizer: HfTokenizer, folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Add the tokens of tokenizer_config.json that tokenizer.json lacks.
 
-    Returns the texts of the named tokens by their names (`bos_token` ...). Older checkpoints have these in
-    special_tokens_map.json. Raises TokenizerError if the added tokens are malformed.
+    Returns the texts of the named tokens, such as {"bos_token": "<s>"}. Raises TokenizerError if the added tokens are
+    malformed.
     """
     token_settings = dict(config)
-    tokens_by_id = config.get("added_tokens_decoder")
-    if not isinstance(tokens_by_id, dict):
-        tokens_by_id = {}
+    if not isinstance(config.get("added_tokens_decoder"), dict):  # an older checkpoint has its named tokens elsewhere
         token_settings.update(_read_json(folder / "special_tokens_map.json"))
-    if not all(key.isdigit() and _read_token_text(value) for key, value in tokens_by_id.items()):
-        raise TokenizerError(f"{folder}/tokenizer_config.json: added_tokens_decoder: expected ids with token objects")
-    token_objects = [tokens_by_id[key] for key in sorted(tokens_by_id, key=int)]
+    token_objects = _list_token_objects(config, folder)
     named_tokens: dict[str, str] = {}
     for name in _NAMED_TOKENS:
         text = _read_token_text(token_settings.get(name))
         if text is not None:
             named_tokens[name] = text
     special_values = [*(token_settings[name] for name in named_tokens), *_list_extra_tokens(token_settings)]
+    _add_missing_tokens(hf_tokenizer, _make_added_tokens(token_objects, special_values))
+    return named_tokens
+
+
+def _list_token_objects(config: dict[str, Any], folder: Path) -> list[Any]:
+    """Return the tokens of `added_tokens_decoder`, in the order of their ids. Raises TokenizerError.
+
+    The config has them as {"151643": {"content": "<|endoftext|>", "special": true}, ...}; older configs have none.
+    """
+    tokens_by_id = config.get("added_tokens_decoder")
+    if not isinstance(tokens_by_id, dict):
+        return []
+    if not all(key.isdigit() and _read_token_text(value) for key, value in tokens_by_id.items()):
+        raise TokenizerError(f"{folder}/tokenizer_config.json: added_tokens_decoder: expected ids with token objects")
+    return [tokens_by_id[key] for key in sorted(tokens_by_id, key=int)]
+
+
+def _make_added_tokens(token_objects: list[Any], special_values: list[Any]) -> list[AddedToken]:
+    """Return all tokens that a config names; `special_values` are the config values of its special tokens.
+
+    A special token that is also among the token objects has the flags of its object, which tells more.
+    """
     object_by_text = {_read_token_text(token_object): token_object for token_object in token_objects}
-    new_tokens = [_make_added_token(token_object, special=False) for token_object in token_objects]
+    added_tokens = [_make_added_token(token_object, special=False) for token_object in token_objects]
     for value in special_values:
         text = _read_token_text(value)
         if text is not None:
-            new_tokens.append(_make_added_token(object_by_text.get(text, value), special=True))
+            added_tokens.append(_make_added_token(object_by_text.get(text, value), special=True))
+    return added_tokens
+
+
+def _add_missing_tokens(hf_tokenizer: HfTokenizer, tokens: list[AddedToken]) -> None:
+    """Add those tokens that the tokenizer lacks, in their order, which decides their ids."""
     existing_texts = {token.content for token in hf_tokenizer.get_added_tokens_decoder().values()}
-    for token in new_tokens:
+    for token in tokens:
         if token.content in existing_texts:
             continue
         existing_texts.add(token.content)
@@ -275,7 +303,6 @@ def _add_configured_tokens(hf_tokenizer: HfTokenizer, folder: Path, config: dict
             hf_tokenizer.add_special_tokens([token])
         else:
             hf_tokenizer.add_tokens([token])
-    return named_tokens
 
 
 def _list_extra_tokens(token_settings: dict[str, Any]) -> list[Any]:

@@ -130,28 +130,38 @@ PRESET_NAMES = tuple(f"{gpu}:{model}" for gpu in GPU_BY_NAME for model in MODEL_
 
 
 def read_spec(spec_text: str) -> SimulationSpec:
-    """Read SPEC of the command line: a JSON object, `GPU:MODEL`, or a file with a JSON object. Raises ConfigError."""
+    """Return the simulation that `--simulate SPEC` describes. Raises ConfigError.
+
+    SPEC is a preset (`h100:qwen3-8b`), a JSON object (`{"kv_tokens": 100000}`), or the path of a file with such an
+    object.
+    """
     gpu_name, _, model_name = spec_text.partition(":")
     if gpu_name in GPU_BY_NAME and model_name in MODEL_BY_NAME:
         return _make_preset_spec(gpu_name, model_name)
-    text = spec_text
-    if not spec_text.lstrip().startswith("{"):
-        try:
-            text = Path(spec_text).expanduser().read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--simulate {spec_text!r}: no such file ({error}), and no preset; expected a JSON object, a file with "
-                f"one, or GPU:MODEL of {', '.join(GPU_BY_NAME)} and {', '.join(MODEL_BY_NAME)}"
-            ) from None
+    if spec_text.lstrip().startswith("{"):
+        return _decode_spec(spec_text, "SPEC")
+    return _decode_spec(_read_spec_file(spec_text), spec_text)
+
+
+def _read_spec_file(path: str) -> str:
+    """Return the text of a file named on the command line. Raises ConfigError that lists all forms of a SPEC."""
     try:
-        return decode_json(_SPEC_DECODER, text.encode())
-    except RequestError as error:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--simulate {path!r}: no such file ({error}), and no preset; expected a JSON object, a file with one, or "
+            f"GPU:MODEL of {', '.join(GPU_BY_NAME)} and {', '.join(MODEL_BY_NAME)}"
+        ) from None
+
+
+def _decode_spec(json_text: str, source: str) -> SimulationSpec:
+    """Decode the JSON of a spec. Raises ConfigError that names `source`, where the JSON came from."""
+    try:
+        return decode_json(_SPEC_DECODER, json_text.encode())
+    except RequestError as error:  # its message speaks of a request's body, which a spec is not
         reason = error.message.removeprefix("the body: ").replace("the body is", "this is")
         field_names = ", ".join(SimulationSpec.__struct_fields__)
-        raise ConfigError(
-            f"--simulate {spec_text if text is not spec_text else 'SPEC'}: {reason}; a SPEC is a JSON object with "
-            f"{field_names}"
-        ) from None
+        raise ConfigError(f"--simulate {source}: {reason}; a SPEC is a JSON object with {field_names}") from None
 
 
 def _make_preset_spec(gpu_name: str, model_name: str) -> SimulationSpec:

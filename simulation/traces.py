@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +186,11 @@ def link_requests(workload: Workload) -> Workload:
 
 
 def _find_previous_request(request: SimRequest, request_by_last_block: dict[int, SimRequest]) -> SimRequest | None:
-    """Return the request with the longest prompt that `request` can continue, or None."""
+    """Return the request that `request` continues as the next turn of a conversation; None if there is none.
+
+    That is the request whose prompt ends furthest into this one's prompt, with room left for its answer.
+    `request_by_last_block`: last block id of a prompt -> its request.
+    """
     for block_id in reversed(request.block_ids):
         candidate = request_by_last_block.get(block_id)
         if candidate is not None and candidate.prompt_tokens + candidate.output_tokens <= request.prompt_tokens:
@@ -223,29 +228,49 @@ class ChatShape:
 
 
 def generate_chat(name: str, shape: ChatShape, *, seed: int) -> Workload:
-    """Generate chats with Poisson arrivals, after the sequential ones if there are any."""
+    """Generate single-turn chats: each is one of the shared system prompts, followed by a question of its own.
+
+    A prompt is a list of block ids, and requests share KV cache where their first ids are equal. Sequential requests,
+    if any, come first, each as soon as the one before it is answered. The others arrive at random, at a mean rate.
+    """
     rng = random.Random(seed)
     shared_blocks = shape.system_tokens // shape.block_size
     prompt_tokens = shape.system_tokens + shape.question_tokens
-    question_blocks = -(-prompt_tokens // shape.block_size) - shared_blocks
-    next_id, arrival_s = shape.system_prompt_count * shared_blocks + 1, 0.0
+    question_blocks = math.ceil(prompt_tokens / shape.block_size) - shared_blocks
+    next_question_id, arrival_s = shape.system_prompt_count * shared_blocks + 1, 0.0
     requests: list[SimRequest] = []
-    for i in range(shape.request_count):
+    for index in range(shape.request_count):
         first_shared_id = 1 + rng.randrange(shape.system_prompt_count) * shared_blocks
-        block_ids = [
-            *range(first_shared_id, first_shared_id + shared_blocks),
-            *range(next_id, next_id + question_blocks),
-        ]
-        next_id += question_blocks
+        shared_ids = range(first_shared_id, first_shared_id + shared_blocks)
+        question_ids = range(next_question_id, next_question_id + question_blocks)
+        next_question_id += question_blocks
         output_tokens = max(1, round(rng.expovariate(1.0 / shape.output_tokens)))
-        is_sequential = 0 < i < shape.sequential_request_count
-        arrival_s = 0.0 if is_sequential else arrival_s + rng.expovariate(shape.requests_per_s)
-        previous_index = min(i, shape.sequential_request_count) - 1 if i and shape.sequential_request_count else None
-        requests.append(
-            SimRequest(i, i, arrival_s, prompt_tokens, output_tokens, block_ids, previous_index, shape.block_size)
+        if 0 < index < shape.sequential_request_count:
+            arrival_s = 0.0
+        else:
+            arrival_s += rng.expovariate(shape.requests_per_s)
+        request = SimRequest(
+            index=index,
+            session=index,
+            arrival_s=arrival_s,
+            prompt_tokens=prompt_tokens,
+            output_tokens=output_tokens,
+            block_ids=[*shared_ids, *question_ids],
+            previous_index=_find_previous_index(index, shape.sequential_request_count),
+            block_size=shape.block_size,
         )
-    for request in requests:
         request.final_block_ids = request.block_ids[: request.full_block_count]
-    workload = Workload(name, requests, f"{shape.request_count} requests, generated with seed {seed}")
-    workload.working_set_blocks = shape.system_prompt_count * shared_blocks
-    return workload
+        requests.append(request)
+    description = f"{shape.request_count} requests, generated with seed {seed}"
+    return Workload(name, requests, description, working_set_blocks=shape.system_prompt_count * shared_blocks)
+
+
+def _find_previous_index(index: int, sequential_request_count: int) -> int | None:
+    """Return the request after whose answer a generated request arrives; None if its arrival time is absolute.
+
+    A sequential request follows the one before it. All later requests follow the last sequential one: with two of them,
+    requests 0, 1, 2, 3 follow None, 0, 1, 1.
+    """
+    if index == 0 or sequential_request_count == 0:
+        return None
+    return min(index, sequential_request_count) - 1
