@@ -448,7 +448,10 @@ class DirectoryActor:
         ]
 
     def _count_in_flight(self, record: MemberRecord, router_names: list[str]) -> int | None:
-        """Count the requests that these routers have at a worker; None until each reported since the drain began."""
+        """Count the requests that these routers have at a worker; None while the number is not certain.
+
+        When the worker drains, a report from before the drain does not count: its router may have sent requests since.
+        """
         reports = [self._report_by_router.get(name) for name in router_names]
         if any(report is None or report.list_version < record.drain_list_version for report in reports):
             return None
@@ -462,7 +465,10 @@ class DirectoryActor:
                 "prefill_share": max((status.prefill_share for status in statuses), default=0.0)}  # fmt: skip
 
     def _is_settled(self) -> bool:
-        """Return whether every wanted member is up, answers, has the right revision and is known to every router."""
+        """Return whether the fleet is as wanted: nothing is left to start, replace or stop.
+
+        Every wanted member is up, answers and has the right revision, and every router finds all engines up.
+        """
         if self._silent_since_s_by_member:
             return False
         members = list(self._state.record_by_name.values())
@@ -485,7 +491,10 @@ class DirectoryActor:
     # Scaling ---------------------------------------------------------------------------------------------------------
 
     def _autoscale(self, now: float) -> None:
-        """Set the number of engines by their load, once a second; in a dry run, only report what would be done."""
+        """Set the number of engines by their load; in a dry run, only report what would be done.
+
+        Loads come with the reports of the routers, so deciding more often than they report would bring nothing new.
+        """
         state = self._state
         bounds = state.scaling_bounds
         if bounds is None or now - self._autoscaled_at_s < ROUTER_SYNC_S or not self._report_by_router:
@@ -498,12 +507,15 @@ class DirectoryActor:
         decision = self._scaler.decide(bounds, engine_count, loads, queued_request_count, now)
         self._scaler = decision.next_state
         change = f"{engine_count} -> {decision.worker_count} engines"
-        if decision.worker_count != engine_count and not bounds.is_dry_run:
-            state.engine_target = replace_count(state.engine_target, decision.worker_count)
-            self._record_event(f"autoscaling: {change}: {decision.reason}")
-        elif decision.worker_count != engine_count and not self._scaling_advice.startswith(f"{change}:"):
-            self._record_event(f"autoscaling would do: {change}: {decision.reason}")
+        was_advised = self._scaling_advice.startswith(f"{change}:")
         self._scaling_advice = f"{change}: {decision.reason}"
+        if decision.worker_count == engine_count:
+            return
+        if not bounds.is_dry_run:
+            state.engine_target = replace_count(state.engine_target, decision.worker_count)
+            self._record_event(f"autoscaling: {self._scaling_advice}")
+        elif not was_advised:  # a dry run decides the same again and again
+            self._record_event(f"autoscaling would do: {self._scaling_advice}")
 
 
 def replace_count(target: MemberTarget, count: int) -> MemberTarget:

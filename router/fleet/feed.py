@@ -244,28 +244,22 @@ class IndexFeed:
         return [stream for stream in self._streams_by_worker.get(worker_id, []) if stream.is_unreachable(now_s)]
 
     def make_snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
-        """Return the state of a stream for another router; None if this router has not caught up with it.
+        """Return the state of a stream for another router; None if this router cannot make it.
 
-        Waits while the feed's thread writes the snapshot slice by slice, in turn with other streams.
+        The feed's thread writes the snapshot slice by slice, in turn with other streams, while this thread waits. The
+        wait ends with the result, after SNAPSHOT_S_MAX, or when the stream loses its position by a restart.
         """
         streams = self._streams_by_worker.get(worker_id, [])
         if rank >= len(streams) or not self.is_synced(worker_id):
             return None
         dump = _SnapshotDump(self._index, streams[rank])
 
-        def make_next_slice() -> bool:
+        def write_next_slice() -> bool:
             with self._lock:
-                if dump.stream.stream_id in self._stream_by_id:
-                    return dump.step()
-            dump.results.put(None)
-            return False
+                return dump.write_slice(is_followed=dump.stream.stream_id in self._stream_by_id)
 
-        self.events.schedule_work(dump.stream.stream_id, make_next_slice)
-        deadline_s = time.monotonic() + SNAPSHOT_S_MAX
-        while time.monotonic() < deadline_s and dump.stream.position is not None:
-            with contextlib.suppress(Empty):
-                return dump.results.get(timeout=0.1)
-        return None
+        self.events.schedule_work(dump.stream.stream_id, write_next_slice)
+        return dump.wait()
 
     def describe_streams(self, worker_id: str) -> dict[str, Any]:
         """Return the state of a worker's streams, for `/workers`."""
@@ -506,30 +500,39 @@ class IndexFeed:
 
 
 class _SnapshotDump:
-    """Writes the snapshot of one stream slice by slice, and puts it, or None if that failed, into `results`."""
+    """A snapshot of one stream that the feed's thread writes slice by slice, and for which another thread waits."""
 
     def __init__(self, index: PrefixIndex, stream: WorkerStream) -> None:
         self.stream = stream
-        self.results: SimpleQueue[PeerSnapshot | None] = SimpleQueue()
+        self._results: SimpleQueue[PeerSnapshot | None] = SimpleQueue()
+        """Gets one item: the snapshot, or None if it cannot be made."""
         self._index = index
         self._task: DumpTask | None = None
         self._chunks: list[bytes] = []
 
-    def step(self) -> bool:
-        """Write the next slice; return whether there are more."""
+    def wait(self) -> PeerSnapshot | None:
+        """Wait for the snapshot; None if it cannot be made, or takes too long."""
+        deadline_s = time.monotonic() + SNAPSHOT_S_MAX
+        while time.monotonic() < deadline_s and self.stream.position is not None:
+            with contextlib.suppress(Empty):
+                return self._results.get(timeout=0.1)
+        return None
+
+    def write_slice(self, *, is_followed: bool) -> bool:
+        """Write the next slice; return whether there are more. `is_followed`: the stream has not been replaced."""
         stream = self.stream
-        if stream.position is None or stream.complete_from is None:
-            self.results.put(None)
+        if not is_followed or stream.position is None or stream.complete_from is None:
+            self._results.put(None)
             return False
         try:
             if self._task is None:
                 self._task = self._index.begin_dump(stream.holder)
             chunks = self._task.step()
         except KeyError:  # the holder was removed, or cleared by another thread
-            self.results.put(None)
+            self._results.put(None)
             return False
         if chunks is None:
-            self.results.put(PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.complete_from, self._chunks))
+            self._results.put(PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.complete_from, self._chunks))
             return False
         self._chunks.extend(chunks)
         return True

@@ -38,7 +38,7 @@ from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, 
 from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.peer_snapshots import PeerClient
-from router.fleet.worker_lists import read_workers_file, watch_file, watch_name
+from router.fleet.worker_lists import read_workers_file, watch_file, watch_host_name
 from router.fleet.worker_responses import are_ranks_asleep
 from router.http_client import FetchError
 from router.prompting.model_tokenizers import ModelTokenizers
@@ -285,7 +285,7 @@ class Fleet:
         """Add a worker for each address that the host of `flag` resolves to, and follow changes."""
         origin = f"dns {urlsplit(flag.url).hostname}"
         update = partial(self._update_origin, origin)
-        self._spawn(self._watch_forever(lambda: watch_name(flag, self._config.names_s, update)))
+        self._spawn(self._watch_forever(lambda: watch_host_name(flag, self._config.names_s, update)))
 
     def follow_kubernetes(self, source: KubernetesSource) -> None:
         """Add the endpoints of a Service or an InferencePool, and follow changes.
@@ -528,7 +528,12 @@ class Fleet:
             )
 
     async def _poll_sources(self, member: _Member, *, was_down: bool) -> None:
-        """Join a worker again if it was down, or if its event sources or the names of its engines changed."""
+        """Check whether a worker has restarted, and if so let it join again.
+
+        Joining asks the worker for all that the router knows of it (`facts`: models, event sources, KV transfer). A
+        restarted worker shows itself by other event sources or other names of its engines. One that was down joins
+        again in any case.
+        """
         facts = member.facts
         if was_down or facts is None:
             await self._join(member)

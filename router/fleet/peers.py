@@ -48,14 +48,19 @@ Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class TargetLoad(msgspec.Struct, array_like=True):
-    """Load that one router has on one target; `_age` fields are seconds before the message was made."""
+    """Load that one router has on one target, as it is sent to the router's peers.
+
+    Routers have different clocks, so times are sent as ages: seconds before the message was made.
+    """
 
     target: Name
     prefill_s: Amount
     oldest_prefill_s: Amount
-    oldest_routed_age: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
-    oldest_prefill_since_age: Annotated[float, msgspec.Meta(ge=-1e9)]
-    """Infinite if the target was never busy."""
+    """Prefill time of the oldest request without a first token."""
+    oldest_sent_age_s: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
+    """Time since that request was sent to the target."""
+    oldest_since_age_s: Annotated[float, msgspec.Meta(ge=-1e9)]
+    """Time since that request became the oldest; infinite if the target was never busy."""
     decode_requests: Count
     decode_context_tokens: Count
     utilisation: Amount
@@ -234,15 +239,16 @@ def _make_shared_speed(speed: LearnedSpeed) -> SharedSpeed:
 
 
 def _make_peer_load(load: TargetLoad, now: float) -> PeerLoad:
+    """Return a peer's load on a target as received at `now`: its ages become times on this router's clock."""
     prefills = PeerPrefills(
         prefill_s=load.prefill_s,
         request_count=load.prefill_requests,
         oldest_prefill_s=load.oldest_prefill_s,
-        oldest_sent_at_s=now - load.oldest_routed_age,
-        oldest_since_s=now - load.oldest_prefill_since_age,
+        oldest_sent_at_s=now - load.oldest_sent_age_s,
+        oldest_since_s=now - load.oldest_since_age_s,
     )
     return PeerLoad(
-        prefills,
+        prefills=prefills,
         decode_requests=load.decode_requests,
         decode_context_tokens=load.decode_context_tokens,
         utilisation=load.utilisation,

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from options import ConfigError
 from router.fleet.discovery import WorkerFlag, derive_worker_id, parse_worker_flag
@@ -44,7 +44,7 @@ def read_workers_file(path: Path) -> list[WorkerFlag]:
 
 
 async def watch_file(path: Path, update: WorkerListCallback) -> None:
-    """Call `update` with the list whenever the file has changed. An unreadable file changes nothing."""
+    """Call `update` with the workers of a file whenever the file has changed. An unreadable file changes nothing."""
     signature = _get_file_signature(path)
     while True:
         await asyncio.sleep(FILE_POLL_S)
@@ -67,12 +67,13 @@ def _get_file_signature(path: Path) -> tuple[int, int, int] | None:
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
-async def watch_name(flag: WorkerFlag, every_s: float, update: WorkerListCallback) -> None:
-    """Call `update` with one worker for each address that the host of `flag` resolves to.
+async def watch_host_name(template: WorkerFlag, every_s: float, update: WorkerListCallback) -> None:
+    """Resolve the host name of a worker's URL every `every_s` seconds, and call `update` with a worker per address.
 
-    A failed resolution changes nothing.
+    The workers differ from `template` in URL and id only: with two addresses, http://engines:8000 becomes
+    http://10.0.0.1:8000 and http://10.0.0.2:8000. A failed resolution is logged and changes nothing.
     """
-    parts = urlsplit(flag.url)
+    parts = urlsplit(template.url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     while True:
         try:
@@ -80,10 +81,18 @@ async def watch_name(flag: WorkerFlag, every_s: float, update: WorkerListCallbac
         except (OSError, UnicodeError) as error:
             log.warning("%s: %s; its workers stay as they are", parts.hostname, error)
         else:
-            hosts = sorted({str(info[4][0]) for info in address_infos})
-            if len(hosts) > NAME_HOSTS_MAX:
-                log.warning("%s has %d addresses; the first %d are taken", parts.hostname, len(hosts), NAME_HOSTS_MAX)
-                del hosts[NAME_HOSTS_MAX:]
-            urls = [f"{parts.scheme}://{f'[{h}]' if ':' in h else h}:{port}{parts.path}" for h in hosts]
-            update([replace(flag, url=url, worker_id=derive_worker_id(url)) for url in urls])
+            addresses = sorted({str(socket_address[0]) for *_, socket_address in address_infos})
+            if len(addresses) > NAME_HOSTS_MAX:
+                log.warning(
+                    "%s has %d addresses; the first %d are taken", parts.hostname, len(addresses), NAME_HOSTS_MAX
+                )
+                del addresses[NAME_HOSTS_MAX:]
+            urls = [_make_url(parts, address, port) for address in addresses]
+            update([replace(template, url=url, worker_id=derive_worker_id(url)) for url in urls])
         await asyncio.sleep(every_s)
+
+
+def _make_url(parts: SplitResult, address: str, port: int) -> str:
+    """Return the URL of `parts` with an address in place of its host; IPv6 addresses get brackets."""
+    host = f"[{address}]" if ":" in address else address
+    return f"{parts.scheme}://{host}:{port}{parts.path}"
