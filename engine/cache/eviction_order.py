@@ -43,7 +43,11 @@ class TreeHooks:
 
 
 class EvictionOrder(TreeHooks, ABC):
-    """Decides which cached block of a pool is evicted next. The pool reports every change of a block's state."""
+    """Decides which cached block of a memory pool is evicted next. The pool reports every change of a block's state.
+
+    A block is named if a node of the prefix tree stands for its tokens, and cached if it is named but no sequence
+    holds it. A block is of one kind: of an attention group (full or sliding window), or a recurrent state.
+    """
 
     @abstractmethod
     def mark_cached(self, block: Block) -> None:
@@ -61,7 +65,8 @@ class EvictionOrder(TreeHooks, ABC):
     def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
         """Return the block to evict next; None if there is none.
 
-        It is a state, or a block of one of the attention kinds in `useful_kinds`.
+        `useful_kinds`: the attention kinds of which a block would help to make the room that is needed. A state may
+        always be returned, because it takes a whole unit of memory, which any kind can use.
         """
 
     @abstractmethod

@@ -40,7 +40,11 @@ class _LearnedOrder(EvictionOrder):
 
 
 class LearnedDeviceOrder(_LearnedOrder):
-    """Evicts the device's blocks by learned reuse. The learned queue holds leaves of the tree and superseded states."""
+    """Decides which block leaves the device next: one of the conversation that is least likely to return.
+
+    The learned queue holds what can leave the prefix tree without breaking a path: its leaves, and superseded states,
+    which a later state of the same conversation replaces. If the queue is empty, the oldest block goes.
+    """
 
     def mark_cached(self, block: Block) -> None:
         self._age_order.mark_cached(block)
@@ -87,8 +91,10 @@ class LearnedDeviceOrder(_LearnedOrder):
 
 
 class LearnedHostOrder(_LearnedOrder):
-    """Evicts the host's blocks by learned reuse. Its queue holds leaves that only the host has, and superseded
-    states.
+    """Decides which block leaves host memory next: one of the conversation that is least likely to return.
+
+    The learned queue holds leaves of the prefix tree that only the host has, and superseded states, which a later
+    state of the same conversation replaces. If the queue is empty, the oldest block goes.
     """
 
     def mark_cached(self, block: Block) -> None:
@@ -136,13 +142,19 @@ class LearnedHostOrder(_LearnedOrder):
 
 
 class LearnedEviction(LruEviction):
-    """Holds the learned orders of device and host memory. Only for models without sliding windows."""
+    """Evicts first what is least likely to be asked again, learned from how often and when conversations return.
+
+    A turn is one request of a conversation. The prompt of the next turn begins with the prompt of the turn before, so
+    the cached prefix of a turn is worth keeping until the next turn is due. Device and host memory have one order
+    each, and learn from the same turns. Only for models without sliding windows.
+    """
 
     def __init__(self, spec: CacheSpec, unit_count: int) -> None:
-        """`unit_count`: number of units in both memories together."""
+        """`unit_count`: number of units of memory on device and host together."""
         super().__init__(spec)
         blocks_per_unit = spec.blocks_per_unit_by_kind()
         blocks_per_state = blocks_per_unit[FULL_KIND]
+        # With recurrent states, a cached prefix can be resumed only where a state was saved, so paths differ in worth.
         valuation = StateValuation(blocks_per_state, Node.count_saved_blocks) if spec.state is not None else None
         self._block_size = spec.block_size
         self._eviction: AdaptiveEviction[Node] = AdaptiveEviction(
@@ -154,9 +166,11 @@ class LearnedEviction(LruEviction):
         self._turn_by_sequence: dict[EngineSequence, ConversationTurn] = {}
 
     def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:
+        """Record a sequence's prompt as a turn, found by its block hashes; `hit_blocks` of the first were cached."""
         block_count = len(seq.token_ids) // self._block_size
         hashes = [key.hash for key in hasher.block_keys(seq, block_count)[:block_count]]
         self._turn_by_sequence[seq] = self._eviction.begin_turn(hashes, hit_blocks)
 
     def end_turn(self, seq: EngineSequence) -> None:
+        """Record that the sequence is over: from now on its next turn can come, and its blocks become cached."""
         self._eviction.end_turn(self._turn_by_sequence.pop(seq))

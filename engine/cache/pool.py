@@ -107,7 +107,11 @@ class UnitPool:
             self._add_live(unit, kind)
 
     def release(self, block: Block) -> None:
-        """Remove one reference. A block without references becomes cached if a tree node names it, else a hole."""
+        """Remove one reference to a block.
+
+        A block without references is kept for later prompts if a node of the prefix tree names it. Else it becomes a
+        hole: its memory can be used at once.
+        """
         assert block.ref_count > 0, f"{block!r} released more often than held"
         block.ref_count -= 1
         if block.ref_count:
@@ -117,27 +121,27 @@ class UnitPool:
         unit.live_blocks -= 1
         if block.node is None:
             self._make_hole(block)
-            self._idle_units[kind] += unit.kind is not None and unit.live_blocks == 0
-            return
-        assert not block.is_pending, f"{block!r}: the last reference to a block being computed was released"
-        self._order.mark_cached(block)
-        if unit.live_blocks == 0 and kind in self._attention_kinds:
+        else:
+            assert not block.is_pending, f"{block!r}: the last reference to a block being computed was released"
+            self._order.mark_cached(block)
+        # A unit that `_make_hole` made free has no kind any more. Any other one without live blocks has cached ones.
+        if unit.live_blocks == 0 and unit.kind in self._attention_kinds:
             self._idle_units[kind] += 1
 
     def drop(self, block: Block) -> None:
-        """Turn a cached block into a hole, after the caller has taken it out of the prefix tree."""
+        """Turn a cached block into a hole (unused memory), after the caller has taken it out of the prefix tree."""
         assert block.ref_count == 0
         assert block.node is None
         kind, unit = block.kind, block.unit
         self._order.mark_freed(block)
         self._make_hole(block)
-        if unit.kind is None and kind in self._attention_kinds:
+        if unit.kind is None and kind in self._attention_kinds:  # its last cached block: the unit is free now
             self._idle_units[kind] -= 1
 
     # ------------------------------------------------------------------ inside
 
     def _divide_free_unit(self, kind: int) -> Block:
-        """Divide a free unit into blocks of `kind`, and return the first of them. The others are holes."""
+        """Divide a free unit of memory into blocks of `kind`. Return the first; the others are holes (unused)."""
         unit = self._free_units.pop()
         blocks_per_unit = self.blocks_per_unit[kind]
         block_class = self._block_classes[kind]
@@ -161,23 +165,28 @@ class UnitPool:
         unit.live_blocks += 1
 
     def _take_hole(self, kind: int) -> Block | None:
-        """Return a hole of the kind, from the unit with the fewest holes; None if there is no hole.
+        """Return an unused block ("hole") in a unit of the kind; None if the kind has none. The caller makes it live.
 
-        The caller makes it a live block.
+        A unit is a piece of memory that holds several blocks of one kind. The unit with the fewest holes is filled
+        first, so that units with more holes can become free as a whole.
         """
         for hole_count, units in enumerate(self._units_by_holes[kind]):
-            if units:
-                unit = next(reversed(units))
-                del units[unit]
-                block = unit.holes.pop()
-                if hole_count > 1:
-                    self._units_by_holes[kind][hole_count - 1][unit] = None
-                self._idle_units[kind] -= unit.live_blocks == 0
-                return block
+            if not units:
+                continue
+            unit, _ = units.popitem()
+            block = unit.holes.pop()
+            if hole_count > 1:
+                self._units_by_holes[kind][hole_count - 1][unit] = None
+            if unit.live_blocks == 0:  # it had cached blocks only, and gets a live one
+                self._idle_units[kind] -= 1
+            return block
         return None
 
     def _make_hole(self, block: Block) -> None:
-        """Add a block to the holes of its unit. A unit that has only holes becomes free."""
+        """Mark a block as unused (a hole) in its unit of memory. A unit that has only holes becomes free for any kind.
+
+        Units with holes are indexed by the number of holes, so the unit moves to the next index.
+        """
         unit, kind = block.unit, block.kind
         if unit.holes:
             del self._units_by_holes[kind][len(unit.holes)][unit]
@@ -193,9 +202,10 @@ class UnitPool:
         self._free_units.append(unit)
 
     def _evict_for(self, kind: int) -> bool:
-        """Evict the next block that makes room for a block of `kind`; return False if there is none.
+        """Evict the next cached block that helps to make room for a block of `kind`; return False if there is none.
 
-        A block of another attention kind helps if its unit has no live block: more evictions can free that unit.
+        A block of the same kind leaves its place. A block of another kind helps only if no sequence uses its unit of
+        memory: further evictions then free the whole unit.
         """
         useful_kinds = [k for k in self._attention_kinds if k == kind or self._idle_units[k]]
         victim = self._order.find_victim(useful_kinds)
@@ -205,11 +215,11 @@ class UnitPool:
         return True
 
     def compact(self, kind: int) -> list[tuple[int, Block, BlockId]]:
-        """Free a unit that is not of `kind`, so that `kind` can use it.
+        """Empty a unit of memory that other kinds use, so that `kind` can have it.
 
-        The unit's live blocks move to holes in other units of their own kind. Cached blocks may be evicted. If
-        `can_allocate` was true before, a unit is free afterwards.
-        Returns the moves in order, as (kind, block, old id); the block already has its new id.
+        The unit's live blocks move to unused places in other units of their kind, and cached blocks may be evicted. If
+        `can_allocate` was true before, a unit is free afterwards. Returns the moves in order, as (kind, block, old id),
+        for the caller to copy the contents; the block already has its new id.
         """
         source_unit = self._find_unit_to_empty(kind)
         if source_unit is None:
@@ -220,9 +230,10 @@ class UnitPool:
         return [] if self._free_units else self._move_live_blocks(source_unit)
 
     def _find_unit_to_empty(self, excluded_kind: int) -> Unit | None:
-        """Return the unit with the fewest live blocks, of a kind that has more units than it needs.
+        """Return the unit that takes the fewest moves to empty: the one with the fewest live blocks.
 
-        None if all kinds but `excluded_kind` are packed already.
+        Only a kind that has more units than its live blocks need can give one up. None if no kind but
+        `excluded_kind` can.
         """
         candidates = []
         for kind, blocks_per_unit in enumerate(self.blocks_per_unit):
@@ -234,9 +245,10 @@ class UnitPool:
         return min(candidates, key=lambda unit: unit.live_blocks, default=None)
 
     def _move_live_blocks(self, source_unit: Unit) -> list[tuple[int, Block, BlockId]]:
-        """Move the live blocks of a unit to holes of other units of its kind, and free the unit.
+        """Move the live blocks of a unit to holes (unused places) in other units of its kind, and free the unit.
 
-        Stops early once an eviction has freed another unit, which is enough. Returns the moves as `compact` does.
+        Without a hole, cached blocks of the kind are evicted to make one. If that frees another unit, it is enough,
+        and moving stops. Returns the moves as `compact` does.
         """
         kind = source_unit.kind
         assert kind is not None

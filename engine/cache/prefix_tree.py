@@ -218,32 +218,44 @@ class PrefixTree:
     # ------------------------------------------------------------------ proof
 
     def check_invariants(self) -> None:
+        """Assert that nodes, their blocks and the eviction orders agree.
+
+        Every node has a block in at least one memory, and so has every node above it. A block that a sequence holds
+        has only held blocks above it, and a computed block has only computed ones above it.
+        """
         self._device_order.check_nodes(self.nodes())
         self._host_order.check_nodes(self.nodes())
         for hash_, node in self._node_by_hash.items():
-            assert node.hash == hash_ == node.key.hash
-            assert any(node.blocks) or any(node.host_blocks), "a node that names nothing"
-            full_block = node.blocks[FULL_KIND]
-            assert full_block is not None or node.has_host_block(FULL_KIND), "prefix closure: no full-attention block"
-            assert full_block is not None or not any(node.blocks), (
-                "prefix closure: no full-attention block on the device"
-            )
+            assert node.hash == hash_ == node.key.hash, "a node under another hash"
+            assert all(child.parent is node for child in node.children.values()), "a child of another parent"
+            _check_blocks(node)
             if node.parent is not None:
-                assert self._node_by_hash.get(node.parent.hash) is node.parent
-                assert node.parent.children.get(hash_) is node
-            if node.parent is not None and full_block is not None:
-                parent_block = node.parent.blocks[FULL_KIND]
-                assert parent_block is not None
-                assert full_block.is_pending or not parent_block.is_pending
-                assert parent_block.ref_count > 0 or full_block.ref_count == 0, (
-                    "prefix closure: a live block below a cached one"
-                )
-            for kind, block in enumerate(node.blocks):
-                if block is not None:
-                    assert block.node is node
-                    assert block.kind == kind
-                    assert not block.is_pending or block.ref_count > 0
-            assert all(child.parent is node for child in node.children.values())
+                assert self._node_by_hash.get(node.parent.hash) is node.parent, "a parent outside the tree"
+                assert node.parent.children.get(hash_) is node, "a node that its parent does not know"
+                _check_parent_block(node, node.parent)
+
+
+def _check_blocks(node: Node) -> None:
+    """Assert that a node has a full-attention block, and that its blocks on the device are its own."""
+    full_block = node.blocks[FULL_KIND]
+    assert any(node.blocks) or any(node.host_blocks), "a node without blocks"
+    assert full_block is not None or node.has_host_block(FULL_KIND), "no full-attention block"
+    assert full_block is not None or not any(node.blocks), "no full-attention block on the device, but others"
+    for kind, block in enumerate(node.blocks):
+        if block is not None:
+            assert block.node is node, "a block of another node"
+            assert block.kind == kind, "a block of another kind"
+            assert not block.is_pending or block.ref_count > 0, "a block that no sequence computes"
+
+
+def _check_parent_block(node: Node, parent: Node) -> None:
+    """Assert that the block above a node's block on the device is there, as much computed and as much in use."""
+    block, parent_block = node.blocks[FULL_KIND], parent.blocks[FULL_KIND]
+    if block is None:
+        return
+    assert parent_block is not None, "a block below none"
+    assert block.is_pending or not parent_block.is_pending, "a computed block below one that is not"
+    assert parent_block.ref_count > 0 or block.ref_count == 0, "a block in use below one that is not"
 
 
 def list_subtree(root: Node) -> list[Node]:

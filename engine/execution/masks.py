@@ -147,7 +147,10 @@ class Masks:
     def _compute_masks(
         self, requests: list[MaskRequest], read_last_tokens: Callable[[], Mapping[int, int]]
     ) -> TokenMasks:
-        """Let the matchers read their new tokens, and make the mask of each row that needs one."""
+        """Let the grammar matchers read their rows' new tokens, and make the mask of each row that needs one.
+
+        The last token of a row may still be on the device. Only then does this wait for the previous step.
+        """
         last_tokens: Mapping[int, int] = {}
         if any(request.has_token_on_device for request in requests):
             last_tokens = read_last_tokens()
@@ -175,7 +178,10 @@ class Masks:
         return TokenMasks(logits_rows, bits, self._find_short_rows(logits_rows, bits), failures)
 
     def _find_short_rows(self, logits_rows: list[int], bits: MaskWords) -> ShortRows:
-        """Return the rows that allow few tokens; on a GPU none. `bits`: masks of these rows of logits."""
+        """Return the rows that allow few tokens, with these tokens; on a GPU none, as it gains nothing there.
+
+        `bits`: a mask for each of `logits_rows`, with one bit a token.
+        """
         ids_by_row: dict[int, npt.NDArray[np.int64]] = {}
         if self._device.type == "cpu":
             for logits_row, row_bits in zip(logits_rows, bits.view(np.uint8)):
@@ -188,26 +194,22 @@ class Masks:
         return ShortRows(list(ids_by_row), allowed_ids)
 
     def _advance_matcher(self, state: _MatcherState, new_tokens: list[int]) -> bool:
-        """Let the matcher read the new tokens. Returns whether the row has a mask, which reasoning has not."""
+        """Let the row's grammar matcher read the new tokens. Return False while the row reasons, which needs no mask.
+
+        A failure is kept in `state.failure`, and True returned: whoever makes the row's mask reports the failure.
+        """
         if state.failure is not None:
             return True
-        constraint = state.constraint
-        if state.is_reasoning is None and new_tokens:
-            state.is_reasoning = (
-                constraint.reasoning_start_token is None or new_tokens[0] == constraint.reasoning_start_token
-            )
-        if state.is_reasoning:
-            if constraint.reasoning_end_token not in new_tokens:
-                return False
-            new_tokens = new_tokens[new_tokens.index(constraint.reasoning_end_token) + 1 :]
-            state.is_reasoning = False
+        constrained_tokens = _skip_reasoning(state, new_tokens)
+        if constrained_tokens is None:
+            return False
         if state.matcher is None:
             try:
-                state.matcher = self._grammars.make_matcher(constraint.lark_grammar)
+                state.matcher = self._grammars.make_matcher(state.constraint.lark_grammar)
             except GrammarError as error:
                 state.failure = str(error)
                 return True
-        for token in new_tokens:
+        for token in constrained_tokens:
             if state.matcher.is_stopped():
                 break  # with ignore_eos the answer goes on after its end
             if not state.matcher.consume_token(token):
@@ -228,6 +230,24 @@ class Masks:
 
             self._executor = LLExecutor(self._threads)
         self._executor.unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.strides[0], len(bits))
+
+
+def _skip_reasoning(state: _MatcherState, new_tokens: list[int]) -> list[int] | None:
+    """Return the new tokens that the grammar must match: those after the reasoning. None while reasoning goes on.
+
+    The first token of an answer decides whether it reasons. Until that token comes, `state.is_reasoning` is None.
+    """
+    constraint = state.constraint
+    if state.is_reasoning is None and new_tokens:
+        state.is_reasoning = (
+            constraint.reasoning_start_token is None or new_tokens[0] == constraint.reasoning_start_token
+        )
+    if not state.is_reasoning:
+        return new_tokens
+    if constraint.reasoning_end_token not in new_tokens:
+        return None
+    state.is_reasoning = False
+    return new_tokens[new_tokens.index(constraint.reasoning_end_token) + 1 :]
 
 
 def _finish_mask(request: MaskRequest, row_bits: MaskWords) -> str | None:

@@ -26,11 +26,16 @@ def build_result(step: PreparedStep, outputs: list[list[Any]], failures: Mapping
 
 
 def _add_samples(result: StepResult, step: PreparedStep, outputs: list[list[Any]], failures: Mapping[int, str]) -> None:
-    """Take the drawn tokens and their logprobs from the outputs, and add them to the result."""
+    """Add the drawn tokens and their logprobs to the result, and remove both from the front of `outputs`.
+
+    The step may run its chunks in another order than its plan has. So the i-th token belongs to the chunk
+    `plan_indices[i]` of the plan, by which all results are listed. A chunk that ends within a prompt draws no token.
+    """
     assert step.sampling_inputs is not None
     tokens = outputs.pop(0)
     plan_indices = [step.order[chunk_index] for chunk_index in step.batch_state.sampled_chunks]
-    if len(tokens) == step.batch.token_count:  # a decode step: in the plan's order
+    is_decode_step = len(tokens) == step.batch.token_count  # a token was drawn after each one
+    if is_decode_step:  # its chunks are in the plan's order
         result.sampled_tokens = tokens
     else:
         for plan_index, token in zip(plan_indices, tokens, strict=True):
