@@ -201,22 +201,20 @@ def _iter_gauges(report: MetricsReport) -> Iterator[Row]:
 
 
 def _iter_worker_gauges(report: MetricsReport) -> Iterator[Row]:
-    """Yield the gauges of each worker, and of each group of workers that move KV."""
-    rows = report.core.workers
-    yield Row("kv_role_missing",
-              "1 where no worker of a group gives KV (prefill), or none takes it (decode).",
-              {(row["group"], role): float(not row[side]) for row in report.kv_groups
-               for role, side in ((PREFILL_ROLE, "sources"), (DECODE_ROLE, "destinations"))},
-              ("group", "role"))  # fmt: skip
-    state_by_worker = dict.fromkeys(report.starting_workers, "starting") | {row.target: row.state for row in rows}
-    yield Row("worker_up", "1 where the worker takes requests.",
-              {worker: float(state == "up") for worker, state in state_by_worker.items()}, ("worker",))  # fmt: skip
-    states = {
-        (worker, possible_state.value): float(possible_state == state)
-        for worker, state in state_by_worker.items()
-        for possible_state in WorkerState
+    """Yield the gauges of each worker, and of each group of workers that move KV between them."""
+    missing_roles = {
+        (group["group"], role): float(not group[workers_field])
+        for group in report.kv_groups
+        for role, workers_field in ((PREFILL_ROLE, "sources"), (DECODE_ROLE, "destinations"))
     }
-    yield Row("worker_state", "1 for the state that the worker is in, 0 for the others.", states, ("worker", "state"))
+    yield Row(
+        "kv_role_missing",
+        "1 where no worker of a group gives KV (prefill), or none takes it (decode).",
+        missing_roles,
+        ("group", "role"),
+    )
+    yield from _iter_state_gauges(report)
+    rows = report.core.workers
     for name, help_text, values in (
         ("prefilling", "Requests at the worker without a first token.", {row.target: row.prefilling for row in rows}),
         ("decoding", "Requests at the worker past their first token.", {row.target: row.decoding for row in rows}),
@@ -233,6 +231,20 @@ def _iter_worker_gauges(report: MetricsReport) -> Iterator[Row]:
         ("alarms", "Alarms that are raised for the worker.", {row.target: len(row.alarms) for row in rows}),
     ):
         yield Row(f"worker_{name}", help_text, values, ("worker",))
+
+
+def _iter_state_gauges(report: MetricsReport) -> Iterator[Row]:
+    """Yield the gauges that show the state of each worker. A worker that was never reached is starting."""
+    state_by_worker = dict.fromkeys(report.starting_workers, "starting")
+    state_by_worker |= {row.target: row.state for row in report.core.workers}
+    up_workers = {worker: float(state == "up") for worker, state in state_by_worker.items()}
+    yield Row("worker_up", "1 where the worker takes requests.", up_workers, ("worker",))
+    states = {
+        (worker, possible_state.value): float(possible_state == state)
+        for worker, state in state_by_worker.items()
+        for possible_state in WorkerState
+    }
+    yield Row("worker_state", "1 for the state that the worker is in, 0 for the others.", states, ("worker", "state"))
 
 
 def _build_families(

@@ -48,7 +48,7 @@ class MetricsReport:
 
 
 class MetricsCollector:
-    """Makes the reports of one router."""
+    """Gathers the figures of the page `/metrics` from the parts of one router that count them."""
 
     def __init__(
         self,
@@ -59,6 +59,11 @@ class MetricsCollector:
         feed: IndexFeed,
         count_peer_messages: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
+        """`feed`: reader of the workers' events, which fills the index.
+
+        `count_peer_messages`: returns the messages to and from other routers, by outcome. The default returns an empty
+        dict, for a router without others.
+        """
         self._proxy = proxy
         self._prompt_reader = prompt_reader
         self._worker_pool = worker_pool

@@ -210,7 +210,11 @@ class RouterProcess:
     # The endpoint picker ------------------------------------------------------------------------------------------
 
     def _bind_picker(self, config: EppConfig) -> PickerServer:
-        """Return the endpoint picker, with its ports bound. Raises OSError for a port that cannot be used."""
+        """Return the endpoint picker, with its ports bound, and have requests take their model from Envoy's header.
+
+        Raises OSError for a port that cannot be used.
+        """
+        # gRPC is an optional package, which only this command needs.
         from router.app.picker_app import PickerApp
         from router.picker.endpoint_map import EndpointMap
         from router.picker.messages import MODEL_REWRITE_HEADER

@@ -91,7 +91,10 @@ class Exchange(Responder, Protocol):
 
 
 class Proxy:
-    """Requests in flight, with the core that decides about them and the connections to workers."""
+    """Requests in flight, with the core that decides about them and the connections to workers.
+
+    It carries out the core's instructions, and reports to the core and to listeners what becomes of the requests.
+    """
 
     def __init__(
         self,
@@ -103,6 +106,7 @@ class Proxy:
         now: Callable[[], float],
         worker_authorization: bytes | None = None,
     ) -> None:
+        """`worker_authorization`: value of `Authorization` for workers; None forwards the client's."""
         self.core = core
         self.pool = pool
         self.metrics = metrics
@@ -163,6 +167,7 @@ class Proxy:
             self._execute(instruction)
 
     def _execute(self, instruction: Instruction) -> None:
+        """Carry out one instruction. A request that has ended meanwhile is passed over."""
         if isinstance(instruction, WorkerLost):
             self._notify(self.on_worker_lost, instruction.worker_id)
             return
@@ -182,7 +187,7 @@ class Proxy:
                     instruction.retry_after_s,
                     param=_refused_field(instruction.code, exchange.context.request.path),
                 )
-        except Exception as error:  # noqa: BLE001  a boundary: one request's event may place another
+        except Exception as error:  # noqa: BLE001  a fault here must not end another request, whose end led to this
             exchange.crash(error)
 
     def tick_core(self, now: float) -> None:
@@ -210,7 +215,7 @@ class Proxy:
         self.perform(self.core.abort_request(context.request_id, self.now()))
 
     def withdraw(self, context: RequestContext, kind: FailureKind | None, silent_s: float = 0.0) -> None:
-        """Report that a request ended early, and ignore what the core would do with it next.
+        """Report that a request ended early, and carry out only those instructions that are for other requests.
 
         `kind`: the last failure of a worker; None if no worker failed. `silent_s`: as in `RouterCore.fail_attempt`.
         """
@@ -231,7 +236,10 @@ class Proxy:
         self._notify(self.on_first_byte, context)
 
     def end(self, context: RequestContext, outcome: str) -> bool:
-        """End a request and tell the listeners; return False if the request had ended before."""
+        """End a request: tell the listeners its outcome, and close its connections. The core is told by the caller.
+
+        Return False if the request had ended before, as then the first outcome counts.
+        """
         if context.is_done:
             return False
         context.is_done = True
@@ -278,7 +286,10 @@ class Proxy:
         return build_request_head(context.request, endpoint, headers, body, path)
 
     def record_failed_attempt(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
-        """Count a failed attempt and tell the listeners, whether or not the request is repeated."""
+        """Count a failed attempt and tell the listeners, whether or not another attempt follows.
+
+        `decision`: None if no worker is to blame, as when this machine has no sockets left.
+        """
         self.metrics.record_attempt_failure(decision.worker if decision else "", kind.value)
         for listener in self.on_failure:
             try:
@@ -331,9 +342,10 @@ class Proxy:
     # Timers -------------------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
-        """Do the work that depends on time; called several times a second.
+        """Expire late requests, and move others away from lost workers. Called several times a second.
 
-        Expires requests, migrates them where needed, finds stalled workers, and forgets removed ones.
+        A worker has stalled if none of its streams sent a byte for some time, so the time of the last byte of all of
+        its streams is given to the core.
         """
         progress_s_by_worker: dict[str, float] = {}
         for exchange in list(self.exchanges.values()):
@@ -378,7 +390,10 @@ class Proxy:
 
 
 def is_final_refusal(instructions: list[Instruction], request_id: str) -> bool:
-    """Return whether the core has no other worker for this request."""
+    """Return whether the core refuses this request, as it has no other worker for it.
+
+    A refusal comes first in the list. The instructions after it are for other requests.
+    """
     first_instruction = instructions[0] if instructions else None
     return isinstance(first_instruction, Refuse) and first_instruction.request_id == request_id
 

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class Sampling(NamedTuple):
-    """Whether, and why, a request is compared with the last prompt of its conversation."""
+    """Whether a request's prompt is compared with the last one of its conversation, and how the result counts.
+
+    Comparisons show all reasons why a prompt was not cached, but cost time and memory.
+    """
 
     is_compared: bool
     is_sampled: bool
@@ -31,7 +34,10 @@ class Sampling(NamedTuple):
 
 
 class PendingComparison:
-    """A request that waits for its comparison. Only `pieces` holds text of its body."""
+    """A request with a prompt that is to be compared with the last one of its conversation once its answer begins.
+
+    It holds digests in place of messages, which are large. Only `pieces` holds text of the body.
+    """
 
     __slots__ = ("ended_at_s", "first_message_digest", "has_started", "outline", "pieces", "sampling")
 
@@ -42,12 +48,12 @@ class PendingComparison:
         self.sampling = sampling
         self.outline = body.outline()
         self.pieces = (pieces, body.request.kind) if body.is_outline_missing else None
-        """Bytes and kind of the body, where a worker process has to make its outline."""
+        """Bytes and kind of the body, if a worker process has to make its outline; None otherwise."""
         self.first_message_digest = None if is_named or body.request.kind != "chat" else body.digest_first_message()
         self.has_started = False
         """Whether the first byte of the answer came; the outline may still be missing."""
         self.ended_at_s: float | None = None
-        """End of the answer, where it came before the outline was made."""
+        """End of the answer, if that came before the outline was made; None otherwise."""
 
 
 @dataclass(slots=True)

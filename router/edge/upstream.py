@@ -129,6 +129,10 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
+        """Give the next bytes of the worker to the request that uses the connection.
+
+        A long read is given in slices of SLICE_BYTES, with other requests served in between.
+        """
         user = self.user
         if user is None:
             self.close()  # bytes without a request could be taken for the next answer
@@ -144,7 +148,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self._pool.scheduler.schedule(self._deliver_unread)
                 data = data[:SLICE_BYTES]
             user.upstream_data(data)
-        except Exception as error:  # noqa: BLE001  a boundary
+        except Exception as error:  # noqa: BLE001  a fault in one request must not close the router's other ones
             user.crash(error)
 
     def _deliver_unread(self) -> None:
@@ -245,7 +249,11 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class UpstreamPool:
-    """Idle connections by endpoint. Uvicorn closes an idle connection after 5 s, and `idle_s_max` is less."""
+    """Opens connections to workers, and keeps idle ones for further requests.
+
+    An idle connection is closed after `idle_s_max`: less than the 5 s after which Uvicorn, the server of most engines,
+    closes it, perhaps while a request is being written.
+    """
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from router.edge.upstream import Endpoint
 
 
 class WorkerDirectory:
-    """Addresses and credentials of the core's workers."""
+    """Looks up how a request reaches a worker: its address, its credentials and the fields for moving KV."""
 
     def __init__(self, workers: Mapping[str, Worker], authorization: bytes | None = None) -> None:
         self._workers = workers

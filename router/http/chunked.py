@@ -45,10 +45,11 @@ class ChunkedBody:
     )  # fmt: skip
 
     def __init__(self, max_content_bytes: int | None = None, max_framing_bytes: int = 0) -> None:
-        """`max_content_bytes`: more content raises `BodyTooLarge`. None: neither content nor framing is limited.
+        """Limit the body of a client, which may be hostile; without `max_content_bytes` nothing is limited.
 
-        `max_framing_bytes`: bytes by which the framing (sizes, extensions, trailers) may be longer than the content.
-        More raise `ProtocolError`: they cost work and carry nothing.
+        More content than `max_content_bytes` raises BodyTooLarge. The framing (chunk sizes, extensions, trailers) may
+        be `max_framing_bytes` longer than the content. More of it costs work and carries nothing, so it raises
+        ProtocolError.
         """
         self._max_content_bytes = max_content_bytes
         self._max_framing_bytes = max_framing_bytes
@@ -57,9 +58,9 @@ class ChunkedBody:
         self._framing_bytes = 0
         self.is_complete = False
         self.remaining_bytes = BETWEEN_CHUNKS
-        """Content bytes of the current chunk that have not arrived. 0: the line end after the content comes next.
+        """Content bytes of the current chunk that have not arrived.
 
-        BETWEEN_CHUNKS: a size line or a trailer line comes next.
+        0: the line end after the content comes next. BETWEEN_CHUNKS: a size line or a trailer line comes next.
         """
         self._partial_line = b""
         """Start of a size line, chunk end or trailer line that was split between reads."""
@@ -67,9 +68,10 @@ class ChunkedBody:
         self._trailer_bytes = 0
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        """Parse `data`, and return how many of its leading bytes belong to the body. Appends content to `payload`.
+        """Parse the next bytes of a connection, and return how many of them belong to the body.
 
-        Raises ProtocolError for malformed framing, and BodyTooLarge.
+        Fewer than all belong to it if the body ends within `data`. The content without its framing is appended to
+        `payload`, if there is one. Raises ProtocolError for malformed framing, and BodyTooLarge.
         """
         position, data_end = 0, len(data)
         while position < data_end and not self.is_complete:

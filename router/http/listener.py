@@ -37,7 +37,8 @@ class Listener:
     ) -> int:
         """Take the address without accepting connections yet, and return the port. Raises OSError.
 
-        With `reuse_port` other processes may take the address too. Connections over the limit are closed.
+        `tls`: None for plain HTTP. With `reuse_port` other processes may take the address too. Connections over the
+        limit are closed: plain ones after an answer 503, and TLS ones without an answer.
         """
 
         def make_protocol() -> asyncio.Protocol:
@@ -57,7 +58,10 @@ class Listener:
         await self._server.start_serving()
 
     def start_tls_handshake(self, client_socket: Any, tls: ssl.SSLContext) -> None:
-        """Make a client connection of an accepted socket, if its TLS handshake succeeds within MAX_HANDSHAKE_S."""
+        """Start the TLS handshake of an accepted socket, which becomes a client connection if it succeeds.
+
+        It is closed after MAX_HANDSHAKE_S. Until then it counts as one of the listener's connections.
+        """
         task = asyncio.get_running_loop().create_task(self._run_tls_handshake(client_socket, tls))
         self.handshake_tasks.add(task)
         task.add_done_callback(self.handshake_tasks.discard)
@@ -102,13 +106,14 @@ class Listener:
 
 
 class _TlsAcceptor(asyncio.Protocol):
-    """Accepted TCP connection before its TLS handshake, for which it gives its socket to the listener.
+    """Protocol of a TCP connection that was accepted, until its TLS handshake begins in a task of the listener.
 
-    asyncio could shake hands itself, but would not show the connection until the end. Without a TLS context the
-    connection is over the limit, and is closed at once.
+    asyncio could make the handshake itself, but would not show the connection before its end. Then clients that never
+    finish a handshake would not count against the listener's limit of connections.
     """
 
     def __init__(self, listener: Listener, tls: ssl.SSLContext | None) -> None:
+        """`tls`: None if the listener has `max_connections` already, so that this connection is closed at once."""
         self._listener = listener
         self._tls = tls
 
@@ -116,6 +121,7 @@ class _TlsAcceptor(asyncio.Protocol):
         tcp_transport: Any = transport
         try:
             if self._tls is not None:
+                # A copy of the socket keeps the connection open when its plain transport is closed below.
                 client_socket = tcp_transport.get_extra_info("socket").dup()
                 client_socket.setblocking(False)
                 self._listener.start_tls_handshake(client_socket, self._tls)

@@ -164,7 +164,10 @@ class ExtProcStream:
     # Answers to the request -----------------------------------------------------------------------------------------
 
     def choose(self, choice: Choice) -> None:
-        """Send the request to the chosen endpoint. The stream must be in `Phase.CHOOSING`."""
+        """Tell Envoy the chosen endpoint, and send back the request's body if Envoy streamed it to the router.
+
+        The stream must be in `Phase.CHOOSING`: the request is complete, and no endpoint was chosen.
+        """
         request = self._request
         assert self.phase is Phase.CHOOSING, f"chosen while {self.phase.value}"
         assert request is not None
@@ -178,9 +181,10 @@ class ExtProcStream:
         self._release_body()
 
     def _build_choice_response(self, request: HttpRequest, choice: Choice) -> Response:
-        """Return the response that tells Envoy the endpoints and the changes of the request.
+        """Return the message that has Envoy send the request to the chosen endpoints, with the changed headers.
 
-        It answers the head, or the body if the head was answered before. In the second case it contains a changed body.
+        It replies to the head of the request. If Envoy buffers bodies, the head was answered already to get the body:
+        then the message replies to the body, and contains the new body if the router changed it.
         """
         endpoints = ",".join(choice.endpoints)
         set_headers = [(DESTINATION_HEADER.encode(), endpoints.encode()), *choice.headers]
@@ -226,7 +230,11 @@ class ExtProcStream:
             self._responses.append(pb.ProcessingResponse(request_headers=pb.HeadersResponse()))
 
     def _handle_request_body(self, body: Request) -> None:
-        """Keep a part of the body until it is complete. After the choice, which needed no body, let it pass."""
+        """Store a part of the request's body until it is complete, and the request can be routed.
+
+        If the endpoint was chosen by the head alone, tell Envoy to forward the part. Raises RequestError for a body
+        that is too long.
+        """
         self._expect_phase("request_body", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
         request = self._request
         if self.phase is not Phase.BODY or request is None:

@@ -70,7 +70,7 @@ class PickerServer:
         log.info("gRPC health checks on %s:%d", host, bound_health_port)
 
     def _make_picker_server(self) -> grpc.aio.Server:
-        """Return a gRPC server that has `_process` serve the streams of Envoy."""
+        """Return a gRPC server that has `_serve_stream` serve the streams of Envoy."""
         message_bytes_max = self._app.limits.body_bytes_max + (1 << 20)
         server = grpc.aio.server(
             options=(
@@ -81,7 +81,7 @@ class PickerServer:
             )
         )
         process_handler = grpc.stream_stream_rpc_method_handler(
-            self._process, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
+            self._serve_stream, pb.ProcessingRequest.FromString, pb.ProcessingResponse.SerializeToString
         )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": process_handler}),))
         return server
@@ -95,7 +95,7 @@ class PickerServer:
         self.refresh(0.0)
 
     def refresh(self, now: float) -> None:
-        """Update the health checks and the resolved host names. Call often."""
+        """Update the health checks and the resolved host names. Call a few times a second."""
         self._picker_state.endpoints.refresh(now)
         is_ready = self._find_unready_reason() is None
         if is_ready is not self._is_reported_ready:
@@ -114,8 +114,12 @@ class PickerServer:
         for name in READY:
             await self._health.set(name, status)
 
-    async def _process(self, _: Any, context: Any) -> None:
-        """Serve one stream of Envoy, which has the messages of one request. An error ends this stream alone."""
+    async def _serve_stream(self, _request_iterator: Any, context: Any) -> None:
+        """Serve one gRPC stream of Envoy, which opens one for each HTTP request that it asks about.
+
+        Read its messages (head, body, answer) one by one and reply to each. Once the request is complete, wait until
+        the router has chosen a worker. An error ends this stream alone.
+        """
         client = PickerClient(self._app, self._picker_state, context.peer())
         self.streams += 1
         try:
@@ -135,7 +139,7 @@ class PickerServer:
                 log.warning("the gateway sent an unexpected message: %s (only the first is logged)", error)
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
             context.set_details(str(error))
-        except Exception as error:  # noqa: BLE001  a boundary
+        except Exception as error:  # noqa: BLE001  a fault in one request must not end the server
             self._app.record_crash("picker", error)
             context.set_code(grpc.StatusCode.INTERNAL)
         finally:

@@ -1,7 +1,7 @@
 """The router's core as a router of the simulation, with the real tracker, policy and index. No I/O.
 
-The index has one token id for each block of a trace, and a block size of one. `BlockScaled` lets its callers count in
-tokens. Events pass through the real codec.
+The index has one token id for each block of a trace, and a block size of one. `BlockScaledIndex` lets its callers
+count in tokens. Events pass through the real codec.
 """
 
 from __future__ import annotations
@@ -34,40 +34,49 @@ _CHUNK_KEY_STEP = 0x9E3779B97F4A7C15
 """Difference between the keys of two chunks of a block. Blocks with consecutive ids have consecutive keys."""
 
 
-class BlockScaled:
-    """PrefixIndex of a simulation: it counts in tokens, while its inner index has one token id for each block."""
+class BlockScaledIndex:
+    """Index of a simulation with prompts of block ids, for a core that counts in tokens.
+
+    The inner index takes each block id for one token id in a block of one. So this class multiplies the lengths that
+    the inner index returns by the tokens of a block, and divides those that it is given.
+    """
 
     def __init__(self, inner: PrefixIndex, block_tokens: int) -> None:
         self._inner = inner
         self._block_tokens = block_tokens
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the inner index: most methods have no length that differs."""
         return getattr(self._inner, name)
 
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
-        """Return the key of each chunk. If chunks are smaller than blocks, the chunks of a block get derived keys."""
+        """Return the key of each chunk of `chunk_tokens` tokens.
+
+        A block has one id, so chunks that are smaller than a block have no ids of their own: their keys are derived
+        from the key of their block.
+        """
         keys = self._inner.chunk_keys(token_ids, scope, max(chunk_tokens // self._block_tokens, 1))
         chunks_of_block = range(max(self._block_tokens // chunk_tokens, 1))
         return [(key + chunk * _CHUNK_KEY_STEP) % 2**64 for key in keys for chunk in chunks_of_block]
 
     def match(self, token_ids: Tokens, scope: Scope, *options: Any) -> list[Match]:
-        """Return the matches of the inner index in tokens."""
+        """Return the cached prefixes of a prompt, with lengths in tokens."""
         matches = []
         for match in self._inner.match(token_ids, scope, *options):
             gpu_tokens = match.gpu_tokens * self._block_tokens
             matches.append(
                 Match(
-                    match.holder,
-                    match.tokens * self._block_tokens,
-                    gpu_tokens,
-                    (gpu_tokens, 0, 0, 0),
-                    match.pinned_tokens * self._block_tokens,
+                    holder=match.holder,
+                    tokens=match.tokens * self._block_tokens,
+                    gpu_tokens=gpu_tokens,
+                    tier_tokens=(gpu_tokens, 0, 0, 0),  # slower tiers are not told apart
+                    pinned_tokens=match.pinned_tokens * self._block_tokens,
                 )
             )
         return matches
 
     def add_holder(self, name: str, model: str) -> HolderId:
-        """Add a worker's rank, with the blocks of the inner index."""
+        """Add a worker's rank, and declare to the inner index that its blocks have one token id each."""
         holder = self._inner.add_holder(name, model)
         self._inner.declare_groups(holder, [{"group_idx": None, "kind": "full_attention", "block_size": 1}])
         return holder
@@ -103,7 +112,7 @@ class CoreRouter(Router):
     def attach(self, cluster: Cluster) -> None:
         """Join a simulation: make the core, and add the simulated workers to it."""
         super().attach(cluster)
-        index = BlockScaled(make_index(seed=self._seed + 1), cluster.workload.block_size)
+        index = BlockScaledIndex(make_index(seed=self._seed + 1), cluster.workload.block_size)
         self.core = RouterCore(index, self._config, seed=self._seed)
         for number, worker in enumerate(cluster.config.workers):
             self.core.add_worker(self._describe_worker(number, worker), 0.0)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from router.decide.config import CoreConfig, QueueConfig
 from router.index import make_index
 from router.index.protocol import Scope
-from router.shadow.core_router import BlockScaled
+from router.shadow.core_router import BlockScaledIndex
 from simulation.cluster import Placement, Placements, Router
 from simulation.steps import StepTimes
 
@@ -253,7 +253,7 @@ def attach_policy(sim: Any, policy: Any, workers: int = 2) -> Any:
 
 
 def test_chunks_of_a_block_have_keys_that_no_other_block_has() -> None:
-    index = BlockScaled(make_index(seed=1), 512)
+    index = BlockScaledIndex(make_index(seed=1), 512)
     keys = [key for ids in ([1, 2, 9], [1, 3, 9], [1, 4, 9]) for key in index.chunk_keys(ids, Scope("sim"), 128)]
     assert len(keys) == 3 * 8
     assert len(set(keys)) == 4 + 3 * 4  # the chunks of block 1, and those of the blocks that follow it

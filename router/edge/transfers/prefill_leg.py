@@ -58,7 +58,10 @@ class PrefillOwner(Protocol):
 
 
 class PrefillLeg:
-    """One request to a worker that computes a prompt for another worker. Calls its owner once, unless closed."""
+    """One request to a worker (the source) that computes a prompt, so that another worker can fetch its KV and decode.
+
+    Calls `prefill_computed` or `prefill_failed` of its owner once, unless it is closed before.
+    """
 
     def __init__(
         self, owner: PrefillOwner, proxy: Proxy, context: RequestContext, decision: Decision, handover: Handover
@@ -101,11 +104,14 @@ class PrefillLeg:
 
     @property
     def needs_partner(self) -> bool:
-        """Whether the other worker cannot compute the prompt itself."""
+        """Whether the decoding worker cannot compute the prompt itself, so that a failed prefill fails the request."""
         return self._handover.source.needs_partner
 
     def start(self) -> None:
-        """Send the prefill of the request, or of the rest of its answer."""
+        """Send the prefill of the request, or of the rest of its answer if that was begun elsewhere.
+
+        It is the client's body with fields that name the transfer. Usually it asks for one token only.
+        """
         assert self._dialect.make_prefill_fields is not None
         body, stream = self._context.request.pieces, self._context.continuation
         if stream is not None and stream.continuation_body is not None:
@@ -138,7 +144,7 @@ class PrefillLeg:
 
     @property
     def holds_kv(self) -> bool:
-        """Whether the worker keeps KV of which no decoding worker knows."""
+        """Whether the source still keeps the KV, because no decode was sent that fetches and so frees it."""
         return self.is_computed and not self.is_taken
 
     def take_decode_fields(self, now: float) -> Fields | None:
