@@ -131,7 +131,10 @@ class SimulationResult:
 
 
 class Cluster:
-    """One simulated run. Open-loop requests arrive at their times, closed-loop ones after the previous answer."""
+    """One simulated run: workers and routers that process a workload on a simulated clock.
+
+    Open-loop requests arrive at the times of the trace, closed-loop ones some time after the answer that they follow.
+    """
 
     def __init__(self, config: ClusterConfig, workload: Workload, routers: Sequence[Router]) -> None:
         self.config = config
@@ -288,6 +291,10 @@ class Cluster:
             self._schedule_link_end()
 
     def _submit(self, request_index: int, worker_number: int) -> None:
+        """Give a request to a worker. If all its slots are taken, also note how fast the best free worker would be.
+
+        KV that was moved from a source worker counts as all tokens but the last, which is always computed.
+        """
         worker = self.workers[worker_number]
         sequence = SimSequence(self.workload.requests[request_index], self.now)
         if request_index in self._source_hit_blocks_by_request:

@@ -46,8 +46,9 @@ class EngineLimits:
 class SimCache:
     """Block cache of one worker, or of several that share it.
 
-    Invariant: referenced, unnamed and idle blocks together are at most `capacity`. A shared cache may exceed the
-    capacity, see `reserve`. Evicted blocks move to host memory of `host_capacity` blocks; a hit moves them back.
+    A block is referenced (running requests use it), idle (kept for later hits) or unnamed (reserved, not computed yet).
+    Together they are at most `capacity`; only a shared cache may exceed it, see `reserve`. Evicted blocks move to host
+    memory of `host_capacity` blocks, and a hit moves them back.
     """
 
     def __init__(self, capacity: int | None, *, is_shared: bool = False, host_capacity: int = 0) -> None:
@@ -254,7 +255,11 @@ class WorkerCounts:
 
 
 class SimWorker:
-    """One simulated engine. The cluster calls `submit`, and `advance` at `wake_s`; both may move `wake_s`."""
+    """One simulated engine, which computes prompts and answers in steps of limited size.
+
+    It has no clock: the cluster calls `submit` when a request arrives, and `advance` at the time `wake_s`. Both may
+    change `wake_s`.
+    """
 
     def __init__(
         self, number: int, step_times: StepTimes, cache: SimCache, limits: EngineLimits, block_size: int

@@ -165,6 +165,11 @@ def _decode_spec(json_text: str, source: str) -> SimulationSpec:
 
 
 def _make_preset_spec(gpu_name: str, model_name: str) -> SimulationSpec:
+    """Return the spec of a model on one GPU, computed from their data sheets. Raises ConfigError if it does not fit.
+
+    Prefill is limited by arithmetic: two operations a parameter and token. A step is limited by memory: it reads the
+    weights, in two bytes a parameter, and the KV cache of its requests.
+    """
     gpu, model = GPU_BY_NAME[gpu_name], MODEL_BY_NAME[model_name]
     weight_bytes = 2 * model.parameter_count
     kv_tokens = int((MEMORY_SHARE * gpu.memory_bytes - weight_bytes) / model.kv_bytes_per_token)

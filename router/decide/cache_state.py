@@ -76,7 +76,11 @@ class PromptQuery(msgspec.Struct, eq=False):
 
 
 class CacheState:
-    """Cached, promised and shared prefixes of all targets."""
+    """What the targets have cached, or will have: the prefixes in the index and those of running prompts.
+
+    Prompts that begin alike are routed to one target, which then computes their common prefix only once. So the prefix
+    of a running prompt counts before its events arrive.
+    """
 
     def __init__(self, index: PrefixIndex, config: CoreConfig, working_sets: WorkingSets) -> None:
         self._index = index

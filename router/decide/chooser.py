@@ -114,7 +114,10 @@ class RoutingChoice(msgspec.Struct, eq=False):
 
 
 class Chooser:
-    """Prices candidates and picks one."""
+    """Chooses the worker for a request: the cheapest by its price, or the one that another policy names.
+
+    The price is the expected time of the request on a worker, with what it costs the other requests there.
+    """
 
     def __init__(
         self,

@@ -42,7 +42,11 @@ class _Pool(NamedTuple):
 
 
 class WorkerRegistry:
-    """Invariant: every worker with a known model has one target a rank; a target's holder exists in the index."""
+    """The workers, the states they are in, and the targets that requests can be sent to.
+
+    A target is a worker, or one data-parallel rank of it. Every worker with a known model has one target for each rank,
+    and each target has a holder in the index, to which its cached blocks belong.
+    """
 
     def __init__(
         self, index: PrefixIndex, tracker: LoadTracker, cache_state: CacheState, breaker: CircuitBreaker

@@ -298,6 +298,10 @@ class LoadTracker:
                 self._apply_learned_speeds(pool.members)
 
     def _start_decode(self, request: InFlightRequest, now: float) -> None:
+        """Move a request from the prefill queue of its target to the decoding requests: it has its first token.
+
+        A stream also keeps a copy of the target's work totals, from which the time of decode steps is learned.
+        """
         target, load, prefill_queue = request.target, request.target.load, request.target.prefill_queue
         self._mark_changed(target)
         target.record_queue_progress(now)

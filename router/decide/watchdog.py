@@ -93,6 +93,8 @@ class StallDetector:
 
 @dataclass(slots=True)
 class _WorkerWindow:
+    """How well the predictions for one worker's last requests agreed with what the worker reported."""
+
     deviations: dict[str, deque[tuple[int, int]]] = field(
         default_factory=lambda: {alarm.name: deque(maxlen=WINDOW) for alarm in _DEVIATION_ALARMS}
     )

@@ -502,6 +502,11 @@ class Prober:
         return tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
 
     async def _find_sources(self, flag: WorkerFlag, previous: WorkerFacts | None) -> tuple[EventSource, ...]:
+        """Return where a worker publishes its events, one source for each rank; none if it publishes nothing.
+
+        The flag decides if it names events. Else the worker is asked, and if it does not know the question, vLLM's
+        default port is used if anything listens there. `previous` is what was learned when the worker joined.
+        """
         if flag.no_events:
             return ()
         if flag.events:

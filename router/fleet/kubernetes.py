@@ -133,6 +133,11 @@ async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, updat
 
 
 async def _follow(api: Any, path: str, labels: str, cache: ObjectCache, update: AddressCallback) -> None:
+    """Keep a cache of the API server's objects, and call `update` with their addresses after each change.
+
+    All objects are listed once, then changes are watched. After a failure the watch goes on where it was, or begins
+    with a new list if the position is lost. The addresses stay as they are meanwhile.
+    """
     pause_s = RETRY_S
     while True:
         started_s = time.monotonic()

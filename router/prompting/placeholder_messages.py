@@ -56,7 +56,7 @@ class _Placeholder(NamedTuple):
     kind: _Kind
     message: Message
     is_first: bool
-    """Whether no earlier placeholder has this kind."""
+    """Whether no earlier placeholder in the list has this kind."""
 
 
 class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
@@ -82,13 +82,13 @@ class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
         for message in messages:
             if message.get("role") == "user" and last_turn:
                 for placeholder in last_turn:
-                    _append(earlier_turns, placeholder.kind, placeholder.message)
+                    _append_or_fold_loop(earlier_turns, placeholder.kind, placeholder.message)
                 last_turn = []
             try:
                 kind, short_message = _shorten_message(message, markers)
             except _UnsupportedMessageError:
                 return None
-            _append(last_turn, kind, short_message)
+            _append_or_fold_loop(last_turn, kind, short_message)
         extended = PlaceholderMessages(tuple(earlier_turns), tuple(last_turn))
         return extended if len(extended.messages) <= MESSAGES_MAX else None
 
@@ -124,11 +124,12 @@ def is_system_message(message: Message) -> bool:
     return message.get("role") in ("system", "developer")
 
 
-def _append(placeholders: list[_Placeholder], kind: _Kind, message: Message) -> None:
-    """Append a placeholder to a list in which an earlier one may have its kind.
+def _append_or_fold_loop(placeholders: list[_Placeholder], kind: _Kind, message: Message) -> None:
+    """Append a placeholder, or replace the last placeholders by it if a loop begins again with its kind.
 
-    A tool loop repeats messages of the same kinds. So if the placeholder's kind occurred before, and no kind occurred
-    for the first time since, the new one replaces the placeholders since then.
+    Messages of a tool loop repeat the same kinds, and one round of them is enough: kinds A B C B C become A B C. When
+    the second B comes, C is kept, as it is the first of its kind: A B C B. When the second C comes, nothing after the
+    first C is new, so C replaces C B.
     """
     for index in reversed(range(len(placeholders))):
         placeholder = placeholders[index]

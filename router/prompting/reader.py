@@ -116,10 +116,11 @@ class PromptReader:
         is_wanted: Callable[[], bool] = _always,
         tenant: str = "",
     ) -> TokenizedPrompt:
-        """Read a light body in a worker process, because its template may take too long for this process.
+        """Tokenise the prompt of a body in a worker process, because its template may take too long for this one.
 
-        The ids are None if the template takes too long, if it did so TIMEOUTS_MAX times in a row, or if the pool has no
-        room. Raises nothing.
+        The token ids are None if they could not be computed: the template takes too long, or did so TIMEOUTS_MAX times
+        in a row and is not tried any more, or the pool has no room. They are also None if the task only builds the
+        body of a request that lets a worker tokenise. Raises nothing.
         """
         timeout_count = self._timeouts.get(model, 0)
         if self.worker_pool is None or timeout_count >= TIMEOUTS_MAX:
@@ -127,18 +128,22 @@ class PromptReader:
         started_s = time.perf_counter()
         task.seconds_max = WORKER_RENDER_S_MAX
         try:
-            _, _, result = await self.worker_pool.read(body, task.kind, lambda _: task, is_wanted, tenant)
+            outcome = await self.worker_pool.read(body, task.kind, lambda request: task, is_wanted, tenant)
         except RequestError as error:  # too many bodies wait, or the client has left
             log.debug("a prompt was not read: %s", error.message)
             return TokenizedPrompt(None, time.perf_counter() - started_s)
-        timeout_count = timeout_count + 1 if result.is_overdue else 0
+        result = outcome.result
+        self._set_timeout_count(model, timeout_count + 1 if result.is_overdue else 0)
+        token_ids = None if isinstance(result.result, bytes) else result.result
+        return TokenizedPrompt(token_ids, time.perf_counter() - started_s, size=result.size)
+
+    def _set_timeout_count(self, model: str, timeout_count: int) -> None:
+        """Store how many times in a row a model's template took too long, and report a problem at the limit."""
         self._timeouts[model] = timeout_count
         if timeout_count == TIMEOUTS_MAX:
             problem = "its chat template takes too long; chats are routed by load alone"
             self.tokenizers.problems[model] = problem
             log.warning("model %s: %s", model, problem)
-        token_ids = None if isinstance(result.result, bytes) else result.result
-        return TokenizedPrompt(token_ids, time.perf_counter() - started_s, size=result.size)
 
     async def read_remotely(self, request: RoutingRequest, model: str, tokens_max: int | None) -> TokenizedPrompt:
         """Have a worker tokenise a prompt, unless the request has token ids already."""
