@@ -138,7 +138,7 @@ class _EndedRequest:
 
 
 class _IntervalTransfers:
-    """Plans of the requests that ended in one interval, as far as they are about KV that moves."""
+    """Counts of KV transfers between workers that were planned for the requests that ended in one interval."""
 
     def __init__(self) -> None:
         self._counts = dict.fromkeys(TransferKind, 0)

@@ -33,7 +33,7 @@ class RequestAccounting:
             log.info("request %s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
 
     def _count_request(self, context: RequestContext, now: float) -> None:
-        """Count a request, its times and its tokens in the metrics."""
+        """Count a request that ended in the metrics: its times, and its tokens if it was sent to a worker."""
         metrics = self._proxy.metrics
         route, decision, usage = context.route, context.decision, context.usage
         ended_requests = metrics.get_ended(
@@ -66,7 +66,11 @@ class RequestAccounting:
         return route.model if is_placed or self._proxy.core.resolve_model(route.model) is not None else "unknown"
 
     def _count_tokens_of_key(self, context: RequestContext) -> None:
-        """Count the tokens of an answered request for its API key: those that the worker reports, or else our own."""
+        """Count the tokens of an answered request for its API key, unless the answer is an error.
+
+        The worker's report is used if it is complete. Otherwise the router's own tokens count, and for the output the
+        chunks of a stream.
+        """
         route, decision, usage = context.route, context.decision, context.usage
         if route is None or decision is None or context.ttft_s is None:
             return

@@ -42,7 +42,11 @@ class RequestPlacer:
         self.reasons = reasons
 
     def place(self, exchange: Exchange) -> None:
-        """Have the core choose a worker for a request that was read, now or later. Raises RequestError."""
+        """Have the core choose a worker for a request that was read, now or later.
+
+        Before that, apply the settings of the client's API key, in the routed request as in the forwarded body. Raises
+        RequestError, as when the key has too many tokens in flight.
+        """
         context = exchange.context
         body, model = context.body, context.model
         assert body is not None
@@ -99,7 +103,7 @@ class RequestDispatcher:
             self._place_when_read(exchange, reading)
 
     def open(self, context: RequestContext, client: Client, make_exchange: ExchangeFactory) -> Exchange:
-        """Begin the exchange of a request."""
+        """Make the exchange that answers a request, and count the request from now on until the exchange ends."""
         context.trace_id = self._make_trace_id(context.request)
         exchange = make_exchange(self.proxy, client, context)
         self.proxy.open(exchange)
@@ -108,7 +112,10 @@ class RequestDispatcher:
         return exchange
 
     def _place(self, exchange: Exchange, *, is_rediscovered: bool = False) -> None:
-        """Place a request after it was read. `is_rediscovered`: workers were asked for its model."""
+        """Place a request that was read. If no worker is known to serve its model, ask all workers first.
+
+        `is_rediscovered`: they were asked already, so that the core refuses a model that is still unknown.
+        """
         if not is_rediscovered and self._is_model_missing(exchange.context):
             self._place_when_read(exchange, self._discover_and_read(exchange.context), is_rediscovered=True)
             return
@@ -135,7 +142,10 @@ class RequestDispatcher:
     def _place_when_read(
         self, exchange: Exchange, reading: Coroutine[Any, Any, None], *, is_rediscovered: bool = False
     ) -> None:
-        """Place a request when `reading` is done. An exception ends this request alone."""
+        """Start a task that runs `reading`, and place the request when it is done.
+
+        An exception ends this request alone. `is_rediscovered`: `reading` asks workers for the request's model.
+        """
         task = asyncio.get_running_loop().create_task(reading)
         self._read_tasks.add(task)
 
@@ -144,9 +154,8 @@ class RequestDispatcher:
             self._read_tasks.discard(task)
             if task.cancelled():
                 return
-            failure = (
-                task.exception()
-            )  # `task.result()` would make a circle of the exception, its traceback and the task
+            # `task.result()` would make a circle of the exception, its traceback and the task.
+            failure = task.exception()
             try:
                 if failure is None:
                     self._place(exchange, is_rediscovered=is_rediscovered)

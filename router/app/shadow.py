@@ -44,7 +44,7 @@ class CopyPlacer:
 
 
 class CopiedRoutes:
-    """Takes copies of requests on every path, and answers 204 to each."""
+    """Takes copies of requests that another balancer mirrors to the router, and answers 204 to each."""
 
     def __init__(self, dispatcher: RequestDispatcher, forwarded_routes: ForwardedRoutes) -> None:
         self._dispatcher = dispatcher
@@ -140,9 +140,9 @@ class ShadowProcess(RouterProcess):
         recorder.record_logged(logged_request, route, worker_id)
 
     def _find_logged_worker(self, logged_request: LogLine, worker_ids: Sequence[str]) -> str | None:
-        """Return the id of the worker that answered; None if it is unknown.
+        """Return the id of the worker that answered a logged request; None if that is no worker of the router.
 
-        If the log does not name it, `worker_ids` take turns.
+        The log names it by its id or its address. If the log names none, the workers of `worker_ids` take turns.
         """
         workers, name = self.pipeline.proxy.core.workers, logged_request.worker
         if name is None:

@@ -39,7 +39,10 @@ class _HistoryPoint(NamedTuple):
 
 
 class ShadowReporter:
-    """Compares the recorded requests with what the router would have done, in another process, and reports."""
+    """Reports what would change if the router placed the recorded requests instead of the present balancer.
+
+    Another process simulates both from time to time, as a comparison takes seconds.
+    """
 
     def __init__(
         self, config: ShadowConfig, router_config: CoreConfig, proxy: Proxy, recorder: Recorder, version: str
@@ -73,7 +76,10 @@ class ShadowReporter:
         return Response(page, content_type=HTML, headers=make_security_headers(page))
 
     def tick(self, now: float) -> None:
-        """Add a point to the history and begin a comparison when it is time. Call often."""
+        """Add a point to the history, and begin a comparison, if they are due. Call several times a second.
+
+        A comparison is due after `every_s` if enough new requests came, unless the last one still runs.
+        """
         if not self._history or now - self._history[-1].at_s >= HISTORY_INTERVAL_S:
             self._history.append(_HistoryPoint(now, dict(self._proxy.metrics.cache_miss_tokens)))
             del self._history[:-HISTORY_POINTS_MAX]
@@ -112,7 +118,7 @@ class ShadowReporter:
             self._write_file()
 
     def _adopt_speeds(self, comparison: Comparison) -> None:
-        """Predict from now on by the speeds that the comparison found: no answer passes from which to learn them."""
+        """Give the core the workers' speeds that the comparison found, because no answer passes to learn them from."""
         for target in self._proxy.core.tracker.targets.values():
             steps = comparison.steps.get(target.worker_id)
             if steps is not None:

@@ -61,7 +61,10 @@ class TenantLimits:
             context.charged_tokens = 0
 
     def add_prompt_tokens(self, context: RequestContext, tokens: int) -> None:
-        """Count the tokens of a request's prompt. Raises RequestError if its key has too many in flight."""
+        """Count the tokens of a request's prompt. Raises RequestError if its key has too many in flight.
+
+        A key without tokens in flight may send a prompt of any length, which would be refused forever otherwise.
+        """
         if context.charged_tokens is None:
             return  # its client left, or there are no keys
         tenant = context.tenant
@@ -83,9 +86,10 @@ class TenantLimits:
             del self.tokens_in_flight[tenant]
 
     def apply_key_settings(self, context: RequestContext, route: RouteRequest) -> dict[str, object]:
-        """Apply the share, salt and least priority of a request's key to `route`; return changed fields of its body.
+        """Apply the settings of a request's API key to `route`; return the fields to set in the request's body.
 
-        The names of its sessions get the tenant's name, so that keys do not share sessions.
+        The settings are a share of turns in the queue, a least priority, and a cache salt, by which keys share no
+        cached blocks. The names of its sessions get the tenant's name, so that keys do not share sessions.
         """
         tenant, body = context.tenant, context.body
         assert body is not None

@@ -52,9 +52,10 @@ class Tracing:
         self._tracer = self._provider.get_tracer("blockcast.router", version)
 
     def begin(self, context: RequestContext, now: float) -> tuple[Any, bytes] | None:
-        """Begin the span of a request. Return it with the `traceparent` for the worker; None for no trace.
+        """Begin the span of a request; return the state for `end`, and the `traceparent` header for the worker.
 
-        The client's `traceparent`, if there is one, decides whether the request is traced.
+        Return None if the request is not traced. The client's `traceparent`, if there is one, decides that, and else
+        chance. The state is the span, and the time since 1970 at which the process's clock was 0.
         """
         request, parent_context = context.request, None
         traceparent_match = _TRACEPARENT.match(request.get_header(b"traceparent") or b"")
@@ -83,7 +84,10 @@ class Tracing:
         return self._api.set_span_in_context(self._api.NonRecordingSpan(span_context))
 
     def end(self, context: RequestContext, now: float) -> None:
-        """End the span of a request, with its outcome as attributes and its two parts as spans."""
+        """End the span of a request, with its outcome as attributes.
+
+        Its parts become spans of their own: the decision, the prefill at another worker, and the answer.
+        """
         if context.span is None:
             return
         (span, clock_ns), _ = context.span

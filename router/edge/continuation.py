@@ -65,9 +65,10 @@ _MEDIA_MARKERS = tuple(f'"{part}"'.encode() for part in MEDIA_PARTS)
 
 
 def build_continuation(request: HttpRequest, fields: _Fields | None = None) -> StreamContinuation | None:
-    """Return the continuation of a streamed request; None if its answer could not be continued.
+    """Return the state by which another worker can continue a streamed answer; None if that would be impossible.
 
-    `fields`: fields of its body, where they were decoded already.
+    It is for a stream of chat or completion with one answer, and with fields that a second request can repeat.
+    `fields`: fields of the body, if they were decoded already.
     """
     is_chat = request.path == _CHAT_PATH
     if request.is_http_1_0 or len(request.pieces) > 1:
@@ -85,6 +86,11 @@ def build_continuation(request: HttpRequest, fields: _Fields | None = None) -> S
 
 
 def _is_continuable_field(name: str, value: bytes, is_chat: bool) -> bool:
+    """Return whether an answer can be continued although the request has this field. `value`: its JSON.
+
+    Fields are resent, or applied when the rest is asked for. A field that is not known could mean anything, so it
+    prevents the continuation unless it is empty.
+    """
     if name in ("n", "best_of"):
         return value in (b"1", b"null")
     if name in ("max_tokens", "max_completion_tokens", "min_tokens"):
@@ -101,7 +107,11 @@ def _is_continuable_field(name: str, value: bytes, is_chat: bool) -> bool:
 
 
 class StreamContinuation:
-    """State that allows another worker to continue one streamed answer."""
+    """Continues one streamed answer at another worker, if its first worker fails in the middle.
+
+    It records the tokens of the answer, builds the request for the rest of it, and rewrites the events of the second
+    worker, so that the client sees one stream.
+    """
 
     __slots__ = (
         "_body",
@@ -118,6 +128,7 @@ class StreamContinuation:
     )  # fmt: skip
 
     def __init__(self, fields: _Fields, body: bytes, is_chat: bool) -> None:
+        """`fields`: values of the request's `body` as JSON, by name. `is_chat`: a chat, else a completion."""
         self._fields = fields
         self._body = body
         self._is_chat = is_chat
@@ -152,7 +163,11 @@ class StreamContinuation:
         return self.continuation_body is not None
 
     def build_request_body(self, engine: str) -> tuple[bytes] | None:
-        """Return the body for a worker of this engine; None if it cannot continue another engine's answer."""
+        """Return the body for a worker of this engine; None if it cannot continue another engine's answer.
+
+        The first worker gets the client's body, which is changed to ask for token ids if the engine can continue the
+        answer by them. A later worker gets the body for the rest.
+        """
         if self.continuation_body is not None:
             return (self.continuation_body,) if engine == self._engine else None
         self._engine = engine
@@ -257,6 +272,10 @@ class StreamContinuation:
         return body | {"max_tokens": output_tokens_max, "min_tokens": remaining_tokens_min}
 
     def _build_chat_body(self, ids: array[int], answered_tokens: int) -> dict[str, Any]:
+        """Return the body of a chat request for the rest of an answer. Arguments as for `_build_body`.
+
+        The token ids stand for the messages, so of these only the last is sent.
+        """
         resent_fields = {
             name: value for name, value in self._fields.items() if name in _RESENT_FIELDS or name in _CHAT_OUTPUT_FIELDS
         }

@@ -56,6 +56,7 @@ class MissReasonsRecorder:
         prompt_reader: PromptReader,
         worker_pool: PromptWorkerPool,
     ) -> None:
+        """Have `proxy` report first bytes and ends, if `config` enables the record. `worker_pool` makes outlines."""
         core, metrics = proxy.core, proxy.metrics
         self.analyzer = MissAnalyzer(config, core.index.count_common_tokens)
         metrics.cache_miss_requests = self.analyzer.requests_by_reason

@@ -75,7 +75,11 @@ class Recorder:
         self._links = PrefixLinks(self.config.requests_max)
 
     def record_copy(self, context: RequestContext) -> None:
-        """Record a copy of a request, and search for its worker from now on. The copy was read and priced before."""
+        """Record a copy of a request that was read and priced, and search for its worker from now on.
+
+        The copy does not tell which worker answers the original. The worker is known by its cache, which soon has the
+        blocks of the prompt.
+        """
         route, decision = context.route, context.decision
         if route is None or route.token_ids is None or decision is None:
             self.counts["unread"] += 1
@@ -95,7 +99,11 @@ class Recorder:
             )
 
     def place_open_requests(self, now: float) -> None:
-        """Search for the workers of the requests that have none yet, and give up after `placed_s`. Call every tick."""
+        """Search for the workers of the requests that have none yet, and give up after `placed_s`. Call every tick.
+
+        The worker is the one with a cache that has gained the prompt's blocks. If none has after SETTLED_S, it is one
+        that had all of them before.
+        """
         for request in list(self._open.values()):
             if now < request.next_search_s:
                 continue

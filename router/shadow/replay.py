@@ -99,7 +99,10 @@ class RecordedPlacement(Router):
         self.cached_prefix_by_request: dict[int, CachedPrefix] = {}
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
-        """Return (request index, recorded worker)."""
+        """Return the recorded worker of a request, and record the request's CachedPrefix at its arrival.
+
+        The list has one pair (index of the request, index of the worker).
+        """
         block_ids = request.block_ids
         max_blocks = (request.prompt_tokens - 1) // request.block_size  # the last token is always computed
         worker_index = self._worker_index_by_request[request.index]
@@ -122,10 +125,10 @@ class RecordedPlacement(Router):
 def _count_lost_tokens(
     placement: RecordedPlacement, requests: Sequence[ObservedRequest], indices: Sequence[int], block: int
 ) -> dict[str, int]:
-    """Return the tokens that were computed without need in the simulation of today, by their cause.
+    """Return the tokens that were computed without need in the simulation of the recorded placement, by their cause.
 
-    The workload is the cause for blocks that no worker has any more, and for what a session's prompt has otherwise than
-    its previous prompt. Routing is the cause for blocks that another worker had.
+    Routing is the cause for blocks that another worker had cached. The workload is the cause for evicted blocks, and
+    for those in which a session's prompt differs from its previous one.
     """
     changed_blocks = _count_changed_blocks(placement, requests, block)
     prefixes = {i: placement.cached_prefix_by_request[i] for i in indices}
@@ -235,7 +238,8 @@ def _simulate_recorded_placement(
 ) -> tuple[ClusterConfig, RecordedPlacement, SimulationResult]:
     """Simulate the recorded placement, and fit the workers' decode times to the recorded answers.
 
-    Makes at most FIT_ROUNDS_MAX corrections. Returns the cluster with the fitted times, the placement and the result.
+    If decoding took 1.2 times as long as simulated, the simulation runs again with times 1.2 times as long, up to
+    FIT_ROUNDS_MAX times. Returns the cluster with the fitted times, the placement and the last result.
     """
     worker_index_by_name = {engine.name: i for i, engine in enumerate(engines)}
     worker_indices = [worker_index_by_name[request.worker] for request in observed_requests]
@@ -254,7 +258,11 @@ def _simulate_recorded_placement(
 
 
 def _compute_savings(base: ReplayTotals, today: ReplayTotals, ours: ReplayTotals) -> ReplayTotals:
-    """Return what `router run` saves of the `base` totals, by the ratio of both simulations."""
+    """Return what `router run` would save of the `base` totals.
+
+    `base` may be measured, and simulations are not exact. So the share that the simulation of `router run` (`ours`)
+    saves of the simulation of today is taken, and applied to `base`.
+    """
     seconds = None
     if base.seconds is not None and today.seconds is not None and ours.seconds is not None:
         seconds = _scale_saving(base.seconds, today.seconds, ours.seconds)
