@@ -61,9 +61,10 @@ class PromptAttention(Protocol):
 
 
 def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
-    """View K and V of a layer as overlapping pages, [rows, block_size, kv_heads, dim] each.
+    """View K and V of a layer as overlapping pages, [rows, block_size, kv_heads, dim] each, without a copy.
 
-    Page r begins at token row r of layer 0.
+    Page r has the `block_size` rows from row r on. So a block that begins at any row is a page. Rows are counted from
+    layer 0, so that one table of blocks serves all layers: the view of another layer begins as much later.
     """
     elems_per_row, layer_offset = kv.elems_per_row, layer * kv.rows_per_layer
     page_count = kv.buffer.numel() // elems_per_row - layer_offset - 2 * kv.block_size + 1
@@ -79,7 +80,12 @@ def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
 
 
 class FlashAttention3:
-    """Computes the attention of prompts by FlashAttention-3, which reads the pool itself."""
+    """Computes the attention of prompts by FlashAttention-3, which reads K and V in the cache's pool, without a copy.
+
+    It wants the pool as an array of pages, and for each sequence the list of its pages. `view_overlapping_pages` shows
+    the pool as pages that begin at every row. So the row where a block begins is the number of the page with its
+    content. q: [tokens of the prompts, heads, dim].
+    """
 
     def __init__(self) -> None:
         """Import the package. Raises ValueError if it is not installed."""

@@ -127,13 +127,17 @@ class RaggedBatch:
 
 @dataclass(frozen=True, slots=True)
 class StatePlan:
-    """Says where in the pool the recurrent states of a step's sequences are. Used by the CPU and reference backends."""
+    """Says where in the pool the recurrent states of a step's sequences are. Used by the CPU and reference backends.
+
+    The pool is cut into units of equal size, and a state fills one unit, whose number says where the state is. The
+    batch has the decoding sequences first, with one token each. They advance together, the prompts one by one.
+    """
 
     batch: RaggedBatch
     decode_units: Tensor
-    """[decode_count] int64."""
+    """[decode_count] int64: number of the unit that holds the state of each decoding sequence."""
     prompt_spans: tuple[tuple[int, int, int], ...]
-    """(first token, end, unit) of every sequence with more than one query."""
+    """For every other sequence: its tokens [first, end) in the batch, and the unit of its state."""
     scans_by_chunks: bool
     """Whether prompts go through recurrences in chunks, which is faster than token by token."""
 

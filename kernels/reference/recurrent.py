@@ -120,9 +120,11 @@ def _scale_to_unit_length(x: Tensor) -> Tensor:
 
 
 def _advance_delta_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor) -> Tensor:
-    """Apply the rule to one token of each sequence.
+    """Apply the gated delta rule to one token of each of n sequences. Return the outputs; `state` changes in place.
 
-    q, k: [n, heads, key_dim]; v: [n, heads, value_dim]; log_decay, rate: [n, heads].
+    For each head: the state decays, then what it holds for the key k moves towards v by the share `rate`, and the
+    output is what it holds for the query q. q, k: [n, heads, key_dim]. v: [n, heads, value_dim]. log_decay, rate:
+    [n, heads]. state: [n, heads, key_dim, value_dim].
     """
     state.mul_(log_decay.exp()[..., None, None])
     retrieved_value = (k[..., None, :] @ state)[..., 0, :]
@@ -133,9 +135,11 @@ def _advance_delta_state(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rat
 def _scan_delta_chunks(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Apply the rule to one sequence in chunks. Return (output, final state).
+    """Apply the gated delta rule to one sequence in chunks. Return (output, final state).
 
-    q, k: [tokens, heads, key_dim]; v, output: [tokens, heads, value_dim]; log_decay, rate: [tokens, heads]; state:
+    For each token and head: S <- exp(log_decay) S; u = rate (v - k S); S <- S + k^T u; output = q S. In a chunk the u
+    of all tokens solve one triangular system, so that matrix products replace the steps from token to token.
+    q, k: [tokens, heads, key_dim]. v, output: [tokens, heads, value_dim]. log_decay, rate: [tokens, heads]. state:
     [heads, key_dim, value_dim].
     """
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [heads, tokens, dim]
@@ -150,6 +154,8 @@ def _scan_delta_chunks(
         keys = k[:, chunk]
         decay_sum, pair_decay = _compute_decays(log_decay[:, chunk], is_future[:size, :size])
         decay_since_start = decay_sum.exp()[..., None]
+        # u_t + rate_t sum_{j<t} decay(j -> t) (k_t . k_j) u_j = rate_t (v_t - decay(start -> t) k_t S). The solver
+        # takes the diagonal as ones, whatever the matrix has there.
         system = rate[:, chunk] * (keys @ keys.mT) * pair_decay
         target = rate[:, chunk] * (v[:, chunk] - decay_since_start * (keys @ state))
         update = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
@@ -179,8 +185,9 @@ def state_space(
 
 
 def _advance_ssm_state(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
-    """Apply the recurrence to one token of each sequence.
+    """Apply Mamba-2's recurrence to one token of each of n sequences. Return the outputs; `state` changes in place.
 
+    For each head: state <- exp(log_decay) state + x b^T; output = state c.
     x: [n, heads, head_dim], multiplied by dt; log_decay: [n, heads]; b, c: [n, groups, state_dim].
     """
     heads_per_group = x.shape[1] // b.shape[1]

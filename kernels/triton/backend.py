@@ -262,21 +262,23 @@ class TritonKernels:
     def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's top-k experts: [tokens, hidden].
 
-        Pairs of token and expert are sorted by expert, so that each tile multiplies with the weights of one expert.
-        torch sorts on the device, so that the host does not wait.
+        Pairs of token and expert ("rows") are sorted by expert, so that a tile needs the weights of one expert only.
+        torch sorts on the device, so that the host does not wait. x: [tokens, hidden]. gate_up: [experts, 2 * size,
+        hidden]. down: [experts, hidden, size]. expert_ids, weights: [tokens, top_k].
         """
         tokens, hidden = x.shape
         num_experts, _, size = down.shape
         top_k = expert_ids.shape[1]
         rows = tokens * top_k
-        block_m = round_up_to_power_of_two(min(max(2 * rows // num_experts, 16), 16 if x.element_size() > 2 else 64))
+        is_float32 = x.element_size() > 2
+        block_m = _choose_expert_rows(rows, num_experts, is_float32=is_float32)
         order, starts, tile_expert, tile_row = expert_kernels.sort_by_expert(expert_ids, num_experts, block_m)
         inner = torch.empty((rows, size), dtype=x.dtype, device=x.device)
         outputs = torch.empty((tokens, top_k, hidden), dtype=torch.float32, device=x.device)
         tile = {
             "BLOCK_M": block_m,
             "BLOCK_N": 64,
-            "BLOCK_K": 32 if x.element_size() > 2 else 64,
+            "BLOCK_K": 32 if is_float32 else 64,  # as many bytes of both
             "PRECISION": choose_dot_precision(x),
             "WIDE": INTERPRETED,
             "num_warps": 4,
@@ -346,6 +348,16 @@ def view_rows(x: Tensor) -> Tensor:
     if x.dim() == 2:
         return x[:, None]
     return x if x.dim() == 3 else x.reshape(-1, *x.shape[-2:])
+
+
+def _choose_expert_rows(rows: int, num_experts: int, *, is_float32: bool) -> int:
+    """Return how many rows one program multiplies by an expert's weights.
+
+    Twice the rows of an average expert, so that one program does for most experts. At least 16, which a matrix product
+    on the GPU needs, and at most 64 (16 of float32), which bounds what one program holds.
+    """
+    rows_max = 16 if is_float32 else 64
+    return round_up_to_power_of_two(min(max(2 * rows // num_experts, 16), rows_max))
 
 
 def choose_decode_tile(block_d: int, element_size: int) -> tuple[int, int, int]:

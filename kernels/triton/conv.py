@@ -28,10 +28,11 @@ def convolve_step(
     channels,
     WIDTH: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Convolve the next token of each decoding sequence. The grid is (sequences, channel blocks).
+    """Convolve the one next token of each decoding sequence. The grid is (sequences, channel blocks).
 
-    A tail holds the WIDTH - 1 inputs before the token. The token is appended to it, and its first input is dropped. A
-    negative unit marks a row of padding, which has no tail.
+    A channel's output is the weighted sum of its last WIDTH inputs: the WIDTH - 1 in the sequence's tail, and the
+    token's. The tail then drops its oldest input and takes the token's. A negative unit marks padding: it has no tail.
+    x, out: [sequences, channels]. weight: [channels, WIDTH], oldest input first. tails: [units, WIDTH - 1, channels].
     """
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -39,12 +40,13 @@ def convolve_step(
     mask = channel < tl.where(unit >= 0, channels, 0)
     tail_ptrs = tails_ptr + unit * tails_unit_stride + channel
     x = tl.load(x_ptr + token * x_token_stride + channel, mask=mask, other=0.0)
-    total = x.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
+    weight_ptrs = weight_ptr + channel * WIDTH
+    newest_weight = tl.load(weight_ptrs + WIDTH - 1, mask=mask, other=0.0).to(tl.float32)
+    total = x.to(tl.float32) * newest_weight
     for i in tl.static_range(WIDTH - 1):  # each thread reads its channel's row i before it overwrites row i - 1
         old_tail = tl.load(tail_ptrs + i * tails_row_stride, mask=mask, other=0.0)
-        total += old_tail.to(tl.float32) * tl.load(weight_ptr + channel * WIDTH + i, mask=mask, other=0.0).to(
-            tl.float32
-        )
+        weight = tl.load(weight_ptrs + i, mask=mask, other=0.0).to(tl.float32)
+        total += old_tail.to(tl.float32) * weight
         if i > 0:
             tl.store(tail_ptrs + (i - 1) * tails_row_stride, old_tail, mask=mask)
     tl.store(tail_ptrs + (WIDTH - 2) * tails_row_stride, x, mask=mask)

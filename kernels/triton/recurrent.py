@@ -23,7 +23,11 @@ SCAN_WARPS = 4
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: RecurrentPlan, silu: bool
 ) -> Tensor:
-    """Convolve the channels of a batch causally, and store the last inputs in `tails`. Returns [tokens, channels]."""
+    """Convolve each channel of a batch over its sequence's last `width` tokens. Returns [tokens, channels].
+
+    The first sequences of the batch decode one token each, the others are prompts. `tails` [units, width - 1, channels]
+    holds the last inputs of each sequence, with which its next tokens go on; it is updated. weight: [channels, width].
+    """
     num_tokens, channels = x.shape
     width = weight.shape[1]
     assert x.stride(1) == tails.stride(2) == 1
@@ -55,9 +59,12 @@ def causal_conv(
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: RecurrentPlan
 ) -> Tensor:
-    """Advance the gated delta rule's states of a batch in place, and return [tokens, heads, value_dim].
+    """Apply the gated delta rule to a batch, whose first sequences decode: update `states`, return each token's output.
 
-    A decoding sequence advances by one token. A prompt is scanned in chunks of `STATE_CHUNK` tokens.
+    A decoding sequence has one token, for which one launch is enough. Prompts take two: one computes what needs no
+    state, for all chunks of `STATE_CHUNK` tokens at once, and one carries each state from chunk to chunk.
+    q, k: [tokens, key_heads, key_dim]. v and the result: [tokens, heads, value_dim]. log_decay, rate: [tokens, heads].
+    states: [units, heads, key_dim, value_dim].
     """
     num_tokens, num_heads, value_dim = v.shape
     key_dim = q.shape[2]
@@ -69,6 +76,8 @@ def gated_delta(
     qk_strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
     v_strides = (v.stride(0), v.stride(1))
     padded_value_dim = round_up_to_power_of_two(value_dim, 16)
+    # Columns of a state are independent, so a program holds few of them in registers. The interpreter runs programs one
+    # after another, and takes all.
     block_v = padded_value_dim if INTERPRETED else min(padded_value_dim, 32)
     padded_key_dim = round_up_to_power_of_two(key_dim, 16)
     constants = {"GROUP": num_heads // q.shape[1], "KEY": key_dim, "VALUE": value_dim, "BLOCK_K": padded_key_dim}
@@ -81,6 +90,8 @@ def gated_delta(
         )  # fmt: skip
     prompt_count = plan.sequence_count - plan.decode_count
     if prompt_count:
+        # What the first launch leaves for the second, for each token. Its update is new_v - new_k @ (state before its
+        # chunk). inner: products of its query with the keys of its chunk.
         new_v, new_k, inner = (
             torch.empty((num_tokens, num_heads, size), dtype=torch.float32, device=v.device)
             for size in (value_dim, key_dim, STATE_CHUNK)

@@ -41,13 +41,14 @@ def ended_sequences_go_at_once(patch: Patch) -> None:
 
 
 def a_table_that_merged_is_not_sent_again(patch: Patch) -> None:
-    real = StepLog._merge_duplicates
+    real = StepLog._commit_blocks
 
-    def merge_duplicates(self: StepLog, seq_blocks: Any, merges: Any) -> None:
-        real(self, seq_blocks, merges)
-        seq_blocks.seq.table_version -= 1
+    def commit_blocks(self: StepLog, seq_blocks: Any, start: int, end: int) -> None:
+        table_version = seq_blocks.seq.table_version
+        real(self, seq_blocks, start, end)
+        seq_blocks.seq.table_version = table_version
 
-    patch.setattr(StepLog, "_merge_duplicates", merge_duplicates)
+    patch.setattr(StepLog, "_commit_blocks", commit_blocks)
 
 
 def a_row_is_another_ones(patch: Patch) -> None:

@@ -87,22 +87,24 @@ def announced_when_reserved(patch: Patch) -> None:
 
 
 def merge_without_redirect(patch: Patch) -> None:
-    def merge_duplicates(self: StepLog, seq_blocks: SequenceBlocks, merges: Any) -> None:
-        for kind, index, identical_block in merges:
-            blocks = seq_blocks.blocks_by_group[kind]
-            held_block, blocks[index] = blocks[index], identical_block
-            assert held_block is not None
-            self._pool.release(held_block)
+    def replace(self: SequenceBlocks, group: int, index: int, block: Any) -> Any:
+        blocks = self.blocks_by_group[group]
+        held_block, blocks[index] = blocks[index], block
+        assert held_block is not None
+        return held_block
 
-    patch.setattr(StepLog, "_merge_duplicates", merge_duplicates)
+    patch.setattr(SequenceBlocks, "replace", replace)
 
 
 def merge_that_leaks_the_duplicate(patch: Patch) -> None:
-    def merge_duplicates(self: StepLog, seq_blocks: SequenceBlocks, merges: Any) -> None:
-        for kind, index, identical_block in merges:
-            seq_blocks.replace(kind, index, identical_block)
+    real = StepLog._commit_blocks
 
-    patch.setattr(StepLog, "_merge_duplicates", merge_duplicates)
+    def commit_blocks(self: StepLog, seq_blocks: SequenceBlocks, start: int, end: int) -> None:
+        for kind, index, identical_block in seq_blocks.take_merges(end):
+            seq_blocks.replace(kind, index, identical_block)
+        real(self, seq_blocks, start, end)
+
+    patch.setattr(StepLog, "_commit_blocks", commit_blocks)
 
 
 def compaction_that_copies_nothing(patch: Patch) -> None:
