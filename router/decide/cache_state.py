@@ -76,7 +76,7 @@ class PromptQuery(msgspec.Struct, eq=False):
 
 
 class CacheState:
-    """What the targets have cached, or will have: the prefixes in the index and those of running prompts.
+    """Predicts what the targets have cached: the prefixes in the index, and those of running prompts.
 
     Prompts that begin alike are routed to one target, which then computes their common prefix only once. So the prefix
     of a running prompt counts before its events arrive.

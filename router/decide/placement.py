@@ -225,7 +225,12 @@ class RequestPlacer:
         return Refuse(request.request_id, 429, "too_slow", f"{message}.", terms.ttft_s - max_ttft_s)
 
     def _must_wait(self, request: RouteRequest, choice: RoutingChoice, now: float, *, is_retried: bool) -> bool:
-        """Return whether a request has to wait in the queue. `is_retried`: the queue offers it its turn."""
+        """Return whether a request has to wait in the queue although a worker was chosen for it.
+
+        A request in the background waits until the chosen worker is idle and nobody else waits. With fair queueing,
+        another one waits if its worker is busy, or if it would overtake queued requests. `is_retried`: it is the
+        request's turn in the queue, so it overtakes none.
+        """
         if self.is_background(request):
             return self.queue.waiting_count > 0 or not self._has_background_room(choice, now)
         if not self._queues_when_busy:

@@ -34,9 +34,10 @@ _EXTERNAL_PROMPT_TOKENS: Final = 256
 
 
 class RequestPhase(enum.Enum):
-    """TRANSFER until KV from another worker has come, if any is to come; PREFILL until the first token was seen.
+    """Phase of a request at its target: waiting for KV from another worker, prefill, decode, or ended.
 
-    Then DECODE until the request has ENDED. Where an end is not seen, it is estimated.
+    TRANSFER is left out if no KV is to come. PREFILL ends with the first token; if that is not seen, because the answer
+    is not streamed, its time is estimated.
     """
 
     TRANSFER = 0
@@ -53,21 +54,20 @@ class InFlightRequest:
     prompt_tokens: int
     cached_tokens: int
     expected_output_tokens: float
-    """Expected length of its answer."""
     is_streaming: bool
-    """Whether its first token will be seen; otherwise the time of the first token is estimated."""
+    """Whether the first token will be seen; otherwise the time of the first token is estimated."""
     tier_load_s: float
     """Time to fetch the cached tokens that lie on slower tiers, by the configured rates."""
     sent_at_s: float
-    """When it was sent, or when its KV had come."""
+    """When the request was sent or, if KV had to come from another target, when that KV had come."""
     source: Target | None = None
-    """Target that its KV comes from."""
+    """Target that the request's KV comes from; None: its own target computes or has all."""
     arrival_s: float = 0.0
-    """Predicted time from its sending until its KV is here."""
+    """Predicted time from sending the request until its KV has come."""
     is_kv_moving: bool = False
-    """Whether its KV moves now; while its source computes it, it does not."""
+    """Whether the KV moves now; it does not while the source still computes it."""
     on_arrival: Callable[[], None] | None = None
-    """Called when its KV has come, or is no longer expected, while its target is known."""
+    """Called when the KV has come, or is no longer expected, while the target is known."""
     prefill_s: float = field(init=False)
     """Time to compute the uncached tokens, as fast as the target is now thought to be."""
     expected_ttft_s: float = field(init=False)

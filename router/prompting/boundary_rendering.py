@@ -91,9 +91,10 @@ class BoundaryRenderer:
         return template_text
 
     def prepare(self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]) -> NewMessages:
-        """Return the new messages after a boundary as an object that renders them.
+        """Return an object that renders the new messages of a conversation, those after the cached ones.
 
-        The memo is asked if it may know the text.
+        `rendered` has the short placeholders that stand for the cached messages. If the new messages are plain texts,
+        they get a key under which the memo may have what the template writes around such texts.
         """
         turn = None
         if not rendered.has_late_system:
@@ -190,10 +191,10 @@ class BoundaryRenderer:
 
 
 class NewMessages:
-    """The messages of a conversation after a boundary: renders them, and cuts their text at the next boundary.
+    """The new messages of a conversation: renders them, and finds where their text can be cut for the next turn.
 
-    They are rendered after the placeholders for the messages before the boundary. For a few plain texts, the memo may
-    know the result.
+    They are rendered after short placeholders that stand for the cached messages before them. For a few plain texts,
+    the memo may know the result.
     """
 
     def __init__(

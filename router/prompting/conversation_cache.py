@@ -63,9 +63,10 @@ class Boundary(msgspec.Struct, frozen=True, eq=False):
 
 
 class CachedConversation(msgspec.Struct, eq=False):
-    """Cache entry of one conversation: the token ids of its last prompt, and the boundaries at which to continue it.
+    """Cache entry of one conversation: the token ids of its last prompt, and its boundaries.
 
-    The other fields tell whether a later body has equal inputs of the template, and what is known of its messages. An
+    A boundary is a place between two messages. A later body that is equal up to a boundary uses the ids before it, and
+    only its further messages are tokenised. The other fields tell whether the template's other inputs are equal too. An
     entry is not changed once it is in the cache.
     """
 
@@ -137,6 +138,8 @@ class _Location(NamedTuple):
 
 
 class _Entry(NamedTuple):
+    """A conversation in the cache, with what is to be undone when it is dropped."""
+
     conversation: CachedConversation
     size_bytes: int
     locations: list[_Location]
@@ -145,8 +148,9 @@ class _Entry(NamedTuple):
 class ConversationCache:
     """The conversations of one process, found by what their bodies begin with. The least recently used one goes first.
 
-    A body is looked up by digests of some of its prefixes, of eight lengths in each doubling. All boundaries that were
-    stored under one of these digests are then compared by the digest of everything before them.
+    Prefixes of a body are digested at a few lengths, eight for each doubling, and a boundary is stored under the digest
+    of the longest such prefix before it. So a look-up needs few digests. The boundaries that it finds are then compared
+    by the digest of everything before them.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -219,6 +223,7 @@ class ConversationCache:
                 self._drop(entry.conversation)
 
     def _locate(self, conversation: CachedConversation, body: bytes) -> list[_Location]:
+        """Return the boundaries of a conversation with the digests under which a look-up finds them."""
         view, position, locations = memoryview(body), 0, []
         hasher = xxhash.xxh3_64(seed=self._seed)
         keys = digests(body, BODY_BYTES_MIN, self._seed, conversation.boundaries[-1].body_end)

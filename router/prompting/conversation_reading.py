@@ -83,7 +83,10 @@ class _WholeConversation(NamedTuple):
 
 
 class _BodyTail(NamedTuple):
-    """The part of a body after a boundary: its new messages, and what else the template depends on."""
+    """The new part of a body that continues a cached one: its last messages, and what else the template depends on.
+
+    It begins at a boundary, a place between two messages up to which both bodies are equal.
+    """
 
     request: RoutingRequest
     """The body's request, with a sentinel instead of the cached messages, or without messages."""
@@ -106,7 +109,7 @@ class _BodyTail(NamedTuple):
 
 
 class _RenderedTail(NamedTuple):
-    """The part of a prompt after a boundary."""
+    """The new part of a continued body, and the text that the template writes for it."""
 
     boundary: Boundary
     tail: _BodyTail
@@ -257,10 +260,10 @@ def _make_first_boundaries(whole: _WholeConversation, renderer: BoundaryRenderer
 
 
 def _choose_trailing_counts(whole: _WholeConversation) -> list[int]:
-    """Return how many of a body's messages should follow each boundary, in descending order.
+    """Choose where the next request can continue this one: return how many last messages are left out, most first.
 
-    The next request of a client appends to this one, but may change its last few messages. A chat also gets a boundary
-    before its last question, because a template may write the messages after it otherwise once there is a new question.
+    The next request of a client appends to this one, but may change its last few messages. In a chat, the last question
+    and the messages after it may be left out too, as a template may write them otherwise once there is a new question.
     """
     message_count = len(whole.location.message_ends)
     trailing_counts = {1, TRAILING_MESSAGES}
@@ -271,10 +274,10 @@ def _choose_trailing_counts(whole: _WholeConversation) -> list[int]:
 
 
 def _count_messages_before(whole: _WholeConversation, trailing_count: int, template: ChatTemplate) -> int | None:
-    """Count the chat's messages that stand for all but the last `trailing_count` messages of the body.
+    """Count the chat's messages that were made from all but the last `trailing_count` messages of the body.
 
-    In Anthropic's format a message of the body may become several of the chat. None if a message of the chat stands for
-    messages on both sides.
+    The counts differ in Anthropic's format, in which one message of the body may become several of the chat. Return
+    None if a message of the chat was made from messages on both sides, so that the chat cannot be cut there.
     """
     if whole.kind == "chat":
         return len(whole.location.message_ends) - trailing_count
@@ -294,10 +297,11 @@ def continue_conversation(
     *,
     further_differs: bool = False,
 ) -> Continuation | None:
-    """Read the prompt of a body that is equal to a cached one up to a boundary: only the rest is rendered and encoded.
+    """Tokenise the prompt of a body that is equal to a cached one up to `boundary`, a place between two messages.
 
-    None if more than messages differs from the cached body, or if the template may write the text before the boundary
-    in another way now. `further_differs`: whether the body is known to differ before the next boundary.
+    Only the messages after it are rendered and encoded; their ids are appended to the cached ones. Return None if more
+    than the messages changed (tools, options), or if the template may write the cached messages otherwise now.
+    `further_differs`: the body is known to differ from the cached one before its next boundary.
     """
     if boundary.bracket_count > OBJECTS_MAX - TAIL_BRACKETS_MAX:
         return None
@@ -330,7 +334,7 @@ def continue_conversation(
 
 
 def _has_same_inputs(conversation: CachedConversation, tail: _BodyTail) -> bool:
-    """Whether the template's inputs besides new messages are those of the cached conversation."""
+    """Whether a template gets the same tools, options and system text as it got for the cached conversation."""
     if conversation.kind == "messages" and not tail.new_messages:
         return False  # a last message of the assistant would be continued, and a cached one was not the last
     return (
@@ -347,9 +351,10 @@ def _find_next_boundary(
     *,
     further_differs: bool,
 ) -> Boundary | None:
-    """Make a boundary near the end of a continued body, for the next turn; its number of tokens is not set yet.
+    """Make a boundary near the end of a continued body, at which the next request of the conversation can continue.
 
-    None if the boundary would save little, or if the text cannot be cut there.
+    Its number of tokens is not set yet. Return None if the boundary would save little, or if the prompt's text cannot
+    be cut there.
     """
     boundary, tail = rendered_tail.boundary, rendered_tail.tail
     grown_bytes = len(body) - boundary.body_end
@@ -390,9 +395,10 @@ def _choose_next_trailing_count(conversation: CachedConversation, boundary: Boun
 def _count_new_messages(
     conversation: CachedConversation, tail: _BodyTail, body: bytes, body_end: int, template: ChatTemplate
 ) -> int | None:
-    """Count the chat's new messages that stand for the part of a body in Anthropic's format before `body_end`.
+    """Count the chat's new messages that were made from the messages of a body before the offset `body_end`.
 
-    None if a message of the chat stands for messages on both sides of that place.
+    The body is in Anthropic's format, in which one message may become several of the chat. Return None if a message of
+    the chat was made from messages on both sides of the offset.
     """
     last_tail = _read_tail(conversation.kind, conversation.messages_start, body_end, body, template)
     if last_tail is None or last_tail.template_digest != conversation.template_digest:
@@ -403,9 +409,10 @@ def _count_new_messages(
 
 
 def _make_successor(continuation: Continuation, next_boundary: Boundary, body: bytes) -> CachedConversation:
-    """Make the cache entry of a continued body: that of the cached conversation with one boundary more.
+    """Make the cache entry of a continued body: the cached conversation with its new messages and one boundary more.
 
-    If there are too many boundaries, the first one goes; but the newest boundary at which a turn starts is kept.
+    If there are too many boundaries, the first one is dropped. The newest boundary before a user's message is kept,
+    because some templates write the messages after it otherwise when the next question comes.
     """
     conversation, boundary, tail = continuation.conversation, continuation.boundary, continuation.tail
     boundaries = [earlier for earlier in conversation.boundaries if earlier.body_end <= boundary.body_end]

@@ -328,9 +328,10 @@ class PromptReader:
     def _finish_continuation(
         self, continuation: Continuation, read_s: float, body: bytes, make_target: Callable[[RoutingRequest], Target]
     ) -> ReadBody[Target] | None:
-        """Return a body that was read after a boundary, and start a check of it if one is due.
+        """Return a body of which only the messages after the cached ones were read.
 
-        None if its prompt is too long, or if the client now asks for another model: then it must be read whole.
+        Return None if its prompt is too long, or if the client now asks for another model: it must be read whole then.
+        Now and then it is also read whole in the background, to check that the ids are equal.
         """
         request, conversation = continuation.request, continuation.conversation
         target = make_target(request)

@@ -81,9 +81,10 @@ class _TurnSkeleton(NamedTuple):
 
 
 class TurnMemo:
-    """Memo of what one template writes around the texts of a few messages.
+    """Memo of what one template writes around the texts of a few new messages, which saves rendering them.
 
-    Each kind of entry is bounded by ENTRIES_MAX.
+    For example, a question is written as `<|im_start|>user\\n` + its text + `<|im_end|>\\n`. Each kind of entry is
+    bounded by ENTRIES_MAX.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class TurnMemo:
         self._skeleton_by_key[key] = skeleton if is_right else None
 
     def find_next_placeholders(self, key: MemoKey, message_count: int) -> RenderedPlaceholders | None:
-        """Return the placeholders of a boundary after so many of the new messages."""
+        """Return the placeholders for a conversation up to the first `message_count` new messages; None if unknown."""
         return self._next_placeholders.get((key, message_count))
 
     def add_next_placeholders(self, key: MemoKey, message_count: int, placeholders: RenderedPlaceholders) -> None:
