@@ -65,9 +65,10 @@ class ProgramGroup(click.Group):
 
 
 def add_flags(schema: Schema, shown_paths: Collection[str] | None = None) -> Callable[[Any], Any]:
-    """Return a decorator that gives a command the flags of a program. `load_from_command_line` reads its parameters.
+    """Return a decorator that gives a click command the flags of a program's settings, `--config` and `--set`.
 
-    The command takes all flags. `shown_paths` are the settings whose flags `--help` shows, if not all of them matter.
+    `load_from_command_line` reads the parameters that the command then gets. The command takes all flags, and `--help`
+    shows those of `shown_paths`; None shows all that have a heading.
     """
     heading_by_path = {path: heading for heading, paths in schema.help_sections.items() for path in paths}
     position_by_path = {
@@ -105,7 +106,11 @@ def add_flags(schema: Schema, shown_paths: Collection[str] | None = None) -> Cal
 
 
 def load_from_command_line(schema: Schema, parameters: dict[str, Any]) -> LoadedConfig:
-    """Load the configuration from a command's parameters, the environment and a file. Raises click.UsageError."""
+    """Load the configuration from a command's parameters, the environment and the file of `--config`.
+
+    `parameters`: values by the names that `add_flags` gave; None or () for a flag that is not on the command line.
+    Raises click.UsageError.
+    """
     value_by_path = {
         path: parameters[_make_parameter_name(path)]
         for path in schema.setting_by_path

@@ -35,7 +35,7 @@ Key = Annotated[str, msgspec.Meta(min_length=1, title="KEY")]
 
 
 class Flag:
-    """Mark of a field that has a flag on the command line."""
+    """Mark in the annotation of a configuration's field which gives the field a flag on the command line."""
 
     def __init__(self, *names: str, metavar: str = "", env: str | None = None, hidden: bool = False) -> None:
         """`names`: names of the flag; by default that of the field. `env`: an older variable for the same field."""
@@ -107,7 +107,11 @@ class Setting:
 
 
 class Schema:
-    """All settings of a program, by their paths and by their environment variables, such as BLOCKCAST_ROUTER_PORT."""
+    """All settings of a program, collected from the fields of its configuration class and of nested sections.
+
+    A setting has a path (`client_timeouts.request_s`), an environment variable (BLOCKCAST_ROUTER_PORT), and maybe a
+    flag.
+    """
 
     def __init__(
         self, config_class: type, program: str, help_sections: Mapping[str, tuple[str, ...]] | None = None
@@ -144,9 +148,10 @@ class Schema:
         return self.variable_prefix + path.upper().replace(".", "_")
 
     def make_unknown_setting_error(self, label: str, key: str, setting_names: list[str] | None = None) -> ConfigError:
-        """Return the error for an unknown name `key`, with the nearest known one.
+        """Return the error for an unknown name `key`, with a hint at the known name that is most like it.
 
-        `setting_names`: known names; by default all paths. If no path is near, the one with the nearest last word is.
+        If no name is like the whole key, the last words of both are compared, as users may leave out the section.
+        `setting_names`: known names; by default all paths.
         """
         setting_names = [*self.setting_by_path] if setting_names is None else setting_names
         nearest_names = difflib.get_close_matches(key, setting_names, 1)

@@ -29,7 +29,7 @@ class LoadedConfig:
 
 @dataclass
 class _ConfigLayers:
-    """Collects the values of a configuration. A value that is set later replaces an earlier one."""
+    """Collects the values of a configuration and where each comes from. A later value replaces an earlier one."""
 
     schema: Schema
     value_by_path: dict[str, Any] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def load_config(
     settings: Iterable[str] = (),
     flags: Mapping[str, Any] | None = None,
 ) -> LoadedConfig:
-    """Load a configuration. Flags win over `--set`, that over the environment, and that over the file.
+    """Build a configuration from a file, the environment, `--set` and flags. A later one of these four wins.
 
     `table`: nested tables of the file `file_name`. `settings`: KEY=VALUE texts of `--set`. `flags`: value of each flag
     by the path of its setting, as text, several texts or bool. Raises ConfigError.
@@ -90,7 +90,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def iter_leaves(schema: Schema, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of each setting and section of a table. An unknown table yields those of its keys."""
+    """Yield the path and value of each setting or section in nested tables: `{"a": {"b": 1}}` gives ("a.b", 1).
+
+    A known section is yielded whole. An unknown table yields its keys, so that an error names the unknown setting.
+    """
     for key, value in table.items():
         path = prefix + key
         is_known = path in schema.section_paths or path in schema.setting_by_path
@@ -101,9 +104,10 @@ def iter_leaves(schema: Schema, table: Mapping[str, Any], prefix: str = "") -> I
 
 
 def iter_variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the name and path of each variable that sets something, older names first.
+    """Yield each environment variable that sets something, with the path of its setting.
 
-    Raises ConfigError for an unknown variable with the program's prefix.
+    Variables with older names come first, so that the present names win. Raises ConfigError for an unknown variable
+    with the program's prefix.
     """
     prefix = schema.variable_prefix
     for variable in sorted(environment, key=lambda name: name.startswith(prefix)):

@@ -90,7 +90,10 @@ class CompletionResult(NamedTuple):
 
 
 class WorkerCheck:
-    """Check of one worker. `run_steps` runs all of it."""
+    """Checks whether a router can use one worker: its address, tokenizer, template, events and reports of usage.
+
+    It sends the worker a few short requests. `run_steps` runs all steps and yields what each found.
+    """
 
     def __init__(
         self, flag: WorkerFlag, session: aiohttp.ClientSession, prompts: PromptReader, headers: dict[str, str]
@@ -169,7 +172,11 @@ class WorkerCheck:
         return isinstance(health, dict) and "workers_up" in health
 
     async def _compare_tokens(self, step: str, path: str, fields: dict[str, Any]) -> Finding:
-        """Compare the tokens of a request as the router reads it with those that the worker's /tokenize returns."""
+        """Compare the tokens of a request as the router reads it with those that the worker's /tokenize returns.
+
+        If they differ, the router would predict no cached tokens for such requests. A finding with `is_ok` None says
+        that they cannot be compared. `step`: name of the finding.
+        """
         request = parse_routing(path, msgspec.json.encode({"model": self._model.name, **fields}))
         tokenizer = self._prompts.tokenizers.get(self._model.base)
         tokenize_request = build_tokenize_request(request, self._model.name)
@@ -250,7 +257,11 @@ class WorkerCheck:
                 self._received.has_worker_connected |= is_bound and item.stream_id.startswith("bound ")
 
     def _check_events(self, prompt_ids: Sequence[int], silent_sources: Sequence[EventSource]) -> list[Finding]:
-        """Report whether the prompt's blocks were announced, and what is wrong with the announcement."""
+        """Report whether the worker announced the blocks of the prompt that it computed.
+
+        If it did, report also each fact of the announcement (topic, block size, rank) that differs from the worker's
+        own description. `silent_sources`: addresses at which nobody listens.
+        """
         stores = self._received.find_stores(prompt_ids)
         if self._received.has_worker_connected:
             text = f"the worker connects to {silent_sources[0].endpoint} instead of listening there"
@@ -291,7 +302,7 @@ class WorkerCheck:
         return Finding("events", False, f"{text}: is prefix caching on, and is it this worker's address?")
 
     async def _check_replay(self) -> Finding:
-        """Report whether lost events can be asked for again."""
+        """Report whether the worker sends earlier events again, which a router needs at its start and after losses."""
         sources = [source for source in self._facts.sources if source.replay_endpoint]
         if not sources:
             text = "not offered: lost events cannot be asked for again, and who starts later knows nothing of the cache"
@@ -309,7 +320,11 @@ class WorkerCheck:
     # The answers ----------------------------------------------------------------------------------------------------
 
     def _check_cached(self, prompt_ids: Sequence[int], second_result: CompletionResult) -> Finding:
-        """Compare the cached tokens of the second request with the blocks that were announced after the first."""
+        """Compare the cached tokens that a repeated prompt reports with the tokens that a router would predict.
+
+        The prediction is that of the blocks that were announced after the first request: all full blocks, but never
+        the last token.
+        """
         finding, usage = second_result
         if finding.is_ok is not True:
             return finding

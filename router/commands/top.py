@@ -57,7 +57,10 @@ def make_table_rows(
 
 
 def _make_row(worker: dict[str, Any], previous: dict[str, Any] | None, interval_s: float) -> WorkerRow:
-    """Return the row of a worker. `previous`: the same worker `interval_s` ago; None without a rate."""
+    """Return the row of the table that shows a worker, from its entry in `/workers`.
+
+    `previous`: its entry `interval_s` seconds ago, for the rate of requests; None shows no rate.
+    """
     if "target" not in worker:  # the router has never reached it, and knows no figures
         cells = [worker["worker_id"], worker["state"], *["-"] * (len(COLUMNS) - 2)]
         return WorkerRow(cells, worker.get("state_reason", ""))

@@ -69,7 +69,10 @@ class EnvoyClient(Client, Protocol):
 
 
 class PickExchange:
-    """One request that Envoy carries: asks the core for a worker, tells Envoy, and reports the answer to the core."""
+    """Answers one request of Envoy, which forwards requests itself and only asks the router for the worker.
+
+    It asks the core for a worker, tells Envoy that worker's endpoint, and reports to the core what comes of the answer.
+    """
 
     __slots__ = ("_fairness_id", "_proxy", "_status", "client", "context", "picker_state")
 
@@ -87,7 +90,11 @@ class PickExchange:
     # From the core ------------------------------------------------------------------------------------------------
 
     def place(self, route: RouteRequest) -> None:
-        """Ask the core for a worker, with the priority and the endpoints that the gateway allows."""
+        """Ask the core for a worker, among the endpoints that the gateway allows.
+
+        The gateway's objective sets the priority. Within one priority, a request comes after others if its fairness id
+        has more requests in flight: a larger number is a later turn.
+        """
         envoy, picker_state = self.client, self.picker_state
         if self.context.is_done:
             return
@@ -97,7 +104,8 @@ class PickExchange:
         route.priority = route.priority * PRIORITY_STEP + min(earlier_requests, PRIORITY_STEP - 1)
         if envoy.allowed_endpoints is not None:
             route.allowed_workers = picker_state.endpoints.find_worker_ids(envoy.allowed_endpoints)
-        if not envoy.sees_response_body:  # whether the first token will be seen
+        if not envoy.sees_response_body:
+            # Then the head of an answer has to stand for its first token, as it can for engines of this project only.
             route.is_streaming = route.is_streaming and self._proxy.core.registry.is_blockcast(route.model)
         self._proxy.route(self.context, route)
 
@@ -113,7 +121,10 @@ class PickExchange:
         return in_flight_counts[self._fairness_id] - 1
 
     def forward(self, decision: Decision) -> None:
-        """Tell Envoy the chosen worker and the fallbacks. Later decisions are only recorded, as Envoy asks once."""
+        """Tell Envoy the endpoints of the chosen worker and of the fallbacks, which it tries in that order.
+
+        Envoy asks once, so a later decision for the request is only recorded.
+        """
         proxy, context = self._proxy, self.context
         context.decision = decision
         if context.progress.sent_at_s is not None:
@@ -166,7 +177,10 @@ class PickExchange:
         proxy.perform(proxy.core.fail_attempt(context.request_id, FailureKind.OVERLOADED, proxy.now()))
 
     def _list_fallbacks(self, decision: Decision, authorization: bytes | None) -> Sequence[str]:
-        """Return the endpoints that Envoy tries after the chosen one, which get the same rank and authorization."""
+        """Return the endpoints that Envoy tries if the chosen one fails.
+
+        Envoy sends them the same head, so only workers with the same rank and the same authorization are taken.
+        """
         proxy = self._proxy
         endpoints: list[str] = []
         fallbacks_max = self.picker_state.config.fallbacks

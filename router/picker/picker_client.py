@@ -45,10 +45,10 @@ class PickerApplication(Protocol):
 
 
 class PickerClient:
-    """The client of one request, which Envoy sends in messages.
+    """Client side of one request, which Envoy describes in messages of a gRPC stream.
 
-    To the exchange it is what a `ClientConnection` is in `router run`. Call `receive` with each message, await
-    `decision_made` while `is_choosing`, and send `pop_responses`.
+    To the exchange, which answers the request, it is what a connection to a client is in `router run`. Call `receive`
+    with each message, await `decision_made` while `is_choosing`, and send `pop_responses`.
     """
 
     def __init__(self, app: PickerApplication, picker_state: PickerState, peer: str) -> None:
