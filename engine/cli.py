@@ -55,8 +55,9 @@ def cli() -> None:
     "--dry-run", is_flag=True, help="Print how the cache would be laid out, or what would be simulated, and end."
 )
 def serve_command(dry_run: bool, **parameters: Any) -> None:
-    """Serve until a signal comes. `parameters`: the flags, and MODEL. Mistakes in them are found before the model
-    loads.
+    """Serve a model until a signal comes; with `dry_run` only print the cache's layout, or what would be simulated.
+
+    `parameters`: the values of the flags, and MODEL. Mistakes in them end the program before the model loads.
     """
     config = parse_config(parameters)
     _check_packages(config.engine)
@@ -69,7 +70,7 @@ def serve_command(dry_run: bool, **parameters: Any) -> None:
             check_model_exists(config.engine.model, weights=config.engine.simulate is None)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    from engine.http.server import serve
+    from engine.http.server import serve  # needs the packages that were checked above
 
     sys.exit(serve(config.engine, config.server))
 

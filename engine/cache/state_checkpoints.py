@@ -184,23 +184,24 @@ class StateCheckpoints:
         return end // self._block_size * self._block_size if is_long else end
 
     def reserve_checkpoint(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
-        """Take a checkpoint with the step that computes [start, end), if one is due there and memory allows.
+        """Save a copy of the sequence's state (a checkpoint) after the tokens [start, end), if one is due at `end`.
 
-        `nodes`: the nodes of the sequence's blocks. One is due at a block boundary: in decode, at a planned stop, or
-        after a long chunk.
+        Later prompts with the same prefix resume from it. It is due at the end of a block: in decode, where one was
+        planned, or after a long chunk. If the prefix has one already, that one is noted as shared. Without memory
+        there is none. `nodes`: nodes of the prefix tree for the sequence's blocks.
         """
         state = self._state_by_sequence[seq]
         block_count, remainder = divmod(end, self._block_size)
         if remainder or block_count > len(nodes):
             return
         is_decode = end - start == 1 and end > seq.prompt_len
-        is_long = end - start >= _LONG_CHUNK_TOKENS // 2
+        is_long = end - start >= _LONG_CHUNK_TOKENS // 2  # half, as `clip_chunk_end` shortens chunks
         if not (is_decode or is_long or block_count in state.hash_by_stop):
             return
         node = nodes[block_count - 1]
         if node.checkpoint is not None:
             node.checkpoint.is_shared = True
-        elif not node.has_host_block(self._kind):
+        elif not node.has_host_block(self._kind):  # a copy in host memory can be resumed from, too
             self.save_checkpoint(seq, node, end)
 
     def save_checkpoint(self, seq: Sequence, node: Node | None, end: int) -> None:

@@ -135,9 +135,11 @@ class Sampler:
         ops: Kernels | None = None,
         masks: Masks | None = None,
     ) -> None:
-        """`eos_token_ids`: ids without a logit, which some checkpoints name, are ignored.
+        """Make a sampler. Requests that bring no seed draw by `seed` and their id.
 
-        `ops`: the kernels that draw; None: plain torch. `masks`: makes masks; None: no answer is constrained.
+        `eos_token_ids`: tokens that end an answer, which min_tokens bans. Some checkpoints name ids outside the
+        vocabulary; they have no logit to ban, and are ignored. `ops`: the kernels that draw; None: plain torch.
+        `masks`: makes the masks of answers with a grammar; None: there are none.
         """
         self._vocab_size = vocab_size
         self._device = device

@@ -77,6 +77,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     data = await state.read_body(request)
     previous_messages: bytes | None = None
     items: dict[str, bytes] = {}
+    # Few bodies refer to anything. Looking for the words is much cheaper than parsing the body twice.
     if b'"previous_response_id"' in data or b'"item_reference"' in data:
         with state.reserve_admission():
             references = await state.reader.read(read_response_references, data)
@@ -92,17 +93,17 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 async def _generate(
     request: web.Request, parse: BodyParser[ParsedRequest], id_prefix: str, extra_bytes: int = 0
 ) -> web.StreamResponse:
-    """Parse a body, submit its sequences to the core, and answer it.
+    """Answer a request: parse its body, submit its sequences to the core, and send what they give.
 
-    `id_prefix`: beginning of the answer's id. `extra_bytes`: bytes besides the body that `parse` reads, which count as
-    work.
+    `id_prefix`: beginning of the answer's id. `extra_bytes`: bytes besides the body that `parse` reads, such as stored
+    messages; they count when it is decided where to parse.
     """
     state = request.app[STATE]
     data = await state.read_body(request)
-    with state.reserve_admission():
+    with state.reserve_admission():  # requests that are being parsed count as waiting, until they are submitted
         parsed_request = await state.reader.read(parse, data, extra_bytes=extra_bytes)
         state.check_model(parsed_request.body.model)
-        if parsed_request.constraint is not None:
+        if parsed_request.constraint is not None:  # its grammar is built, which may take long and may fail
             constraint = await state.reader.check(parsed_request.constraint)
             parsed_request = msgspec.structs.replace(parsed_request, constraint=constraint)
         generation = make_generation(

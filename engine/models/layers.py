@@ -186,8 +186,13 @@ class Attention:
         return self.output_projection(self.attend(self.qkv_projection(x), context))
 
     def attend(self, qkv: Tensor, context: ForwardContext) -> Tensor:
-        """Store K and V, and attend. `qkv`: [tokens, (heads + 2 kv_heads) * dim]. Returns [tokens, heads * dim]."""
+        """Store the tokens' K and V in the paged cache, and return their attention over it: [tokens, heads * dim].
+
+        `qkv`: [tokens, (heads + 2 kv_heads) * dim], the queries, keys and values of each token side by side. The
+        layers with equal windows and sizes of K and V are a group, which has its own memory, and a plan for each step.
+        """
         config, num_tokens = self.config, qkv.shape[0]
+        # Heads of q and k lie side by side, so that one operation norms and rotates both.
         qk = qkv[:, : self.qk_width].view(num_tokens, self.num_qk_heads, config.head_dim)
         v = qkv[:, self.qk_width :].view(num_tokens, config.num_kv_heads, config.head_dim)
         qk = self._norm_and_rotate(qk, context)

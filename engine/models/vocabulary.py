@@ -14,9 +14,9 @@ from engine.models.weights import Weight, WeightScope
 
 
 class Vocabulary:
-    """Looks up embeddings and computes logits, with the rows of both matrices that this rank holds.
+    """Looks up embeddings and computes logits, by two matrices with a row for each token.
 
-    Embedding and head may be one matrix.
+    The ranks of a tensor-parallel model hold a range of rows each. Embedding and head may be one matrix.
     """
 
     def __init__(
@@ -28,17 +28,24 @@ class Vocabulary:
         vocab_size: int,
         hidden_size: int,
     ) -> None:
-        """Declare the matrices. `head_name`: name of the head's weight; None: the head is the embedding."""
+        """Declare the matrices: the embedding in the scope of the decoder, the head beside the decoder.
+
+        `head_name`: name of the head's weight; None: the head is the embedding.
+        """
         self._shard: Shard = root_scope.shard
         self.vocab_size = vocab_size
         rows = self._shard.split_padded(vocab_size)
-        ((self._first_token, self._end_token),) = rows.ranges
+        ((self._first_token, self._end_token),) = rows.ranges  # a rank's rows are always one range
         self.embedding: Weight = body_scope.declare_weight(embedding_name, (rows, hidden_size))
         self.head = self.embedding if head_name is None else root_scope.declare_weight(head_name, (rows, hidden_size))
-        self.head.is_linear, self.head.is_embedding = True, head_name is None
+        self.head.is_linear = True
+        self.head.is_embedding = head_name is None
 
     def look_up(self, token_ids: Tensor) -> Tensor:
-        """Look up embeddings, [tokens] -> [tokens, hidden]. All ranks get the same."""
+        """Look up embeddings, [tokens] -> [tokens, hidden]. All ranks get the same.
+
+        Tokens of other ranks' rows count as zeros here, so the sum over the ranks is the embedding.
+        """
         all_reduce_sum = self._shard.all_reduce_sum
         if all_reduce_sum is None:
             return F.embedding(token_ids, self.embedding.tensor)

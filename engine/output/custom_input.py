@@ -20,12 +20,16 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
 
 
 class CustomInputDecoder:
-    """Decodes the free text of one call of a custom tool, while the call's arguments grow."""
+    """Decodes the free text of one call of a custom tool, while the call's arguments grow.
+
+    The model writes the text as a string in JSON. Of the pieces `{"input": "a` and `\\nb"}`, the first gives "a", the
+    second a line break and "b". Arguments of another form (`finish`) are taken as the text itself.
+    """
 
     def __init__(self) -> None:
         self._has_begun = self._has_ended = False
         self._pending_text = ""
-        """Arguments that are not decoded yet: the beginning of an escape, or all of them if no text has begun."""
+        """Arguments that are not decoded yet: the beginning of an escape, or all of them until `{"input": "` came."""
         self._texts: list[str] = []
 
     @property
@@ -56,7 +60,11 @@ class CustomInputDecoder:
         return "".join(texts)
 
     def finish(self) -> str:
-        """Return the text that was held back. Arguments of another form are the text themselves."""
+        """Return the text that was held back, after the last piece of the arguments.
+
+        Arguments that do not begin with `{"input": "` have given no text yet. They may be an object with other keys
+        before "input". Anything else is what the model wanted to say, and is returned as it is.
+        """
         if self._has_begun:
             return ""
         text = self._pending_text
@@ -65,7 +73,7 @@ class CustomInputDecoder:
             if isinstance(value, dict) and isinstance(value.get("input"), str):
                 text = value["input"]
         except (msgspec.DecodeError, UnicodeError, RecursionError):
-            pass
+            pass  # the text stays as the model wrote it
         self._texts.append(text)
         return text
 

@@ -102,7 +102,7 @@ class Follower:
             block_copier.write_blocks(message.places, memoryview(bytearray(message.contents)))
         elif isinstance(message, CopyBlocks):
             block_copier.execute(message.block_copies)
-        else:
+        else:  # PlanMessage: the plan of one step
             self._runner.execute(self._plan_decoder.decode(message))
         return None
 

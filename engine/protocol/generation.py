@@ -14,7 +14,7 @@ import msgspec
 from engine.output.choice import PLAIN_TEXT_CONFIG, Choice, make_choice
 from engine.output.detokenizer import DetokenizerFactory
 from engine.output.parser import OutputParserConfig
-from engine.protocol.params import ModelLimits, check_answered_tokens, is_echo_only_request, make_sampling_params
+from engine.protocol.params import ModelLimits, is_echo_only_request, make_sampling_params, read_answered_tokens
 from engine.protocol.parsed_request import ParsedRequest
 from engine.protocol.usage import Usage, make_usage
 from engine.types import KVSource, Request, SamplingParams
@@ -89,7 +89,7 @@ def make_generation(
     """
     body, prompts, parser_config = parsed_request.body, parsed_request.prompts, parsed_request.parser_config
     requests: list[Request] = []
-    answered_tokens = check_answered_tokens(body, prompts)
+    answered_tokens = read_answered_tokens(body, prompts)
     for prompt in prompts:
         params = make_sampling_params(body, limits, len(prompt) - answered_tokens, parsed_request.constraint)
         requests += make_sample_requests(

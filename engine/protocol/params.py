@@ -69,8 +69,12 @@ def is_echo_only_request(request: ChatRequest | CompletionRequest) -> bool:
     return isinstance(request, CompletionRequest) and bool(request.echo) and request.max_tokens == 0
 
 
-def check_answered_tokens(request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> int:
-    """Return the number of the prompt's last tokens that begin the answer. Raises RequestError."""
+def read_answered_tokens(request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> int:
+    """Return how many of the prompt's last tokens are the beginning of its answer; 0 for a usual request.
+
+    A router sends them to go on with an answer that another worker began. Raises RequestError if the request has more
+    than one prompt or answer, if no prompt is left before them, or if max_tokens allows no token after them.
+    """
     answered_tokens = request.answered_tokens or 0
     if not answered_tokens:
         return 0

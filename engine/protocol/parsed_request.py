@@ -350,9 +350,10 @@ def _read_kv_source(body: ChatRequest | CompletionRequest, limits: ModelLimits) 
 def _truncate_prompt(
     param: str, prompt: list[int], body: ChatRequest | CompletionRequest, limits: ModelLimits, path: str = ""
 ) -> list[int]:
-    """Return the last `truncate_prompt_tokens` of a prompt (vLLM's; -1: as many as fit), checked against the limits.
+    """Cut a prompt to its last `truncate_prompt_tokens` tokens, if the request has this field, and check its length.
 
-    `param`: field of the prompt; `path`: path of the API. Both are for errors.
+    -1 keeps as many tokens as fit. Raises RequestError, which names `param`, the field that the prompt came from, and
+    `path`, the path of the API.
     """
     kept_tokens = body.truncate_prompt_tokens
     if kept_tokens is not None:
@@ -361,7 +362,7 @@ def _truncate_prompt(
                 "truncate_prompt_tokens", kept_tokens, f"-1, or 1 to max_model_len ({limits.max_model_len})"
             )
         if kept_tokens == -1:
-            kept_tokens = limits.max_model_len - 1
+            kept_tokens = limits.max_model_len - 1  # leaves room for one token of the answer
         prompt = prompt[-kept_tokens:]
     check_prompt(prompt, limits, param, path)
     return prompt

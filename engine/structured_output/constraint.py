@@ -236,21 +236,23 @@ def _parse_json_schema_format(response_format: ResponseFormat) -> RequestedConst
 
 
 def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint:
-    """Return the constraint of vLLM's field `structured_outputs`, of which exactly one kind may be set.
+    """Return the constraint of vLLM's field `structured_outputs`, such as `{"regex": "[0-9]+"}`.
 
-    Raises RequestError.
+    Its kinds ("json", "regex", ...) are fields, of which exactly one must be set. Raises RequestError otherwise.
     """
-    name = "structured_outputs"
-    kinds = [kind for kind in KINDS if getattr(outputs, kind) not in (None, False)]
-    if len(kinds) != 1:
-        kinds_text = ", ".join(kinds) or "none of them"
-        raise RequestError(f"{name}: got {kinds_text}, expected one of {', '.join(KINDS)}", param=name)
+    field = "structured_outputs"
+    set_kinds = [kind for kind in KINDS if getattr(outputs, kind) not in (None, False)]  # False: json_object is off
+    if len(set_kinds) != 1:
+        kinds_text = ", ".join(set_kinds) or "none of them"
+        raise RequestError(f"{field}: got {kinds_text}, expected one of {', '.join(KINDS)}", param=field)
     if outputs.disable_additional_properties:
-        path = f"{name}.disable_additional_properties"
-        raise bad_value(path, True, 'false: say "additionalProperties": false in the schema')
-    param = f"{name}.{kinds[0]}"
+        option = f"{field}.disable_additional_properties"
+        raise bad_value(option, True, 'false: say "additionalProperties": false in the schema')
+    kind = set_kinds[0]
+    kind_field = f"{field}.{kind}"
     whitespace = "" if outputs.disable_any_whitespace else outputs.whitespace_pattern
-    return RequestedConstraint(param, _make_structured_format(kinds[0], getattr(outputs, kinds[0]), param, whitespace))
+    kind_format = _make_structured_format(kind, getattr(outputs, kind), kind_field, whitespace)
+    return RequestedConstraint(kind_field, kind_format)
 
 
 def _make_structured_format(kind: str, value: Json, param: str, whitespace: str | None) -> Format:

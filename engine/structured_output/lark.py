@@ -254,7 +254,11 @@ class _LarkWriter:
         return tag_list if format.get("at_least_one") else f"({tag_list})?"
 
     def _write_xml(self, param: str, schema: Json, options: Mapping[str, Any]) -> str:
-        """Return an expression of Qwen3-Coder's parameters: strings without quotation marks, other values as JSON."""
+        """Return a Lark grammar's expression of the arguments of a call as Qwen3-Coder writes them, by their schema.
+
+        Each is a line `<parameter=NAME>`, the value and a line `</parameter>`. Strings have no quotation marks, other
+        values are JSON. `_add_rule` and `_add_terminal` add a definition to the grammar, and return its name.
+        """
         properties = _list_writable_properties(
             param, schema, options, lambda name: _XML_NAME.fullmatch(name) is not None
         )
@@ -263,10 +267,11 @@ class _LarkWriter:
             value = self._add_rule(f"{_ANY} {_quote(_XML_END)}", "[lazy]")
             return f'("<parameter=" {name} {value})*'
         parts = []
-        for property in properties:
-            value = self._write_xml_value(property.schema, schema, options)
-            parameter = self._add_rule(f"{_quote(f'<parameter={property.name}>' + chr(10))} {value}")
-            parts.append(parameter if property.is_required else f"{parameter}?")
+        for argument in properties:
+            begin = f"<parameter={argument.name}>\n"
+            value = self._write_xml_value(argument.schema, schema, options)
+            parameter = self._add_rule(f"{_quote(begin)} {value}")
+            parts.append(parameter if argument.is_required else f"{parameter}?")
         return " ".join(parts) or '""'
 
     def _write_xml_value(self, schema: Json, root: Json, options: Mapping[str, Any]) -> str:
@@ -328,16 +333,17 @@ class _LarkWriter:
     def _join_arguments(self, arguments: list[str], is_required: list[bool]) -> str:
         """Return an expression of arguments in their order, of which those that are not required may be missing.
 
-        A comma stands between two arguments, so it is not known beforehand which argument comes without one. The
-        expression is a choice by the first argument that is written.
+        A comma stands between two arguments, so only the first one that is written has none before it. The expression
+        is a choice of that first argument: for `a` (optional), `b` (required) and `c` (optional) it is
+        `a ", " b (", " c)? | b (", " c)?`. It ends with the first required argument, which nothing can skip.
         """
-        tails = ['""']
-        """Rules for the arguments from each one on, after another argument; the last argument comes first."""
+        alternatives = []
+        tail = '""'  # rule of all arguments after the one at hand, each with its comma
         for argument, must_come in zip(reversed(arguments), reversed(is_required)):
+            alternatives.append(f"{argument} {tail}")
             with_comma = f'", " {argument}' if must_come else f'(", " {argument})?'
-            tails.append(self._add_rule(f"{with_comma} {tails[-1]}"))
-        later_tails = tails[-2::-1]
-        alternatives = [f"{argument} {tail}" for argument, tail in zip(arguments, later_tails)]
+            tail = self._add_rule(f"{with_comma} {tail}")
+        alternatives.reverse()
         if True in is_required:
             return " | ".join(alternatives[: is_required.index(True) + 1])
         return " | ".join([*alternatives, '""'])

@@ -19,7 +19,10 @@ KIND_BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp"}
 
 
 def build_bamba(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Bamba: Mamba-2 layers, attention with partial rotary embedding in a few, and an MLP in each."""
+    """Build Bamba: each layer mixes tokens by Mamba-2, or a few by attention, and has an MLP after that.
+
+    The config lists the layers with attention, which rotates half of each head (`BAMBA_PARTIAL_ROTARY`).
+    """
     config.require_supported("hidden_act", "silu", "silu")
     decoder = replace(DecoderConfig.from_hf(config, norm_eps=1e-5), norm_name="final_layernorm")
     builder_by_kind = _get_mixer_builders(
@@ -99,7 +102,10 @@ class SquaredReluMLP:
 
 
 def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Nemotron-H: every layer is one branch: a Mamba-2 mixer, attention without positions, or an MLP."""
+    """Build Nemotron-H, whose layers have one part each: a Mamba-2 mixer, attention without positions, or an MLP.
+
+    The config lists the kinds of the layers by name (`layers_block_type`), or one letter each as in "M-M*-".
+    """
     config.require_supported("mlp_hidden_act", "relu2", "relu2")
     config.require_supported("mamba_hidden_act", "silu", "silu")
     pattern = config.get("hybrid_override_pattern", "")
