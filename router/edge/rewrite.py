@@ -71,7 +71,10 @@ class WorkerHeaders(NamedTuple):
 
 
 def add_fields(body: Body, fields: Mapping[str, Any]) -> Body:
-    """Return a JSON object with these fields before its own. All other bytes stay as they are."""
+    """Return the body of a request, a JSON object, with further fields before its own.
+
+    `{"a":1}` and the field b with the value 2 give `{"b":2,"a":1}`. The body's own bytes stay as they are.
+    """
     start = body[0].index(b"{") + 1
     head, rest = body[0][:start], (body[0][start:], *body[1:])
     separator = b"" if _ends_object(rest) else b","
@@ -90,8 +93,10 @@ def _ends_object(pieces: Body) -> bool:
 def build_request_head(
     request: HttpRequest, endpoint: Endpoint, headers: WorkerHeaders, body: Body, path: bytes | None = None
 ) -> bytes:
-    """Return the head of a request for the worker at `endpoint`, which is sent `body`.
+    """Return the head by which a client's request goes to the worker at `endpoint`, with `body` after it.
 
+    The client's headers are forwarded, but for those of its connection, those that direct workers, and the ones that
+    `headers` replaces.
     `path`: path for the worker, with its query; None for that of the client.
     """
     trace_id, authorization, traceparent, rank, allowed_headers = headers

@@ -31,7 +31,10 @@ _token_ids_decoder = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0,
 
 
 class TokenRecorder:
-    """Records the events of one answer."""
+    """Records the tokens in the events of one streamed answer, so that another worker could continue it.
+
+    The router asks workers to add token ids to their events. Clients that did not ask for them get none.
+    """
 
     __slots__ = (
         "_is_passthrough",
@@ -51,7 +54,7 @@ class TokenRecorder:
     )  # fmt: skip
 
     def __init__(self, removes_ids: bool) -> None:
-        """`removes_ids`: token ids are removed from the forwarded events."""
+        """`removes_ids`: remove token ids from the forwarded events, as the client did not ask for them."""
         self.prompt_ids = array("I")
         self.output_ids = array("I")
         self.text_token_count = 0
@@ -79,7 +82,11 @@ class TokenRecorder:
         """Position in `_pending` before which no blank line begins."""
 
     def feed(self, content: bytes) -> bytes:
-        """Take the next bytes of the content; return the complete events, which are to be forwarded."""
+        """Take the next bytes of a stream of events, and return the complete events, to be forwarded.
+
+        The beginning of an event waits for its end. An event that reports the worker's failure is held back with all
+        after it, as another worker may continue the answer.
+        """
         if self._is_passthrough:
             return content
         if not self._pending and _is_single_event(content):  # as nearly always
@@ -103,7 +110,10 @@ class TokenRecorder:
         return b"".join(complete_events)
 
     def finish(self) -> bytes:
-        """Return the bytes behind the last blank line as an event, as the answer has ended."""
+        """Return the bytes after the last complete event as an event too, because the answer has ended.
+
+        Return no bytes if they report the worker's failure, which is held back.
+        """
         event = bytes(self._pending)
         if not event or self.has_worker_failed:
             return b""
@@ -139,7 +149,11 @@ class TokenRecorder:
         self.has_worker_failed = False
 
     def _record_event(self, event: bytes) -> bytes:
-        """Record the tokens and the state in an event; return the event as it is forwarded."""
+        """Record the tokens of an event and how far the answer is; return the event as it is forwarded.
+
+        Events are searched for a few keys and not parsed, because each token comes in one. An event of a form that is
+        not known sets `is_unrecognized`: then the answer is not continued.
+        """
         self.event_count += 1
         if b'"' not in event:
             self.is_done = self.is_done or event.startswith(_DONE_PREFIXES)
@@ -168,7 +182,7 @@ class TokenRecorder:
         return event
 
     def _record_ids(self, match: re.Match[bytes]) -> bytes:
-        """Record the ids of a field; return the bytes that replace the field in the event."""
+        """Record the token ids of a field, of the prompt or of the answer; return the bytes that replace the field."""
         value = match[2] or match[4]
         try:
             token_ids = [] if value == b"null" else _token_ids_decoder.decode(value or b"")

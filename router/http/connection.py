@@ -115,7 +115,10 @@ class Application(Protocol):
 
 
 class _SendProgress:
-    """Finds out when a client last received bytes of its answers, from the number of unsent bytes."""
+    """Finds out when a client last received bytes of its answers, to end connections of clients that stopped reading.
+
+    The transport tells only how many bytes are unsent now, so two such numbers are compared.
+    """
 
     __slots__ = ("_received_at_s", "_received_bytes", "written_bytes")
 
@@ -206,7 +209,11 @@ class ClientConnection(asyncio.Protocol):
         self._open_connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, and start the requests that they complete. A lingering connection discards them."""
+        """Parse received bytes, and start the requests that they complete.
+
+        Bytes that come while an answer is sent wait, up to a limit. After the last answer they are discarded, so that
+        the client can read that answer before the connection is closed.
+        """
         if self._is_lingering:
             self._discard_input(data)
             return
