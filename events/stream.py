@@ -421,6 +421,7 @@ class StreamState:
         return instructions
 
     def _enter_live(self) -> None:
+        """Go on with the batches of the subscription, as they come; nothing is requested or awaited any more."""
         self._early_batches.clear()
         self.phase = StreamPhase.LIVE
         self._deadline = None
@@ -440,6 +441,7 @@ class StreamState:
     # Parts of moves
 
     def _apply(self, seq: int, payload: bytes, origin: Origin) -> Apply:
+        """Advance the position by batch `seq`, the next one, and return the instruction to apply it."""
         assert self._next_seq is None or seq == self._next_seq, (self._next_seq, seq)
         self._next_seq = seq + 1
         self._has_applied_state = True
@@ -448,6 +450,7 @@ class StreamState:
         return Apply(seq, payload, origin)
 
     def _clear(self, reason: str) -> list[Instruction]:
+        """Forget the position in the stream; return a Clear if anything was applied that the caller has to forget."""
         self._next_seq = None
         self._applied_batches.clear()
         if not self._has_applied_state:

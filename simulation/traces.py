@@ -188,7 +188,7 @@ def link_requests(workload: Workload) -> Workload:
 def _find_previous_request(request: SimRequest, request_by_last_block: dict[int, SimRequest]) -> SimRequest | None:
     """Return the request that `request` continues as the next turn of a conversation; None if there is none.
 
-    That is the request whose prompt ends furthest into this one's prompt, with room left for its answer.
+    Its prompt is the longest that this one's prompt begins with, and leaves room for its answer.
     `request_by_last_block`: last block id of a prompt -> its request.
     """
     for block_id in reversed(request.block_ids):
@@ -266,7 +266,7 @@ def generate_chat(name: str, shape: ChatShape, *, seed: int) -> Workload:
 
 
 def _find_previous_index(index: int, sequential_request_count: int) -> int | None:
-    """Return the request after whose answer a generated request arrives; None if its arrival time is absolute.
+    """Return the request that a generated request waits for; None if its arrival time is absolute.
 
     A sequential request follows the one before it. All later requests follow the last sequential one: with two of them,
     requests 0, 1, 2, 3 follow None, 0, 1, 1.

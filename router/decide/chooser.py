@@ -17,7 +17,7 @@ import msgspec
 
 from router.decide.cache_state import CacheState, PromptQuery
 from router.decide.config import CoreConfig
-from router.decide.messages import Decision, RouteRequest, Terms, TransferKind
+from router.decide.messages import Decision, RouteRequest, Terms, Transfer, TransferKind
 from router.decide.output_lengths import OutputLengths
 from router.decide.policy import (
     CustomPolicy,
@@ -81,6 +81,14 @@ class RoutingChoice(msgspec.Struct, eq=False):
     def winner_facts(self) -> CandidateFacts:
         """Facts about the chosen target."""
         return self.candidate_facts[self.winner_index]
+
+    def find_candidate(self, target: Target, transfer: Transfer | None) -> int:
+        """Return the index of the candidate with a target and a transfer."""
+        return next(
+            index
+            for index, (candidate, facts) in enumerate(zip(self.targets, self.candidate_facts))
+            if candidate is target and facts.transfer == transfer
+        )
 
     def find_earliest(self) -> int:
         """Return the index of the candidate that begins the answer first, of those that can answer."""
@@ -196,20 +204,16 @@ class Chooser:
             computed_tokens = request.prompt_tokens - choice.winner_terms.cached_tokens
             load_order.record_request(request.prompt_tokens, computed_tokens, request_facts.output_tokens)
         if explain and shortlist is not candidates:
-            winner, winner_transfer = choice.target, choice.winner_facts.transfer
-            choice = self._price_candidates(request, request_facts, prompt_query, candidates, None, queued_ahead_s)
-            self._add_plans(choice, plans)
-            choice.winner_index = next(
-                i
-                for i, (target, facts) in enumerate(zip(choice.targets, choice.candidate_facts))
-                if target is winner and facts.transfer == winner_transfer
-            )
+            full_choice = self._price_candidates(request, request_facts, prompt_query, candidates, None, queued_ahead_s)
+            self._add_plans(full_choice, plans)
+            full_choice.winner_index = full_choice.find_candidate(choice.target, choice.winner_facts.transfer)
+            return full_choice
         return choice
 
     def _find_sources(self, request: RouteRequest, excluded_sources: frozenset[str]) -> list[Target]:
-        """Return the targets that KV of a request may come from.
+        """Return the targets that KV of a request may be moved from.
 
-        There is none where the index does not know the whole prompt, or another policy than the price decides.
+        There is none if the index does not know the whole prompt, or if another policy than the price decides.
         """
         is_whole_prompt_known = request.media_conversation is None and request.prompt_count == 1
         if not self._chooses_by_price or request.token_ids is None or not is_whole_prompt_known:
@@ -223,7 +227,11 @@ class Chooser:
         best_sources: list[Target],
         matches: dict[HolderId, Match],
     ) -> list[Plan]:
-        """Return the plans in which KV moves. `best_sources`: those with the longest cached prefix."""
+        """Return ways to serve a request in which KV moves between two targets.
+
+        Either a target pulls the cached prefix from one of the `best_sources`, which have the longest, or another
+        target computes the prompt first. The caller prices the plans beside the targets that do all alone.
+        """
         planner = self._make_planner(choice)
         priced_targets = [PricedTarget(*priced) for priced in zip(choice.targets, choice.candidate_facts, choice.terms)]
         plans = planner.plan_pulls(priced_targets, best_sources, matches)
@@ -240,7 +248,7 @@ class Chooser:
     def _price_prefills(
         self, choice: RoutingChoice, targets: list[Target], matches: dict[HolderId, Match]
     ) -> list[PricedTarget]:
-        """Return the prices of targets for the prefill of a request alone."""
+        """Price targets for only the prefill of a request, which another target will answer."""
         candidate_facts = [CandidateFacts() for _ in targets]
         if choice.prompt_query is not None:
             candidate_facts = self._cache_state.find_cache_hits(choice.prompt_query, targets, matches)
@@ -251,7 +259,10 @@ class Chooser:
         ]
 
     def _add_plans(self, choice: RoutingChoice, plans: list[Plan]) -> None:
-        """Add the plans and their prices to a choice, in place of the targets that answer nothing alone."""
+        """Add the plans and their prices to a choice, and remove the targets that can serve nothing without a partner.
+
+        Some engines need a partner that computes the prompt, as SGLang's with a role do.
+        """
         if not plans:
             return
         alone = [not target.transfer_facts.needs_partner for target in choice.targets]
