@@ -81,8 +81,9 @@ class Scaler:
     ) -> ScalingDecision:
         """Decide how many workers there should be instead of `current_count`.
 
-        `loads` are those of the workers that are up. `queued_request_count` requests wait in routers, because all
-        workers are busy.
+        Workers are added at once, but only when all are up that were asked for before. They are removed only to the
+        highest number that was needed in the last `cool_down_s`. `loads` are those of the workers that are up.
+        `queued_request_count` requests wait in routers, because all workers are busy.
         """
         needed_count, reason = count_needed_workers(bounds, loads, queued_request_count)
         started_at_s = now if self.started_at_s is None else self.started_at_s

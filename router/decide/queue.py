@@ -93,7 +93,11 @@ class _Lane:
         )
 
     def iter_ahead(self, line_name: str, sort_key: SortKey) -> Iterator[_QueuedRequest]:
-        """Yield the requests that are served before a new request of a line, one line after the other."""
+        """Yield the requests that are served before a new request of a line, one line after the other.
+
+        Lines are served in turn by the prefill seconds charged to them. So of each other line, those requests come
+        first that begin before its charges exceed what this line's are when the new request is reached.
+        """
         own_line = self.lines.get(line_name, ())
         earlier_requests = list(itertools.takewhile(lambda request: request.sort_key <= sort_key, own_line))
         charged_s = sum(request.charge_s for request in earlier_requests[:LOOKAHEAD_MAX])
@@ -111,9 +115,10 @@ class _Lane:
 
 
 class RequestQueue:
-    """Requests that wait in the router.
+    """Requests that wait in the router: in one lane for their tenant's turn, in another for an idle worker.
 
-    Invariant: the lanes and the dictionary have the same requests.
+    A lane has a line for each tenant, or a single line without fair queueing. Invariant: the lanes and the dictionary
+    have the same requests.
     """
 
     def __init__(self, config: QueueConfig) -> None:
