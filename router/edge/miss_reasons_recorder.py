@@ -165,7 +165,7 @@ class MissReasonsRecorder:
     def _on_first_byte(self, context: RequestContext) -> None:
         """Record where a request went and which of its tokens were not cached, once its answer begins.
 
-        Only then is its worker final, as a failed attempt would have moved it. A request of a sampled or watched
+        Before that, a failed attempt may still send it to another worker. A request of a sampled or watched
         conversation has a PendingComparison: its prompt is compared with the conversation's last one.
         """
         route, decision, analysis = context.route, context.decision, context.miss_analysis

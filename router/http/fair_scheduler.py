@@ -18,7 +18,10 @@ REQUESTS_PER_ITERATION: Final = 8
 
 
 class FairScheduler:
-    """Scheduler of one process: first come, first served within a tenant, round robin between tenants."""
+    """Spreads long work over the iterations of the event loop, so that one tenant's work does not delay the others'.
+
+    Each iteration runs a few callbacks: those of a tenant in the order of arrival, and of different tenants in turn.
+    """
 
     def __init__(self, callbacks_per_iteration: int = READS_PER_ITERATION) -> None:
         self._callbacks_per_iteration = self._free_slots = callbacks_per_iteration
@@ -26,7 +29,10 @@ class FairScheduler:
         """Callbacks of each tenant in the order of arrival; the next tenant is first."""
 
     def try_start(self) -> bool:
-        """Return whether the caller may run now, which takes one of this iteration's slots. If not, call `schedule`."""
+        """Take one of this iteration's slots, and return whether there was one: then the caller may work at once.
+
+        If there was none, or others wait, the caller has to `schedule` its work.
+        """
         if self._queue_by_tenant or not self._free_slots:
             return False
         self._free_slots -= 1
