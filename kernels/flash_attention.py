@@ -131,6 +131,10 @@ class FlashAttention2:
         """id of a group's KV -> its context in the last step."""
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
+        """Copy K and V of the prompts' contexts out of the pool, one after another, and attend to the copies.
+
+        Which rows to copy is found in the first layer of a step, and kept for its other layers.
+        """
         context = self._context_by_group.get(id(kv))
         if context is None or context.prompts is not prompts:
             context = self._context_by_group[id(kv)] = self._gather(prompts, kv)
@@ -193,6 +197,10 @@ class FlashAttentionKernels(TritonKernels):
     def plan_with_device_table(
         self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None
     ) -> AttentionPlan:
+        """Plan the attention of a step. FlashAttention gets the prompts, which follow the decodes in the batch.
+
+        Without prompts, or for a pool that FlashAttention cannot read, Triton computes all, and `prompt_batch` is None.
+        """
         plan = super().plan_with_device_table(batch, table, kv, window)
         first = batch.decode_count
         if first == len(batch.context_lens) or not _supports(kv):

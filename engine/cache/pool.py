@@ -286,6 +286,12 @@ class UnitPool:
     # ------------------------------------------------------------------ proof
 
     def check_invariants(self) -> None:
+        """Assert that the counts and indexes of the pool agree with what its units and blocks say.
+
+        A unit is a piece of memory, free or divided into blocks of one kind. A block is live (a sequence holds it),
+        cached (only the prefix tree names it) or a hole (unused). A unit of holes only is free. An idle unit has no
+        live block.
+        """
         free_units = set(self._free_units)
         assert len(free_units) == len(self._free_units)
         live_blocks_by_kind = [0] * len(self.blocks_per_unit)

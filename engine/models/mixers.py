@@ -71,6 +71,11 @@ class GatedDeltaNet:
         )
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Mix each token with the tokens before it in its sequence, and advance the sequences' states in place.
+
+        One projection makes q, k, v and the gates of all heads. A short convolution over the last tokens smooths q, k
+        and v. The gated delta rule then reads and corrects the states. x and the result: [tokens, hidden].
+        """
         config, num_tokens, state = self.config, x.shape[0], context.state_by_layer[self.recurrent_index]
         mixed, gate, rate, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
         mixed = context.ops.causal_conv(mixed, self.conv.tensor, None, state.conv_tail, context.state_plan, True)
@@ -148,6 +153,11 @@ class Mamba2:
         )
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Mix each token with the tokens before it in its sequence, and advance the sequences' states in place.
+
+        After a short convolution over the last tokens, Mamba-2's recurrence adds each token's input to the states by
+        `input_map` (its B), and reads the output by `output_map` (its C). x and the result: [tokens, hidden].
+        """
         config, num_tokens, state = self.config, x.shape[0], context.state_by_layer[self.recurrent_index]
         gate, mixed, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
         bias = None if self.conv_bias is None else self.conv_bias.tensor

@@ -100,6 +100,11 @@ class KVTransfers:
     # ------------------------------------------------------------------ pulls
 
     def start_pull(self, request: Request) -> Future[None] | None:
+        """Begin to fetch the cached blocks of a request's prompt from the worker that it names as their source.
+
+        The future ends when the request should wait no longer. None if there is nothing to fetch: no source, all
+        blocks here already, or too many pulls. Requests with the same prompt and source share one pull.
+        """
         source = request.kv_source
         if source is None:
             return None

@@ -43,6 +43,10 @@ class CpuKernels(ReferenceKernels):
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: _native.AttentionPlan | ReferencePlan,
         scale: float,
     ) -> Tensor:  # fmt: skip
+        """Store K and V of the tokens in the paged cache, and return their attention, by the native code.
+
+        Dtypes and sizes that the native code does not take were planned with a `ReferencePlan`, and go to torch.
+        """
         if isinstance(plan, ReferencePlan):
             return super().attention(q, k, v, kv, layer, plan, scale)
         assert q.dtype == k.dtype == v.dtype == kv.buffer.dtype
@@ -74,6 +78,10 @@ class CpuKernels(ReferenceKernels):
         return out, residual
 
     def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+        """Rotate the first `width` dimensions of each head by its position, in native code if that takes the dtype.
+
+        x: [tokens, heads, dim]. cos, signed_sin: [tokens, width].
+        """
         tokens, heads, dim = x.shape
         width = cos.shape[-1]
         if not _are_native(x, cos, signed_sin):

@@ -45,6 +45,10 @@ class ReferenceKernels:
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: ReferencePlan, scale: float
     ) -> Tensor:
+        """Store K and V of the tokens in the paged cache, and return each token's attention over its sequence.
+
+        All sequences are stored before any attends, because they may share blocks: one may read what another stores.
+        """
         batch, window = plan.batch, plan.window
         k_cache, v_cache = kv.view_layer(layer)
         starts, ends = batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist()
