@@ -28,6 +28,7 @@ from kernels.triton.plan import (
     AttentionPlan,
     RecurrentPlan,
     choose_dot_precision,
+    has_large_shared_memory,
     make_fixed_decode_plan,
     make_fixed_recurrent_plan,
     plan_attention,
@@ -151,7 +152,8 @@ class TritonKernels:
         """Compute the attention of prompts, in tiles of queries, and write it to `out`."""
         _, num_heads, head_dim = q.shape
         group_heads = num_heads // kv.num_kv_heads
-        block_m, block_n, warps, stages = choose_prefill_tile(round_up_to_power_of_two(head_dim, 16), q.element_size())
+        block_d = round_up_to_power_of_two(head_dim, 16)
+        block_m, block_n, warps, stages = choose_prefill_tile(block_d, q.element_size(), q.device)
         block_m = max(block_m, round_up_to_power_of_two(group_heads, 16))
         tile_seq, tile_query = plan.get_query_tiles(block_m // group_heads)
         attention_kernels.prefill_attention[(tile_seq.shape[0], kv.num_kv_heads)](
@@ -160,7 +162,7 @@ class TritonKernels:
             plan.block_table.shape[1], layer_row, scale * LOG2_E, num_heads,
             GROUP=group_heads, DIM=head_dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
             BLOCK_Q=block_m // group_heads, BLOCK_M=block_m, BLOCK_N=block_n,
-            BLOCK_D=round_up_to_power_of_two(head_dim, 16),
+            BLOCK_D=block_d,
             PRECISION=choose_dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
@@ -367,13 +369,13 @@ def choose_decode_tile(block_d: int, element_size: int) -> tuple[int, int, int]:
     return (32, 4, 3) if block_d > 128 else (64, 4, 4)
 
 
-def choose_prefill_tile(block_d: int, element_size: int) -> tuple[int, int, int, int]:
-    """Return (rows, keys, warps, stages) of a prefill tile, for the shared memory of a Hopper processor.
+def choose_prefill_tile(block_d: int, element_size: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Return (rows, keys, warps, stages) of a prefill tile that fits the shared memory of the device.
 
     With heads of 128, four warps take 1,297 us for a prompt of 8,192 tokens on an H100; eight take 1,574.
     """
     if element_size > 2:
         return (32, 32, 4, 2)
     if block_d > 128:
-        return (128, 64, 8, 2) if block_d == 256 else (64, 32, 4, 3)
+        return (128, 64, 8, 2) if block_d == 256 and has_large_shared_memory(device) else (64, 32, 4, 3)
     return (128, 64 if block_d == 128 else 128, 4, 3)

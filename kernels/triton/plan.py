@@ -6,6 +6,7 @@ or a unit below zero marks padding, which the kernels skip; a padded sequence ha
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,19 @@ STATE_CHUNK = 64
 def round_up_to_power_of_two(size: int, least: int = 1) -> int:
     """Return the smallest power of two that is neither under `size` nor under `least`."""
     return max(least, 1 << (size - 1).bit_length())
+
+
+@functools.cache
+def has_large_shared_memory(device: torch.device) -> bool:
+    """Return whether the processors of a device have 160 KiB of shared memory for a program, as A100 and Hopper have.
+
+    Consumer GPUs and the L4 have 99 KiB, for which some tiles must be smaller. The interpreter has no limit.
+    """
+    if device.type != "cuda":
+        return True
+    properties = torch.cuda.get_device_properties(device)
+    shared_bytes: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # not in torch's stubs
+    return shared_bytes >= 160 << 10
 
 
 def choose_dot_precision(x: Tensor) -> str:

@@ -14,7 +14,14 @@ from torch import Tensor
 from kernels.triton import conv as triton_conv
 from kernels.triton import delta as triton_delta
 from kernels.triton import ssm as triton_ssm
-from kernels.triton.plan import INTERPRETED, STATE_CHUNK, RecurrentPlan, choose_dot_precision, round_up_to_power_of_two
+from kernels.triton.plan import (
+    INTERPRETED,
+    STATE_CHUNK,
+    RecurrentPlan,
+    choose_dot_precision,
+    has_large_shared_memory,
+    round_up_to_power_of_two,
+)
 
 SCAN_WARPS = 4
 """Warps of the scans over a prompt's chunks: on an H100, 8 warps take twice as long for Mamba-2."""
@@ -107,7 +114,7 @@ def gated_delta(
             q, k, log_decay, new_v, new_k, inner, states, plan.query_starts, plan.units, out, *qk_strides,
             states.stride(0),
             num_heads, scale, plan.decode_count, BLOCK_V=block_v, num_warps=SCAN_WARPS,
-            num_stages=choose_scan_stages(padded_key_dim), **chunk_constants, **constants,
+            num_stages=choose_scan_stages(padded_key_dim, v.device), **chunk_constants, **constants,
         )  # fmt: skip
     return out
 
@@ -148,11 +155,12 @@ def state_space(
         )  # fmt: skip
         triton_ssm.scan_ssm_chunks[(prompt_count, num_heads, dim_block_count)](
             *inputs, scores, plan.query_starts, plan.units, out, *strides, plan.decode_count,
-            num_warps=SCAN_WARPS, num_stages=choose_scan_stages(padded_state_dim), **chunk_constants, **constants,
+            num_warps=SCAN_WARPS, num_stages=choose_scan_stages(padded_state_dim, x.device),
+            **chunk_constants, **constants,
         )  # fmt: skip
     return out
 
 
-def choose_scan_stages(state_width: int) -> int:
+def choose_scan_stages(state_width: int, device: torch.device) -> int:
     """Return how many chunks a scan has in shared memory: two, so that one is loaded meanwhile, if they fit."""
-    return 2 if state_width <= 128 else 1
+    return 2 if state_width <= 128 and has_large_shared_memory(device) else 1
