@@ -10,6 +10,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import ref
 
 from router.decide.messages import ReportedUsage
 from router.miss_reasons.attribution import MissFacts, Placement, attribute_misses, attribute_without_comparison
@@ -33,8 +34,11 @@ class AnalyzedRequest:
     """Uncached ranges that a comparison with the conversation's last prompt showed; None without a comparison."""
     reported_tokens: int | None = None
     """Cached tokens as the worker reports them; None if it does not."""
-    stored_prompt: PreviousPrompt | None = None
-    """The prompt as the next one of its conversation finds it; None if it was only placed."""
+    stored_prompt: ref[PreviousPrompt] | None = None
+    """The prompt as the next one of its conversation finds it; None if it was only placed.
+
+    The reference is weak, because a request is kept for longer than the history has memory for its prompt.
+    """
     is_final: bool = False
     """Whether this is the last request of its session."""
     is_sampled: bool = False
@@ -119,7 +123,7 @@ class MissAnalyzer:
         request = _analyze(prompt, match, placement, facts)
         request.is_final = prompt.route.is_final
         request.is_sampled = is_sampled
-        request.stored_prompt = PreviousPrompt(
+        stored_prompt = PreviousPrompt(
             scope=prompt.route.scope,
             token_ids=prompt.token_ids,
             outline=prompt.outline,
@@ -128,8 +132,9 @@ class MissAnalyzer:
             session=prompt.route.session,
             keys=_select_storage_keys(prompt),  # by which the next prompt finds this one, if no session is named
         )
+        request.stored_prompt = ref(stored_prompt)
         if len(prompt.token_ids) >= placement.block_tokens:  # a shorter prompt is never cached
-            self.history.add(request.stored_prompt, replaces=None if match is None else match.previous)
+            self.history.add(stored_prompt, replaces=None if match is None else match.previous)
         self._store(request)
         return request
 
@@ -146,17 +151,18 @@ class MissAnalyzer:
             self.reuse_sums["best"] += (decision.most_cached or decision.terms).cached_tokens
             self.reuse_sums["chosen"] += decision.predicted_cached_tokens
             self.reuse_sums["reported"] += request.reported_tokens
-        stored_prompt = request.stored_prompt
-        if stored_prompt is None:
+        if request.stored_prompt is None:
             return
-        stored_prompt.answer_tokens, stored_prompt.computed_s = answer_tokens, now
+        stored_prompt = request.stored_prompt()
+        if stored_prompt is not None:
+            stored_prompt.answer_tokens, stored_prompt.computed_s = answer_tokens, now
         if request.is_sampled:
             explanation = request.explanation
             self.requests_by_reason[explanation.reason] += 1
             for uncached_range in explanation.uncached_ranges:
                 self.tokens_by_reason[uncached_range.reason] += uncached_range.tokens
-        if request.is_final and stored_prompt.session is not None:
-            self.history.forget_session(stored_prompt.session)
+        if request.is_final and request.session is not None:
+            self.history.forget_session(request.session)
 
     def _store(self, request: AnalyzedRequest) -> None:
         """Store a request as the last one of its id, and forget the oldest request if there are too many."""

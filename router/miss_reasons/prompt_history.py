@@ -51,7 +51,7 @@ class AnalyzedPrompt:
     """Whether the conversation may have had earlier prompts that were not stored."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class PreviousPrompt:
     """A prompt that the target `worker` has computed."""
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from weakref import ref
 
 import pytest
 from reference.miss_reasons.lockstep import BothAnalyzers
@@ -260,3 +261,17 @@ def test_a_prompt_that_no_other_could_find_takes_no_memory() -> None:
         prompt = AnalyzedPrompt("r", make_route(ids, SCOPES[0], session), ids, None)
         analyzers.record_end(analyzers.record_compared(prompt, placement, SomeFacts()), None, 5, 1.0)
         assert len(analyzers.analyzer.history) == count
+
+
+def test_a_prompt_that_was_dropped_is_not_kept_by_its_request() -> None:
+    analyzer = MissAnalyzer(MissReasonsConfig(memory_mb=1), INDEX.count_common_tokens)
+    prompts: list[ref[array[int]]] = []
+    for number in range(20):
+        ids = array("I", range(50_000))
+        decision = Decision("r", "a", None, 0, len(ids), 0, 0.0, make_terms("a", 0, 0, 0.0), 0.0)
+        prompt = AnalyzedPrompt(f"r{number}", make_route(ids, SCOPES[0], f"s{number}"), ids, None)
+        analyzer.record_compared(prompt, Placement(decision, None, BLOCK, 0.0, 0.0), SomeFacts())
+        prompts.append(ref(ids))
+        del ids, prompt
+    assert len(analyzer) == 20
+    assert sum(prompt() is not None for prompt in prompts) == len(analyzer.history) < 6
