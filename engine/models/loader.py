@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -63,13 +65,14 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
     shard_paths = _list_shard_paths(folder)
     for shard_number, path in enumerate(shard_paths, 1):
         log.info("loading %s (%d of %d, %.1f GB)", path.name, shard_number, len(shard_paths), path.stat().st_size / 1e9)
-        for stored_name, tensor in _iter_tensors(path, lambda name: _rename_tensor(name, model) in targets_by_name):
-            name = _rename_tensor(stored_name, model)
-            if tensor is not None:
-                missing_names.discard(name)
-                _copy_tensor(tensor, targets_by_name[name], path)
-            elif not name.startswith(tuple(model.ignored_prefixes)):
-                unused_names.append(stored_name)
+        with _open_safetensors(path) as tensors:
+            for stored_name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                name = _rename_tensor(stored_name, model)
+                if name in targets_by_name:
+                    missing_names.discard(name)
+                    _copy_tensor(tensors.get_tensor(stored_name), targets_by_name[name], path)
+                elif not name.startswith(tuple(model.ignored_prefixes)):
+                    unused_names.append(stored_name)
     if missing_names:
         raise ModelError(f"{folder}: tensors missing from the checkpoint: {_format_names(missing_names)}")
     if unused_names:
@@ -80,15 +83,12 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
         weight.pack()
 
 
-def _iter_tensors(path: Path, is_needed: Callable[[str], bool]) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the name of each tensor in a safetensors file, with the tensor, or None if it is not needed.
-
-    Raises ModelError if the file cannot be read.
-    """
+@contextmanager
+def _open_safetensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file for a `with` block. Raises ModelError if the file, or a tensor in it, cannot be read."""
     try:
         with safe_open(path, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                yield name, tensors.get_tensor(name) if is_needed(name) else None
+            yield tensors
     except SafetensorError as error:
         raise ModelError(f"{path}: not a readable safetensors file: {error}") from error
 
