@@ -12,6 +12,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 import torch
 
+from engine.cache.spec import ceil_div
 from engine.types import BlockId, Chunk, Sequence
 from kernels.interface import DeviceBlockTable, IntArray, PagedKV
 from kernels.transfer import upload
@@ -123,7 +124,7 @@ class BlockTables:
 
     def host_table(self, ends: IntArray, rows: IntArray) -> IntArray:
         """Return a copy of the tables in these rows, [rows, blocks]. Entries past the end of a context mean nothing."""
-        return self._host_tables[rows, : -(-int(ends.max()) // self._kv.block_size)]
+        return self._host_tables[rows, : ceil_div(int(ends.max()), self._kv.block_size)]
 
     def _extend(self, row_count: int) -> None:
         """Enlarge the tables to so many rows, if need be."""

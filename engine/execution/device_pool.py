@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from engine.cache.spec import CacheSpec
+from engine.cache.spec import CacheSpec, ceil_div
 from engine.execution.block_copier import BlockCopier
 from engine.models.layers import LayerState
 from engine.models.state import StateLayout
@@ -21,7 +21,7 @@ def compute_unit_stride(spec: CacheSpec) -> int:
     """Bytes from one unit to the next: the unit, rounded up to whole token rows of every group."""
     rows = [g.num_kv_heads * g.head_dim * g.dtype_bytes for g in spec.groups]
     step = math.lcm(16, *rows)
-    return -(-spec.unit_bytes // step) * step
+    return ceil_div(spec.unit_bytes, step) * step
 
 
 def count_units_in_memory(spec: CacheSpec, memory_bytes: int) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.cache.spec import ceil_div
 from engine.models.hf_config import ModelError
 
 
@@ -95,7 +96,7 @@ class Shard:
 
     def compute_padded_share(self, count: int) -> int:
         """Return the number of rows of the first rank, which has the most."""
-        return -(-count // self.num_ranks)
+        return ceil_div(count, self.num_ranks)
 
     def split_shared(self, count: int, unit_name: str, width: int = 1) -> DimShard:
         """Return this rank's share as `split` does. With fewer things than ranks, neighbouring ranks hold the same one.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.cache.spec import ceil_div
 from engine.models.layers import LayerState, StateShape
 
 RECURRENT_DTYPE = torch.float32
@@ -53,7 +54,7 @@ class StateLayout:
 
 
 def _round_up_to_alignment(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return ceil_div(size_bytes, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _make_strided_view(
