@@ -152,10 +152,15 @@ class PromptHistory:
             candidates = self._prompts_by_session.get(session, [])
             if not candidates and parent is not None:
                 candidates = self._prompts_by_session.get(parent, [])
+        if not candidates:
+            return None
+        message_digests = set[int]()
+        if prompt.outline is not None:
+            message_digests.update(_list_message_digests(prompt.outline, session))
         best_match, best_score = None, (-1, -1)
         for candidate in candidates:
             common_tokens = self._count_common_tokens(candidate.token_ids, prompt.token_ids)
-            similarity = _measure_similarity(candidate, prompt, common_tokens)
+            similarity = _measure_similarity(candidate, prompt, message_digests, common_tokens)
             if similarity is not None and (similarity, common_tokens) > best_score:
                 best_score = similarity, common_tokens
                 scope_difference = _find_scope_difference(candidate.scope, prompt.route.scope)
@@ -225,31 +230,32 @@ class PromptHistory:
         assert set(self._prompt_by_key.values()) <= self._prompts.keys()
 
 
-def _measure_similarity(previous: PreviousPrompt, prompt: AnalyzedPrompt, common_tokens: int) -> int | None:
+def _measure_similarity(
+    previous: PreviousPrompt, prompt: AnalyzedPrompt, message_digests: set[int], common_tokens: int
+) -> int | None:
     """Return how much two prompts have in common: messages if both have some, else tokens at their beginnings.
 
-    None if it is too little for one conversation, or if one of them is a request beside it.
+    None if it is too little for one conversation, or if one of them is a request beside it. `message_digests`: those of
+    `prompt`, collected once for all earlier prompts that it is compared with.
     """
     if prompt.outline is not None and previous.outline is not None:
         if is_side_request(previous.outline, prompt.outline):
             return None
-        new_digests = _collect_message_digests(prompt.outline, prompt.route.session)
-        old_digests = _collect_message_digests(previous.outline, previous.session)
-        return len(new_digests & old_digests) or None
+        return len(message_digests.intersection(_list_message_digests(previous.outline, previous.session))) or None
     shorter_prompt_tokens = min(len(previous.token_ids), len(prompt.token_ids))
     is_same_conversation = previous.session is not None or common_tokens >= _SHARED_RATIO_MIN * shorter_prompt_tokens
     return common_tokens if is_same_conversation else None
 
 
-def _collect_message_digests(outline: Outline, session: str | None) -> set[int]:
+def _list_message_digests(outline: Outline, session: str | None) -> Sequence[int]:
     """Return the content digests of the messages by which conversations are told apart.
 
     In a session without a name these are not those of system prompts, which many conversations share.
     """
     messages = unpack_fingerprints(outline)
     if session is not None:
-        return set(messages.content_digests)
-    return {digest for digest, kind in zip(messages.content_digests, messages.kinds) if kind & ROLE_BITS != SYSTEM}
+        return messages.content_digests
+    return [digest for digest, kind in zip(messages.content_digests, messages.kinds) if kind & ROLE_BITS != SYSTEM]
 
 
 def _find_scope_difference(old: Scope, new: Scope) -> str | None:
