@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 import aiohttp
 import pytest
 from programs import Program, call, wait_until
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+from harness.programs import free_port
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/bin")
 pytestmark = [pytest.mark.live, pytest.mark.long]
@@ -24,12 +28,6 @@ RATE = 40
 """Requests a second."""
 FAIL_TIMEOUT_S = 2.0
 """nginx tries a router again that was away so long."""
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def listens(port: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +10,9 @@ from pathlib import Path
 
 import pytest
 from programs import Program, call, wait_until
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+from harness.programs import free_port
 
 from events import StreamSource, Subscriber
 from events.subscriber import Message
@@ -31,12 +33,6 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
 def start(name: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, str(EXAMPLES / name), *arguments]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=EXAMPLES.parent)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_every_example_has_a_test() -> None:

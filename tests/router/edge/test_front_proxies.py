@@ -7,7 +7,6 @@ import asyncio
 import importlib.util
 import json
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
+from harness.programs import free_port
 from real_envoy import envoy_program
 
 _spec = importlib.util.spec_from_file_location("raw_requests", Path(__file__).with_name("raw_requests.py"))
@@ -123,12 +123,6 @@ async def until_listening(port: int) -> None:
         else:
             writer.close()
             return
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def marked(number: int) -> bytes:
