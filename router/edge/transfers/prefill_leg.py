@@ -75,8 +75,6 @@ class PrefillLeg:
         self._dialect = DIALECTS[handover.source.dialect]
         self._decode_fields: Fields | None = None
         """Fields for the decode; None while the prefill's answer has yet to tell them."""
-        self.is_computed = False
-        """Whether the prefill has ended well."""
         self.is_taken = False
         """Whether a decode was sent with the fields."""
         self.may_be_crash = False
@@ -141,6 +139,11 @@ class PrefillLeg:
             self._fail("unreachable", "the worker was removed")
         else:
             self._attempt.start(target)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the prefill has ended well."""
+        return self._times.ended_at_s is not None
 
     @property
     def holds_kv(self) -> bool:
@@ -230,7 +233,7 @@ class PrefillLeg:
                 return
         self.usage = find_usage(bytes(self._content))
         self._content, self._body = bytearray(), ()
-        self.is_computed, self._deadline_s = True, now + LEASE_S
+        self._deadline_s = now + LEASE_S
         self._times.ended_at_s = now
         prefill_s = now - self._times.started_at_s
         self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,)).observe(prefill_s)
