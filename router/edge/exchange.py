@@ -103,7 +103,7 @@ class Exchange:
         elif prefill.needs_partner:
             self._prefill = None  # SGLang's worker answers when it has handed the KV over
 
-    def prefill_failed(self, outcome: TransferOutcome, reason: str) -> None:
+    def prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
         """Have the chosen worker compute the prompt itself, or another pair of workers if it cannot.
 
         Do nothing if the chosen worker has begun its answer, because it had the KV then.
@@ -113,7 +113,7 @@ class Exchange:
         if self._has_answer_begun:
             self._prefill = None
             return
-        self._drop_prefill(outcome, reason, may_be_crash=prefill is not None and prefill.may_be_crash)
+        self._drop_prefill(outcome, reason, may_be_crash=may_be_crash)
         if self.context.is_done:
             return
         if prefill is None or not prefill.needs_partner:

@@ -50,8 +50,8 @@ class PrefillOwner(Protocol):
     def prefill_computed(self) -> None:
         """Have the other worker decode."""
 
-    def prefill_failed(self, outcome: TransferOutcome, reason: str) -> None:
-        """Have the other worker compute the prompt."""
+    def prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
+        """Have the other worker compute the prompt. `may_be_crash`: the request may have crashed the first one."""
 
     def crash(self, error: Exception) -> None:
         """End the request, because code that handles it raised `error`."""
@@ -77,8 +77,6 @@ class PrefillLeg:
         """Fields for the decode; None while the prefill's answer has yet to tell them."""
         self.is_taken = False
         """Whether a decode was sent with the fields."""
-        self.may_be_crash = False
-        """Whether the prefill failed as if the request had crashed its worker."""
         self.usage: ReportedUsage | None = None
         """Usage that the worker reports; None if it is not read."""
         self._path: bytes | None = None
@@ -182,9 +180,9 @@ class PrefillLeg:
         self._attempt.close()
 
     def _fail(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
-        self.may_be_crash = may_be_crash
         self.close()
-        self._owner.prefill_failed(outcome, f"prefill at {self._transfer.source}: {reason}")
+        reason = f"prefill at {self._transfer.source}: {reason}"
+        self._owner.prefill_failed(outcome, reason, may_be_crash=may_be_crash)
 
     # From the attempt ---------------------------------------------------------------------------------------------
 
