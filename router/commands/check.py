@@ -25,6 +25,7 @@ import zmq
 from events import BlockStored, EventFeed, Message, Origin, StartMode, StreamConfig, StreamSource, Subscriber
 from events.sources import EventSource
 from prompts.routing import parse_routing
+from router.decide.watchdog import UNREACHABLE_HINT
 from router.decide.workers import ServedModel
 from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, WorkerFlag, is_key_refused, suggest_remedy
 from router.http_client import FetchError, fetch, make_key_headers
@@ -292,7 +293,7 @@ class WorkerCheck:
         """Report why no event announced the prompt's blocks, as far as it can be seen from here."""
         if len(silent_sources) == len(self._facts.sources):
             text = f"nobody listens at {silent_sources[0].endpoint}"
-            return Finding("events", False, f"{text}: is it the worker's address, and is the port open from here?")
+            return Finding("events", False, f"{text}: {UNREACHABLE_HINT}")
         endpoints = ", ".join(source.endpoint for source in self._facts.sources)
         if self._received.messages:
             return Finding(

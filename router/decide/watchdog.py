@@ -50,6 +50,8 @@ _DEVIATION_ALARMS = (
         "cache is too small for what it gets",
     ),
 )
+UNREACHABLE_HINT: Final = "is it the worker's address, and is the port open from here?"
+"""What an operator should check if the events of a worker that is up cannot be read."""
 BLOCK_TOKENS: Final = 256
 """Assumed block length of a worker that does not report it; as many uncached tokens should cause an event."""
 
@@ -197,7 +199,4 @@ class Watchdog:
         endpoints = self.list_unreachable_endpoints(worker_id)
         if not endpoints:
             return []
-        return [
-            f"unreachable: no events can be read from {', '.join(endpoints)}: is it the worker's address, and is the "
-            "port open from here?"
-        ]
+        return [f"unreachable: no events can be read from {', '.join(endpoints)}: {UNREACHABLE_HINT}"]

@@ -32,6 +32,7 @@ from events.stream_types import (
     MalformedMessage,
     PublisherRestarted,
 )
+from router.decide.watchdog import UNREACHABLE_HINT
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
 from router.fleet.worker_stream import ObservedCapacity, StreamCounters, WorkerStream
 from router.index.protocol import DumpTask, HolderId, IngestReport, IngestTask, PrefixIndex
@@ -229,12 +230,8 @@ class IndexFeed:
         for stream in self._find_unreachable_streams(worker_id):
             if not stream.has_warned:
                 stream.has_warned = True
-                log.warning(
-                    "worker %s: no events can be read from %s: is it the worker's address, and is the port open from "
-                    "here?",
-                    worker_id,
-                    stream.source.endpoint,
-                )
+                endpoint = stream.source.endpoint
+                log.warning("worker %s: no events can be read from %s: %s", worker_id, endpoint, UNREACHABLE_HINT)
 
     def _find_unreachable_streams(self, worker_id: str) -> list[WorkerStream]:
         """Return the unreachable streams of a worker; none if its publisher may yet connect to this router."""
