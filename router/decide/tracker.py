@@ -211,7 +211,6 @@ class LoadTracker:
         target.recompute_decode_load()
         target.recompute_queue()
         if not is_computed:
-            self._get_decay_epoch(now)
             self._add_utilisation(target, -request.prefill_s, request.sent_at_s)
         if reported_cached_tokens is not None:
             load.predicted_cached_tokens += request.cached_tokens
