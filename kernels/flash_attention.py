@@ -43,8 +43,8 @@ class PromptBatch:
     """[prompts, width] int32: the row where each block begins, K of layer 0."""
     max_query_len: int
     window: int | None
-    batch: RaggedBatch
-    table: DeviceBlockTable
+    context: GatheredContext | None
+    """Rows of their contexts in the pool; None: the attention reads the pool itself."""
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -53,7 +53,11 @@ class PromptBatch:
 
 
 class PromptAttention(Protocol):
-    """Function for the causal attention of prompts, after their K and V are stored."""
+    """Interface of FlashAttention's versions: the causal attention of prompts, after their K and V are stored."""
+
+    def gather(self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> GatheredContext | None:
+        """Return where the contexts of a step's prompts are, if the version needs a copy of them; else None."""
+        ...
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
         """q: [tokens of the prompts, heads, dim]; returns the same shape."""
@@ -91,6 +95,9 @@ class FlashAttention3:
         """Import the package. Raises ValueError if it is not installed."""
         self._attend = _import_function("flash_attn_interface", "flash_attn_with_kvcache")
 
+    def gather(self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> None:
+        """Return nothing, because no context is copied."""
+
     def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
         k, v = view_overlapping_pages(kv, layer)
         out: Tensor = self._attend(
@@ -112,7 +119,6 @@ class FlashAttention3:
 class GatheredContext:
     """Token rows of a step's prompts in the pool, by which their contexts are copied one after another."""
 
-    prompts: PromptBatch
     token_rows: Tensor
     """[tokens of all contexts]: their K rows of layer 0."""
     context_starts: Tensor
@@ -127,17 +133,11 @@ class FlashAttention2:
         """Import the package. Raises ValueError if it is not installed."""
         self._attend = _import_function("flash_attn", "flash_attn_varlen_func")
         self._device = device
-        self._context_by_group: dict[int, GatheredContext] = {}
-        """id of a group's KV -> its context in the last step."""
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
-        """Copy K and V of the prompts' contexts out of the pool, one after another, and attend to the copies.
-
-        Which rows to copy is found in the first layer of a step, and kept for its other layers.
-        """
-        context = self._context_by_group.get(id(kv))
-        if context is None or context.prompts is not prompts:
-            context = self._context_by_group[id(kv)] = self._gather(prompts, kv)
+        """Copy K and V of the prompts' contexts out of the pool, one after another, and attend to the copies."""
+        context = prompts.context
+        assert context is not None, "prompts that another version has planned"
         rows = kv.view_rows()[layer * kv.rows_per_layer :]
         shape = (-1, kv.num_kv_heads, kv.head_dim)
         out: Tensor = self._attend(
@@ -154,11 +154,9 @@ class FlashAttention2:
         )
         return out
 
-    def _gather(self, prompts: PromptBatch, kv: PagedKV) -> GatheredContext:
-        """Find the token rows of the prompts' contexts. This is done once a step, as they are the same in every
-        layer.
-        """
-        batch, table, first_prompt = prompts.batch, prompts.table, prompts.batch.decode_count
+    def gather(self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> GatheredContext:
+        """Find the token rows of the prompts' contexts, once a step, as they are the same in every layer."""
+        first_prompt = batch.decode_count
         context_lens = batch.context_lens[first_prompt:]
         max_context_len = int(context_lens.max())
         max_blocks = -(-max_context_len // kv.block_size)
@@ -170,7 +168,6 @@ class FlashAttention2:
         ]
         context_starts = np.concatenate(([0], np.cumsum(context_lens))).astype(np.int32)
         return GatheredContext(
-            prompts=prompts,
             token_rows=copy_to_device(np.concatenate(token_rows), self._device),
             context_starts=copy_to_device(context_starts, self._device),
             max_context_len=max_context_len,
@@ -212,8 +209,7 @@ class FlashAttentionKernels(TritonKernels):
             block_start_rows=plan.block_table[:, first:].t().contiguous(),
             max_query_len=int(np.diff(batch.query_starts[first:]).max()),
             window=window,
-            batch=batch,
-            table=table,
+            context=self._attend.gather(batch, table, kv),
         )
         return replace(plan, prompt_batch=prompts)
 
