@@ -317,9 +317,8 @@ class Dashboard:
         """Add a request to the totals, and its decision to the list."""
         route, decision, usage = context.route, context.decision, context.usage
         cached_tokens = None if usage is None else usage.cached_tokens
-        transfer = None if decision is None else decision.transfer
-        if transfer is not None and transfer.kind is TransferKind.PREFILL:
-            cached_tokens = None  # engines report the prefill worker's hit, or all KV that came from it
+        if decision is not None and decision.is_split:
+            cached_tokens = None  # not the hit of the worker that answers
         self._totals.add(context, cached_tokens)
         if route is None or decision is None:
             return

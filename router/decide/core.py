@@ -287,9 +287,7 @@ class RouterCore:
         if attempt is None:
             return []
         active_request, engine_usage = self._active_requests[request_id], usage or ReportedUsage()
-        transfer = attempt.decision.transfer
-        if transfer is not None and transfer.kind is TransferKind.PREFILL:
-            # vLLM's decoding worker reports the hit of the worker that computed the prompt, not its own.
+        if attempt.decision.is_split:
             engine_usage = ReportedUsage(engine_usage.prompt_tokens, None, engine_usage.completion_tokens)
         if _has_missing_transfer(attempt, engine_usage):
             self._placer.fail_transfer(attempt, now)

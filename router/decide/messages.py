@@ -211,6 +211,15 @@ class Decision(msgspec.Struct, eq=False):
         """KV that moves to the worker first; None if the worker computes all that it lacks."""
         return self.terms.transfer or None
 
+    @property
+    def is_split(self) -> bool:
+        """Whether another worker computes the prompt first.
+
+        Then the cached tokens that an engine reports are the hit of that worker, or all KV that came from it.
+        """
+        transfer = self.transfer
+        return transfer is not None and transfer.kind is TransferKind.PREFILL
+
     def to_json_fields(self) -> dict[str, Any]:
         """Return the decision as a JSON object."""
         fields: dict[str, Any] = msgspec.to_builtins(self)

@@ -72,7 +72,7 @@ class Exchange:
         if transfer is not None:
             self._proxy.record_transfer_start(transfer)
         has_prompt = self.context.request.path in API_KIND_BY_PATH
-        if transfer is not None and transfer.kind is TransferKind.PREFILL and has_prompt:
+        if transfer is not None and decision.is_split and has_prompt:
             self._start_prefill(decision, transfer)
         else:
             self._start_attempt(decision)
