@@ -16,6 +16,7 @@ from paired_workers import P2PWorkers, SGLangWorkers
 from router.decide.messages import Transfer, TransferKind
 from router.decide.workers import KINDS_BY_DIALECT, TransferFacts
 from router.edge.config import Timeouts
+from router.edge.transfers.dialects import DIALECTS
 
 SGLANG = TransferFacts("g", KINDS_BY_DIALECT["sglang"], dialect="sglang", address="127.0.0.1:8998", needs_partner=True)
 P2P = TransferFacts("g", KINDS_BY_DIALECT["p2p"], dialect="p2p", address="127.0.0.1:5711")
@@ -484,3 +485,12 @@ def test_a_pair_whose_answer_had_no_byte_yet_is_replaced_as_often_as_others(edge
         assert answer.endswith(b"0\r\n\r\n")
 
     edge.run(scenario())
+
+
+def test_each_dialect_has_the_fields_of_the_transfers_that_it_can_name() -> None:
+    assert set(DIALECTS) == set(KINDS_BY_DIALECT)
+    for name, dialect in DIALECTS.items():
+        kinds = KINDS_BY_DIALECT[name]
+        assert (dialect.make_pull_fields is not None) == (TransferKind.PULL in kinds), name
+        assert (dialect.make_prefill_fields is not None) == (TransferKind.PREFILL in kinds), name
+        assert (dialect.make_decode_fields is not None) == (TransferKind.PREFILL in kinds), name
