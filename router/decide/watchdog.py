@@ -51,7 +51,7 @@ _DEVIATION_ALARMS = (
     ),
 )
 UNREACHABLE_HINT: Final = "is it the worker's address, and is the port open from here?"
-"""What an operator should check if the events of a worker that is up cannot be read."""
+"""Question to the operator if the events of a worker that is up cannot be read."""
 BLOCK_TOKENS: Final = 256
 """Assumed block length of a worker that does not report it; as many uncached tokens should cause an event."""
 
