@@ -6,6 +6,8 @@ and a new question. Every scheme plays the same requests.
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -92,7 +94,7 @@ def generate_conversations(traffic: Traffic, workers: int, count: int, seed: int
     conversations_per_s = traffic.requests_per_s * workers * (1.0 - GOES_ON)
     kinds, shares = traffic.conversations, [kind.share for kind in traffic.conversations]
     requests: list[SimRequest] = []
-    next_block, arrival_s, session = 1, 0.0, 0
+    new_block_ids, arrival_s, session = itertools.count(1), 0.0, 0
     while len(requests) < count:
         [kind] = rng.choices(kinds, shares)
         arrival_s += rng.expovariate(conversations_per_s)
@@ -102,14 +104,16 @@ def generate_conversations(traffic: Traffic, workers: int, count: int, seed: int
         previous_index = None
         while True:
             output_tokens = 2 + round(rng.expovariate(1.0 / kind.output_tokens))
-            missing_blocks = -(-prompt_tokens // BLOCK_TOKENS) - len(block_ids)
-            block_ids = [*block_ids, *range(next_block, next_block + missing_blocks)]
-            next_block += missing_blocks
+            missing_blocks = math.ceil(prompt_tokens / BLOCK_TOKENS) - len(block_ids)
+            block_ids = [*block_ids, *itertools.islice(new_block_ids, missing_blocks)]
             time_s = arrival_s if previous_index is None else rng.expovariate(1.0 / THINK_S)
             request = SimRequest(
                 len(requests), session, time_s, prompt_tokens, output_tokens, block_ids, previous_index, BLOCK_TOKENS
             )
-            request.final_block_ids = block_ids[: request.full_block_count]
+            known_ids = block_ids[: request.full_block_count]
+            # The answer fills the prompt's last block, which so gets another id. Its last token is never computed.
+            answer_blocks = (prompt_tokens + output_tokens - 1) // BLOCK_TOKENS - len(known_ids)
+            request.final_block_ids = [*known_ids, *itertools.islice(new_block_ids, answer_blocks)]
             requests.append(request)
             if rng.random() >= GOES_ON:
                 break

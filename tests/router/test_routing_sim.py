@@ -627,6 +627,20 @@ def test_a_split_request_is_counted_by_both_policies(sim: Any) -> None:
         assert (group.policy.in_flight, group.policy.prefill_tokens, group.policy.pending) == ([0, 0], [0, 0], {})
 
 
+def test_a_turn_finds_the_blocks_of_the_answer_before_it(sim: Any) -> None:
+    """Before one worker with endless memory, a later turn misses less than a block of the conversation so far."""
+    traffic = sim.disaggregation.Traffic("slow", sim.disaggregation.DECODE_BOUND, 0.001)
+    workload = sim.disaggregation.generate_conversations(traffic, 1, 40, 1)
+    config = sim.cluster.ClusterConfig([sim.cluster.WorkerConfig(StepTimes(), None)])
+    result = sim.cluster.Cluster(config, workload, [sim.peers.LeastRequests()]).run()
+    later_turns = [turn for turn in workload.requests if turn.previous_index is not None]
+    assert len(later_turns) > 10
+    for turn in later_turns:
+        previous = workload.requests[turn.previous_index]
+        known_tokens = previous.prompt_tokens + previous.output_tokens
+        assert known_tokens - 128 <= result.hit_tokens_by_request[turn.index] <= known_tokens
+
+
 def test_every_scheme_of_prefill_and_decode_answers_every_request(sim: Any) -> None:
     traffic = sim.disaggregation.TRAFFICS[2]
     for scheme, prefill_workers in sim.disaggregation.list_schemes(8)[:9]:
