@@ -17,7 +17,6 @@ from typing import IO, Any
 import click
 
 from fleet.plan import MemberKind, MemberTarget, PhaseTimeouts
-from fleet.scaling import ScalingBounds
 from fleet.spec import NAME_PATTERN, NAMESPACE, FleetSpec, SpecError, build_engine_command, parse_env, split_flags
 from options.command import ProgramGroup, SectionedCommand, SectionedOption
 
@@ -35,54 +34,11 @@ _timeout_option = click.option(
     "--timeout", type=float, default=1800.0, show_default=True, metavar="SECONDS", help="Longest that --wait takes."
 )
 _resource_option = partial(click.option, cls=SectionedOption, heading="Resources and simulation", position=1)
-_timeout_setting = partial(click.option, cls=SectionedOption, heading="Timeouts of programs", position=3)
-_scaling_option = partial(click.option, cls=SectionedOption, heading="Scaling by load", position=2)
-_autoscaling_options = (
-    _scaling_option("--queue-target", type=float, default=0.5, show_default=True, metavar="SECONDS",
-                 help="Prefill that may wait at a worker before more are started."),
-    _scaling_option("--busy-target", type=float, default=0.7, show_default=True, metavar="SHARE",
-                 help="Share of its time that a worker should spend on prefill."),
-    _scaling_option("--cool-down", type=float, default=300.0, show_default=True, metavar="SECONDS",
-                 help="How long fewer workers must have sufficed before one is stopped."),
-    _scaling_option("--dry-run", is_flag=True, help="Only report what would be done, in `fleet status`."),
-)  # fmt: skip
+_timeout_setting = partial(click.option, cls=SectionedOption, heading="Timeouts of programs", position=2)
 
 
-def _add_options(options: tuple[Callable[[Any], Any], ...]) -> Callable[[Any], Any]:
-    def decorate(command: Any) -> Any:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
-
-
-_add_fleet_options = _add_options((_name_option, _address_option))
-
-
-class ReplicaCount(click.ParamType):  # type: ignore[type-arg]
-    """`8`, or `4:16` for autoscaling."""
-
-    name = "N|MIN:MAX"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, int | None]:
-        if isinstance(value, tuple):
-            return value
-        match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", str(value))
-        if match is None:
-            self.fail(f"got {value!r}, expected a number or MIN:MAX", param, ctx)
-        return int(match[1]), int(match[2]) if match[2] else None
-
-
-def make_scaling_bounds(replica_count: tuple[int, int | None], options: dict[str, Any]) -> ScalingBounds | None:
-    low, high = replica_count
-    if high is None:
-        if options["dry_run"]:
-            raise SpecError("--dry-run: autoscaling needs MIN:MAX")
-        return None
-    return ScalingBounds(
-        low, high, options["queue_target"], options["busy_target"], options["cool_down"], options["dry_run"]
-    )
+def _add_fleet_options(command: Any) -> Any:
+    return _name_option(_address_option(command))
 
 
 @contextmanager
@@ -186,9 +142,6 @@ def print_status(status: dict[str, Any]) -> None:
     for failure in status["failures"]:
         retry = f"again in {failure['retry_in_s']:.0f} s" if failure["retry_in_s"] else "started again"
         click.echo(f"  {failure['kind']} {failure['slot']} failed {failure['failures']} times in a row, {retry}")
-    if status["autoscaling"]:
-        kind = "would do" if status["autoscaling"]["is_dry_run"] else "does"
-        click.echo(f"  autoscaling {kind}: {status['advice'] or 'nothing yet'}")
 
 
 def _format_member(member: dict[str, Any]) -> str:
@@ -209,13 +162,7 @@ def cli() -> None:
 @cli.command(cls=SectionedCommand)
 @click.argument("model", required=False, default="")
 @click.argument("flags", nargs=-1, metavar="[-- ENGINE FLAGS...]")
-@click.option(
-    "--replicas",
-    type=ReplicaCount(),
-    default="1",
-    show_default=True,
-    help="Number of workers; MIN:MAX scales it with the load.",
-)
+@click.option("--replicas", type=click.IntRange(0, 999_999), default=1, show_default=True, help="Number of workers.")
 @click.option("--routers", type=click.IntRange(0, 64), default=1, show_default=True, help="Number of routers.")
 @click.option(
     "--engine",
@@ -291,13 +238,10 @@ def cli() -> None:
     metavar="SECONDS",
     help="A program without answers to health checks for so long is restarted.",
 )
-@_add_options(_autoscaling_options)
 @_wait_option
 @_timeout_option
 @_add_fleet_options
-def up(
-    model: str, flags: tuple[str, ...], replicas: tuple[int, int | None], routers: int, name: str, **options: Any
-) -> None:
+def up(model: str, flags: tuple[str, ...], replicas: int, routers: int, name: str, **options: Any) -> None:
     """Start workers of MODEL and routers before them, and keep them up.
 
     \b
@@ -307,7 +251,6 @@ def up(
     with report_errors() as out:
         if re.match(NAME_PATTERN, name) is None:
             raise SpecError(f"--name: got {name!r}, expected letters, digits, - and _")
-        bounds = make_scaling_bounds(replicas, options)
         model, flags = split_model(model, flags)
         engine_command, is_vllm = build_engine_command(options["engine"], model, (*make_engine_flags(options), *flags))
         router_flags = split_flags("--router-flags", options["router_flags"])
@@ -328,9 +271,7 @@ def up(
         )  # fmt: skip
         timeouts = PhaseTimeouts(options["start_timeout"], options["drain_timeout"])
         try:
-            directory = create_directory(
-                DirectoryActor, spec, MemberTarget(replicas[0]), MemberTarget(routers), timeouts, bounds
-            )
+            directory = create_directory(DirectoryActor, spec, MemberTarget(replicas), MemberTarget(routers), timeouts)
         except ValueError as error:
             raise SpecError(f"fleet {name!r} runs already: scale, roll, or `fleet down` first") from error
         wait_and_print_routers(directory, options, out)
@@ -380,23 +321,17 @@ def status(as_json: bool, events: bool, name: str, address: str) -> None:
 
 
 @cli.command()
-@click.argument("replicas", type=ReplicaCount(), required=False)
+@click.argument("replicas", type=click.IntRange(0, 999_999), required=False)
 @click.option("--routers", type=click.IntRange(0, 64), help="Number of routers.")
-@_add_options(_autoscaling_options)
 @_wait_option
 @_timeout_option
 @_add_fleet_options
-def scale(replicas: tuple[int, int | None] | None, routers: int | None, name: str, **options: Any) -> None:
-    """Have REPLICAS workers: a number, or MIN:MAX for autoscaling. Workers that go are drained first."""
+def scale(replicas: int | None, routers: int | None, name: str, **options: Any) -> None:
+    """Have REPLICAS workers. Workers that go are drained first."""
     with report_errors() as out:
-        bounds = make_scaling_bounds(replicas, options) if replicas else None
         _connect(options["address"])
         directory = _get_directory(name)
-        count = replicas[0] if replicas else None
-        if bounds is not None:  # what there is now, within the bounds
-            current_count = call_directory(directory.status)["targets"]["engine"]["count"]
-            count = current_count if bounds.is_dry_run else bounds.clamp(current_count)
-        call_directory(directory.scale, count, routers, bounds)
+        call_directory(directory.scale, replicas, routers)
         wait_and_print_routers(directory, options, out)
 
 

@@ -9,7 +9,6 @@ import ray
 from ray.experimental import internal_kv
 
 from fleet.plan import MemberTarget, PhaseTimeouts
-from fleet.scaling import ScalingBounds
 from fleet.spec import NAMESPACE, FleetSpec
 from fleet.state import DirectoryState
 
@@ -20,7 +19,6 @@ def create_directory(
     engine_target: MemberTarget,
     router_target: MemberTarget,
     timeouts: PhaseTimeouts,
-    scaling_bounds: ScalingBounds | None,
 ) -> Any:
     """Start the directory of a new fleet: the actor that starts, watches and stops the fleet's programs.
 
@@ -32,7 +30,6 @@ def create_directory(
         engine_target=engine_target,
         router_target=router_target,
         timeouts=timeouts,
-        scaling_bounds=scaling_bounds,
     )
     actor_class = ray.remote(directory_class).options(
         name=f"{spec.name}-directory", namespace=NAMESPACE, lifetime="detached", num_cpus=0,

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,7 +41,6 @@ from fleet.plan import (
     pick_least_occupied_node,
     plan_actions,
 )
-from fleet.scaling import Scaler, ScalingBounds, WorkerLoad
 from fleet.spec import NAMESPACE, Launch
 from fleet.state import DirectoryState, MemberRecord
 from fleet.worker_list import ListedWorker, WorkerStatus
@@ -96,9 +96,6 @@ class DirectoryActor:
         """Version of the published lists of workers and peers."""
         self._published_workers: list[ListedWorker] = []
         self._published_peer_addresses: list[str] = []
-        self._scaler = Scaler()
-        self._autoscaled_at_s = 0.0
-        self._scaling_advice = ""
         self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         """Time and text of the newest events."""
         for record in list(self._state.record_by_name.values()):
@@ -108,22 +105,15 @@ class DirectoryActor:
 
     # Asked by the command line ---------------------------------------------------------------------------------------
 
-    def scale(self, engine_count: int | None, router_count: int | None, scaling_bounds: ScalingBounds | None) -> None:
-        """Set how many engines and routers there should be.
-
-        A fixed `engine_count` ends autoscaling unless `scaling_bounds` come with it.
-        """
+    def scale(self, engine_count: int | None, router_count: int | None) -> None:
+        """Set how many engines and routers there should be; None leaves a number as it is."""
         with self._lock:
             state = self._state
-            if scaling_bounds is not None or engine_count is not None:
-                state.scaling_bounds, self._scaler, self._scaling_advice = scaling_bounds, Scaler(), ""
             if engine_count is not None:
-                state.engine_target = replace_count(state.engine_target, engine_count)
+                state.engine_target = replace(state.engine_target, count=engine_count)
             if router_count is not None:
-                state.router_target = replace_count(state.router_target, router_count)
-            self._record_event(
-                f"scale: {state.engine_target.count} engines, {state.router_target.count} routers, {scaling_bounds}"
-            )
+                state.router_target = replace(state.router_target, count=router_count)
+            self._record_event(f"scale: {state.engine_target.count} engines, {state.router_target.count} routers")
 
     def roll(self, kind: MemberKind, spec_changes: dict[str, Any], should_surge: bool) -> None:
         """Replace all members of a kind, one by one, after changing these fields of the spec."""
@@ -143,7 +133,7 @@ class DirectoryActor:
     def stop_all(self, *, now: bool) -> None:
         """Stop all members, routers first, which finish their requests; `now` kills all of them."""
         with self._lock:
-            self.scale(0, 0, None)
+            self.scale(0, 0)
             if now:
                 for record in list(self._state.record_by_name.values()):
                     record.phase = Phase.STOPPING
@@ -170,7 +160,6 @@ class DirectoryActor:
                 "failures": failure_rows,
                 "hung": state.hung_count_by_kind,
                 "targets": {kind.value: msgspec.to_builtins(target) for kind, target in state.target_by_kind.items()},
-                "autoscaling": msgspec.to_builtins(state.scaling_bounds), "advice": self._scaling_advice,
                 "events": [[event_s, text] for event_s, text in self._events],
             }  # fmt: skip
 
@@ -219,7 +208,6 @@ class DirectoryActor:
     def _run_once(self, now: float) -> None:
         """Take the actions that the plan wants now, and save the state if it has changed."""
         state = self._state
-        self._autoscale(now)
         router_names = self._list_routers_up()
         members = []
         for record in state.record_by_name.values():
@@ -487,36 +475,3 @@ class DirectoryActor:
             and sum(worker_status.is_up for worker_status in report.status_by_worker.values()) == engine_count
             for report in reports
         )
-
-    # Scaling ---------------------------------------------------------------------------------------------------------
-
-    def _autoscale(self, now: float) -> None:
-        """Set the number of engines by their load; in a dry run, only report what would be done.
-
-        Loads come with the reports of the routers, so deciding more often than they report would bring nothing new.
-        """
-        state = self._state
-        bounds = state.scaling_bounds
-        if bounds is None or now - self._autoscaled_at_s < ROUTER_SYNC_S or not self._report_by_router:
-            return
-        self._autoscaled_at_s = now
-        engines = [record for record in state.record_by_name.values() if record.kind is MemberKind.ENGINE]
-        loads = [WorkerLoad(**self._measure_worker_load(record)) for record in engines if record.phase is Phase.UP]
-        queued_request_count = sum(report.queued_request_count for report in self._report_by_router.values())
-        engine_count = state.engine_target.count
-        decision = self._scaler.decide(bounds, engine_count, loads, queued_request_count, now)
-        self._scaler = decision.next_state
-        change = f"{engine_count} -> {decision.worker_count} engines"
-        was_advised = self._scaling_advice.startswith(f"{change}:")
-        self._scaling_advice = f"{change}: {decision.reason}"
-        if decision.worker_count == engine_count:
-            return
-        if not bounds.is_dry_run:
-            state.engine_target = replace_count(state.engine_target, decision.worker_count)
-            self._record_event(f"autoscaling: {self._scaling_advice}")
-        elif not was_advised:  # a dry run decides the same again and again
-            self._record_event(f"autoscaling would do: {self._scaling_advice}")
-
-
-def replace_count(target: MemberTarget, count: int) -> MemberTarget:
-    return MemberTarget(count, target.revision, target.surge)

@@ -50,11 +50,10 @@ _DIRECT_OPENER = urllib.request.build_opener(
 
 
 class RouterReport(msgspec.Struct, frozen=True):
-    """Workers and load of a router after it received a version of the list."""
+    """Workers of a router after it received a version of the list."""
 
     list_version: int
     status_by_worker: dict[str, WorkerStatus]
-    queued_request_count: int
     errors: list[str] = []
 
 
@@ -193,8 +192,7 @@ class MemberActor:
                     self._peer_addresses = other_peers
                 else:
                     errors.append(f"PUT /peers: {status} {answer}")
-            page = self._fetch_workers_page()
-            return RouterReport(list_version, parse_workers_page(page), int(page.get("queued", 0)), errors)
+            return RouterReport(list_version, parse_workers_page(self._fetch_workers_page()), errors)
 
     def _fetch_workers_page(self) -> dict[str, Any]:
         status, page = self._send_request("GET", f"{self._launch.admin_url}/workers")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from fleet.plan import MemberKind, MemberTarget, Phase, PhaseTimeouts
-from fleet.scaling import ScalingBounds
 from fleet.spec import FleetSpec, Launch
 
 
@@ -42,7 +41,6 @@ class DirectoryState(msgspec.Struct, kw_only=True):
     engine_target: MemberTarget
     router_target: MemberTarget
     timeouts: PhaseTimeouts
-    scaling_bounds: ScalingBounds | None = None
     record_by_name: dict[str, MemberRecord] = {}
     last_serial: int = 0
     """Number at the end of the newest member's name."""

@@ -21,7 +21,7 @@ def test_the_commands_of_the_page() -> None:
     folder = Path(mkdtemp(prefix="bcray"))  # pytest's own is too long for the names of Ray's sockets
     part = (ROOT / "docs" / "get-started" / "ray.md").read_text()
     commands = part.partition("```bash\n")[2].partition("```")[0].splitlines()
-    assert len(commands) == 12
+    assert len(commands) == 11
     bin_folder = Path(sys.executable).parent
     environment = {
         **os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
