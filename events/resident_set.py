@@ -143,10 +143,15 @@ def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]
             blocks_by_name.setdefault(block.name, []).append(block)
     ordered_names: dict[BlockName, None] = {}  # a dict as an ordered set
     for block_name in blocks_by_name:
-        missing_names: list[BlockName] = []  # the block and its ancestors that are not ordered yet
+        missing_names: dict[BlockName, None] = {}  # the block and its ancestors that are not ordered yet
         ancestor: BlockName | None = block_name
-        while ancestor is not None and ancestor in blocks_by_name and ancestor not in ordered_names:
-            missing_names.append(ancestor)
+        while (
+            ancestor is not None
+            and ancestor in blocks_by_name
+            and ancestor not in ordered_names
+            and ancestor not in missing_names  # parents in a circle, which only a faulty engine announces
+        ):
+            missing_names[ancestor] = None
             ancestor = blocks_by_name[ancestor][0].parent_name
         ordered_names.update(dict.fromkeys(reversed(missing_names)))
     full_blocks = [block for block_name in ordered_names for block in blocks_by_name[block_name]]

@@ -35,7 +35,7 @@ from events import (
 )
 from events.replay_buffer import ReplayBuffer
 from events.replies import iter_replay, iter_snapshot
-from events.resident_set import ResidentSet
+from events.resident_set import ResidentSet, make_snapshot_events
 
 BLOCK = 2
 Name = int
@@ -258,3 +258,11 @@ def test_the_example_of_the_docs_is_what_we_write() -> None:
     assert decode_batch(documented_bytes).batch == batch
     short = (b"\xde\x00\x0b", b"\x8b")  # which header the encoder writes depends on its version
     assert encode_batch(batch).replace(*short) == documented_bytes.replace(*short)
+
+
+def test_a_snapshot_ends_where_parents_are_in_a_circle() -> None:
+    resident_set = ResidentSet()
+    for name, parent, medium in ((1, 2, "GPU"), (2, 1, "CPU"), (3, 3, "GPU")):
+        resident_set.apply([BlockStored([name], parent, [name, name], BLOCK, medium=medium)])
+    events = make_snapshot_events(resident_set.list_blocks())
+    assert {(event.block_hashes[0], event.medium) for event in events} == {(1, "GPU"), (2, "CPU"), (3, "GPU")}
