@@ -166,10 +166,7 @@ def _decode_extra_key(raw: Raw) -> object:
         return _TEXT_DECODER.decode(raw)
     if msgpack_type == "bytes":
         return _BYTES_DECODER.decode(raw)
-    values = _ARRAY_DECODER.decode(raw) if msgpack_type == "array" else []
-    if len(values) == 2 and _get_msgpack_type(values[0]) == "text" and _get_msgpack_type(values[1]) == "int":
-        return _TEXT_DECODER.decode(values[0]), _INT_DECODER.decode(values[1])
-    return None
+    return _decode_or_none(tuple[str, int], raw)
 
 
 def _get_msgpack_type(raw: Raw) -> str:

@@ -29,8 +29,6 @@ class Scope:
     model: str
     salt: str | None = None
     lora: str | None = None
-    media: tuple[tuple[int, str], ...] = ()
-    """(absolute token position, content key) of images, audio ...: mixed into the prefix digest at their positions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -356,18 +356,17 @@ def check_loras(make: MakeIndex) -> None:
     assert tokens_of(index, scope=Scope("m", None, "lo2")) == 64
 
 
-def check_media(make: MakeIndex) -> None:
+def check_blocks_with_media_match_nothing(make: MakeIndex) -> None:
     index, holder = one_holder(make)
-    keys = [(("img", 4),), (("img", -12), ("snd", 15)), (("snd", -1),)]
-    index.ingest(holder, batch(store_prompt(3, extra_keys=keys)))
-    assert tokens_of(index) == 0
-    assert tokens_of(index, scope=Scope("m", media=((4, "img"), (31, "snd")))) == 48
-    assert tokens_of(index, scope=Scope("m", media=((4, "img"),))) == 16
-    assert tokens_of(index, scope=Scope("m", media=((5, "img"), (31, "snd")))) == 0
-    # Cut into other blocks, the same prompt has the same keys.
-    other = index.add_holder("w2", "m")
-    index.ingest(other, batch(store_prompt(2, size=24, extra_keys=[(("img", 4),), (("img", -20), ("snd", 7))])))
-    assert tokens_by_holder(index, scope=Scope("m", media=((31, "snd"), (4, "img")))) == {holder: 48, other: 48}
+    keys = [None, (("img", 4),), (("img", -12), ("snd", 15)), (("snd", -1),)]
+    index.ingest(holder, batch(store_prompt(4, extra_keys=keys)))
+    assert tokens_of(index) == 16
+    report = index.ingest(holder, batch(store_event([5], PROMPT[64:80], parent=4)))
+    assert (report.stored, report.parked, tokens_of(index)) == (1, 0, 16)
+    assert index.ingest(holder, batch(remove_event(2, 5))).unknown_removals == 0
+    salted = index.add_holder("w2", "m")
+    index.ingest(salted, batch(store_prompt(2, extra_keys=[(("img", 4), "salt"), None])))
+    assert tokens_by_holder(index, scope=Scope("m", "salt")) == {}
 
 
 def check_unreadable_extra_keys_match_nothing(make: MakeIndex) -> None:
@@ -961,7 +960,7 @@ def check_prepared_prompts(make: MakeIndex) -> None:
     index.ingest(holder, batch(store_prompt(4)))
     prompt = index.prepare(array("I", PROMPT))
     assert len(prompt) == len(PROMPT)
-    for scope in (SCOPE, Scope("m", "salt"), SCOPE, Scope("m", None, None, ((3, "image"),)), Scope("m")):
+    for scope in (SCOPE, Scope("m", "salt"), SCOPE, Scope("m")):
         assert match_pinned(index, prompt, scope) == match_pinned(index, PROMPT, scope)
         for chunk in (16, 24, 8, 5, 1000):
             assert index.chunk_keys(prompt, scope, chunk) == index.chunk_keys(PROMPT, scope, chunk)

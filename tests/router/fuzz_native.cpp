@@ -87,10 +87,9 @@ private:
     Tokens prompt() { return Tokens{tokens_.data(), below(tokens_.size() + 1), below(2) ? &memo_ : nullptr}; }
 
     ScopeView scope() {
-        ScopeView scope{"m", {}, {}, {}};
+        ScopeView scope{"m", {}, {}};
         if (below(8) == 0) scope.salt = "salt";
         if (below(8) == 0) scope.lora = "lora";
-        if (below(8) == 0) scope.media = {Media{below(64), below(kPrime)}};
         return scope;
     }
 

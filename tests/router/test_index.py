@@ -100,12 +100,12 @@ def test_without_the_native_index_the_error_says_what_to_do(monkeypatch: pytest.
 def test_digests_do_not_depend_on_how_a_prompt_is_cut() -> None:
     digester = Digester(7)
     tokens = list(range(1000, 1100))
-    media = [(3, 11), (40, 12), (40, 13)]
-    full_digest = digester.extend(5, tokens, 0, media)
+    full_digest = digester.extend(5, tokens)
     for cut in (1, 3, 16, 40, 41, 99):
-        head = digester.extend(5, tokens[:cut], 0, media)
-        assert head + digester.extend(head[-1], tokens[cut:], cut, media) == full_digest
+        head = digester.extend(5, tokens[:cut])
+        assert head + digester.extend(head[-1], tokens[cut:]) == full_digest
     assert len({*full_digest}) == len(full_digest)
+    assert digester.make_opaque(5) not in (5, *full_digest)
     scopes = [(None, None), ("", None), (None, ""), ("a", None), (None, "a"), ("a", "b"), ("ab", ""), ("b", "a")]
     assert len({digester.start("m", salt, lora) for salt, lora in scopes}) == len(scopes)
     assert Digester().seed != Digester().seed

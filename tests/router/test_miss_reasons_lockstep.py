@@ -26,7 +26,7 @@ from router.prompting.chat_outline import Outline
 
 INDEX = make_index(seed=3)
 BLOCK, CHUNK = 4, 16
-SCOPES = (Scope("m"), Scope("m", "salt"), Scope("m", None, "lora"), Scope("n"), Scope("m", media=((3, "picture"),)))
+SCOPES = (Scope("m"), Scope("m", "salt"), Scope("m", None, "lora"), Scope("n"))
 SESSIONS = (None, None, "one", "two", "half \ud83d of a pair")
 KINDS = (0, 1, 2, 3, 1 | 16, 2 | 8, 2 | 32, 2 | 8 | 32)
 MESSAGE_TOKENS = 5

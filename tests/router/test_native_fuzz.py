@@ -149,7 +149,7 @@ def test_one_name_at_two_places(number: int) -> None:
         ({"lora_name": NO_UTF8}, 1),
         ({"cache_salt": NO_UTF8}, 1),
         ({"extra_keys": [[NO_UTF8], None]}, 1),
-        ({"extra_keys": [[[NO_UTF8, 0]], None]}, 1),
+        ({"extra_keys": [[[NO_UTF8, 0]], None]}, 0),
         ({"extra_keys": [[[NO_UTF8, None]], None]}, 0),
         ({"extra_keys": [[["image", True]], None]}, 0),
         ({"extra_keys": [[{"an": NO_UTF8}], None]}, 0),

@@ -26,7 +26,7 @@ from router.prompting.placeholder_messages import PlaceholderMessages, RenderedP
 from router.prompting.read_body import ReadBody, TokenizedPrompt
 from router.prompting.reader import PromptReader
 
-SCOPES = (Scope("m"), Scope("m", "salt"), Scope("m", None, "lora"), Scope("m", media=((20, "image"),)))
+SCOPES = (Scope("m"), Scope("m", "salt"), Scope("m", None, "lora"))
 LONG = tuple(i * 7919 % 101 for i in range(1600))
 lengths = st.one_of(st.integers(0, 40), st.integers(500, 540), st.integers(0, 1600))
 

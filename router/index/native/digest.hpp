@@ -29,12 +29,6 @@ inline u64 reduce(u128 x) {
     return sum >= kPrime ? sum - kPrime : sum;
 }
 
-// Media key that is mixed in just before the token at an absolute position.
-struct Media {
-    u64 position;
-    u64 key;
-};
-
 using Text = std::optional<std::string_view>;
 
 class Digester {
@@ -45,6 +39,7 @@ public:
         fingerprint_ = splitmix(seed ^ 0x14057B7EF767814Full);
         powers_[0] = 1;
         for (std::size_t i = 1; i < powers_.size(); ++i) powers_[i] = reduce(u128{powers_[i - 1]} * base);
+        opaque_ = text({Text("opaque"), std::nullopt});
     }
 
     u64 seed() const { return seed_; }
@@ -64,20 +59,8 @@ public:
         return digest;
     }
 
-    // Return the digest after more tokens and media keys. `position`: of the first token; `media` ascends by position.
-    u64 extend(u64 digest, const u32* tokens, std::size_t count, u64 position, const Media* media,
-               std::size_t media_count) const {
-        std::size_t done = 0;
-        for (std::size_t i = 0; i < media_count; ++i) {
-            if (media[i].position < position) continue;
-            if (media[i].position >= position + count) break;
-            const std::size_t at = media[i].position - position;
-            digest = extend(digest, tokens + done, at - done);
-            digest = reduce(u128{digest} * powers_[1] + media[i].key);
-            done = at;
-        }
-        return extend(digest, tokens + done, count - done);
-    }
+    // Return a digest that no prompt has, nor anything that continues it: of a block with media or another unknown key.
+    u64 make_opaque(u64 digest) const { return reduce(u128{digest} * powers_[1] + opaque_); }
 
     // Return the digest of a list of optional texts.
     u64 text(std::initializer_list<Text> parts) const {
@@ -91,15 +74,8 @@ public:
 
     u64 bytes(std::string_view raw) const { return append(1, kBytes, raw); }
 
-    // digest.text("opaque", key): `kind` is kNone, kText or kBytes.
-    u64 opaque(u64 kind, std::string_view raw) const {
-        const u64 h = append(2, kText, "opaque");
-        return kind == kNone ? step(h, kNone) : append(h, kind, raw);
-    }
-
-    static constexpr u64 kNone = 1, kText = 2, kBytes = 3;
-
 private:
+    static constexpr u64 kNone = 1, kText = 2, kBytes = 3;
     static constexpr std::size_t kStride = 16;
 
     static u64 splitmix(u64 state) {
@@ -123,7 +99,7 @@ private:
         return h;
     }
 
-    u64 seed_, text_base_ = 0, fingerprint_ = 0;
+    u64 seed_, text_base_ = 0, fingerprint_ = 0, opaque_ = 0;
     std::array<u64, kStride + 1> powers_{};
 };
 

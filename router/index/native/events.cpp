@@ -9,12 +9,6 @@ namespace {
 
 constexpr std::size_t kTextsMax = 1024;  // reserved, so that views of earlier texts stay valid
 
-// A raw extra key, kept until the event's LoRA name is known: fields of a map come in any order.
-struct RawExtra {
-    u32 block;
-    const u8* at;
-};
-
 class Decoder {
 public:
     Decoder(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, NamesRead names_read)
@@ -153,9 +147,8 @@ private:
         if (kind_ == Kind::Digests) digests_ = Digests();
         lora_id_.reset();
         medium_.reset();
-        raw_extras_.clear();
+        text_positions_.clear();
         media_blocks_.clear();
-        texts_.clear();
         has_skipped_keys_ = false;
         seen_names_ = seen_tokens_ = seen_size_ = false;
         stored_.names.begin = batch_.names.size();
@@ -216,7 +209,7 @@ private:
                 if (stored_.has_ancestor) stored_.ancestor = name();
                 break;
             case Field::SkippedTokens: skipped_tokens(); break;
-            case Field::SkippedKeys: has_skipped_keys_ = keys_of_blocks([](u32) {}) != 0; break;
+            case Field::SkippedKeys: has_skipped_keys_ = keys_of_blocks([&](u32) { reader_.skip(); }) != 0; break;
             case Field::Copies: copies(); break;
             case Field::Ignored: reader_.skip(); break;
         }
@@ -259,7 +252,7 @@ private:
     }
 
     [[gnu::noinline]] void tokens() {
-        texts_.clear();
+        text_positions_.clear();
         const std::size_t count = reader_.take_nil() ? 0 : bounded(reader_.array(), kTokensMax);
         batch_.tokens.resize(stored_.tokens.begin + count);
         u32* out = batch_.tokens.data() + stored_.tokens.begin;
@@ -272,8 +265,9 @@ private:
     // for media.
     u32 token(std::size_t i) {
         if (reader_.peek() == Type::Str) {
-            bounded(texts_.size() + 1, kExtrasMax);
-            texts_.emplace_back(i, reader_.text());
+            bounded(text_positions_.size() + 1, kExtrasMax);
+            text_positions_.push_back(i);
+            reader_.text();
             return 0;
         }
         if (reader_.peek() == Type::Array) {
@@ -311,17 +305,16 @@ private:
         copies_.count = count;
     }
 
-    // A list for each block, or nil: told(block) for every key in it. How many keys that were.
-    template <class Told>
-    std::size_t keys_of_blocks(Told told) {
+    // Read a list for each block, or nil. Call read_key(block) for every key in it, which has to read it; return their number.
+    template <class ReadKey>
+    std::size_t keys_of_blocks(ReadKey read_key) {
         std::size_t keys = 0;
         const std::size_t blocks = reader_.take_nil() ? 0 : reader_.array();
         for (std::size_t block = 0; block < blocks; ++block) {
             const std::size_t count = reader_.take_nil() ? 0 : reader_.array();
             for (std::size_t i = 0; i < count; ++i) {
                 bounded(++keys, kExtrasMax);
-                told(static_cast<u32>(block));
-                reader_.skip();
+                read_key(static_cast<u32>(block));
             }
         }
         return keys;
@@ -330,7 +323,10 @@ private:
     // TensorRT-LLM's: what they say of a block's media is not looked at.
     [[gnu::noinline]] void media_keys() {
         media_blocks_.clear();
-        keys_of_blocks([&](u32 block) { media_blocks_.push_back(block); });
+        keys_of_blocks([&](u32 block) {
+            media_blocks_.push_back(block);
+            reader_.skip();
+        });
     }
 
     [[gnu::noinline]] void block_size() {
@@ -344,18 +340,12 @@ private:
     }
 
     [[gnu::noinline]] void extra_keys() {
-        raw_extras_.clear();
-        if (reader_.take_nil()) return;
-        const std::size_t blocks = reader_.array();
-        for (std::size_t block = 0; block < blocks; ++block) {
-            if (reader_.take_nil()) continue;
-            const std::size_t count = reader_.array();
-            for (std::size_t i = 0; i < count; ++i) {
-                bounded(raw_extras_.size(), kExtrasMax);
-                raw_extras_.push_back(RawExtra{static_cast<u32>(block), reader_.position()});
-                reader_.skip();
-            }
-        }
+        batch_.extras.resize(stored_.extras.begin);
+        keys_of_blocks([&](u32 block) {
+            Text text;
+            reader_.peek() == Type::Str ? void(text = reader_.text()) : reader_.skip();
+            batch_.extras.push_back(ExtraKey{block, text});
+        });
     }
 
     void finish() {
@@ -402,7 +392,7 @@ private:
         stored_.tier = tier_of(medium_);
         if (stored_.lora && stored_.lora->empty()) stored_.lora.reset();
         if (has_skipped_keys_) stored_.skipped.count = 0;  // what stands there is not known by its tokens
-        resolve_extras();
+        finish_extras();
         if (!stored_.lora && lora_id_ && *lora_id_ != 0) {
             if (batch_.texts.size() == kTextsMax) throw Mismatch("too many adapters without a name in one batch");
             batch_.texts.push_back(std::string("\0lora_id ", 9) + std::to_string(*lora_id_));
@@ -412,60 +402,26 @@ private:
         batch_.stored.push_back(stored_);
     }
 
-    void resolve_extras() {
-        const u8* resume = reader_.position();
+    // Take the LoRA name out of the blocks' keys, once for each block, now that it is known, and add what stands for media.
+    void finish_extras() {
+        const auto begin = batch_.extras.begin() + static_cast<std::ptrdiff_t>(stored_.extras.begin);
         u32 lora_dropped_from = ~u32{0};
-        for (const RawExtra& raw : raw_extras_) {
-            reader_.seek(raw.at);
-            ExtraKey key{raw.block, false, 0, 0, 0, false, {}};
-            const Type type = reader_.peek();
-            if (type == Type::Str) {
-                key.is_text = true;
-                key.text = reader_.text();
-                if (stored_.lora && key.text == *stored_.lora && lora_dropped_from != raw.block) {
-                    lora_dropped_from = raw.block;
-                    continue;
-                }
-                key.opaque = digester_.opaque(Digester::kText, key.text);
-            } else if (type == Type::Bin) {
-                key.opaque = digester_.opaque(Digester::kBytes, reader_.bin());
-            } else {
-                key.opaque = digester_.opaque(Digester::kNone, {});
-                if (type == Type::Array && reader_.array() == 2 && reader_.peek() == Type::Str) {
-                    const std::string_view identifier = reader_.str();
-                    if (reader_.peek() == Type::Int) {
-                        if (!is_utf8(identifier)) throw Mismatch("a text is no UTF-8");
-                        key.positioned = true;
-                        key.offset = static_cast<std::int64_t>(reader_.integer().bits);
-                        key.media = digester_.text({identifier});
-                    }
-                }
-            }
-            batch_.extras.push_back(key);
+        const auto is_lora = [&](const ExtraKey& key) {
+            if (!stored_.lora || key.text != stored_.lora || lora_dropped_from == key.block) return false;
+            lora_dropped_from = key.block;
+            return true;
+        };
+        batch_.extras.erase(std::remove_if(begin, batch_.extras.end(), is_lora), batch_.extras.end());
+        if (!text_positions_.empty() && !stored_.dense()) {
+            throw Mismatch("BlockStored.token_ids has texts and not one name a block");
         }
-        place_texts();
-        for (u32 block : media_blocks_) {
-            batch_.extras.push_back(ExtraKey{block, false, 0, 0, digester_.opaque(Digester::kNone, {}), false, {}});
+        for (std::size_t at : text_positions_) media_blocks_.push_back(static_cast<u32>(at / stored_.block_size));
+        for (u32 block : media_blocks_) batch_.extras.push_back(ExtraKey{block, {}});
+        if (!media_blocks_.empty()) {
+            std::stable_sort(batch_.extras.begin() + static_cast<std::ptrdiff_t>(stored_.extras.begin), batch_.extras.end(),
+                             [](const ExtraKey& a, const ExtraKey& b) { return a.block < b.block; });
         }
         stored_.extras.count = batch_.extras.size() - stored_.extras.begin;
-        if (!media_blocks_.empty() || !texts_.empty()) {
-            const auto by_block = [](const ExtraKey& a, const ExtraKey& b) { return a.block < b.block; };
-            std::stable_sort(batch_.extras.begin() + static_cast<std::ptrdiff_t>(stored_.extras.begin), batch_.extras.end(), by_block);
-        }
-        reader_.seek(resume);
-    }
-
-    // A text among the token ids is a media item where it stands: its block, and those behind it, match no text.
-    void place_texts() {
-        if (!texts_.empty() && !stored_.dense()) throw Mismatch("BlockStored.token_ids has texts and not one name a block");
-        u32 last = ~u32{0};
-        for (const auto& [at, text] : texts_) {
-            const u32 block = static_cast<u32>(at / stored_.block_size);
-            if (block == last) continue;
-            last = block;
-            const std::int64_t offset = static_cast<std::int64_t>(at % stored_.block_size);
-            batch_.extras.push_back(ExtraKey{block, true, offset, digester_.text({text}), digester_.opaque(Digester::kNone, {}), false, {}});
-        }
     }
 
     Reader reader_;
@@ -478,9 +434,8 @@ private:
     Digests digests_;
     std::optional<std::int64_t> lora_id_;
     Text medium_;
-    std::vector<RawExtra> raw_extras_;
-    std::vector<u32> media_blocks_;  // of each media key that says no more
-    std::vector<std::pair<std::size_t, std::string_view>> texts_;  // among the token ids
+    std::vector<std::size_t> text_positions_;  // of texts among the token ids
+    std::vector<u32> media_blocks_;            // blocks that media keys name
     Slice copies_;
     bool has_skipped_keys_ = false, seen_copies_ = false;
     bool seen_names_ = false, seen_tokens_ = false, seen_size_ = false;

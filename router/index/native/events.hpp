@@ -13,14 +13,11 @@
 
 namespace blockcast {
 
-// Extra key of one block, without the LoRA name that vLLM repeats for every block.
+// Key of one block besides its tokens, without the LoRA name that vLLM repeats for every block: the salt of a prompt, or a key
+// of media or anything else. No prompt that the router matches has those, so they only make their block match nothing.
 struct ExtraKey {
     u32 block;
-    bool positioned;      // (identifier, offset from the block's start): a media item
-    std::int64_t offset;
-    u64 media, opaque;    // its part of the digest as media, or as a key without a position
-    bool is_text;
-    std::string_view text;
+    Text text;  // nothing where the key is no text
 };
 
 struct Slice {

@@ -12,42 +12,29 @@ namespace {
 const ExtraKey* salt_of_first(const ExtraKey* extras, std::size_t count) {
     const ExtraKey* salt = nullptr;
     for (std::size_t i = 0; i < count && extras[i].block == 0; ++i) {
-        if (extras[i].is_text) salt = &extras[i];
+        if (extras[i].text) salt = &extras[i];
     }
     return salt;
 }
 
-// What the blocks of a run mix in, block by block. vLLM names a media item as (identifier, offset from the block's start): it
-// counts where it begins, so a negative offset was mixed in by an earlier block. A key without a known position is mixed in at
-// the block's start: such blocks match no prompt, which costs a miss and never a false hit.
-class RunMedia {
+// The blocks of a run that have a key besides the salt: they match no prompt, which costs a miss and never a false hit.
+class OpaqueBlocks {
 public:
-    // The keys stand in the order of their blocks. `event_salt`: the salt stands elsewhere, no text of the first block is it.
-    RunMedia(const ExtraKey* extras, std::size_t count, bool event_salt)
-        : next_(extras), end_(extras + count), salt_(event_salt ? nullptr : salt_of_first(extras, count)) {
+    // `is_prompt_start`: the run begins a prompt, and its salt may stand among the keys.
+    OpaqueBlocks(const ExtraKey* extras, std::size_t count, bool is_prompt_start)
+        : next_(extras), end_(extras + count), salt_(is_prompt_start ? salt_of_first(extras, count) : nullptr) {
         if (count != 0) count_extra(count);
     }
 
-    // Of block `block`, whose first token stands at `start`. Blocks are asked for in order.
-    const std::vector<Media>& of(std::size_t block, u64 start) {
-        media_.clear();
-        for (; next_ != end_ && next_->block <= block; ++next_) {
-            if (next_->block != block || next_ == salt_) continue;
-            if (!next_->positioned) {
-                media_.push_back(Media{start, next_->opaque});
-            } else if (next_->offset >= 0) {
-                media_.push_back(Media{start + static_cast<u64>(next_->offset), next_->media});
-            }
-        }
-        if (media_.size() > 1) {
-            std::stable_sort(media_.begin(), media_.end(), [](const Media& a, const Media& b) { return a.position < b.position; });
-        }
-        return media_;
+    // Return whether a block has such a key. Blocks are asked for in order.
+    bool contain(std::size_t block) {
+        bool found = false;
+        for (; next_ != end_ && next_->block <= block; ++next_) found = found || (next_->block == block && next_ != salt_);
+        return found;
     }
 
 private:
     const ExtraKey *next_, *end_, *const salt_;
-    std::vector<Media> media_;
 };
 
 }  // namespace
@@ -174,11 +161,10 @@ bool Holder::teach_run(const Batch& batch, std::size_t run) {
         return false;
     }
     const u32* tokens = batch.tokens.data() + event.tokens.begin;
-    RunMedia of_blocks(extras, event.extras.count, event.salt.has_value() || place.end != 0);
+    OpaqueBlocks opaque(extras, event.extras.count, !event.salt && place.end == 0);
     for (std::size_t i = first; i < event.names.count; ++i) {
-        const std::vector<Media>& media = of_blocks.of(i, place.end);
-        place.key = digester_.extend(place.key, tokens + i * event.block_size, event.block_size, place.end, media.data(),
-                                     media.size());
+        if (opaque.contain(i)) place.key = digester_.make_opaque(place.key);
+        place.key = digester_.extend(place.key, tokens + i * event.block_size, event.block_size);
         place.end += event.block_size;
         places[i] = place;
         if (i < kAhead) nodes_.prefetch(Nodes::hash(place.key, event.block_size));
@@ -193,7 +179,7 @@ bool Holder::teach_run(const Batch& batch, std::size_t run) {
 std::optional<NamePosition> Holder::start_of(const Batch& batch, const Stored& event) const {
     const auto root = [&] {
         const ExtraKey* salt = salt_of_first(batch.extras.data() + event.extras.begin, event.extras.count);
-        return NamePosition{start_digest(event.salt ? event.salt : salt ? Text(salt->text) : Text(), event.lora), 0};
+        return NamePosition{start_digest(event.salt ? event.salt : salt ? salt->text : Text(), event.lora), 0};
     };
     if (!event.has_parent) return root();
     if (const std::optional<NamePosition> parent = place_of(event.parent)) return parent;
@@ -362,12 +348,10 @@ std::vector<u64> Holder::attach(const ParkedRun& run) {
         std::size_t first = 0;
         std::optional<NamePosition> place = place_of(run.awaits);
         if (!place) place = place_of(run.names[0]), first = 1;
-        RunMedia of_blocks(run.extras.data(), run.extras.size(), true);
+        OpaqueBlocks opaque(run.extras.data(), run.extras.size(), false);
         for (std::size_t i = first; place && i < run.names.size(); ++i) {
-            const std::vector<Media>& media = of_blocks.of(i, place->end);
-            place = NamePosition{digester_.extend(place->key, run.tokens.data() + i * run.length, run.length, place->end,
-                                           media.data(), media.size()),
-                          place->end + run.length};
+            const u64 key = opaque.contain(i) ? digester_.make_opaque(place->key) : place->key;
+            place = NamePosition{digester_.extend(key, run.tokens.data() + i * run.length, run.length), place->end + run.length};
             taught_.put(run.names[i], *place);
         }
     }

@@ -16,7 +16,7 @@ Holder* Index::get(u64 holder) const {
 
 Query Index::query(const Tokens& prompt, const ScopeView& scope) const {
     const u64 start = digester_.text({Text(scope.model), scope.salt, scope.lora});
-    return Query{prompt.data, prompt.count, start, scope.media.data(), scope.media.size(), prompt.memo};
+    return Query{prompt.data, prompt.count, start, prompt.memo};
 }
 
 u64 Index::add_holder(std::string name, const std::string& model) {

@@ -23,7 +23,6 @@ struct UnknownHolder : std::runtime_error {
 struct ScopeView {
     std::string_view model;
     Text salt, lora;
-    std::vector<Media> media;  // ascending by position
 };
 
 // Token ids of a prompt, borrowed from the caller. `memo` is set for a prompt of several calls.

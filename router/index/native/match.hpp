@@ -81,30 +81,20 @@ struct Query {
     const u32* tokens;
     std::size_t count;
     u64 start;
-    const Media* media;
-    std::size_t media_count;
     KeyMemo* memo = nullptr;  // set for a prompt of several calls
 };
 
 // Keys of a prompt's prefixes that were computed so far, as a decision matches, pins and counts the same prompt.
-// keys[i] is the digest of [0, i * unit) from `start` with `media`. For one thread at a time.
+// keys[i] is the digest of [0, i * unit) from `start`. For one thread at a time.
 struct KeyMemo {
     u64 start = 0, unit = 0;
-    std::vector<Media> media;
-    std::size_t media_passed = 0;  // number of media before the end of the last key
     std::vector<u64> keys;
 
-    bool serves(const Query& query, u64 wanted) const {
-        if (unit == 0 || wanted % unit != 0 || start != query.start || media.size() != query.media_count) return false;
-        return std::equal(media.begin(), media.end(), query.media,
-                          [](const Media& a, const Media& b) { return a.position == b.position && a.key == b.key; });
-    }
+    bool serves(const Query& query, u64 wanted) const { return unit != 0 && wanted % unit == 0 && start == query.start; }
 
     void restart(const Query& query, u64 wanted) {
         start = query.start;
         unit = wanted;
-        media.assign(query.media, query.media + query.media_count);
-        media_passed = 0;
         keys.clear();
         keys.reserve(query.count / unit + 1);
         keys.push_back(start);
@@ -112,7 +102,7 @@ struct KeyMemo {
 
     // Copy the keys of another prompt that has the same first `shared` tokens.
     void resume(const KeyMemo& other, std::size_t shared, std::size_t count) {
-        if (other.unit == 0 || !other.media.empty()) return;
+        if (other.unit == 0) return;
         start = other.start;
         unit = other.unit;
         keys.reserve(count / unit + 1);
@@ -162,11 +152,7 @@ private:
     [[gnu::noinline]] void extend_to(std::size_t index) {
         while (memo_.keys.size() <= index) {
             const u64 from = (memo_.keys.size() - 1) * memo_.unit;
-            // Media and keys both ascend, so that each item is visited once.
-            std::size_t& passed = memo_.media_passed;
-            while (passed < query_.media_count && query_.media[passed].position < from) ++passed;
-            memo_.keys.push_back(digester_.extend(memo_.keys.back(), query_.tokens + from, memo_.unit, from,
-                                                  query_.media + passed, query_.media_count - passed));
+            memo_.keys.push_back(digester_.extend(memo_.keys.back(), query_.tokens + from, memo_.unit));
         }
     }
 

@@ -208,36 +208,26 @@ struct Dumping {
 // protocol.py's Scope.
 class Scope {
 public:
-    Scope(const Index& index, nb::handle scope)
+    explicit Scope(nb::handle scope)
         : model_(nb::cast<std::string>(scope.attr("model"))), salt_(nb::cast<OptionalText>(scope.attr("salt"))),
-          lora_(nb::cast<OptionalText>(scope.attr("lora"))) {
-        for (nb::handle item : scope.attr("media")) {
-            const std::string key = nb::cast<std::string>(item[1]);
-            media_.push_back(Media{nb::cast<u64>(item[0]), index.digester().text({Text(key)})});
-        }
-        std::stable_sort(media_.begin(), media_.end(), [](const Media& a, const Media& b) { return a.position < b.position; });
-    }
-    bool has_media() const { return !media_.empty(); }
-    ScopeView view() const { return ScopeView{model_, salt_ ? Text(*salt_) : Text(), lora_ ? Text(*lora_) : Text(), media_}; }
+          lora_(nb::cast<OptionalText>(scope.attr("lora"))) {}
+    ScopeView view() const { return ScopeView{model_, salt_ ? Text(*salt_) : Text(), lora_ ? Text(*lora_) : Text()}; }
 
 private:
     using OptionalText = std::optional<std::string>;
     const std::string model_;
     const OptionalText salt_, lora_;
-    std::vector<Media> media_;
 };
 
 // Requests without a salt have one and the same frozen object, so the last one is remembered. Called with the GIL held.
-std::shared_ptr<const Scope> scope_of(const Index& index, nb::handle of) {
+std::shared_ptr<const Scope> scope_of(nb::handle of) {
     static nb::object& last = *new nb::object();  // never destroyed: the interpreter may be gone by then
     static std::shared_ptr<const Scope> known;
-    if (last.is_valid() && last.is(of)) return known;
-    auto made = std::make_shared<const Scope>(index, of);
-    if (!made->has_media()) {  // a content key's digest is this index's
-        known = made;
+    if (!last.is_valid() || !last.is(of)) {
+        known = std::make_shared<const Scope>(of);
         last = nb::borrow(of);
     }
-    return made;
+    return known;
 }
 
 // Holders from any sequence; an array of unsigned 64 bit integers is copied as it is.
@@ -290,7 +280,7 @@ std::vector<Match> select_unbeaten(const std::vector<Match>& matches, const std:
 
 nb::list match(const Index& index, nb::handle token_ids, nb::handle of, nb::handle order, std::size_t max_rivals) {
     const PromptArgument prompt(token_ids);
-    const auto scope = scope_of(index, of);
+    const auto scope = scope_of(of);
     std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope->view()); });
     if (!order.is_none()) matches = select_unbeaten(matches, holders_of(order), max_rivals);
     nb::list out;
@@ -467,14 +457,14 @@ NB_MODULE(_native, module) {
         .def("pin",
              [](Index& index, u64 holder, nb::handle token_ids, nb::handle of) {
                  const PromptArgument prompt(token_ids);
-                 const auto scope = scope_of(index, of);
+                 const auto scope = scope_of(of);
                  return prompt.with([&](const Tokens& tokens) { return index.pin(holder, tokens, scope->view()); });
              },
              nb::arg("holder"), nb::arg("token_ids"), nb::arg("scope"))
         .def("chunk_keys",
              [](const Index& index, nb::handle token_ids, nb::handle of, u64 chunk) {
                  const PromptArgument prompt(token_ids);
-                 const auto scope = scope_of(index, of);
+                 const auto scope = scope_of(of);
                  if (chunk == 0) throw nb::value_error("chunk_tokens is 0: expected at least 1");
                  return prompt.with([&](const Tokens& tokens) { return index.chunk_keys(tokens, scope->view(), chunk); });
              },
@@ -482,7 +472,7 @@ NB_MODULE(_native, module) {
         .def("find_lost_blocks",
              [](const Index& index, nb::handle token_ids, nb::handle of, u64 start, u64 step) -> nb::object {
                  const PromptArgument prompt(token_ids);
-                 const auto scope = scope_of(index, of);
+                 const auto scope = scope_of(of);
                  if (step == 0) throw nb::value_error("step is 0: expected at least 1");
                  const std::optional<RemovedPrefix> gone =
                      prompt.with([&](const Tokens& tokens) { return index.gone(tokens, scope->view(), start, step); });

@@ -9,7 +9,7 @@ that has to compute it. router/index/native/digest.hpp computes the same numbers
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from router.index.protocol import Scope
@@ -21,8 +21,6 @@ _NONE, _TEXT, _BYTES = 1, 2, 3
 """Tags in front of the parts of a digest of texts, so that no two part lists spell the same field elements."""
 
 SaltKey = str | bytes | None
-MediaKeys = Sequence[tuple[int, int]]
-"""(position, field element) in ascending order of position: what is mixed in just before the token at `position`."""
 
 
 def _splitmix(state: int) -> int:
@@ -68,29 +66,19 @@ class Digester:
         """Digest of the empty prefix in a scope. (`start` is this, memoised.)"""
         return self.text(model, salt, lora)
 
-    def media(self, media: Iterable[tuple[int, str]]) -> list[tuple[int, int]]:
-        """`Scope.media` as what `extend` mixes in."""
-        return [(position, self.text(key)) for position, key in sorted(media, key=lambda item: item[0])]
+    def make_opaque(self, digest: int) -> int:
+        """Return a digest that no prompt has, nor anything that continues it."""
+        return (digest * self.base + self.text("opaque", None)) % PRIME
 
-    def extend(self, digest: int, token_ids: Sequence[int], position: int = 0, media: MediaKeys = ()) -> list[int]:
-        """Digests after each of `token_ids`, the first of which stands at the absolute `position`.
-
-        Returns len(token_ids) numbers. Media keys outside [position, position + len(token_ids)) are not mixed in.
-        """
-        base, digests = self.base, []
-        pending = [(offset - position, key) for offset, key in media if position <= offset < position + len(token_ids)]
-        position_done = 0
-        for offset, key in pending:
-            for token in token_ids[position_done:offset]:
-                digest = (digest * base + token + 1) % PRIME
-                digests.append(digest)
-            digest, position_done = (digest * base + key) % PRIME, offset
-        for token in token_ids[position_done:]:
-            digest = (digest * base + token + 1) % PRIME
+    def extend(self, digest: int, token_ids: Sequence[int]) -> list[int]:
+        """Return the digests after each of `token_ids`."""
+        digests = []
+        for token in token_ids:
+            digest = (digest * self.base + token + 1) % PRIME
             digests.append(digest)
         return digests
 
     def prefixes(self, token_ids: Sequence[int], scope: Scope) -> list[int]:
         """Digests of [0, p) for p = 0..len(token_ids): len(token_ids) + 1 numbers."""
         start = self.start(scope.model, scope.salt, scope.lora)
-        return [start, *self.extend(start, token_ids, 0, self.media(scope.media))]
+        return [start, *self.extend(start, token_ids)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from reference.digest import Digester
 from router.index.protocol import CPU, GPU, REMOTE, STORAGE, TIERS
 
 BLOCK_SIZE_MAX = (1 << 24) - 1
@@ -106,25 +105,12 @@ def salt_of_first(event: BlockStored) -> str | None:
     return texts[-1] if texts else None
 
 
-def media_of(event: BlockStored, index: int, start: int, digester: Digester) -> list[tuple[int, int]]:
-    """What block `index`, whose first token stands at `start`, mixes into the digest, by absolute position.
+def is_opaque(event: BlockStored, index: int, start: int) -> bool:
+    """Whether block `index`, whose first token stands at `start`, has a key besides LoRA name and salt.
 
-    vLLM names a media item as (identifier, offset from the block's start): it counts where it begins, so a negative
-    offset was mixed in by an earlier block. A key without a known position (a bare identifier, an embedding) is mixed
-    in at the block's start: such blocks match no prompt, which costs a miss and never a false hit.
+    Such a block, of media mostly, matches no prompt, which costs a miss and never a false hit.
     """
     keys = _extra_keys(event, index)
-    if start == 0 and event.cache_salt is None:
-        salt = salt_of_first(event)
-        if salt is not None:
-            keys.reverse()
-            keys.remove(salt)
-            keys.reverse()
-    media = []
-    for key in keys:
-        if isinstance(key, (list, tuple)) and len(key) == 2 and isinstance(key[0], str) and type(key[1]) is int:
-            if key[1] >= 0:
-                media.append((start + key[1], digester.text(key[0])))
-        else:
-            media.append((start, digester.text("opaque", key if isinstance(key, (str, bytes)) else None)))
-    return sorted(media, key=lambda item: item[0])
+    if start == 0 and index == 0 and event.cache_salt is None and salt_of_first(event) is not None:
+        return len(keys) > 1
+    return bool(keys)

@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 
 from events.types import AllBlocksCleared, BlockName, BlockRemoved, BlockStored, Event
 from reference.digest import Digester
-from reference.events import BLOCK_SIZE_MAX, is_bare, is_dense, lora_of, media_of, salt_of_first, skipped_of, tier_index
+from reference.events import (
+    BLOCK_SIZE_MAX,
+    is_bare,
+    is_dense,
+    is_opaque,
+    lora_of,
+    salt_of_first,
+    skipped_of,
+    tier_index,
+)
 from reference.groups import DumpGroup, Group, GroupKey
 from reference.parking import ParkedRun, Parking, Slot
 from router.index.protocol import SILENT_AFTER_STORES, TIERS, HolderId, IngestReport
@@ -236,9 +245,7 @@ class Holder:
             start = self._root(run, None) if ancestor is None else self._place(ancestor)
             if start is None:
                 return None
-            return Place(
-                self._digester.extend(start.key, skipped_tokens, start.end)[-1], start.end + len(skipped_tokens)
-            )
+            return Place(self._digester.extend(start.key, skipped_tokens)[-1], start.end + len(skipped_tokens))
         return self._root(run, salt_of_first(run)) if run.parent_block_hash == 0 else None
 
     def _root(self, run: BlockStored, salt: str | None) -> Place:
@@ -271,9 +278,9 @@ class Holder:
 
     def _advance(self, place: Place, run: BlockStored, index: int) -> Place:
         size = run.block_size
-        media = media_of(run, index, place.end, self._digester)
+        key = self._digester.make_opaque(place.key) if is_opaque(run, index, place.end) else place.key
         tokens = run.token_ids[index * size : (index + 1) * size]
-        return Place(self._digester.extend(place.key, tokens, place.end, media)[-1], place.end + size)
+        return Place(self._digester.extend(key, tokens)[-1], place.end + size)
 
     # -- stores ------------------------------------------------------------------------------------------------
 
@@ -366,7 +373,7 @@ class Holder:
         start = self._start_of(event)
         if start is None or start[0] != 0:
             return {}
-        key = self._digester.extend(start[1].key, event.token_ids, start[1].end)[-1]
+        key = self._digester.extend(start[1].key, event.token_ids)[-1]
         return {name: Place(key, start[1].end + len(event.token_ids))}
 
     def _add(self, name: int, place: Place, slot: Slot, length: int, group: Group) -> None:
