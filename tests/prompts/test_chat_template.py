@@ -14,7 +14,8 @@ from jinja2.compiler import CodeGenerator
 
 from prompts import ChatTemplate, ChatTemplateError, RequestError, parse_chat, parse_routing
 from prompts.chat_rendering import render_chat
-from prompts.chat_template import _add_reasoning_names, _drop_nulls, _make_environment, _TemplateEnvironment
+from prompts.chat_template import _add_reasoning_names, _drop_nulls
+from prompts.template_environment import TemplateEnvironment, make_environment
 from tests.prompts import chat_templates
 
 ALL = chat_templates.ALL
@@ -298,7 +299,7 @@ def test_a_number_of_thousands_of_digits_does_not_compile() -> None:
 )
 def test_what_is_written_short_means_the_same(source):
     def render_with(generator):
-        environment = _make_environment(_TemplateEnvironment)
+        environment = make_environment()
         environment.code_generator_class = generator
         messages = [{"role": "user", "first": "F", "items": 3}, {"role": "tool", "keys": None, "length": 9}]
         try:
@@ -307,6 +308,6 @@ def test_what_is_written_short_means_the_same(source):
         except jinja2.TemplateError as error:
             return type(error), str(error)
 
-    short = _TemplateEnvironment.code_generator_class
+    short = TemplateEnvironment.code_generator_class
     assert short is not CodeGenerator
     assert render_with(short) == render_with(CodeGenerator)

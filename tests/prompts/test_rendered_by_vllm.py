@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
-from prompts import RequestError, Tokenizer, chat_template, parse_routing
+from prompts import RequestError, Tokenizer, parse_routing, template_environment
 from prompts.routing import convert_source_to_chat
 from tests.prompts import chat_templates
 
@@ -38,7 +38,7 @@ class TheDay(datetime):
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_same_tokens(tokenizer: Tokenizer, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "datetime", TheDay)
+    monkeypatch.setattr(template_environment, "datetime", TheDay)
     cases = [case for case in CASES if case["template"] == name]
     assert len(cases) > 20
     for case in cases:

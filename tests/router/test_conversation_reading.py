@@ -14,7 +14,7 @@ from budget import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prompts import chat_template
+from prompts import template_environment
 from prompts.body_digests import digests
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
@@ -463,7 +463,7 @@ def test_the_memo_is_used_and_forgets_a_day(tmp_path: Any, monkeypatch: pytest.M
         if end > 9:
             assert renders == [end], "the full read that it is compared with"
     another_day = SimpleNamespace(now=lambda: datetime(2031, 2, 3))
-    monkeypatch.setattr(chat_template, "datetime", another_day)
+    monkeypatch.setattr(template_environment, "datetime", another_day)
     assert turns.read("chat", json.dumps({"messages": talk}).encode()) is None
 
 

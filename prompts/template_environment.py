@@ -1,0 +1,227 @@
+"""The Jinja environment of chat templates: Hugging Face's functions, a sandbox, and a limit on CPU time.
+
+A template is a program from a checkpoint's folder. Only loops and macros can run for long, so each of their rounds
+reads the clock. A rendering that takes longer than its limit raises RenderLimitError, and the router leaves that
+template to a process with a deadline (router/prompting/prompt_worker_pool.py).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, Final, NoReturn
+
+import jinja2
+import jinja2.compiler
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.parser
+import jinja2.runtime
+import jinja2.sandbox
+import jinja2.utils
+from jinja2 import nodes
+
+EXPONENT_MAX: Final = 64
+REPEATED_ITEMS_MAX: Final = 1 << 20
+"""Most characters of a repeated text, or items of a repeated list."""
+_DICT_ATTRIBUTES: Final = frozenset(dir({}))
+"""Names that mean a method of a dictionary rather than an item."""
+_LOOP_ATTRIBUTES: Final = frozenset(
+    {"depth", "depth0", "first", "index", "index0", "last", "length", "nextitem", "previtem", "revindex", "revindex0"}
+)
+_TIME_CALL: Final = re.compile(r"""strftime_now\(\s*(?:"([^"']*)"|'([^"']*)')\s*\)""")
+
+
+def make_environment() -> TemplateEnvironment:
+    """Make the environment in which Hugging Face's transformers renders chat templates."""
+    env = TemplateEnvironment(extensions=[_GenerationTag, jinja2.ext.loopcontrols])
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = strftime_now
+    env.globals["namespace"] = _Namespace
+    return env
+
+
+class RenderLimitError(jinja2.TemplateError):
+    """A template takes too much time."""
+
+
+class RenderContext(jinja2.runtime.Context):
+    """Context of one rendering with a limit on its CPU time."""
+
+    seconds_max = math.inf
+    deadline_s = math.inf
+    """Time (`time.perf_counter`) at which the CPU time is to be read, which is slower."""
+    started_cpu_s = 0.0
+
+    def set_time_limit(self, seconds_max: float) -> None:
+        self.seconds_max = seconds_max
+        self.started_cpu_s = time.thread_time()
+        self.deadline_s = time.perf_counter() + seconds_max
+
+
+@jinja2.pass_context
+def _is_in_time(context: RenderContext, _: object) -> bool:
+    """Return true, as a Jinja test. Raises RenderLimitError if the rendering took too much CPU time."""
+    now = time.perf_counter()
+    if now > context.deadline_s:
+        if time.thread_time() - context.started_cpu_s > context.seconds_max:
+            raise RenderLimitError("the chat template takes too long")
+        context.deadline_s = now + context.seconds_max  # other threads had the processor
+    return True
+
+
+class _CodeGenerator(jinja2.compiler.CodeGenerator):
+    """Compiles templates to Python that reads items of dictionaries and the state of a loop without a call.
+
+    A chat of 40 messages by Qwen3's template takes 0.41 ms instead of 0.59. Everything else still goes through the
+    sandbox.
+    """
+
+    def visit_Getattr(self, node: nodes.Getattr, frame: jinja2.compiler.Frame) -> None:
+        """Write code for `owner.name`, with a fast path if the owner is a variable."""
+        owner = node.node
+        if isinstance(owner, nodes.Name) and owner.name == "loop" and node.attr in _LOOP_ATTRIBUTES:
+            is_loop = f"type({frame.symbols.ref(owner.name)}) is LoopContext"
+            self._write_fast_path(owner, frame, f".{node.attr}", is_loop)
+        elif isinstance(owner, nodes.Name) and node.attr not in _DICT_ATTRIBUTES:
+            self._write_item_lookup(owner, frame, node.attr)
+        else:
+            super().visit_Getattr(node, frame)
+            return
+        super().visit_Getattr(node, frame)
+        self.write(")")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: jinja2.compiler.Frame) -> None:
+        """Write code for `owner[key]`, with a fast path if the owner is a variable and the key a constant text."""
+        owner, key = node.node, node.arg
+        name = key.value if isinstance(key, nodes.Const) else None
+        if not isinstance(owner, nodes.Name) or type(name) is not str or name in _DICT_ATTRIBUTES:
+            super().visit_Getitem(node, frame)
+            return
+        self._write_item_lookup(owner, frame, name)
+        super().visit_Getitem(node, frame)
+        self.write(")")
+
+    def _write_item_lookup(self, owner: nodes.Name, frame: jinja2.compiler.Frame, item_name: str) -> None:
+        """Write code that looks up an item if the owner is a dictionary, or gives Jinja's undefined value without it.
+
+        The caller then writes the general expression, for other owners, and a closing bracket.
+        """
+        reference = frame.symbols.ref(owner.name)
+        is_dict = f"type({reference}) is dict"
+        self._write_fast_path(owner, frame, f"[{item_name!r}]", f"{is_dict} and {item_name!r} in {reference}")
+        self.write(f"undefined(obj={reference}, name={item_name!r}) if {is_dict} else ")
+
+    def _write_fast_path(
+        self, owner: nodes.Name, frame: jinja2.compiler.Frame, item_code: str, condition_code: str
+    ) -> None:
+        """Write `(owner<item> if <condition> else `. The caller writes the general expression and a closing bracket."""
+        self.write("(")
+        self.visit(owner, frame)
+        self.write(f"{item_code} if {condition_code} else ")
+
+
+class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Sandbox whose templates keep a limit on their CPU time."""
+
+    context_class = RenderContext
+    code_generator_class = _CodeGenerator
+    intercepted_binops = frozenset(("*", "**"))
+
+    def __init__(self, extensions: list[type[jinja2.ext.Extension]]) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
+        self.tests["in_time"] = _is_in_time
+
+    def compile_with_time_checks(self, source: str) -> tuple[nodes.Template, jinja2.Template]:
+        """Return the syntax tree of a template, and the template with a check of the clock in loops and macros.
+
+        Raises TemplateSyntaxError, or what Python raises for code that it cannot compile.
+        """
+        tree = self.parse(source)
+        for macro in list(tree.find_all(nodes.Macro)):
+            macro.body.insert(0, nodes.ExprStmt(_make_time_check(), lineno=macro.lineno))
+        for loop in list(tree.find_all(nodes.For)):
+            loop.body.insert(0, nodes.ExprStmt(_make_time_check(), lineno=loop.lineno))
+            if loop.test is not None:
+                loop.test = nodes.And(_make_time_check(), loop.test, lineno=loop.lineno)
+        tree.set_environment(self)
+        return tree, self.from_string(tree)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        """Compute `*` or `**`, single operations that could take minutes. Raises RenderLimitError for these."""
+        if operator == "**" and right > EXPONENT_MAX:
+            raise RenderLimitError("the chat template may take too long: it computes a large power")
+        sequence, count = (left, right) if isinstance(left, (str, list, tuple)) else (right, left)
+        if operator == "*" and isinstance(sequence, (str, list, tuple)) and len(sequence) * count > REPEATED_ITEMS_MAX:
+            raise RenderLimitError("the chat template may take too long: it repeats a text or a list many times")
+        return super().call_binop(context, operator, left, right)
+
+
+def _make_time_check() -> nodes.Test:
+    return nodes.Test(nodes.Const(None, lineno=1), "in_time", [], [], None, None, lineno=1)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """The tag `{% generation %}`, which marks answers for training and changes nothing of a prompt."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_render")
+        return [nodes.CallBlock(call, [], [], body).set_lineno(lineno)]
+
+    def _render(self, caller: Any) -> str:
+        return str(caller())
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace()` for templates, which refuses names that could reach Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # Jinja's own trick: no named parameter, so that `namespace(self=...)` works.
+        self, values = args[0], dict(*args[1:], **kwargs)
+        for name in values:
+            _refuse_underscore(name)
+        jinja2.utils.Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_underscore(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace takes no name with a leading underscore, got {name!r}")
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Filter `tojson` without the HTML escapes of Jinja's own."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+@lru_cache(maxsize=64)
+def find_time_formats(source: str) -> tuple[str, ...]:
+    """Return the formats in which a template writes the time; microseconds if a format is not a constant."""
+    formats = tuple(match[1] or match[2] for match in _TIME_CALL.finditer(source))
+    return formats if len(formats) == source.count("strftime_now(") else ("%f",)

@@ -1,0 +1,130 @@
+"""Templates that are rendered where others wait: interrupted if they do not end, and not rendered there again."""
+
+from __future__ import annotations
+
+import pytest
+
+from prompts.chat_template import TEMPLATE_CHARS_MAX, ChatTemplate, ChatTemplateError
+from prompts.errors import RequestError
+from tests.prompts.chat_templates import ALL
+
+MESSAGES = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+MANY = "{% for i in range(99999) %}"
+END = "{% endfor %}"
+
+
+def limited_template(source: str, seconds: float = 0.05) -> ChatTemplate:
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    template.set_time_limit(seconds)
+    return template
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_usual_templates_are_bounded_and_write_the_same(name: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    ours, plain = limited_template(ALL[name]), ChatTemplate(ALL[name], {"bos_token": "<s>", "eos_token": "</s>"})
+    assert ours.is_bounded
+    for tool_list in (None, tools):
+        for generation in (False, True):
+            arguments = {"tools": tool_list, "add_generation_prompt": generation}
+            assert ours.render(MESSAGES, **arguments) == plain.render(MESSAGES, **arguments)  # type: ignore[arg-type]
+    assert ours.needs_system_first() == plain.needs_system_first()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        MANY * 3 + END * 3,
+        "{% for m in messages %}{{ m.content }}{% endfor %}" + MANY * 3 + "{% set x = i %}" + END * 3,
+        MANY + "{% for m in range(99999) if m == -1 %}{{ m }}{% endfor %}" + END,
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
+        "{% macro f(n) %}" + MANY * 2 + END * 2 + "{% endmacro %}{% set a %}{{ f(1) }}{% endset %}",
+    ],
+)
+def test_what_does_not_end_is_interrupted_and_not_rendered_again(source: str) -> None:
+    assert not limited_template(source).is_bounded, "the sample shows it"
+    template = limited_template("{% if messages | length == 3 %}" + source + "{% endif %}")
+    assert template.is_bounded
+    with pytest.raises(RequestError, match="takes too long"):
+        template.render(MESSAGES)
+    with pytest.raises(RequestError, match="may take too long"):
+        template.render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ 'a' * 999999999 }}", "{{ 999999999 * messages }}", "{{ 10 ** 999999999 }}", "{% set x = 10 ** 999999999 %}"],
+)
+def test_a_single_operation_that_takes_minutes_is_refused(source: str) -> None:
+    template = limited_template("{% if messages | length == 3 %}" + source + "{% endif %}")
+    assert template.is_bounded
+    with pytest.raises(RequestError, match="too long"):
+        template.render(MESSAGES)
+    assert not template.is_bounded
+    with pytest.raises(RequestError, match="too long"):
+        template.needs_system_first()
+
+
+@pytest.mark.parametrize(
+    "step",
+    ["{% set ns.x = ns.x ~ ns.x %}", "{% set ns.x = ns.x | tojson | tojson %}", "{% set ns.y = ns.y + ns.y %}"],
+)
+def test_what_grows_in_a_loop_is_interrupted(step: str) -> None:
+    loop = "{% for i in range(900 if messages | length == 3 else 0) %}"
+    template = limited_template("{% set ns = namespace(x='a\"', y=messages) %}" + loop + step + END, 0.01)
+    assert template.is_bounded
+    with pytest.raises(RequestError, match="too long"):
+        template.render(MESSAGES)
+    assert not template.is_bounded
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ 'ab' * 2 }}{{ 2 * [1] }}{{ 2 ** 10 }}{{ 3 * 4 }}", "abab[1, 1]102412"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% else %}none{% endfor %}", "ac"),
+        (
+            "{% for m in messages recursive %}{{ m if m is string else loop([m.role]) }}{% endfor %}",
+            "userassistantuser",
+        ),
+        ("{% macro f() %}[{{ caller() }}]{% endmacro %}{% call f() %}x{% endcall %}", "[x]"),
+        (
+            "{% generation %}x{% endgeneration %}{{ messages | selectattr('role', 'equalto', 'user') | list | count }}",
+            "x2",
+        ),
+    ],
+)
+def test_checks_of_the_clock_change_no_text(source: str, text: str) -> None:
+    template = limited_template(source, 60.0)
+    assert template.render(MESSAGES) == text
+    assert template.is_bounded
+
+
+def test_what_a_client_can_send_ends_no_limits() -> None:
+    """A call of what is not defined, or is not a function, is an error of this request alone."""
+    template = limited_template(
+        "{{ messages[0].content.strip() }}{{ messages[0].name.strip() }}{{ messages[0].role() }}"
+    )
+    for message in ({"role": "user", "content": None}, {"role": "user", "content": 7}, MESSAGES[0], {"content": "a"}):
+        with pytest.raises(RequestError):
+            template.render([message])
+        assert template.is_bounded
+
+
+def test_what_cannot_be_read_says_so() -> None:
+    with pytest.raises(ChatTemplateError, match=f"at most {TEMPLATE_CHARS_MAX}"):
+        ChatTemplate("a" * (TEMPLATE_CHARS_MAX + 1))
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate("{{ " + "(" * 50_000)
+    with pytest.raises(ChatTemplateError):
+        ChatTemplate("{% for a in messages %}" * 30 + END * 30)
+
+
+def test_a_client_s_own_template_is_bounded_too() -> None:
+    template = limited_template(ALL["chatml"])
+    with pytest.raises(RequestError, match="too long"):
+        template.render(MESSAGES, chat_template="{{ 'a' * 999999999 }}")
+    with pytest.raises(RequestError, match="too long"):
+        template.render(MESSAGES, chat_template=MANY * 3 + END * 3)
+    assert template.render(MESSAGES, chat_template="{{ messages | length }}") == "3"
+    assert template.is_bounded
