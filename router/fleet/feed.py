@@ -134,9 +134,14 @@ class IndexFeed:
         new_streams = self._streams_by_worker[worker_id] = []
         for rank, (source, holder) in enumerate(targets):
             stream = self._start_stream(
-                worker_id, rank, source, holder, snapshot_by_rank.get(rank), is_only_rank=len(targets) == 1
+                worker_id,
+                rank,
+                source,
+                holder,
+                snapshot_by_rank.get(rank),
+                is_only_rank=len(targets) == 1,
+                blocks_max=blocks_max,
             )
-            stream.blocks_max = blocks_max
             new_streams.append(stream)
         self.events.rematch_topics()
 
@@ -172,9 +177,7 @@ class IndexFeed:
         self._stop_streams(worker_id)
         for stream in streams:
             self._clear(stream)
-        self._streams_by_worker[worker_id] = [
-            self._start_stream(worker_id, s.rank, s.source, s.holder, is_only_rank=s.is_only_rank) for s in streams
-        ]
+        self._streams_by_worker[worker_id] = [self._replace_stream(stream) for stream in streams]
         for stream, position in zip(self._streams_by_worker[worker_id], positions):
             stream.position_before_restart = position
         self.events.rematch_topics()
@@ -211,9 +214,7 @@ class IndexFeed:
         with self._lock:
             self._stream_by_id.pop(old_stream.stream_id, None)
         self._clear_and_report(old_stream)
-        streams[rank] = self._start_stream(
-            worker_id, rank, old_stream.source, old_stream.holder, snapshot, is_only_rank=old_stream.is_only_rank
-        )
+        streams[rank] = self._replace_stream(old_stream, snapshot)
         return True
 
     # Seeing --------------------------------------------------------------------------------------------------------
@@ -301,12 +302,22 @@ class IndexFeed:
         snapshot: PeerSnapshot | None = None,
         *,
         is_only_rank: bool,
+        blocks_max: int,
     ) -> WorkerStream:
         """Follow a rank's events under a new stream id, from another router's snapshot if there is one."""
         stream_id = f"{worker_id}#{rank}@{next(self._stream_generation)}"
         counters = self._counters.setdefault((worker_id, rank), StreamCounters())
         stream = WorkerStream(
-            worker_id, rank, source, holder, stream_id, counters, is_only_rank, time.monotonic(), topic=source.topic
+            worker_id,
+            rank,
+            source,
+            holder,
+            stream_id,
+            counters,
+            is_only_rank,
+            time.monotonic(),
+            topic=source.topic,
+            blocks_max=blocks_max,
         )
         self._declare_groups(stream)
         self._report_capacity(stream)
@@ -314,6 +325,18 @@ class IndexFeed:
             self._stream_by_id[stream_id] = stream
         self.events.add(stream.make_feed_source(self._apply_snapshot(stream, snapshot)))
         return stream
+
+    def _replace_stream(self, old: WorkerStream, snapshot: PeerSnapshot | None = None) -> WorkerStream:
+        """Follow the events of a stopped stream anew."""
+        return self._start_stream(
+            old.worker_id,
+            old.rank,
+            old.source,
+            old.holder,
+            snapshot,
+            is_only_rank=old.is_only_rank,
+            blocks_max=old.blocks_max,
+        )
 
     def _apply_snapshot(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> tuple[int, int] | None:
         """Apply another router's snapshot; return the position that the worker has to confirm, if any."""

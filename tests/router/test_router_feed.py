@@ -96,14 +96,17 @@ def test_what_is_announced_before_and_after_joining_is_known(index: ReferenceInd
     pub.close()
 
 
+@pytest.mark.parametrize("has_died", [False, True])
 def test_a_worker_that_announces_more_than_its_cache_holds_is_forgotten(
-    index: ReferenceIndex, feed: IndexFeed, monkeypatch: pytest.MonkeyPatch
+    index: ReferenceIndex, feed: IndexFeed, monkeypatch: pytest.MonkeyPatch, has_died: bool
 ) -> None:
     monkeypatch.setattr("router.fleet.feed.COUNT_EVERY", 4)
     liar, honest = publisher(), publisher()
     liar_holder, honest_holder = index.add_holder("a", "m"), index.add_holder("b", "m")
     feed.follow("a", [source_of(liar)], [liar_holder], blocks_max=20)
     feed.follow("b", [source_of(honest)], [honest_holder], blocks_max=20)
+    if has_died:
+        feed.restart_streams("a")
     wait_until(lambda: feed.is_synced("a") and feed.is_synced("b"), "synced")
     honest.publish(block_events(0, 20))
     for turn in range(12):
