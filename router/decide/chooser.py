@@ -194,7 +194,7 @@ class Chooser:
         if best_sources and matches:
             best_tokens = matches[best_sources[0].holder].tokens
             request_facts.copy_reuse_share *= compute_pull_share(
-                request_facts.shared_tokens, best_tokens, best_sources[0], self._links
+                request_facts.shared_tokens, best_tokens, best_sources[0], self._links, now
             )
         choice = self._price_candidates(request, request_facts, prompt_query, shortlist, matches, queued_ahead_s)
         plans = self._plan_transfers(choice, sources, best_sources, matches or {}) if sources else []

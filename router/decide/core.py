@@ -293,7 +293,7 @@ class RouterCore:
             self._placer.fail_transfer(attempt, now)
         if not is_error:
             self._placer.record_answer(active_request, engine_usage.completion_tokens, now)
-            self._placer.record_transfer(attempt)
+            self._placer.record_transfer(attempt, now)
         self._placer.end_attempt(
             active_request, now, is_computed=not is_error, reported_cached_tokens=engine_usage.cached_tokens
         )

@@ -362,22 +362,23 @@ class RequestPlacer:
             self._start_transfer(attempt, now)
 
     def observe_transfer(self, attempt: Attempt, now: float) -> None:
-        """Measure the duration of a transfer, if the first token waited for nothing else."""
-        in_flight, terms = attempt.in_flight, attempt.decision.terms
-        if attempt.transfer_bytes <= 0.0 or terms.queue_s > 0.0 or terms.slot_wait_s > 0.0:
+        """Measure the duration of a transfer at its request's first token, unless that waited for other prompts too."""
+        in_flight, target = attempt.in_flight, attempt.in_flight.target
+        if attempt.transfer_bytes <= 0.0 or attempt.decision.terms.slot_wait_s > 0.0:
             return
-        target = in_flight.target
-        compute_s = max(terms.slowdown * in_flight.prefill_s, in_flight.prefill_s + target.step_s)
-        attempt.observed_transfer_s = now - attempt.transfer_started_s - compute_s
+        slowdown = attempt.decision.terms.slowdown
+        compute_s = max(slowdown * in_flight.prefill_s, in_flight.prefill_s + target.step_s)
+        if not target.has_other_prefills(in_flight, now - compute_s):
+            attempt.observed_transfer_s = now - compute_s - attempt.transfer_started_s
 
-    def record_transfer(self, attempt: Attempt) -> None:
+    def record_transfer(self, attempt: Attempt, now: float) -> None:
         """Learn from the transfer of an attempt whose answer is complete, unless the transfer failed."""
-        source, target = attempt.in_flight.source, attempt.in_flight.target
+        source, target, transfer_s = attempt.in_flight.source, attempt.in_flight.target, attempt.observed_transfer_s
         if source is None or attempt.has_transfer_failed:
             return
         self._links.record_success(source.name, target.name)
-        if attempt.observed_transfer_s is not None:
-            self._links.learn_speed(source.name, target.name, attempt.transfer_bytes, attempt.observed_transfer_s)
+        if transfer_s is not None:
+            self._links.learn_speed(source.name, target.name, attempt.transfer_bytes, transfer_s, now)
 
     def fail_transfer(self, attempt: Attempt, now: float, *, is_pair_fault: bool = True) -> None:
         """Count that the target of an attempt computes its prompt itself.

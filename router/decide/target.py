@@ -353,6 +353,13 @@ class Target:
             return self.estimate_shortest_first_wait(prefill_s, wait_s)[0]
         return wait_s
 
+    def has_other_prefills(self, request: InFlightRequest, since_s: float) -> bool:
+        """Return whether the target may have computed other prompts than that of a request after `since_s`."""
+        queue = self.prefill_queue
+        if queue.oldest_since_s > since_s or self.peer_load.prefills.request_count:
+            return True
+        return any(other is not request for other in queue.requests)
+
     def compute_overdue_ratio(self, now: float) -> float:
         """Return the time that the current prefill has taken so far, divided by its expected time."""
         queue = self.prefill_queue

@@ -23,7 +23,7 @@ from router.decide.messages import (
     Transfer,
     TransferKind,
 )
-from router.decide.transfers.links import LEARNED_S_MIN, PAUSE_S, PAUSE_S_MAX, TransferLinks
+from router.decide.transfers.links import LEARNED_FOR_S, PAUSE_S, PAUSE_S_MAX, RATE_LEARNED_S_MIN, TransferLinks
 from router.decide.workers import TransferFacts
 
 BYTES_PER_TOKEN = 1e6
@@ -457,17 +457,38 @@ def test_pauses_grow_and_end_with_a_good_transfer() -> None:
 
 def test_the_rate_of_a_pair_is_learned_and_that_of_all_pairs_stands_in() -> None:
     links = TransferLinks(TransferConfig(gb_s=10.0, floor_s=0.01))
-    assert links.estimate_transfer_s("a", "b", 1e9, 0) == pytest.approx(0.11)
-    assert links.estimate_transfer_s("a", "b", 1e9, 2) == pytest.approx(0.31), "three share the network"
+    assert links.estimate_transfer_s("a", "b", 1e9, 0, 0.0) == pytest.approx(0.11)
+    assert links.estimate_transfer_s("a", "b", 1e9, 2, 0.0) == pytest.approx(0.31), "three share the network"
     for _ in range(20):
-        links.learn_speed("a", "b", 1e9, 0.41)
-    assert links.estimate_transfer_s("a", "b", 2e9, 0) == pytest.approx(0.81)
-    assert links.estimate_transfer_s("c", "d", 1e9, 0) == pytest.approx(0.41)
-    links.learn_speed("a", "b", 1e9, 60.0)
-    assert links.estimate_transfer_s("a", "b", 2e9, 0) == pytest.approx(0.81), "one late transfer changes nothing"
-    for _ in range(20):
-        links.learn_speed("a", "b", 0.9 * LEARNED_S_MIN * 10e9, 5.0)
-    assert links.estimate_transfer_s("a", "b", 2e9, 0) == pytest.approx(0.81), "nor do short ones"
+        links.learn_speed("a", "b", 1e9, 0.41, 1.0)
+    assert links.estimate_transfer_s("a", "b", 2e9, 0, 1.0) == pytest.approx(0.81)
+    assert links.estimate_transfer_s("c", "d", 1e9, 0, 1.0) == pytest.approx(0.41)
+    links.learn_speed("a", "b", 1e9, 60.0, 1.0)
+    assert links.estimate_transfer_s("a", "b", 2e9, 0, 1.0) == pytest.approx(0.81), "one late transfer changes nothing"
+
+
+def test_short_transfers_show_their_delay_and_not_the_rate() -> None:
+    links = TransferLinks(TransferConfig(gb_s=10.0, floor_s=0.01))
+    links.learn_speed("a", "b", 1e6, 0.18, 0.0)
+    links.learn_speed("a", "b", 1e6, 0.18, 0.0)
+    assert links.estimate_transfer_s("a", "b", 0.0, 0, 0.0) == pytest.approx(0.01), "two are too few"
+    links.learn_speed("a", "b", 0.9 * RATE_LEARNED_S_MIN * 10e9, 9.0, 0.0)
+    assert links.estimate_transfer_s("a", "b", 1e9, 0, 0.0) == pytest.approx(0.28, abs=1e-3)
+    assert links.estimate_transfer_s("c", "d", 1e9, 0, 0.0) == pytest.approx(0.28, abs=1e-3)
+    for _ in range(5):
+        links.learn_speed("a", "b", 1e9, 0.48, 0.0)
+    assert links.estimate_transfer_s("a", "b", 2e9, 0, 0.0) == pytest.approx(0.78, abs=1e-3), "the delay stays"
+
+
+def test_a_pair_that_was_slow_once_is_tried_again() -> None:
+    links = TransferLinks(TransferConfig(gb_s=10.0, floor_s=0.01))
+    for at_s in (0.0, 1.0, 2.0, 3.0):
+        links.learn_speed("a", "b", 1e6, 5.0, at_s)
+        links.learn_speed("a", "b", 1e9, 25.0, at_s)
+    assert links.estimate_transfer_s("a", "b", 1e9, 0, LEARNED_FOR_S + 1.0) > 5.0
+    assert links.estimate_transfer_s("a", "b", 1e9, 0, LEARNED_FOR_S + 1.1) == pytest.approx(0.11)
+    links.learn_speed("a", "b", 1e6, 0.02, LEARNED_FOR_S + 4.0)
+    assert links.estimate_transfer_s("a", "b", 0.0, 0, LEARNED_FOR_S + 4.0) == pytest.approx(0.01)
 
 
 def test_a_router_learns_a_slow_network_from_first_tokens() -> None:
@@ -485,6 +506,28 @@ def test_a_router_learns_a_slow_network_from_first_tokens() -> None:
             core.abort_request(f"busy-a{busy}", now + 3.0)
         core.tick(now + 50.0)
     assert decision.transfer.transfer_s == pytest.approx(0.01 + 5 * 0.039, rel=0.1)
+
+
+def test_a_router_learns_how_long_pulls_of_few_bytes_wait_for_the_engines() -> None:
+    """Most pulls begin behind other prompts; those whose prompt was the only one at the end show their time."""
+    facts = replace(PULLS, bytes_per_token=1e3)
+    core, index = make_fleet(a=facts, b=facts)
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    for number in range(8):
+        now = 60.0 * number
+        make_busy(core, "a", now, count=30)
+        core.route(request("before", None, prompt_tokens=100, worker="b"), now)
+        decision = route(core, "r", PROMPT, now, worker="b")
+        assert decision.transfer is not None
+        core.record_first_token("before", now + 0.1)
+        compute_s = decision.terms.slowdown * decision.terms.prefill_s
+        core.record_first_token("r", now + 0.18 + compute_s)
+        for ended in ("before", "r"):
+            core.finish_request(ended, None, now + 2.0)
+        for busy in range(30):
+            core.abort_request(f"busy-a{busy}", now + 3.0)
+        core.tick(now + 50.0)
+    assert decision.transfer.transfer_s == pytest.approx(0.18, rel=0.1)
 
 
 @given(

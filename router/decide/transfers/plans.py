@@ -63,7 +63,7 @@ def find_least_busy(sources: Sequence[Target], now: float) -> list[Target]:
     )
 
 
-def compute_pull_share(shared_tokens: int, best_tokens: int, source: Target, links: TransferLinks) -> float:
+def compute_pull_share(shared_tokens: int, best_tokens: int, source: Target, links: TransferLinks, now: float) -> float:
     """Return the time to pull a prefix that requests share, as a share of its prefill, at most 1.
 
     What later requests can pull, they need not find computed: a further copy saves them the pull alone. `best_tokens`:
@@ -72,7 +72,7 @@ def compute_pull_share(shared_tokens: int, best_tokens: int, source: Target, lin
     if TransferKind.PULL not in source.transfer_facts.kinds or not 0 < shared_tokens <= best_tokens:
         return 1.0
     byte_count = shared_tokens * source.transfer_facts.bytes_per_token
-    transfer_s = links.estimate_transfer_s(source.name, "", byte_count, source.load.outgoing_transfers)
+    transfer_s = links.estimate_transfer_s(source.name, "", byte_count, source.load.outgoing_transfers, now)
     return min(1.0, transfer_s / source.estimate_prefill_s(shared_tokens, 0))
 
 
@@ -164,5 +164,6 @@ class TransferPlanner:
             target.name,
             tokens * facts.bytes_per_token,
             max(source.load.outgoing_transfers, target.load.incoming_transfers),
+            self._now,
         )
         return Transfer(kind, source.worker_id, source.rank, tokens, transfer_s)
