@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import statistics
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ their steps, so the steps are short."""
 COLUMNS = {
     "prompt tokens": ("prompt_tokens", "{:,}"), "computed": ("computed_tokens", "{:,}"),
     "TTFT mean": ("ttft_mean_ms", "{:.0f} ms"), "TTFT p99": ("ttft_p99_ms", "{:.0f} ms"),
-    "pulls": ("pulls", "{:,.0f}"), "blocks moved": ("pulled_blocks", "{:,.0f}"),
+    "pulls": ("pulls", "{:,.0f}"), "their TTFT": ("pull_ttft", "{}"), "blocks moved": ("pulled_blocks", "{:,.0f}"),
     "equal texts": ("equal_texts", "{}"),
 }  # fmt: skip
 
@@ -40,6 +41,8 @@ class MovingResult:
     """Names of requests with another text than at the engine without a prefix cache."""
     pulls: float = 0
     pulled_blocks: float = 0
+    pull_ttfts_ms: list[tuple[float, float]] = field(default_factory=list)
+    """(predicted, measured) time to first token of each request that was to pull."""
 
     def add(self, outcomes: Mapping[str, StreamOutcome], expected: Mapping[str, StreamOutcome]) -> None:
         """Add the outcomes of one round. `expected`: those of the engine without a prefix cache, by the same names."""
@@ -56,8 +59,22 @@ class MovingResult:
             "ttft_p99_ms": percentile(ttft_ms, 0.99),
             "pulls": self.pulls,
             "pulled_blocks": self.pulled_blocks,
+            "pull_ttft": self._describe_pull_ttfts(),
             "equal_texts": f"{len(self.outcomes) - len(self.different_texts)} of {len(self.outcomes)}",
         }
+
+    def _describe_pull_ttfts(self) -> str:
+        """Return the mean predicted and the mean measured TTFT of the requests that were to pull."""
+        if not self.pull_ttfts_ms:
+            return "-"
+        predicted_ms, measured_ms = map(statistics.fmean, zip(*self.pull_ttfts_ms))
+        return f"{measured_ms:.0f} ms, predicted {predicted_ms:.0f} ms"
+
+
+def read_pull_ttfts_ms(router_log: Path) -> list[tuple[float, float]]:
+    """Return (predicted, measured) TTFT of each request that was to pull, from the JSON lines of a router's log."""
+    lines = [json.loads(line) for line in router_log.read_text().splitlines() if '"kv_transfer": "pull"' in line]
+    return [(line["predicted_ttft_seconds"] * 1e3, line["first_byte_seconds"] * 1e3) for line in lines]
 
 
 class MovingDemo:
@@ -110,12 +127,13 @@ class MovingDemo:
             log_dir=self._log_dir,
             worker_count=self._worker_count,
             engine_flags=(*ENGINE_FLAGS, *transfer_flags),
-            router_flags=router_flags,
+            router_flags=("--log-requests", "1", "--log-json", *router_flags),
         ) as cluster:
             result.add(self._play(cluster.url), self._expected)
             for url in cluster.worker_urls:
                 result.pulls += read_metric(url, "engine:kv_transfer_pulls_total")
                 result.pulled_blocks += read_metric(url, "engine:kv_transfer_pulled_blocks_total")
+            result.pull_ttfts_ms += read_pull_ttfts_ms(cluster.router_log)
 
 
 def play_moving(demo: MovingDemo, cache_shares: Sequence[int], rounds: int) -> dict[str, MovingResult]:

@@ -217,6 +217,7 @@ class Cluster:
         self._programs: list[Program] = []
         self.worker_urls: list[str] = []
         self.url = ""
+        self.router_log = log_dir / f"router-{time.time_ns()}.log"
 
     def __enter__(self) -> Cluster:
         flags = ("--served-model-name", self.model_name, "--port", "0", "--dtype", "bfloat16", *self._flags)
@@ -228,7 +229,7 @@ class Cluster:
             self.worker_urls = [worker.await_line() for worker in self._programs]
             router_flags = ("--port", "0", "--policy", self._policy, *self._router_flags)
             command = module_command("router", "run", *self.worker_urls, *router_flags)
-            self._programs.append(Program(command, self._log_dir / f"router-{time.time_ns()}.log"))
+            self._programs.append(Program(command, self.router_log))
             self.url = self._programs[-1].await_line()
             self._programs[-1].await_url(f"{self.url}/health")
         except BaseException:
