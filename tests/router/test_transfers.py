@@ -244,6 +244,25 @@ def test_one_worker_computes_the_prompt_and_another_the_answer() -> None:
     assert core.counters["failed_transfers"] == 0
 
 
+@pytest.mark.parametrize("kind", list(TransferKind))
+def test_sources_that_failed_lately_do_not_hide_a_good_one(kind: TransferKind) -> None:
+    """Two sources have more of the prompt cached than the third, and gave no KV to this worker."""
+    core, index = make_core("", CONFIG)
+    facts = replace(PULLS, kinds=frozenset({kind}))
+    for name in "pqrd":
+        roles = frozenset({"decode" if name == "d" else "prefill"}) if kind is TransferKind.PREFILL else frozenset()
+        core.add_worker(spec(name, transfer=facts, roles=roles), 0.0)
+    for name, tokens in zip("pqr", (390, 380, 300)):
+        index.store(core.workers[name].holders[0], PROMPT[:tokens])
+        make_busy(core, name, 0.0, count=8 if kind is TransferKind.PULL else 0)
+    make_busy(core, "d", 0.0, count=0 if kind is TransferKind.PULL else 3)
+    for name in "pq":
+        core._links.record_failure(name, "d", 0.0)
+    decision = route(core, "r", PROMPT, 0.0)
+    assert decision.transfer is not None
+    assert (decision.worker, decision.transfer.source) == ("d", "r")
+
+
 def test_a_large_pool_knows_what_its_prefill_workers_have() -> None:
     """Of the workers for decodes only a shortlist is priced."""
     core, index = make_core("", CONFIG)
@@ -555,15 +574,12 @@ def test_the_cheapest_plan_of_all_is_chosen(
     assert isinstance(decision, Decision)
     own_terms = {terms.worker: terms for terms in decision.candidates if not terms.transfer}
     assert own_terms.keys() == set(names)
-    longest = sorted(names, key=lambda name: (-own_terms[name].resident_tokens, moving[names.index(name)]))
     costs = {(name, ""): terms.cost for name, terms in own_terms.items()}
     for name, source in [(name, source) for name in names for source in names]:
         own, source_tokens = own_terms[name], own_terms[source].resident_tokens
         group, source_group = (groups[names.index(worker)] for worker in (name, source))
         if not group or group != source_group or source_tokens <= own.cached_tokens or source + name in failed:
             continue
-        if source not in [worker for worker in longest if groups[names.index(worker)]][:2]:
-            continue  # of three sources only the two best are priced
         active_count = max(targets[source].load.outgoing_transfers, targets[name].load.incoming_transfers)
         transfer_s = 0.01 + (1 + active_count) * (source_tokens - own.resident_tokens) * BYTES_PER_TOKEN / 10e9
         prefill_s = 1e-3 * ((400 - source_tokens) + (400**2 - source_tokens**2) / 100_000)
@@ -606,15 +622,7 @@ def test_every_pair_of_prefill_and_decode_is_priced(cached: list[int], busy: lis
         if role != "decode":
             prefills[name] = (target.slowdown * target.estimate_queue_s(0.0) + prefill_s, prefill_s, source_tokens)
     costs = {(name, ""): terms.cost for name, terms in own_terms.items()}
-    best_two = sorted(
-        prefills,
-        key=lambda name: (
-            prefills[name][0]
-            + congestion * prefills[name][1]
-            + 0.1 * core.tracker.compute_utilisation(targets[name], 0.0)
-        ),
-    )[:2]
-    for name, source in [(name, source) for name in decoders for source in best_two if source != name]:
+    for name, source in [(name, source) for name in decoders for source in prefills if source != name]:
         own, rest_s = own_terms[name], 1e-3 * (1 + (400**2 - 399**2) / 100_000)
         arrival_s = prefills[source][0] + 0.01 + (400 - own.resident_tokens) * BYTES_PER_TOKEN / 10e9
         ttft_s = max(arrival_s, own.slowdown * own.queue_s) + own.slowdown * rest_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 import msgspec
@@ -16,10 +17,9 @@ from router.decide.workers import may_transfer
 from router.index.protocol import HolderId, Match
 
 SOURCES_MAX: Final = 2
-"""Sources of one request that plans are made with: for pulls those with the longest cached prefix, for prefills those
-that compute the prompt first."""
-DESTINATIONS_MAX: Final = 4
-"""Targets of one request that plans are made with: those with the lowest price besides the prefill."""
+"""Sources that plans are made with for each destination: the best that it can get KV from."""
+SHORTLIST_MAX: Final = 4
+"""Targets of one request that are looked at as sources, and as destinations."""
 
 
 class Plan(NamedTuple):
@@ -40,7 +40,7 @@ class PricedTarget(NamedTuple):
 def find_best_sources(sources: Sequence[Target], matches: Mapping[HolderId, Match]) -> list[Target]:
     """Return the targets with the longest cached prefix, the best first."""
     return heapq.nlargest(
-        SOURCES_MAX,
+        SHORTLIST_MAX,
         (target for target in sources if target.holder in matches),
         key=lambda target: (matches[target.holder].tokens, -target.load.outgoing_transfers),
     )
@@ -54,7 +54,7 @@ def can_prefill(target: Target) -> bool:
 def find_least_busy(sources: Sequence[Target], now: float) -> list[Target]:
     """Return the targets that can compute a prompt for another and would begin first, or interrupt fewest answers."""
     return heapq.nsmallest(
-        DESTINATIONS_MAX,
+        SHORTLIST_MAX,
         (target for target in sources if can_prefill(target)),
         key=lambda target: (
             target.slot_wait_s + target.slowdown * target.estimate_queue_s(now),
@@ -88,28 +88,32 @@ class TransferPlanner:
     def plan_pulls(
         self, priced_targets: Sequence[PricedTarget], sources: Sequence[Target], matches: Mapping[HolderId, Match]
     ) -> list[Plan]:
-        """Return the plans in which a target pulls blocks that another one has cached."""
+        """Return the plans in which a target pulls blocks that another one has cached. `sources`: the best first."""
         longest_tokens = max((matches[source.holder].tokens for source in sources), default=0)
         shorter_targets = [priced for priced in priced_targets if priced.facts.cached_tokens < longest_tokens]
-        plans = []
-        for target, facts, _ in self._find_destinations(shorter_targets):
-            for source in sources:
-                source_tokens = matches[source.holder].tokens
-                is_paused = self._links.is_paused(source.name, target.name, self._now)
-                if is_paused or source_tokens <= facts.cached_tokens:
-                    continue
-                transfer = self._make_transfer(TransferKind.PULL, source, target, source_tokens - facts.resident_tokens)
-                if transfer is not None:
-                    new_facts = msgspec.structs.replace(
-                        facts,
-                        cached_tokens=source_tokens,
-                        transfer=transfer,
-                        source=source,
-                        arriving_tokens=source_tokens,
-                        arrival_s=transfer.transfer_s,
-                    )
-                    plans.append(Plan(target, new_facts))
+        plans: list[Plan] = []
+        for destination in self._find_destinations(shorter_targets):
+            pulls = (self._plan_pull(destination, source, matches[source.holder].tokens) for source in sources)
+            plans += islice(filter(None, pulls), SOURCES_MAX)
         return plans
+
+    def _plan_pull(self, destination: PricedTarget, source: Target, source_tokens: int) -> Plan | None:
+        """Return the plan in which a target pulls from a source that has `source_tokens` cached; None if it cannot."""
+        target, facts, _ = destination
+        if source_tokens <= facts.cached_tokens or self._is_paused(source, target):
+            return None
+        transfer = self._make_transfer(TransferKind.PULL, source, target, source_tokens - facts.resident_tokens)
+        if transfer is None:
+            return None
+        new_facts = msgspec.structs.replace(
+            facts,
+            cached_tokens=source_tokens,
+            transfer=transfer,
+            source=source,
+            arriving_tokens=source_tokens,
+            arrival_s=transfer.transfer_s,
+        )
+        return Plan(target, new_facts)
 
     def plan_prefills(
         self,
@@ -122,32 +126,46 @@ class TransferPlanner:
 
         `uses_paused_pairs`: whether a pair is planned for although a transfer between them failed lately.
         """
-        best_sources = heapq.nsmallest(SOURCES_MAX, priced_sources, key=lambda priced: priced.terms.cost)
-        plans = []
-        for target, facts, _ in self._find_destinations(priced_targets):
-            for source, source_facts, source_terms in best_sources:
-                moved_tokens = self._prompt_tokens - facts.resident_tokens
-                if not uses_paused_pairs and self._links.is_paused(source.name, target.name, self._now):
-                    continue
-                transfer = self._make_transfer(TransferKind.PREFILL, source, target, moved_tokens)
-                if transfer is not None:
-                    new_facts = msgspec.structs.replace(
-                        facts,
-                        cached_tokens=source_facts.cached_tokens,
-                        tier_load_s=0.0,
-                        transfer=transfer,
-                        source=source,
-                        arriving_tokens=self._prompt_tokens - 1,
-                        arrival_s=source_terms.ttft_s + transfer.transfer_s,
-                        source_terms=source_terms,
-                    )
-                    plans.append(Plan(target, new_facts))
+        sources = sorted(priced_sources, key=lambda priced: priced.terms.cost)
+        plans: list[Plan] = []
+        for destination in self._find_destinations(priced_targets):
+            usable_sources = (
+                source
+                for source in sources
+                if uses_paused_pairs or not self._is_paused(source.target, destination.target)
+            )
+            prefills = (self._plan_prefill(destination, source) for source in usable_sources)
+            plans += islice(filter(None, prefills), SOURCES_MAX)
         return plans
+
+    def _plan_prefill(self, destination: PricedTarget, priced_source: PricedTarget) -> Plan | None:
+        """Return the plan in which a source computes the prompt for a target; None if they do not fit."""
+        target, facts, _ = destination
+        source, source_facts, source_terms = priced_source
+        transfer = self._make_transfer(
+            TransferKind.PREFILL, source, target, self._prompt_tokens - facts.resident_tokens
+        )
+        if transfer is None:
+            return None
+        new_facts = msgspec.structs.replace(
+            facts,
+            cached_tokens=source_facts.cached_tokens,
+            tier_load_s=0.0,
+            transfer=transfer,
+            source=source,
+            arriving_tokens=self._prompt_tokens - 1,
+            arrival_s=source_terms.ttft_s + transfer.transfer_s,
+            source_terms=source_terms,
+        )
+        return Plan(target, new_facts)
+
+    def _is_paused(self, source: Target, target: Target) -> bool:
+        return self._links.is_paused(source.name, target.name, self._now)
 
     def _find_destinations(self, priced_targets: Sequence[PricedTarget]) -> list[PricedTarget]:
         """Return the targets with the lowest prices besides the prefill."""
         return heapq.nsmallest(
-            DESTINATIONS_MAX,
+            SHORTLIST_MAX,
             (priced for priced in priced_targets if priced.target.transfer_facts.can_take),
             key=lambda priced: (
                 priced.terms.cost - (1.0 + self._congestion) * priced.terms.slowdown * priced.terms.prefill_s
