@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import click
 
-from fleet.plan import MemberKind, MemberTarget, PhaseTimeouts
+from fleet.plan import MemberKind
 from fleet.spec import NAME_PATTERN, NAMESPACE, FleetSpec, SpecError, build_engine_command, parse_env, split_flags
 from options.command import ProgramGroup, SectionedCommand, SectionedOption
 
@@ -256,22 +256,23 @@ def up(model: str, flags: tuple[str, ...], replicas: int, routers: int, name: st
         router_flags = split_flags("--router-flags", options["router_flags"])
         env = parse_env(options["env"], os.environ)
         _connect(options["address"])
-        from fleet.cluster import create_directory, has_gpus
-        from fleet.directory import DirectoryActor
+        import ray
+
+        from fleet.directory import create_directory
 
         worker_gpus = options["gpus"]
         if worker_gpus is None:
-            worker_gpus = options["tensor_parallel_size"] if has_gpus() else 0
+            worker_gpus = options["tensor_parallel_size"] if ray.cluster_resources().get("GPU") else 0
         spec = FleetSpec(
             name=name, engine_command=engine_command, is_vllm=is_vllm, router_flags=router_flags, env=env,
             worker_cpus=options["cpus"], worker_gpus=worker_gpus, router_cpus=options["router_cpus"],
             router_host=options["router_host"], router_port=options["router_port"],
+            start_timeout_s=options["start_timeout"], drain_timeout_s=options["drain_timeout"],
             stop_timeout_s=options["stop_timeout"], hang_timeout_s=options["hang_timeout"],
             admin_key=env.get("ROUTER_ADMIN_API_KEY") or secrets.token_hex(16),
         )  # fmt: skip
-        timeouts = PhaseTimeouts(options["start_timeout"], options["drain_timeout"])
         try:
-            directory = create_directory(DirectoryActor, spec, MemberTarget(replicas), MemberTarget(routers), timeouts)
+            directory = create_directory(spec, replicas, routers)
         except ValueError as error:
             raise SpecError(f"fleet {name!r} runs already: scale, roll, or `fleet down` first") from error
         wait_and_print_routers(directory, options, out)
@@ -381,7 +382,7 @@ def down(now: bool, timeout: float, name: str, address: str) -> None:
         directory = _get_directory(name)
         call_directory(directory.stop_all, now=now)
         wait_until(directory, timeout, lambda status: not status["members"])
-        from fleet.cluster import delete_fleet
+        from fleet.directory import delete_fleet
 
         delete_fleet(name, directory)
 

@@ -65,18 +65,6 @@ def exit_with_parent(check_interval_s: float = 0.5) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def restore_niceness() -> None:
-    """Undo, for this thread and the processes that it starts, the niceness that Ray adds for its workers."""
-    niceness, parent_niceness = (os.getpriority(os.PRIO_PROCESS, pid) for pid in (0, os.getppid()))
-    try:
-        os.setpriority(os.PRIO_PROCESS, 0, min(niceness, parent_niceness))
-    except PermissionError:
-        print(
-            f"niceness stays {niceness}: RAY_worker_niceness=0 on `ray start` keeps it at {parent_niceness}",
-            file=sys.stderr,
-        )
-
-
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel, in the child process, to kill it when the guard dies."""
     LIBC.prctl(PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Decides whether a program hangs, by the answers to its health probes. No I/O.
+"""Decides whether a program hangs, by the answers to its health probes, and when to start it again. No I/O.
 
 Only the time of waiting for answers counts, and each probe counts at most the time that it can take. So a program does
 not count as hung because its observer was stopped for an hour.
@@ -12,6 +12,12 @@ MAX_CORE_SILENT_S = 5.0
 """Longest that an engine's step loop may owe an answer before the engine counts as silent."""
 SILENT_AFTER_PROBES = 2
 """Failed probes in a row after which a program counts as silent."""
+MAX_RESTART_PAUSE_S = 60.0
+
+
+def compute_restart_pause(failure_count: int) -> float:
+    """Return the seconds until a program is started again after so many failures in a row: 0, 1, 2, 4, ... 60."""
+    return min(MAX_RESTART_PAUSE_S, 2.0 ** min(failure_count - 2, 6)) if failure_count > 1 else 0.0
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,10 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Host that routers listen on; if empty, the address of their node."""
     router_port: int = 8080
     """Port of router 0; each further router takes the next port. With 0 the system chooses all ports."""
+    start_timeout_s: float = 1800.0
+    """Seconds from its start in which a program must serve; else it is killed."""
+    drain_timeout_s: float = 300.0
+    """Longest time that the requests of a stopping worker may take."""
     stop_timeout_s: float = 60.0
     """Seconds from the stop signal until a program is killed."""
     hang_timeout_s: float = 120.0
@@ -85,7 +89,7 @@ def plan_launch(
     slot: int,
     host: str,
     allocate_ports: PortAllocator,
-    workers: Sequence[WorkerSettings] = (),
+    workers: Sequence[Mapping[str, str | int]] = (),
 ) -> Launch:
     """Return the command line and the addresses of the program of a slot on the node with the address `host`.
 
@@ -97,7 +101,7 @@ def plan_launch(
 
 
 def _plan_router(
-    spec: FleetSpec, slot: int, host: str, allocate_ports: PortAllocator, workers: Sequence[WorkerSettings]
+    spec: FleetSpec, slot: int, host: str, allocate_ports: PortAllocator, workers: Sequence[Mapping[str, str | int]]
 ) -> Launch:
     """Return the launch of a router. Its admin routes are reached only on its own node."""
     url_host = _format_url_host(host)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fleet.plan import MemberKind, MemberTarget, Phase, PhaseTimeouts
+from fleet.plan import MemberKind, MemberTarget, Phase
 from fleet.spec import FleetSpec, Launch
 
 
@@ -20,11 +20,8 @@ class MemberRecord(msgspec.Struct, kw_only=True):
     phase: Phase = Phase.STARTING
     phase_since_s: float
     """Time at which the member entered its phase, in seconds since 1970."""
-    up_since_s: float | None = None
-    """Time at which the member first came up; None: not yet."""
-    node: str = ""
-    """Node that was chosen for the member, then the node it runs on."""
     launch: Launch | None = None
+    """Command line and addresses of the member's program; None while it does not serve."""
     drain_list_version: int = 0
     """Version of the worker list that first marked the member as draining; 0: none yet."""
 
@@ -40,12 +37,9 @@ class DirectoryState(msgspec.Struct, kw_only=True):
     spec: FleetSpec
     engine_target: MemberTarget
     router_target: MemberTarget
-    timeouts: PhaseTimeouts
     record_by_name: dict[str, MemberRecord] = {}
     last_serial: int = 0
     """Number at the end of the newest member's name."""
-    hung_count_by_kind: dict[str, int] = {}
-    """Programs killed because they did not answer, by kind."""
 
     @property
     def target_by_kind(self) -> dict[MemberKind, MemberTarget]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.health import ProbeHistory
+from fleet.health import ProbeHistory, compute_restart_pause
 
 LOOK_S_MAX = 7.0
 _looks = st.lists(st.tuples(st.booleans(), st.floats(0, 5000)), max_size=30)
@@ -29,3 +29,8 @@ def test_only_time_that_was_waited_since_the_last_answer_counts(
 
 def test_an_hour_in_which_nobody_looked_is_not_the_programs() -> None:
     assert not ProbeHistory().add_probe(False, 3600.0, LOOK_S_MAX).add_probe(False, 2.0, LOOK_S_MAX).is_hung(30.0)
+
+
+def test_pauses_grow_to_a_minute() -> None:
+    assert [compute_restart_pause(count) for count in range(1, 10)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert compute_restart_pause(10**6) == 60.0

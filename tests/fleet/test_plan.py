@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from budget import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fleet.plan import (
-    LIVE_PHASES,
     Member,
     MemberKind,
     MemberTarget,
     Phase,
     PhaseChange,
-    PhaseTimeouts,
-    SlotFailure,
     StartAction,
-    make_next_failure,
-    pick_least_occupied_node,
     plan_actions,
 )
 
-PATIENCE = PhaseTimeouts(start_timeout_s=100.0, drain_timeout_s=50.0)
+DRAIN_TIMEOUT_S = 50.0
 NONE = {MemberKind.ENGINE: MemberTarget(0), MemberKind.ROUTER: MemberTarget(0)}
 
 
@@ -35,23 +29,14 @@ def member(
     return Member(f"{kind.value}{slot}", kind, slot, revision, phase, phase_since_s=0.0, **fields)  # type: ignore[arg-type]
 
 
-def engines(
-    target: MemberTarget, *members: Member, now: float = 1.0, failures: dict[int, SlotFailure] | None = None
-) -> list[object]:
+def engines(target: MemberTarget, *members: Member, now: float = 1.0) -> list[object]:
     """The plan where a router is up."""
     targets = {MemberKind.ENGINE: target, MemberKind.ROUTER: MemberTarget(1)}
-    book = {(MemberKind.ENGINE, slot): failure for slot, failure in (failures or {}).items()}
-    return list(plan_actions(targets, [member(0, kind=MemberKind.ROUTER), *members], book, PATIENCE, now))
+    return list(plan_actions(targets, [member(0, kind=MemberKind.ROUTER), *members], DRAIN_TIMEOUT_S, now))
 
 
 def test_free_slots_are_taken_lowest_first() -> None:
     assert engines(MemberTarget(3), member(1)) == [StartAction(MemberKind.ENGINE, 0), StartAction(MemberKind.ENGINE, 2)]
-
-
-def test_a_slot_that_waits_is_not_passed_over() -> None:
-    book = {0: SlotFailure(3, retry_at_s=5.0)}
-    assert engines(MemberTarget(2), member(1), failures=book, now=4.9) == []
-    assert engines(MemberTarget(2), member(1), failures=book, now=5.0) == [StartAction(MemberKind.ENGINE, 0)]
 
 
 def test_who_goes_when_fewer_are_wanted() -> None:
@@ -99,45 +84,14 @@ def test_an_old_one_that_does_not_come_up_is_not_waited_for() -> None:
     assert engines(MemberTarget(1, revision=1), member(0, Phase.STARTING)) == [PhaseChange("engine0", Phase.STOPPING)]
 
 
-def test_who_takes_too_long_to_start_has_failed() -> None:
-    starting_member = member(0, Phase.STARTING)
-    assert engines(MemberTarget(1), starting_member, now=100.5) == [
-        PhaseChange("engine0", Phase.STOPPING, has_failed=True)
-    ]
-
-
 def test_at_the_end_workers_outlive_the_routers() -> None:
     router = member(0, kind=MemberKind.ROUTER)
-    assert plan_actions(NONE, [member(0), router], {}, PATIENCE, 1.0) == [PhaseChange("router0", Phase.STOPPING)]
-    assert plan_actions(NONE, [member(0), replace(router, phase=Phase.STOPPING)], {}, PATIENCE, 1.0) == []
-    assert plan_actions(NONE, [member(0)], {}, PATIENCE, 1.0) == [PhaseChange("engine0", Phase.DRAINING)]
-    assert plan_actions(NONE, [member(0, Phase.DRAINING)], {}, PATIENCE, 1.0) == [
+    assert plan_actions(NONE, [member(0), router], DRAIN_TIMEOUT_S, 1.0) == [PhaseChange("router0", Phase.STOPPING)]
+    assert plan_actions(NONE, [member(0), replace(router, phase=Phase.STOPPING)], DRAIN_TIMEOUT_S, 1.0) == []
+    assert plan_actions(NONE, [member(0)], DRAIN_TIMEOUT_S, 1.0) == [PhaseChange("engine0", Phase.DRAINING)]
+    assert plan_actions(NONE, [member(0, Phase.DRAINING)], DRAIN_TIMEOUT_S, 1.0) == [
         PhaseChange("engine0", Phase.STOPPING)
     ]
-
-
-def test_back_off() -> None:
-    waits, book, now = [], None, 0.0
-    for _ in range(9):
-        book = make_next_failure(book, up_s=0.0, now=now)
-        waits.append(book.retry_at_s - now)
-    assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    assert make_next_failure(book, up_s=60.0, now=7.0) == SlotFailure(1, 7.0), "it was steady"
-    assert make_next_failure(SlotFailure(10**6, 0.0), up_s=0.0, now=0.0).retry_at_s == 60.0
-
-
-@pytest.mark.parametrize(
-    ("nodes", "occupied_nodes", "expected"),
-    [
-        ({"a": 4, "b": 4}, ["a"], "b"),
-        ({"a": 4, "b": 8}, [], "b"),
-        ({"a": 0.5, "b": 4}, ["b", "b"], "b"),
-        ({"a": 0.5}, [], None),
-        ({}, [], None),
-    ],
-)
-def test_replicas_are_spread(nodes: dict[str, float], occupied_nodes: list[str], expected: str | None) -> None:
-    assert pick_least_occupied_node(nodes, occupied_nodes) == expected
 
 
 class World(RuleBasedStateMachine):
@@ -147,16 +101,13 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.targets = {MemberKind.ENGINE: MemberTarget(3), MemberKind.ROUTER: MemberTarget(2)}
         self.members: dict[str, Member] = {}
-        self.failures: dict[tuple[MemberKind, int], SlotFailure] = {}
         self.now = 0.0
         self.serial = 0
 
     def turn(self) -> None:
         before = dict(self.members)
-        for action in plan_actions(self.targets, list(self.members.values()), self.failures, PATIENCE, self.now):
+        for action in plan_actions(self.targets, list(self.members.values()), DRAIN_TIMEOUT_S, self.now):
             if isinstance(action, StartAction):
-                failure = self.failures.get((action.kind, action.slot))
-                assert failure is None or failure.retry_at_s <= self.now
                 assert all((s.kind, s.slot) != (action.kind, action.slot) for s in self.members.values()), "one a slot"
                 self.serial += 1
                 revision = self.targets[action.kind].revision
@@ -190,14 +141,18 @@ class World(RuleBasedStateMachine):
         self.turn()
 
     @rule(data=st.data())
+    def starts_again(self, data: st.DataObject) -> None:
+        """The program has ended, and its actor starts it again."""
+        member = self.pick(data, Phase.UP)
+        if member is not None:
+            self.members[member.name] = replace(member, phase=Phase.STARTING, phase_since_s=self.now)
+        self.turn()
+
+    @rule(data=st.data())
     def ends(self, data: st.DataObject) -> None:
         member = self.pick(data, *Phase)
         if member is not None:
             del self.members[member.name]
-            if member.phase in LIVE_PHASES:
-                up_s = self.now - member.phase_since_s if member.phase is Phase.UP else 0.0
-                key = (member.kind, member.slot)
-                self.failures[key] = make_next_failure(self.failures.get(key), up_s, self.now)
         self.turn()
 
     @rule(data=st.data(), count=st.one_of(st.none(), st.integers(0, 3)))
@@ -240,7 +195,7 @@ class World(RuleBasedStateMachine):
         for kind, target in self.targets.items():
             members = [s for s in self.members.values() if s.kind is kind]
             assert [(s.phase, s.revision) for s in members] == [(Phase.UP, target.revision)] * target.count
-        assert plan_actions(self.targets, list(self.members.values()), self.failures, PATIENCE, self.now) == []
+        assert plan_actions(self.targets, list(self.members.values()), DRAIN_TIMEOUT_S, self.now) == []
 
     def up(self, kind: MemberKind) -> int:
         return sum(s.kind is kind and s.phase is Phase.UP for s in self.members.values())

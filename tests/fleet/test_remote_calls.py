@@ -34,7 +34,7 @@ def list_actor_methods(path: Path, actor: str) -> set[str]:
 
 def test_remote_methods_exist() -> None:
     names = [name for path in FLEET.glob("*.py") for name in list_remote_methods(path)]
-    assert {"status", "sync_router", "wait_for_status"} <= set(names)
+    assert {"status", "report", "stop"} <= set(names)
     methods = list_actor_methods(FLEET / "directory.py", "DirectoryActor")
     methods |= list_actor_methods(FLEET / "member.py", "MemberActor")
     assert not set(names) - methods

@@ -127,13 +127,11 @@ def test_a_life(fleet: Short) -> None:
         assert answer == 200, "a router that comes back knows its workers from its first answer on"
         os.kill(engines[dead], signal.SIGKILL)
 
-        def is_replaced(status: dict[str, Any]) -> bool:
-            are_removed = not {dead, hung} & {
-                member["name"] for member in status["members"]
-            }  # a death is seen a little later
-            return status["hung"].get("engine") == 1 and status["settled"] and are_removed
+        def are_back(status: dict[str, Any]) -> bool:
+            has_seen_death = any(text.startswith(f"{dead}: gone") for _, text in status["events"])
+            return status["hung"].get("engine") == 1 and status["settled"] and has_seen_death
 
-        status = fleet.wait_until(is_replaced)
+        status = fleet.wait_until(are_back)
         assert any(f"{hung}: does not answer" in text for _, text in status["events"])
         assert not Path(f"/proc/{engines[hung]}").exists()
     finally:

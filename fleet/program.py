@@ -1,0 +1,257 @@
+"""A program that is kept running: started under its guard, probed, killed if it hangs, and started again when it ends.
+
+Knows nothing of Ray. `fleet/member.py` makes an actor of it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from email.message import Message
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from fleet.health import MAX_CORE_SILENT_S, ProbeHistory, compute_restart_pause
+from fleet.spec import FleetSpec, Launch
+
+GUARD_PATH = str(Path(__file__).with_name("guard.py"))
+LAST_LINE_COUNT = 20
+START_PROBE_S = 0.1
+HEALTH_CHECK_S = 2.0
+"""Seconds between two health probes of a program that serves."""
+MAX_CALL_S = 5.0
+KILL_WAIT_S = 10.0
+STEADY_AFTER_S = 60.0
+"""Time for which a program must have served, so that its end does not count as one more failure in a row."""
+RAY_VARIABLES = ("OMP_NUM_THREADS", "RAY_JOB_ID", "RAY_RAYLET_PID")
+"""Ray sets these for its workers; they are not meant for a program of its own."""
+_UNVERIFIED_TLS_CONTEXT = ssl._create_unverified_context()
+"""TLS context for this node's own program, whose certificate is not verified."""
+_DIRECT_OPENER = urllib.request.build_opener(
+    urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_UNVERIFIED_TLS_CONTEXT)
+)
+
+TimedEvent = tuple[float, str]
+"""Time in seconds since 1970, and what happened to the program then."""
+
+
+class HttpAnswer(NamedTuple):
+    """Answer of a program. The status is 0 if nothing answered; the content is then the error."""
+
+    status: int
+    content: Any
+    """Decoded JSON, or else text."""
+    headers: Message
+
+
+def send_request(method: str, url: str, body: object = None, admin_key: str = "") -> HttpAnswer:
+    """Send a request to a program on this node, with the admin key if there is one."""
+    headers = {"Content-Type": "application/json"} if body is not None else {}
+    if admin_key:
+        headers["Authorization"] = f"Bearer {admin_key}"
+    body_bytes = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, body_bytes, headers, method=method)
+    try:
+        with _DIRECT_OPENER.open(request, timeout=MAX_CALL_S) as answer:
+            status, answer_bytes, answer_headers = answer.status, answer.read(), answer.headers
+    except urllib.error.HTTPError as error:
+        with error:
+            status, answer_bytes, answer_headers = error.code, error.read(), error.headers
+    except (OSError, http.client.HTTPException) as error:
+        return HttpAnswer(0, str(error), Message())
+    try:
+        content = json.loads(answer_bytes or b"null")
+    except ValueError:
+        content = answer_bytes[:500].decode(errors="replace")
+    return HttpAnswer(status, content, answer_headers)
+
+
+class ProgramState(msgspec.Struct, frozen=True):
+    """State of a program, as its supervisor sees it."""
+
+    launch: Launch | None = None
+    """Command line and addresses; None while the program does not serve."""
+    silent_s: float = 0.0
+    """For how long the program has not answered health probes; 0 while it answers."""
+    failure_count: int = 0
+    """Unplanned ends in a row."""
+    retry_at_s: float = 0.0
+    """Time of the next start after the last unplanned end, in seconds since 1970."""
+    hung_count: int = 0
+    """How often the program was killed because it did not answer."""
+    has_stopped: bool = False
+    """Whether the program was asked to stop, and has ended."""
+
+
+@dataclass
+class ProgramRun:
+    """One run of a program, from its start to its end."""
+
+    launch: Launch
+    process: subprocess.Popen[bytes]
+    """The guard, which runs the program."""
+    has_ended: threading.Event = field(default_factory=threading.Event)
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINE_COUNT))
+    """Last lines that the program wrote."""
+
+    def forward_output(self) -> None:
+        """Copy the program's output to this process's stderr until the program ends."""
+        assert self.process.stdout is not None
+        with self.process:  # waits for its end, and closes its pipes
+            for line in self.process.stdout:
+                text = line.decode(errors="replace")
+                self.last_lines.append(text)
+                sys.stderr.write(text)
+        self.has_ended.set()
+
+    def kill(self) -> None:
+        """Kill the program with all its children, and wait for its end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()  # the guard then kills the program with its children
+        if not self.has_ended.wait(KILL_WAIT_S):
+            self.process.kill()  # the guard hangs: its program is killed with it
+            self.has_ended.wait()
+
+    def is_answering(self) -> bool:
+        """Return whether the program answers, and, for our engines, whether the step loop behind it does."""
+        answer = send_request("GET", self.launch.health_url)
+        return answer.status != 0 and float(answer.headers.get("x-core-silent-seconds") or 0) < MAX_CORE_SILENT_S
+
+
+class SupervisedProgram:
+    """Runs one program until `stop` is called, and starts it again whenever it ends before.
+
+    It is started again at once, then after pauses that grow to a minute if it keeps failing.
+    """
+
+    def __init__(self, spec: FleetSpec, plan_launch: Callable[[], Launch]) -> None:
+        """`plan_launch` returns the command line and fresh addresses of the next run. It may raise OSError."""
+        self._spec = spec
+        self._plan_launch = plan_launch
+        self._lock = threading.Lock()
+        self._run: ProgramRun | None = None
+        self._state = ProgramState()
+        self._events: list[TimedEvent] = []
+        self._is_stopping = threading.Event()
+        threading.Thread(target=self._keep_running, daemon=True).start()
+
+    @property
+    def state(self) -> ProgramState:
+        return self._state
+
+    def take_events(self) -> list[TimedEvent]:
+        """Return what happened to the program since the last call."""
+        with self._lock:
+            events, self._events = self._events, []
+        return events
+
+    def stop(self) -> None:
+        """Stop the program, and kill it after the timeout of the spec. It may be called again."""
+        with self._lock:
+            self._is_stopping.set()
+            run = self._run
+        if run is not None and not run.has_ended.is_set():
+            run.process.terminate()
+            if not run.has_ended.wait(self._spec.stop_timeout_s):
+                run.kill()
+
+    def _keep_running(self) -> None:
+        while not self._is_stopping.is_set():
+            served_s = self._run_once()
+            if self._is_stopping.is_set():
+                break
+            is_first_failure = self._state.failure_count == 0 or served_s >= STEADY_AFTER_S
+            failure_count = 1 if is_first_failure else self._state.failure_count + 1
+            pause_s = compute_restart_pause(failure_count)
+            self._update(launch=None, silent_s=0.0, failure_count=failure_count, retry_at_s=time.time() + pause_s)
+            self._is_stopping.wait(pause_s)
+        self._update(launch=None, has_stopped=True)
+
+    def _run_once(self) -> float:
+        """Run the program until it ends, and return for how many seconds it served; 0 if it never did."""
+        served_s = 0.0
+        try:
+            run = self._start()
+        except OSError as error:
+            self._add_event(f"gone: not started: {error}")
+            return served_s
+        if run is None:
+            return served_s
+        if self._wait_until_serving(run):
+            self._update(launch=run.launch)
+            self._add_event(f"up at {run.launch.url}, process {run.process.pid}")
+            served_since_s = time.monotonic()
+            self._probe_until_end(run)
+            served_s = time.monotonic() - served_since_s
+        run.has_ended.wait()
+        last_lines = "".join(run.last_lines).strip()[:2000] if run.process.returncode else ""
+        ending = f"gone: ended with status {run.process.returncode}"
+        self._add_event(f"{ending}: {last_lines}" if last_lines else ending)
+        return served_s
+
+    def _start(self) -> ProgramRun | None:
+        """Start the program under its guard, which kills it when this process ends. None if it is to stop already."""
+        env = {key: value for key, value in os.environ.items() if key not in RAY_VARIABLES} | self._spec.env
+        env |= {"ROUTER_ADMIN_API_KEY": self._spec.admin_key, "PYTHONUNBUFFERED": "1"}
+        launch = self._plan_launch()
+        with self._lock:
+            if self._is_stopping.is_set():
+                return None
+            process = subprocess.Popen(
+                [sys.executable, "-S", "-E", GUARD_PATH, *launch.command],
+                env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            run = self._run = ProgramRun(launch, process)
+        threading.Thread(target=run.forward_output, daemon=True).start()
+        return run
+
+    def _wait_until_serving(self, run: ProgramRun) -> bool:
+        """Return whether the program serves, once it does. If it takes too long, it is killed."""
+        give_up_at_s = time.monotonic() + self._spec.start_timeout_s
+        while send_request("GET", run.launch.health_url).status != 200:
+            if run.has_ended.wait(START_PROBE_S):
+                return False
+            if time.monotonic() > give_up_at_s:
+                self._add_event(f"killed, it did not serve within {self._spec.start_timeout_s:g} s")
+                run.kill()
+                return False
+        return True
+
+    def _probe_until_end(self, run: ProgramRun) -> None:
+        """Probe a program that serves until it ends or is to stop; kill it if it does not answer for too long."""
+        hang_timeout_s = self._spec.hang_timeout_s
+        pause_s = min(HEALTH_CHECK_S, hang_timeout_s / 4) if hang_timeout_s else HEALTH_CHECK_S
+        history = ProbeHistory()
+        probed_at_s = time.monotonic()
+        while not run.has_ended.wait(pause_s) and not self._is_stopping.is_set():
+            is_answering = run.is_answering()
+            was_silent, now = history.is_silent, time.monotonic()
+            history = history.add_probe(is_answering, now - probed_at_s, pause_s + MAX_CALL_S)
+            probed_at_s = now
+            self._update(silent_s=history.silent_s if history.is_silent else 0.0)
+            if history.is_silent != was_silent:
+                self._add_event("does not answer" if history.is_silent else "answers again")
+            if history.is_hung(hang_timeout_s) and not self._is_stopping.is_set():
+                self._add_event(f"killed, it did not answer for {hang_timeout_s:g} s")
+                self._update(hung_count=self._state.hung_count + 1)
+                run.kill()
+
+    def _update(self, **changes: Any) -> None:
+        self._state = msgspec.structs.replace(self._state, **changes)
+
+    def _add_event(self, text: str) -> None:
+        with self._lock:
+            self._events.append((time.time(), text))
