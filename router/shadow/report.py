@@ -30,10 +30,9 @@ METHOD_NOTE = (
     "<h2>How this was found</h2><p>The requests are simulated twice, on engines as fast as yours were measured: once "
     "placed as they were, and once as router run would place them. The measured times are scaled by the ratio of both "
     "simulations. A request that waited for the end of an answer waits for it in the simulation too: the next turn of "
-    "a conversation; a request of a session or user whose requests never overlap; and a new conversation, if a fixed "
-    "number of users seems to hold one after the other. All other requests arrive at their recorded times. The last "
-    "column of the first table shows how far the simulation of today is from what was measured. If it is far off, do "
-    "not trust the other columns.</p></html>"
+    "a conversation, and a request of a session or user whose requests never overlap. All other requests arrive at "
+    "their recorded times. The last column of the first table shows how far the simulation of today is from what was "
+    "measured. If it is far off, do not trust the other columns.</p></html>"
 )
 WIDTH, HEIGHT = 640, 180
 """Size of a plot, in units of its SVG picture."""

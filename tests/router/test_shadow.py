@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
-import random
 import sys
 from array import array
 from collections.abc import Iterator
@@ -65,48 +63,6 @@ def test_who_waited_for_an_answer_waits_for_it_as_long() -> None:
     )
     assert len(requests[0].final_block_ids) == 4
     assert requests[1].output_tokens == 25, "an answer whose length is not known is as long as the others"
-
-
-Talks = list[tuple[float, float]]
-
-
-def draw_user_talks(users: int, talks: int, rng: random.Random) -> Talks:
-    """Conversations of so many users, one after the other."""
-    talk_times = []
-    for _ in range(users):
-        at = rng.random()
-        for _ in range(talks):
-            length = rng.lognormvariate(0.0, 0.5)
-            talk_times.append((at, at + length))
-            at += length + rng.expovariate(20.0)
-    return sorted(talk_times)
-
-
-def draw_random_talks(rate: float, number: int, rng: random.Random) -> Talks:
-    begins = itertools.accumulate(rng.expovariate(rate) for _ in range(number))
-    return [(at, at + rng.lognormvariate(0.0, 0.5)) for at in begins]
-
-
-def make_regular_talks(rate: float, number: int, rng: random.Random) -> Talks:
-    return [(i / rate, i / rate + rng.lognormvariate(0.0, 0.5)) for i in range(number)]
-
-
-def count_independent_talks(talks: Talks) -> int:
-    """Conversations of one turn that are taken to begin when they begin."""
-    return find_predecessors([observe(i, at, [i], end_s=end) for i, (at, end) in enumerate(talks)]).count(None)
-
-
-@pytest.mark.parametrize("users", [1, 4, 16, 40])
-def test_users_who_hold_one_talk_after_the_other_are_known(users: int) -> None:
-    for seed in range(5):
-        assert count_independent_talks(draw_user_talks(users, max(12, 40 // users), random.Random(seed))) == users
-
-
-@pytest.mark.parametrize("rate", [2.0, 10.0, 40.0])
-@pytest.mark.parametrize("make_talks", [draw_random_talks, make_regular_talks])
-def test_what_begins_by_chance_or_by_the_clock_waits_for_nobody(make_talks: Any, rate: float) -> None:
-    wrong_count = sum(count_independent_talks(make_talks(rate, 800, random.Random(seed))) != 800 for seed in range(20))
-    assert wrong_count <= 1
 
 
 def test_a_name_under_which_one_thing_comes_after_the_other_is_a_users() -> None:
