@@ -16,7 +16,6 @@ from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricF
 from engine.http.metrics import MetricsPage, ServerMetrics
 from engine.transfer.settings import TransferStats
 from router.admin.metrics_page import NAME_PREFIX, build_page_families
-from router.admin.metrics_report import MetricsReport
 from router.decide.registry import CoreSnapshot
 from router.fleet.worker_stream import StreamCounters
 from router.index.protocol import IndexStats
@@ -36,12 +35,20 @@ class AnyValues:
 
 def declare_router_metrics() -> list[Metric]:
     """Return the families of a router without traffic."""
-    report = MetricsReport(
-        metrics=Metrics(), core=CoreSnapshot([], 0, 0, {}), kv_groups=(), index=IndexStats(0, 0, 0, 0, 0),
-        starting_workers=(), failed_checks={}, feed_counters={}, feed_fault_count=0, ignored_event_count=0,
-        peer_messages={}, tokenize_cpu_s=0.0, conversations=ConversationReader(0), large_bodies={}, waiting_bytes=0,
-    )  # fmt: skip
-    return list(build_page_families(report))
+    core = SimpleNamespace(
+        snapshot=lambda _: CoreSnapshot([], 0, 0, {}),
+        workers={},
+        index=SimpleNamespace(stats=lambda: IndexStats(0, 0, 0, 0, 0)),
+    )
+    sources: Any = SimpleNamespace(
+        proxy=SimpleNamespace(core=core, metrics=Metrics(), now=lambda: 0.0),
+        prompt_reader=SimpleNamespace(cpu_s=0.0, conversations=ConversationReader(0)),
+        worker_pool=SimpleNamespace(cpu_s=0.0, counts={}, waiting_bytes=0),
+        fleet=SimpleNamespace(failed_checks={}, list_starting_reasons=dict),
+        feed=SimpleNamespace(sum_counters=dict, events=SimpleNamespace(fault_count=0, ignored_message_count=0)),
+        count_peer_messages=dict,
+    )
+    return list(build_page_families(sources))
 
 
 def declare_engine_metrics() -> list[Metric]:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-from router.admin.metrics_report import MetricsReport
+from router.admin.workers import describe_kv_groups
+from router.decide.registry import CoreSnapshot
 from router.decide.workers import DECODE_ROLE, PREFILL_ROLE, WorkerState
+from router.edge.proxy import Proxy
+from router.fleet.feed import IndexFeed
+from router.fleet.members import Fleet
 from router.http.routes import CachedPage, Response, Routes
 from router.metrics import Histogram, Metrics
 from router.miss_reasons.explanation import GROUPS
+from router.prompting.prompt_worker_pool import PromptWorkerPool
+from router.prompting.reader import PromptReader
 
 NAME_PREFIX: Final = "blockcast_router_"
 TEXT_FORMAT: Final = b"text/plain; version=0.0.4; charset=utf-8"
@@ -30,29 +37,44 @@ class Row(NamedTuple):
     labels: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class MetricsSources:
+    """Parts of one router that count what the page shows."""
+
+    proxy: Proxy
+    prompt_reader: PromptReader
+    worker_pool: PromptWorkerPool
+    fleet: Fleet
+    feed: IndexFeed
+    """Reader of the workers' events, which fills the index."""
+    count_peer_messages: Callable[[], Mapping[str, int]] = dict
+    """Returns the messages to and from other routers, by outcome."""
+
+
 class MetricsRoutes:
     """Serves the page `/metrics` of one router."""
 
-    def __init__(self, collect: Callable[[], MetricsReport], now: Callable[[], float]) -> None:
-        self._collect = collect
-        self._now = now
+    def __init__(self, sources: MetricsSources) -> None:
+        self._sources = sources
 
     def register(self, routes: Routes) -> None:
         """Serve the route of this class."""
-        routes.add("GET", "/metrics", CachedPage(self._render, self._now), public=True)
+        routes.add("GET", "/metrics", CachedPage(self._render, self._sources.proxy.now), public=True)
 
     def _render(self) -> Response:
-        return Response(render_metrics(build_page_families(self._collect())), content_type=TEXT_FORMAT)
+        return Response(render_metrics(build_page_families(self._sources)), content_type=TEXT_FORMAT)
 
 
-def build_page_families(report: MetricsReport) -> Iterator[Family]:
-    """Yield all metric families of the page `/metrics`."""
-    metrics = report.metrics
+def build_page_families(sources: MetricsSources) -> Iterator[Family]:
+    """Yield all metric families of the page `/metrics`, with the figures of this moment."""
+    proxy = sources.proxy
+    metrics, snapshot = proxy.metrics, proxy.core.snapshot(proxy.now())
+    metrics.flush_ended()
     yield from _build_families(CounterMetricFamily, _iter_request_counters(metrics))
-    yield from _build_families(CounterMetricFamily, _iter_part_counters(report))
-    yield from build_feed_families(report.feed_counters)
-    yield from _build_families(GaugeMetricFamily, _iter_gauges(report))
-    yield from _build_families(GaugeMetricFamily, _iter_worker_gauges(report))
+    yield from _build_families(CounterMetricFamily, _iter_part_counters(sources, snapshot))
+    yield from build_feed_families(sources.feed.sum_counters())
+    yield from _build_families(GaugeMetricFamily, _iter_gauges(sources, snapshot))
+    yield from _build_families(GaugeMetricFamily, _iter_worker_gauges(sources, snapshot))
     for name, help_text, histograms in (
         ("request_seconds", "Seconds from a complete request to the end of its answer.", metrics.request_s),
         (
@@ -140,56 +162,61 @@ def _iter_request_counters(metrics: Metrics) -> Iterator[Row]:
         yield Row(name, help_text, {(): count})
 
 
-def _iter_part_counters(report: MetricsReport) -> Iterator[Row]:
+def _iter_part_counters(sources: MetricsSources, snapshot: CoreSnapshot) -> Iterator[Row]:
     """Yield the counters that the core, the fleet and the prompt reader keep."""
-    loads = {row.target: row.engine_load for row in report.core.workers}
+    conversations, events = sources.prompt_reader.conversations, sources.feed.events
+    loads = {row.target: row.engine_load for row in snapshot.workers}
     yield Row("kv_transfer_received_bytes", "Bytes of KV from other workers, as the worker reports them.",
               {target: load.received_kv_bytes for target, load in loads.items()
                if load is not None and load.received_kv_bytes is not None}, ("worker",))  # fmt: skip
-    yield Row("core", "Events in the core: routed, queued, refused, retried ...", report.core.counters, ("event",))
+    yield Row("core", "Events in the core: routed, queued, refused, retried ...", snapshot.counters, ("event",))
     yield Row("worker_check_failures",
               "Probes and checks of a worker that failed, or got an unusable answer.",
-              report.failed_checks, ("worker",))  # fmt: skip
+              sources.fleet.failed_checks, ("worker",))  # fmt: skip
     yield Row("large_bodies",
               "Large bodies given to helper processes, by outcome.",
-              report.large_bodies, ("outcome",))  # fmt: skip
+              sources.worker_pool.counts, ("outcome",))  # fmt: skip
     yield Row("peer_messages",
               "Messages between routers, by outcome.",
-              report.peer_messages, ("outcome",))  # fmt: skip
+              sources.count_peer_messages(), ("outcome",))  # fmt: skip
     for name, help_text, count in (
         ("tokenize_cpu_seconds", "CPU seconds of rendering and encoding prompts, estimated from one in sixteen.",
-         report.tokenize_cpu_s),
+         sources.prompt_reader.cpu_s + sources.worker_pool.cpu_s),
         ("conversation_cache_hits", "Bodies from 1 KB on that continue a cached conversation.",
-         report.conversations.cache.hits),
+         conversations.cache.hits),
         ("conversation_cache_misses", "Bodies from 1 KB on that continue no cached conversation.",
-         report.conversations.cache.misses),
+         conversations.cache.misses),
         ("conversation_cache_checks", "Continued conversations that were read whole too, one in 64.",
-         report.conversations.check_count),
+         conversations.check_count),
         ("conversation_cache_differences", "Checks that found other token ids; the model's chats are then read whole.",
-         report.conversations.difference_count),
+         conversations.difference_count),
         ("event_faults", "Errors on the thread that reads events; each ended a message or began a stream anew.",
-         report.feed_fault_count),
-        ("event_messages_ignored", "Event messages of topics that no worker has.", report.ignored_event_count),
+         events.fault_count),
+        ("event_messages_ignored", "Event messages of topics that no worker has.", events.ignored_message_count),
     ):  # fmt: skip
         yield Row(name, help_text, {(): count})
 
 
-def _iter_gauges(report: MetricsReport) -> Iterator[Row]:
+def _iter_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> Iterator[Row]:
     """Yield the gauges of the whole router."""
-    index = report.index
+    index = sources.proxy.core.index.stats()
     for name, help_text, value in (
         (
             "request_buffer_bytes",
             "Bytes of requests and of unread answers; small ones do not count.",
-            report.metrics.request_buffer_bytes,
+            sources.proxy.metrics.request_buffer_bytes,
         ),
-        ("in_flight", "Requests forwarded and not answered to the end.", report.core.in_flight),
-        ("queued", "Requests that wait in the router.", report.core.queued_requests),
-        ("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.", report.waiting_bytes),
+        ("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
+        ("queued", "Requests that wait in the router.", snapshot.queued_requests),
+        (
+            "large_bodies_waiting_bytes",
+            "Bytes of large bodies that are not read yet.",
+            sources.worker_pool.waiting_bytes,
+        ),
         (
             "conversation_cache_bytes",
             "Bytes of memory of cached conversations.",
-            report.conversations.cache.used_bytes,
+            sources.prompt_reader.conversations.cache.used_bytes,
         ),
         ("index_holders", "Event streams in the index.", index.holders),
         ("index_entries", "Blocks in the index, counted once for each worker and cache group.", index.entries),
@@ -200,11 +227,11 @@ def _iter_gauges(report: MetricsReport) -> Iterator[Row]:
         yield Row(name, help_text, {(): value})
 
 
-def _iter_worker_gauges(report: MetricsReport) -> Iterator[Row]:
+def _iter_worker_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> Iterator[Row]:
     """Yield the gauges of each worker, and of each group of workers that move KV between them."""
     missing_roles = {
         (group["group"], role): float(not group[workers_field])
-        for group in report.kv_groups
+        for group in describe_kv_groups(sources.proxy.core.workers.values())
         for role, workers_field in ((PREFILL_ROLE, "sources"), (DECODE_ROLE, "destinations"))
     }
     yield Row(
@@ -213,8 +240,8 @@ def _iter_worker_gauges(report: MetricsReport) -> Iterator[Row]:
         missing_roles,
         ("group", "role"),
     )
-    yield from _iter_state_gauges(report)
-    rows = report.core.workers
+    yield from _iter_state_gauges(sources, snapshot)
+    rows = snapshot.workers
     for name, help_text, values in (
         ("prefilling", "Requests at the worker without a first token.", {row.target: row.prefilling for row in rows}),
         ("decoding", "Requests at the worker past their first token.", {row.target: row.decoding for row in rows}),
@@ -233,10 +260,10 @@ def _iter_worker_gauges(report: MetricsReport) -> Iterator[Row]:
         yield Row(f"worker_{name}", help_text, values, ("worker",))
 
 
-def _iter_state_gauges(report: MetricsReport) -> Iterator[Row]:
+def _iter_state_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> Iterator[Row]:
     """Yield the gauges that show the state of each worker. A worker that was never reached is starting."""
-    state_by_worker = dict.fromkeys(report.starting_workers, "starting")
-    state_by_worker |= {row.target: row.state for row in report.core.workers}
+    state_by_worker = dict.fromkeys(sources.fleet.list_starting_reasons(), "starting")
+    state_by_worker |= {row.target: row.state for row in snapshot.workers}
     up_workers = {worker: float(state == "up") for worker, state in state_by_worker.items()}
     yield Row("worker_up", "1 where the worker takes requests.", up_workers, ("worker",))
     states = {

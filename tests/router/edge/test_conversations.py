@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
+from router.admin.metrics_page import build_page_families, render_metrics
 from router.prompting import boundary_rendering, conversation_reader
 from router.prompting.conversation_reader import ConversationReader
 from tests.router.conversation_bodies import long_talk
@@ -81,8 +82,9 @@ def test_a_wrong_prompt_ends_the_caching_and_is_told(
         assert await send(edge, make_post, talk) == 0, "nothing is cached any more"
         (row,) = edge.worker_list.describe_workers()["workers"]
         assert "differed from the whole" in row["conversation_cache"]["tiny"]
-        report = edge.collect_metrics()
-        assert (report.conversations.check_count, report.conversations.difference_count) == (1, 1)
+        page = render_metrics(build_page_families(edge.metrics_sources)).decode()
+        for name in ("checks", "differences"):
+            assert f"blockcast_router_conversation_cache_{name}_total 1.0\n" in page
 
     edge.run(scenario())
     assert "model tiny: a prompt that was continued" in caplog.text
