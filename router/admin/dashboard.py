@@ -34,6 +34,15 @@ DECISIONS_MAX: Final = 60
 """Decisions that are kept for new viewers, and most decisions of one update."""
 TTFTS_MAX: Final = 10_000
 """Most times to first token of which a point shows the percentiles."""
+SUM_NAMES: Final = (
+    "requests_per_s", "failed", "prompt_tokens", "predicted_tokens", "reported_prompt_tokens", "actual_tokens",
+    "pulls", "prefills", "moved_tokens", "transfer_s", "computed_locally",
+)  # fmt: skip
+"""Sums of a point in the page's history.
+
+`prompt_tokens` and `predicted_tokens` are of prompts that were tokenised here, the next two of those with a report of
+cached tokens. `computed_locally`: requests without a transfer although another worker had more of the prompt cached.
+"""
 PAGE_PATH: Final = Path(__file__).with_name("dashboard.html")
 HTML: Final = b"text/html; charset=utf-8"
 _INLINE_PATTERN = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -137,86 +146,48 @@ class _EndedRequest:
         }
 
 
-class _IntervalTransfers:
-    """Counts of KV transfers between workers that were planned for the requests that ended in one interval."""
-
-    def __init__(self) -> None:
-        self._counts = dict.fromkeys(TransferKind, 0)
-        self._moved_tokens = 0
-        self._transfer_s = 0.0
-        self._local_count = 0
-        """Requests without a transfer although another worker had more of the prompt cached."""
-
-    def add(self, decision: Decision) -> None:
-        """Add a request that ended."""
-        transfer = decision.transfer
-        if transfer is None:
-            self._local_count += decision.most_cached is not None
-            return
-        self._counts[transfer.kind] += 1
-        self._moved_tokens += transfer.tokens
-        self._transfer_s += transfer.transfer_s
-
-    def make_point(self) -> dict[str, float]:
-        """Return the fields of the page's history. Tokens and seconds are those that were predicted."""
-        return {
-            "pulls": self._counts[TransferKind.PULL],
-            "prefills": self._counts[TransferKind.PREFILL],
-            "moved_tokens": self._moved_tokens,
-            "transfer_s": self._transfer_s,
-            "computed_locally": self._local_count,
-        }
-
-
 class _IntervalTotals:
     """Sums over the requests that ended in one interval of the page's history."""
 
     def __init__(self) -> None:
-        self.request_count = 0
-        self.failure_count = 0
-        self.prompt_tokens = 0
-        """Tokens of all prompts that were tokenised here."""
-        self.predicted_tokens = 0
-        """Tokens of these prompts that were predicted to be cached."""
-        self.reported_prompt_tokens = 0
-        """Prompt tokens of requests with a report of how much was cached."""
-        self.reported_cached_tokens = 0
-        self.ttfts_s: list[float] = []
-        self.transfers = _IntervalTransfers()
+        self._sums = dict.fromkeys(SUM_NAMES, 0.0)
+        self._ttfts_s: list[float] = []
 
     def add(self, context: RequestContext, cached_tokens: int | None) -> None:
         """Add a request that ended. `cached_tokens`: as the worker reported them; None if it did not."""
-        route, decision = context.route, context.decision
-        self.request_count += 1
-        self.failure_count += context.outcome != "status_200"
+        route, decision, sums = context.route, context.decision, self._sums
+        sums["requests_per_s"] += 1 / POINT_INTERVAL_S
+        sums["failed"] += context.outcome != "status_200"
         if route is None or decision is None:
             return
-        self.transfers.add(decision)
-        if context.ttft_s is not None and len(self.ttfts_s) < TTFTS_MAX:
-            self.ttfts_s.append(context.ttft_s)
+        self._add_transfer(decision)
+        if context.ttft_s is not None and len(self._ttfts_s) < TTFTS_MAX:
+            self._ttfts_s.append(context.ttft_s)
         if route.token_ids is None:
             return
-        self.prompt_tokens += route.prompt_tokens
-        self.predicted_tokens += decision.predicted_cached_tokens
+        sums["prompt_tokens"] += route.prompt_tokens
+        sums["predicted_tokens"] += decision.predicted_cached_tokens
         if cached_tokens is not None:
-            self.reported_prompt_tokens += route.prompt_tokens
-            self.reported_cached_tokens += cached_tokens
+            sums["reported_prompt_tokens"] += route.prompt_tokens
+            sums["actual_tokens"] += cached_tokens
 
-    def make_point(self, retry_count: int) -> dict[str, float | None]:
-        """Return the point of the page's history. `retry_count`: attempts repeated in the interval."""
-        ttfts_sorted = sorted(self.ttfts_s)
-        return {
+    def _add_transfer(self, decision: Decision) -> None:
+        """Add the KV transfer that was planned for a request, with its predicted tokens and seconds."""
+        transfer, sums = decision.transfer, self._sums
+        if transfer is None:
+            sums["computed_locally"] += decision.most_cached is not None
+            return
+        sums["pulls" if transfer.kind is TransferKind.PULL else "prefills"] += 1
+        sums["moved_tokens"] += transfer.tokens
+        sums["transfer_s"] += transfer.transfer_s
+
+    def make_point(self) -> dict[str, float | None]:
+        """Return a point of the page's history."""
+        ttfts_s = sorted(self._ttfts_s)
+        return self._sums | {
             "at": round(time.time(), 1),
-            "requests_per_s": self.request_count / POINT_INTERVAL_S,
-            "failed": self.failure_count,
-            "prompt_tokens": self.prompt_tokens,
-            "predicted_tokens": self.predicted_tokens,
-            "reported_prompt_tokens": self.reported_prompt_tokens,
-            "actual_tokens": self.reported_cached_tokens,
-            "retried": retry_count,
-            "ttft_p50_ms": 1e3 * ttfts_sorted[len(ttfts_sorted) // 2] if ttfts_sorted else None,
-            "ttft_p99_ms": 1e3 * ttfts_sorted[99 * len(ttfts_sorted) // 100] if ttfts_sorted else None,
-            **self.transfers.make_point(),
+            "ttft_p50_ms": 1e3 * ttfts_s[len(ttfts_s) // 2] if ttfts_s else None,
+            "ttft_p99_ms": 1e3 * ttfts_s[99 * len(ttfts_s) // 100] if ttfts_s else None,
         }
 
 
@@ -284,10 +255,11 @@ class Dashboard:
             self._send_update()
 
     def _add_point(self) -> None:
+        """Add the sums of the interval to the history, with the growth of two counters."""
         retry_count = self._proxy.core.counters["retried"]
         planned_bytes = sum(self._proxy.metrics.transfers.planned_bytes.values())
-        point = self._totals.make_point(retry_count - self._retry_count)
-        self._points.append(point | {"moved_bytes": planned_bytes - self._planned_bytes})
+        growth = {"retried": retry_count - self._retry_count, "moved_bytes": planned_bytes - self._planned_bytes}
+        self._points.append(self._totals.make_point() | growth)
         self._retry_count, self._planned_bytes = retry_count, planned_bytes
         self._totals = _IntervalTotals()
 
