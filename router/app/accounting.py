@@ -45,8 +45,9 @@ class RequestAccounting:
         )
         ended_requests.count += 1
         ended_requests.request_s.observe(now - context.started_at_s)
-        if context.ttft_s is not None:
-            ended_requests.ttft_s.observe(context.ttft_s)
+        ttft_s = context.ttft_s
+        if ttft_s is not None:
+            ended_requests.ttft_s.observe(ttft_s)
         if route is None or decision is None:
             return
         metrics.routing_s.observe(decision.decided_s - context.started_at_s)

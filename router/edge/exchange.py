@@ -66,7 +66,8 @@ class Exchange:
 
     def forward(self, decision: Decision) -> None:
         """Start an attempt at the worker that the core chose, or the prefill at another worker before this attempt."""
-        self.close()
+        if self._attempt is not None or self._prefill is not None:
+            self.close()
         self.context.decision = decision
         transfer = decision.transfer
         if transfer is not None:
@@ -136,7 +137,8 @@ class Exchange:
         return self._response_head is not None and self.context.progress.first_byte_at_s is not None
 
     def _start_attempt(self, decision: Decision, *, is_resend: bool = False) -> None:
-        self._close_attempt()
+        if self._attempt is not None:
+            self._close_attempt()
         attempt = self._attempt = Attempt(self, self._proxy.pool, self.context.request.method, is_resend=is_resend)
         target = self._proxy.workers.get_endpoint(decision.worker)
         if target is None:
@@ -224,7 +226,7 @@ class Exchange:
             body, path = stream.build_request_body(proxy.workers.get_engine(decision.worker)), stream.path
         if body is None:
             return None
-        kv_fields = self._take_kv_fields(decision)
+        kv_fields = None if decision.transfer is None else self._take_kv_fields(decision)
         if kv_fields is not None:
             body = add_fields(body, kv_fields)
         return proxy.build_head(context, endpoint, decision.worker, decision.rank, body, path), body

@@ -93,7 +93,7 @@ class RequestReader:
         `path`: None if the body tells the kind of request. Raises RequestError.
         """
         request, kind = context.request, _get_request_kind(context.request, path)
-        body_format = _get_body_format(request, path, kind)
+        body_format = _get_body_format(request, path) if kind == "other" else "json"
         if body_format is None:
             self._set_unread_body(context, _UNREAD_REQUEST)
             return None
@@ -339,10 +339,8 @@ def _get_request_kind(request: HttpRequest, path: str | None) -> ApiKind | None:
     return API_KIND_BY_PATH.get(path, "other") if request.method == "POST" else "other"
 
 
-def _get_body_format(request: HttpRequest, path: str | None, kind: ApiKind | None) -> Literal["json", "form"] | None:
-    """Return the format as which a body is read; None: it is not read. A body that may be a JSON object is JSON."""
-    if kind != "other":
-        return "json"
+def _get_body_format(request: HttpRequest, path: str | None) -> Literal["json", "form"] | None:
+    """Return the format in which the body of an unknown API is read: JSON if it may be an object; None: unread."""
     content_type = request.get_header(b"content-type")
     if is_form(content_type):
         return "form"

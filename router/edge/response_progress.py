@@ -29,7 +29,6 @@ _FINAL_EVENT_PATTERN = re.compile(
     + _BLANK_LINE
     + rb")"
 )
-_OPENAI_COUNT_KEYS = (b'"prompt_tokens"', b'"cached_tokens"', b'"completion_tokens"')
 _ANTHROPIC_COUNT_KEYS = (
     b'"input_tokens"',
     b'"cache_read_input_tokens"',
@@ -128,7 +127,11 @@ def _read_usage(text: bytes, start: int) -> ReportedUsage:
     Responses, an API of OpenAI, has the counts of both: Anthropic's `input_tokens`, and OpenAI's `cached_tokens`. So
     a count without Anthropic's key is read by OpenAI's.
     """
-    openai_usage = ReportedUsage(*(_read_count(text, start, key) for key in _OPENAI_COUNT_KEYS))
+    openai_usage = ReportedUsage(
+        _read_count(text, start, b'"prompt_tokens"'),
+        _read_count(text, start, b'"cached_tokens"'),
+        _read_count(text, start, b'"completion_tokens"'),
+    )
     if openai_usage.prompt_tokens is not None:
         return openai_usage
     uncached_tokens, cache_read_tokens, output_tokens, cache_written_tokens = [

@@ -52,20 +52,16 @@ class BufferBudget:
 class BufferCharge:
     """Charges the buffered bytes of one client to its tenant. Up to UNCOUNTED_BYTES are free."""
 
-    __slots__ = ("_budget", "_charged_bytes", "request_bytes", "tenant", "unsent_response_bytes")
+    __slots__ = ("_budget", "charged_bytes", "request_bytes", "tenant", "unsent_response_bytes")
 
     def __init__(self, budget: BufferBudget) -> None:
         self._budget = budget
-        self._charged_bytes = 0
+        self.charged_bytes = 0
         self.tenant = ""
         self.request_bytes = 0
         """Bytes of the current request, with its head and as far as it is decoded."""
         self.unsent_response_bytes = 0
         """Bytes of answers that the client has not taken."""
-
-    @property
-    def is_charged(self) -> bool:
-        return self._charged_bytes > 0
 
     def update(self, unparsed_bytes: int = 0) -> None:
         """Charge the bytes that are buffered now, and `unparsed_bytes` of further input.
@@ -73,22 +69,21 @@ class BufferCharge:
         Raises RequestError, and changes nothing, if they are too many.
         """
         buffered_bytes = self.request_bytes + self.unsent_response_bytes + unparsed_bytes
-        self._charge(buffered_bytes if buffered_bytes > UNCOUNTED_BYTES else 0)
+        new_bytes = buffered_bytes if buffered_bytes > UNCOUNTED_BYTES else 0
+        if new_bytes != self.charged_bytes:
+            self._budget.change(self.tenant, self.charged_bytes, new_bytes)
+            self.charged_bytes = new_bytes
 
     def move(self, tenant: str) -> None:
         """Release the bytes of the old tenant; `update` charges them to the new one."""
-        if tenant != self.tenant:
-            self.release()
-            self.tenant = tenant
+        self.release()
+        self.tenant = tenant
 
     def release(self) -> None:
         """Charge nothing any more."""
-        self._charge(0)
-
-    def _charge(self, charged_bytes: int) -> None:
-        if charged_bytes != self._charged_bytes:
-            self._budget.change(self.tenant, self._charged_bytes, charged_bytes)
-            self._charged_bytes = charged_bytes
+        if self.charged_bytes:
+            self._budget.change(self.tenant, self.charged_bytes, 0)
+            self.charged_bytes = 0
 
 
 def _make_overload_error(status: int, message: str) -> RequestError:

@@ -267,7 +267,7 @@ class ClientConnection(asyncio.Protocol):
         if not self._is_busy and not self._parser.has_partial_request:
             self._waiting_since_s = self._app.now()  # the requests that the client sent meanwhile are read only now
         try:
-            if self._charge.is_charged:
+            if self._charge.charged_bytes:
                 self._charge_buffered_bytes()
             if self.responder is not None:
                 self.responder.on_client_resumed()
@@ -291,7 +291,7 @@ class ClientConnection(asyncio.Protocol):
         self.responder = self._request = None
         self._is_busy = False
         self._charge.request_bytes = 0
-        if self._charge.is_charged:
+        if self._charge.charged_bytes:
             self._charge_buffered_bytes()
         self._waiting_since_s = self._app.now()
         if not keep_alive or not self._keep_alive:
@@ -396,11 +396,12 @@ class ClientConnection(asyncio.Protocol):
         """
         self._is_handling = True
         try:
-            while self._can_start_request():
+            while self._keep_alive and self._transport is not None and not (self._is_busy or self._is_writing_paused):
                 request = self._parser.next_request()
                 if request is None:
                     self._await_more_input(received_bytes)
                     break
+                self._charge.request_bytes = request.body_bytes + len(request.headers.raw)
                 if not self._app.arrival_scheduler.try_start():
                     self._queue_request(request)
                     break
@@ -412,10 +413,6 @@ class ClientConnection(asyncio.Protocol):
         finally:
             self._is_handling = False
 
-    def _can_start_request(self) -> bool:
-        is_waiting = self._is_busy or self._is_writing_paused
-        return self._keep_alive and self._transport is not None and not is_waiting
-
     def _resume_requests(self) -> None:
         """Start the next requests, unless the connection is busy."""
         if self._is_busy or self._is_writing_paused or self._is_handling:
@@ -425,10 +422,9 @@ class ClientConnection(asyncio.Protocol):
 
     def _queue_request(self, request: HttpRequest) -> None:
         """Let a request wait for its turn. Raises RequestError if there is no memory for it."""
-        self._charge.request_bytes = request.body_bytes + len(request.headers.raw)
         self._charge_buffered_bytes()
         self._is_busy, self._queued_request = True, request
-        self._app.arrival_scheduler.schedule(self._start_queued_request, self.tenant)
+        self._app.arrival_scheduler.schedule(self._start_queued_request, self._charge.tenant)
 
     def _start_queued_request(self) -> None:
         """Start the request that waited for its turn, if there is one, then those behind it."""
@@ -451,12 +447,10 @@ class ClientConnection(asyncio.Protocol):
         self.cors_headers = self._app.build_cors_headers(request)
         if not request.keep_alive:
             self._keep_alive = False
-        self._charge.request_bytes = request.body_bytes + len(request.headers.raw)
         try:
-            self._admit(request)
+            coding = self._admit(request)
             self._charge_buffered_bytes()
-            coding = get_body_coding(request) if request.body_bytes else None
-            if coding is None:
+            if coding is None or not request.body_bytes:
                 self._app.handle(self, request)
             else:
                 self._start_decoding(request, BodyDecoder(request.pieces, coding, self._app.limits.body_bytes_max))
@@ -501,11 +495,16 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             self._transport.resume_reading()
 
-    def _admit(self, request: HttpRequest) -> None:
-        """Check a request as soon as its head has come. Raises RequestError if it is refused."""
-        if request.has_body:
-            get_body_coding(request)
-        self._charge.move(self._app.admit(self, request))
+    def _admit(self, request: HttpRequest) -> str | None:
+        """Check a request as soon as its head has come, and return how its body is compressed; None if it is not.
+
+        Raises RequestError if the request is refused.
+        """
+        coding = get_body_coding(request) if request.has_body else None
+        tenant = self._app.admit(self, request)
+        if tenant != self._charge.tenant:
+            self._charge.move(tenant)
+        return coding
 
     def _charge_buffered_bytes(self) -> None:
         """Charge the buffered bytes to the tenant. Raises RequestError if they are too many."""

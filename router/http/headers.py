@@ -7,7 +7,7 @@ CRLF` lines that match `LINES_PATTERN`, which both parsers check.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, KeysView
+from collections.abc import Iterable
 from typing import Final
 
 TOKEN_PATTERN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
@@ -34,13 +34,13 @@ _ALWAYS_FORWARDED = frozenset((b"content-length", b"content-type", b"host", b"au
 class HeaderBlock:
     """Headers as they were sent. Immutable."""
 
-    __slots__ = ("_first_line_by_name", "_lines", "raw")
+    __slots__ = ("_lines", "first_line_by_name", "raw")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
         self._lines = [(line.partition(b":")[0].lower(), line) for line in raw.splitlines(keepends=True)]
         """Name in lower case, and line, of each header."""
-        self._first_line_by_name = dict(reversed(self._lines))
+        self.first_line_by_name = dict(reversed(self._lines))
         """First line of each name in lower case."""
 
     @classmethod
@@ -48,23 +48,13 @@ class HeaderBlock:
         """Make a block of names and values that a strict parser accepted."""
         return cls(b"".join([b"%b: %b\r\n" % pair for pair in pairs]))
 
-    @property
-    def names(self) -> KeysView[bytes]:
-        """Names in lower case."""
-        return self._first_line_by_name.keys()
-
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._first_line_by_name
-
     def get(self, name: bytes) -> bytes | None:
         """Return the first value of `name` (lower-case) without white space around it; None if there is none."""
-        line = self._first_line_by_name.get(name)
+        line = self.first_line_by_name.get(name)
         return None if line is None else line[len(name) + 1 :].strip(b" \t\r\n")
 
     def get_all(self, name: bytes) -> list[bytes]:
         """Return every value of `name` (lower-case), in order."""
-        if name not in self._first_line_by_name:  # as most names that a parser asks for
-            return []
         return [line[len(name) + 1 :].strip(b" \t\r\n") for line_name, line in self._lines if line_name == name]
 
     def join_lines_without(self, names: frozenset[bytes]) -> bytes:
@@ -72,7 +62,7 @@ class HeaderBlock:
 
         A `Connection` header lists headers that are meant for this connection only.
         """
-        if b"connection" in self:
+        if b"connection" in self.first_line_by_name:
             connection_options = b",".join(self.get_all(b"connection")).lower().split(b",")
             names = names | ({option.strip(b" \t") for option in connection_options} - _ALWAYS_FORWARDED)
         return b"".join([line for name, line in self._lines if name not in names])
@@ -92,14 +82,15 @@ def parse_framing(headers: HeaderBlock) -> tuple[bool, int | None]:
 
     Raises `ProtocolError` if the headers could be read in two ways.
     """
-    content_lengths = headers.get_all(b"content-length")
-    transfer_encodings = headers.get_all(b"transfer-encoding")
-    if transfer_encodings:
-        if content_lengths or len(transfer_encodings) != 1 or transfer_encodings[0].lower() != b"chunked":
+    has_length = b"content-length" in headers.first_line_by_name
+    if b"transfer-encoding" in headers.first_line_by_name:
+        transfer_encodings = headers.get_all(b"transfer-encoding")
+        if has_length or len(transfer_encodings) != 1 or transfer_encodings[0].lower() != b"chunked":
             raise ProtocolError("transfer-encoding other than a lone chunked")
         return True, None
-    if not content_lengths:
+    if not has_length:
         return False, None
+    content_lengths = headers.get_all(b"content-length")
     if len(content_lengths) != 1 or not _LENGTH_PATTERN.match(content_lengths[0]):
         raise ProtocolError("bad content-length: expected one number")
     return False, int(content_lengths[0])

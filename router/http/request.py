@@ -74,18 +74,6 @@ class HttpRequest:
         return self.headers.get(name)
 
 
-class RequestHead:
-    """Parsed head of a request, and the framing of its body."""
-
-    __slots__ = ("content_length", "expects_continue", "is_chunked", "request")
-
-    def __init__(self, request: HttpRequest, is_chunked: bool, length: int | None, expects_continue: bool) -> None:
-        self.request = request
-        self.is_chunked = is_chunked
-        self.content_length = length
-        self.expects_continue = expects_continue
-
-
 class RequestParser:
     """Parser of the requests on one connection. `feed` takes received bytes; then call `next_request` until None."""
 
@@ -228,20 +216,24 @@ class RequestParser:
         raw_head = self._take_head()
         if raw_head is None:
             return None
-        head, data = self._parse_head(raw_head), self._unread_data
-        request, body_bytes = head.request, head.content_length or 0
+        request, data = self._parse_head(raw_head), self._unread_data
+        is_chunked, content_length = parse_framing(request.headers)
+        if is_chunked and request.is_http_1_0:
+            raise BadRequest(400, "transfer-encoding in an HTTP/1.0 request")
+        body_bytes = content_length or 0
         if body_bytes > self._limits.body_bytes_max:
             raise self._make_too_large_error()
-        request.has_body = body_bytes > 0 or head.is_chunked
+        request.has_body = body_bytes > 0 or is_chunked
         body_end = self._position + body_bytes
-        if not head.is_chunked and body_end <= len(data):
+        if not is_chunked and body_end <= len(data):
             request.pieces = (data[self._position : body_end],)
             self._position = body_end
             return request
-        self._request, self._has_new_head, self._is_continue_expected = request, True, head.expects_continue
+        self._request, self._has_new_head = request, True
+        self._is_continue_expected = b"expect" in request.headers.first_line_by_name and not request.is_http_1_0
         self._body_remaining_bytes = body_bytes
         self._chunked_body = (
-            ChunkedBody(self._limits.body_bytes_max, self._limits.head_bytes_max) if head.is_chunked else None
+            ChunkedBody(self._limits.body_bytes_max, self._limits.head_bytes_max) if is_chunked else None
         )
         return None
 
@@ -270,8 +262,8 @@ class RequestParser:
         self._position = len(data)
         return None
 
-    def _parse_head(self, raw_head: bytes) -> RequestHead:
-        """Parse a complete head. Raises BadRequest or ProtocolError."""
+    def _parse_head(self, raw_head: bytes) -> HttpRequest:
+        """Return the request of a complete head, without its body. Raises BadRequest."""
         match = _HEAD_PATTERN.fullmatch(raw_head)
         if match is None:
             raise BadRequest(400, "malformed HTTP request: its head is none of HTTP/1.x")
@@ -285,15 +277,14 @@ class RequestParser:
         request = HttpRequest(match[1].decode(), match[2], match[2].partition(b"?")[0].decode("ascii"), headers)
         request.is_http_1_0 = match[3] == b"1.0"
         request.keep_alive = _wants_keep_alive(headers, is_http_1_0=request.is_http_1_0)
-        is_chunked, content_length = parse_framing(headers)
-        if is_chunked and request.is_http_1_0:
-            raise BadRequest(400, "transfer-encoding in an HTTP/1.0 request")
-        if len(headers.get_all(b"host")) != 1 and not (request.is_http_1_0 and b"host" not in headers):
+        host_count = len(headers.get_all(b"host"))
+        if host_count != 1 and not (request.is_http_1_0 and host_count == 0):
             raise BadRequest(400, "exactly one Host header is needed")
-        expectations = headers.get_all(b"expect")
-        if any(expectation.lower() != b"100-continue" for expectation in expectations):
-            raise BadRequest(417, "expect: only 100-continue is understood")
-        return RequestHead(request, is_chunked, content_length, bool(expectations) and not request.is_http_1_0)
+        if b"expect" in headers.first_line_by_name:
+            expectations = [expectation.lower() for expectation in headers.get_all(b"expect")]
+            if expectations != [b"100-continue"] * len(expectations):
+                raise BadRequest(417, "expect: only 100-continue is understood")
+        return request
 
     # Bodies -------------------------------------------------------------------------------------------------------
 
@@ -337,6 +328,8 @@ class RequestParser:
 
 def _wants_keep_alive(headers: HeaderBlock, *, is_http_1_0: bool) -> bool:
     """Return whether the client wants to use the connection again (RFC 9112 section 9.3)."""
+    if b"connection" not in headers.first_line_by_name:
+        return not is_http_1_0
     connection_header = b",".join(headers.get_all(b"connection")).lower()
     options = {option.strip(b" \t") for option in connection_header.split(b",")}
     if b"close" in options:
