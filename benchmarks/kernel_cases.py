@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from kernels import Kernels, PagedKV, RaggedBatch, sampling
-from kernels.counts import PenaltyRows, TokenCounts
 from kernels.reference.backend import ReferenceKernels
 
 BLOCK_SIZE = 16
@@ -48,14 +47,12 @@ class Shape:
     ssm: tuple[int, int, int, int] = (128, 64, 8, 128)
     """Heads, head dim, groups, state: Nemotron-H-8B."""
     vocab: int = 151_936
-    penalised_tokens: int = 1024
-    """Distinct tokens of a sequence that penalties look at."""
 
 
 TINY = Shape(
     hidden=64, intermediate=96, heads=4, kv_heads=2, dim=16, decode=((1, 40), (3, 17)),
     prefill=((1, 40, 0), (2, 9, 20)), rows=(1, 5), experts=(4, 2, 32, 16), delta=(2, 4, 16), ssm=(4, 16, 2, 16),
-    vocab=300, penalised_tokens=20,
+    vocab=300,
 )  # fmt: skip
 
 
@@ -89,8 +86,6 @@ class Bench:
         for rows in s.rows[:2]:
             for kind, draw_arguments in (("greedy", (0.0, 1.0)), ("plain", (0.6, 1.0)), ("top_p", (0.6, 0.9))):
                 yield f"draw {kind} {rows} x {s.vocab}", lambda ops, n=rows, g=draw_arguments: self.draw(ops, n, *g)
-            yield f"penalise {rows} x {s.penalised_tokens}", lambda ops, n=rows: self.penalise(ops, n)
-            yield f"count_sampled {rows} x {s.penalised_tokens}", lambda ops, n=rows: self.count_sampled(ops, n)
 
     def attention(self, ops: Kernels, count: int, queries: int, context_before: int) -> KernelCase:
         s, context = self.shape, queries + context_before
@@ -139,34 +134,6 @@ class Bench:
 
         peers: dict[str, Call] = {"argmax": lambda: logits.argmax(-1)} if temperature == 0.0 else {"sort": by_sort}
         return KernelCase(lambda: ops.draw(logits, settings), logits.numel() * logits.element_size(), 0.0, peers)
-
-    def penalise(self, ops: Kernels, rows: int) -> KernelCase:
-        """Of all rows, again and again on the same logits. Beside a token's own bytes a sector of the logits moves."""
-        logits, (counts, batch) = self.random(rows, self.shape.vocab, dtype=torch.float32), self._token_counts(rows)
-
-        def call() -> torch.Tensor:
-            ops.penalise(logits, counts, batch, self.shape.penalised_tokens)
-            return logits
-
-        return KernelCase(call, rows * self.shape.penalised_tokens * (12 + 2 * 32))
-
-    def count_sampled(self, ops: Kernels, rows: int) -> KernelCase:
-        counts, batch = self._token_counts(rows)
-        sampled_tokens = counts.token_ids[:, -1].clone()
-
-        def call() -> torch.Tensor:
-            ops.count_sampled(sampled_tokens, counts, batch, self.shape.penalised_tokens)
-            return counts.count_codes
-
-        return KernelCase(call, rows * self.shape.penalised_tokens * 12)
-
-    def _token_counts(self, rows: int) -> tuple[TokenCounts, PenaltyRows]:
-        room = self.shape.penalised_tokens
-        tokens = torch.rand(rows, self.shape.vocab, device=self.device).argsort(1)[:, :room].contiguous()
-        values = torch.randint(1, 9, (rows, room), device=self.device, dtype=torch.int32)
-        counts = TokenCounts(tokens, values, torch.full((rows,), room, device=self.device))
-        columns = (torch.full((rows, 1), value, device=self.device) for value in (1.1, 0.1, 0.1))
-        return counts, PenaltyRows(None, torch.arange(rows, device=self.device), *columns)
 
     def norm(self, ops: Kernels, rows: int) -> KernelCase:
         x, residual = self.random(rows, self.shape.hidden), self.random(rows, self.shape.hidden)

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.counts import PenaltyRows, TokenCounts
 from kernels.sampling import DrawSettings
 from kernels.transfer import upload
 
@@ -311,14 +310,6 @@ class Kernels(Protocol):
 
         logits: [rows, vocab], left unchanged.
         """
-        ...
-
-    def penalise(self, logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
-        """Change logits [rows, vocab] fp32 in place, as `kernels.counts` says."""
-        ...
-
-    def count_sampled(self, sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
-        """Count the sampled tokens, as `kernels.counts` says. sampled_tokens: [rows] int64."""
         ...
 
 

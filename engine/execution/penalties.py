@@ -1,4 +1,4 @@
-"""Token counts of running sequences for penalties, kept on the device and updated with each token that is drawn.
+"""Penalties on tokens that a sequence already has, and the token counts for them, which stay on the device.
 
 Each row (see `RowAllocator`) holds the distinct tokens of one sequence's output, with their numbers; and those of its
 prompt, if repetition_penalty needs them. So the host counts a sequence's tokens only once, and a step costs a few
@@ -7,23 +7,35 @@ device operations for each distinct token. The host never waits here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.types import SamplingParams, Sequence
-from kernels.counts import PenaltyRows, TokenCounts
 from kernels.interface import IntArray
 from kernels.transfer import copy_to_device
 
-PenaltyKernel = Callable[[Tensor, TokenCounts, PenaltyRows, int], None]
 INITIAL_ROW_TOKENS = 256
 """Distinct tokens that a row has room for at first. The room is doubled when more are needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyRows:
+    """The rows of a batch that have penalties, with their penalties, on the device."""
+
+    logits_rows: Tensor | None
+    """[n] int64: rows of the logits; None: all rows in order."""
+    count_rows: Tensor
+    """[n] int64: rows of the counts."""
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    """repetition, presence and frequency: [n, 1] fp32 each."""
 
 
 @dataclass(slots=True)
@@ -31,7 +43,7 @@ class PenaltyStep:
     """Inputs of one step's penalties, made on the host."""
 
     new_row_tensors: list[Tensor]
-    """Rows [n] and lengths [n] of new rows; then row, column, id and count code of each of their tokens. Or empty."""
+    """Rows [n] and lengths [n] of new rows; then row, column, id and count of each of their tokens. Or empty."""
     width: int
     """Upper bound of the distinct tokens of any row, before and after the step."""
     row_count: int
@@ -62,17 +74,16 @@ def make_penalty_rows(
 class Penalties:
     """Keeps the token counts of all rows on the device, and applies the penalties to logits."""
 
-    def __init__(self, device: torch.device, penalise: PenaltyKernel, count_sampled: PenaltyKernel) -> None:
-        """`penalise` and `count_sampled`: those of `Kernels`."""
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._penalise, self._count_sampled = penalise, count_sampled
         self._token_count_bounds: IntArray = np.zeros(0, np.int64)
         """Upper bound of each row's distinct tokens after the last prepared step; 0 for a row that is not in use."""
-        self._counts = TokenCounts(
-            torch.zeros(0, INITIAL_ROW_TOKENS, dtype=torch.int64, device=device),
-            torch.zeros(0, INITIAL_ROW_TOKENS, dtype=torch.int32, device=device),
-            torch.zeros(0, dtype=torch.int64, device=device),
-        )
+        self._token_ids = torch.zeros(0, INITIAL_ROW_TOKENS, dtype=torch.int64, device=device)
+        """[rows, room]: the distinct tokens of each row's sequence, in no order."""
+        self._output_counts = torch.zeros(0, INITIAL_ROW_TOKENS, dtype=torch.int32, device=device)
+        """[rows, room]: how often the output has each token; 0 if only the prompt has it."""
+        self._used_lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        """[rows]: number of distinct tokens of each row."""
 
     def reset_rows(self, rows: Rows[int] | None = None) -> None:
         """Forget the counts of these rows (None: of all), because other sequences get the rows."""
@@ -89,68 +100,89 @@ class Penalties:
         if missing_rows > 0:
             self._token_count_bounds = np.concatenate([self._token_count_bounds, np.zeros(missing_rows, np.int64)])
         new_indices = (self._token_count_bounds[rows] == 0).nonzero()[0].tolist()
-        new_counts = [count_penalised_tokens(sequences[penalised_rows[i]]) for i in new_indices]
+        tokens_and_counts = [count_penalised_tokens(sequences[penalised_rows[i]]) for i in new_indices]
         new_rows = rows[new_indices].tolist()
-        self._token_count_bounds[new_rows] = [len(distinct_tokens) for distinct_tokens, _ in new_counts]
+        lengths = np.array([len(tokens) for tokens, _ in tokens_and_counts], np.int64)
+        self._token_count_bounds[new_rows] = lengths
         self._token_count_bounds[rows] += 1
         width = int(self._token_count_bounds[rows].max())
         if not new_rows:
             return PenaltyStep([], width, row_count)
-        tokens, count_codes = [row_tokens for row_tokens, _ in new_counts], [row_codes for _, row_codes in new_counts]
-        lengths = np.array([len(row_tokens) for row_tokens in tokens])
         columns = np.concatenate([np.arange(length) for length in lengths])
         arrays = [np.array(new_rows), lengths, np.repeat(new_rows, lengths), columns]
-        arrays += [np.concatenate(tokens), np.concatenate(count_codes)]
+        arrays += [np.concatenate(parts) for parts in zip(*tokens_and_counts)]
         return PenaltyStep([copy_to_device(array, self._device) for array in arrays], width, row_count)
 
     def apply(self, logits: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
-        """Apply the penalties to logits [all rows, vocab] in place."""
-        self._store_new_rows(step)
-        self._penalise(logits, self._counts, batch, step.width)
+        """Apply the penalties to logits [all rows, vocab] fp32, in place."""
+        self._make_room(step.row_count, step.width)
+        if step.new_row_tensors:
+            self._store_new_rows(step.new_row_tensors)
+        token_ids, output_counts, used_lengths = self._gather_rows(batch, step.width)
+        row_logits = logits if batch.logits_rows is None else logits.index_select(0, batch.logits_rows)
+        old_logits = row_logits.gather(1, token_ids)
+        repeated = torch.where(old_logits > 0, old_logits / batch.repetition, old_logits * batch.repetition)
+        new_logits = torch.where(used_lengths > 0, repeated, old_logits)
+        new_logits -= batch.frequency * output_counts + batch.presence * (output_counts > 0)
+        row_logits.scatter_(1, token_ids, new_logits)
+        if batch.logits_rows is not None:
+            logits.index_copy_(0, batch.logits_rows, row_logits)
 
     def count_sampled(self, sampled_tokens: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
-        """Count the token drawn for each row, after `apply`. sampled_tokens: [all rows]."""
-        self._count_sampled(sampled_tokens, self._counts, batch, step.width)
+        """Count the token drawn for each row, after `apply`. sampled_tokens: [all rows of the logits]."""
+        if batch.logits_rows is not None:
+            sampled_tokens = sampled_tokens.index_select(0, batch.logits_rows)
+        sampled_token = sampled_tokens[:, None]
+        token_ids, output_counts, used_lengths = self._gather_rows(batch, step.width)
+        is_match = token_ids == sampled_token
+        # In an empty row the first entry is that of an earlier sequence.
+        is_present = is_match.any(1, keepdim=True) & (used_lengths > 0)
+        is_next_slot = (torch.arange(step.width, device=self._device) == used_lengths) & ~is_present
+        token_ids = torch.where(is_next_slot, sampled_token, token_ids)
+        output_counts = torch.where(is_next_slot, 1, output_counts + is_match.int())
+        self._token_ids[:, : step.width].index_copy_(0, batch.count_rows, token_ids)
+        self._output_counts[:, : step.width].index_copy_(0, batch.count_rows, output_counts)
+        self._used_lengths.index_copy_(0, batch.count_rows, (used_lengths + ~is_present)[:, 0])
 
-    def _store_new_rows(self, step: PenaltyStep) -> None:
+    def _gather_rows(self, batch: PenaltyRows, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (token ids, their counts in the output, number of tokens) of the batch's rows.
+
+        Entries past a row's tokens repeat its first one, so that writing them changes nothing.
+        """
+        token_ids = self._token_ids[:, :width].index_select(0, batch.count_rows)
+        output_counts = self._output_counts[:, :width].index_select(0, batch.count_rows)
+        used_lengths = self._used_lengths.index_select(0, batch.count_rows)[:, None]
+        is_used = torch.arange(width, device=self._device) < used_lengths
+        token_ids = torch.where(is_used, token_ids, token_ids[:, :1])
+        return token_ids, torch.where(is_used, output_counts, output_counts[:, :1]), used_lengths
+
+    def _store_new_rows(self, new_row_tensors: list[Tensor]) -> None:
         """Write the tokens of rows that this step uses for the first time."""
-        self._make_room(step.row_count, step.width)
-        if not step.new_row_tensors:
-            return
-        new_rows, new_lengths, at_row, columns, tokens, count_codes = step.new_row_tensors
-        counts = self._counts
-        counts.count_codes[:, 0].index_fill_(0, new_rows, 0)  # unused entries repeat the first one: empty rows too
-        counts.used_lengths.index_copy_(0, new_rows, new_lengths)
-        counts.token_ids.index_put_((at_row, columns), tokens)
-        counts.count_codes.index_put_((at_row, columns), count_codes.int())
+        new_rows, new_lengths, at_row, columns, tokens, output_counts = new_row_tensors
+        self._output_counts[:, 0].index_fill_(0, new_rows, 0)  # unused entries repeat the first one: empty rows too
+        self._used_lengths.index_copy_(0, new_rows, new_lengths)
+        self._token_ids.index_put_((at_row, columns), tokens)
+        self._output_counts.index_put_((at_row, columns), output_counts.int())
 
     def _make_room(self, row_count: int, width: int) -> None:
         """Enlarge the tensors of counts, if need be, to so many rows and so many tokens in a row."""
-        counts = self._counts
-        old_rows, old_width = counts.token_ids.shape
+        old_rows, old_width = self._token_ids.shape
         if row_count <= old_rows and width <= old_width:
             return
-        new_width = old_width if width <= old_width else max(2 * old_width, width)
-        shape = max(old_rows, row_count), new_width
-        token_ids, count_codes = counts.token_ids.new_zeros(shape), counts.count_codes.new_zeros(shape)
-        used_lengths = counts.used_lengths.new_zeros(shape[0])
-        token_ids[:old_rows, :old_width] = counts.token_ids
-        count_codes[:old_rows, :old_width] = counts.count_codes
-        used_lengths[:old_rows] = counts.used_lengths
-        self._counts = TokenCounts(token_ids, count_codes, used_lengths)
+        new_rows = max(row_count - old_rows, 0)
+        new_width = 0 if width <= old_width else max(old_width, width - old_width)
+        self._token_ids = F.pad(self._token_ids, (0, new_width, 0, new_rows))
+        self._output_counts = F.pad(self._output_counts, (0, new_width, 0, new_rows))
+        self._used_lengths = F.pad(self._used_lengths, (0, new_rows))
 
 
 def count_penalised_tokens(seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the distinct tokens that a sequence's penalties need, and the count code of each (`kernels.counts`)."""
+    """Return the distinct tokens that a sequence's penalties need, and how often its output has each of them."""
     output, counts = np.unique(np.array(seq.token_ids[seq.prompt_len :], np.int64), return_counts=True)
-    prompt = np.zeros(0, np.int64)
-    if seq.request.params.repetition_penalty != 1.0:
-        prompt = np.array(seq.token_ids[: seq.prompt_len], np.int64)
-    tokens, inverse = np.unique(np.concatenate([output, prompt]), return_inverse=True)
-    values = np.zeros(len(tokens), np.int64)
-    values[inverse[len(output) :]] = 1
-    values[inverse[: len(output)]] += 2 * counts
-    return tokens, values
+    if seq.request.params.repetition_penalty == 1.0:
+        return output, counts
+    only_in_prompt = np.setdiff1d(np.array(seq.token_ids[: seq.prompt_len], np.int64), output)
+    return np.concatenate([output, only_in_prompt]), np.concatenate([counts, np.zeros(len(only_in_prompt), np.int64)])
 
 
 def has_penalties(p: SamplingParams) -> bool:

@@ -28,10 +28,9 @@ from torch import Tensor
 from engine.cache.spec import ceil_div
 from engine.execution.logprobs import compute_token_logprobs
 from engine.execution.masks import MaskRequest, Masks, ShortRows, TokenMasks
-from engine.execution.penalties import Penalties, PenaltyStep, has_penalties, make_penalty_rows
+from engine.execution.penalties import Penalties, PenaltyRows, PenaltyStep, has_penalties, make_penalty_rows
 from engine.types import Request, SamplingParams, Sequence
 from kernels import Kernels
-from kernels.counts import PenaltyRows
 from kernels.interface import IntArray
 from kernels.reference.backend import ReferenceKernels
 from kernels.sampling import DrawSettings, RandomRows
@@ -147,7 +146,7 @@ class Sampler:
         self._seed = seed
         ops = ReferenceKernels(device) if ops is None else ops
         self._draw = ops.draw
-        self._penalties = Penalties(device, ops.penalise, ops.count_sampled)
+        self._penalties = Penalties(device)
         self._masks = masks
 
     def reset_rows(self, rows: Rows[int] | None = None) -> None:

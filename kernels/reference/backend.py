@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.counts import count_sampled, penalise
 from kernels.interface import IntArray, PagedKV, RaggedBatch, StatePlan, get_accumulation_dtype
 from kernels.reference.recurrent import causal_conv, gated_delta, state_space
 from kernels.sampling import draw
@@ -133,8 +132,6 @@ class ReferenceKernels:
     gated_delta = staticmethod(gated_delta)
     state_space = staticmethod(state_space)
     draw = staticmethod(draw)
-    penalise = staticmethod(penalise)
-    count_sampled = staticmethod(count_sampled)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:

@@ -15,11 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.counts import PenaltyRows, TokenCounts
 from kernels.interface import DeviceBlockTable, IntArray, PagedKV, RaggedBatch
 from kernels.sampling import DrawSettings
 from kernels.triton import attention as attention_kernels
-from kernels.triton import counts as count_kernels
 from kernels.triton import experts as expert_kernels
 from kernels.triton import rows as row_kernels
 from kernels.triton import sampling as sampling_kernels
@@ -43,8 +41,6 @@ LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
 LOGITS_PER_BLOCK = 4096
 """Logits that a program loads at a time."""
-COUNTS_PER_BLOCK = 1024
-"""Tokens with penalties that a program loads at a time."""
 PROGRAMS_PER_PROCESSOR = 4
 """Decode programs that keep one multiprocessor's memory requests in flight."""
 
@@ -324,23 +320,6 @@ class TritonKernels:
             SHIFT=shift, BLOCK=min(round_up_to_power_of_two(vocab, 128), LOGITS_PER_BLOCK), num_warps=16,
         )  # fmt: skip
         return out
-
-    def penalise(self, logits: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
-        logits_rows = batch.count_rows if batch.logits_rows is None else batch.logits_rows
-        count_kernels.penalise_rows[(len(batch.count_rows),)](
-            logits, counts.token_ids, counts.count_codes, counts.used_lengths, logits_rows, batch.count_rows,
-            batch.repetition,
-            batch.presence, batch.frequency, logits.stride(0), counts.token_ids.stride(0),
-            ALL=batch.logits_rows is None,
-            BLOCK=COUNTS_PER_BLOCK,
-        )  # fmt: skip
-
-    def count_sampled(self, sampled_tokens: Tensor, counts: TokenCounts, batch: PenaltyRows, width: int) -> None:
-        logits_rows = batch.count_rows if batch.logits_rows is None else batch.logits_rows
-        count_kernels.count_sampled_rows[(len(batch.count_rows),)](
-            sampled_tokens, counts.token_ids, counts.count_codes, counts.used_lengths, logits_rows, batch.count_rows,
-            counts.token_ids.stride(0), ALL=batch.logits_rows is None, BLOCK=COUNTS_PER_BLOCK,
-        )  # fmt: skip
 
 
 def view_rows(x: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kernels import PagedKV, RaggedBatch
-from kernels.counts import PenaltyRows, TokenCounts
 from kernels.sampling import DrawSettings
 from kernels.triton.backend import TritonKernels
 
@@ -147,12 +146,6 @@ def sampling(ops: TritonKernels, dtype: torch.dtype) -> None:
     numbers = torch.empty(4)
     settings = DrawSettings(numbers, numbers, numbers.int(), numbers, numbers.double())
     ops.draw(torch.empty(4, 151936, dtype=dtype), settings)
-    counts = TokenCounts(torch.empty(8, 256, dtype=torch.int64), torch.empty(8, 256, dtype=torch.int32), numbers.long())
-    column = numbers[:, None]
-    for at in (None, numbers.long()):
-        batch = PenaltyRows(at, numbers.long(), column, column, column)
-        ops.penalise(torch.empty(4, 151936), counts, batch, 200)
-        ops.count_sampled(numbers.long(), counts, batch, 200)
 
 
 def main(dtypes: list[str], quick: bool) -> None:

@@ -91,8 +91,7 @@ def test_every_part_has_something_to_run(gpu: ModuleType) -> None:
     from kernel_cases import Bench, Shape
 
     cases = [name for name, _ in Bench(Shape(), torch.device("meta"), torch.bfloat16).cases()]
-    assert any(name.startswith("penalise") for name in cases)
-    assert any(name.startswith("count_sampled") for name in cases)
+    assert any(name.startswith("draw") for name in cases)
     for part in gpu.parts(smoke=False):
         for path in (Path(word) for word in part.command if word.startswith(str(SCRIPT.parent))):
             assert path.is_file()

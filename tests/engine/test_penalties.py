@@ -1,0 +1,74 @@
+"""Penalties and their counts on the device, against counts in plain Python, over several steps."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from engine.execution.penalties import Penalties, make_penalty_rows
+from engine.types import Request, SamplingParams, Sequence
+
+VOCAB = 300
+
+
+def make_sequence(rng: random.Random, name: str) -> Sequence:
+    params = SamplingParams(
+        repetition_penalty=rng.choice((1.0, 0.7, 1.4)),
+        presence_penalty=rng.choice((0.0, 0.8, -0.3)),
+        frequency_penalty=rng.choice((0.0, 0.4)),
+    )
+    prompt, output = ([rng.randrange(VOCAB) for _ in range(rng.choice((0, 1, 7, 400)))] for _ in range(2))
+    return Sequence(Request(request_id=name, token_ids=prompt, params=params), prompt + output, len(prompt), 0.0)
+
+
+def penalise_one(logits: torch.Tensor, seq: Sequence) -> torch.Tensor:
+    """The logits of one row after its penalties, token by token."""
+    params, values = seq.request.params, logits.double().tolist()
+    for token in set(seq.token_ids):
+        values[token] *= 1 / params.repetition_penalty if values[token] > 0 else params.repetition_penalty
+    for token, count in Counter(seq.token_ids[seq.prompt_len :]).items():
+        values[token] -= params.frequency_penalty * count + params.presence_penalty
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("all_rows", [True, False])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_of_penalised_rows(device: str, all_rows: bool, seed: int) -> None:
+    """Rows change hands, their number grows, a failed step loses all counts, and each step counts the drawn tokens."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    penalties, count = Penalties(torch.device(device)), 5
+    seq_by_row: dict[int, Sequence] = {}
+    for step_number in range(12):
+        row_count = 8 if step_number < 6 else 16
+        left_rows = [row for row in seq_by_row if rng.random() < 0.3]
+        for row in left_rows:
+            del seq_by_row[row]
+        free_rows = rng.sample(sorted(set(range(row_count)) - set(seq_by_row)), count - len(seq_by_row))
+        seq_by_row |= {row: make_sequence(rng, f"{step_number}-{row}") for row in free_rows}
+        penalties.reset_rows(None if step_number == 9 else free_rows)
+        rows, sequences = list(seq_by_row), list(seq_by_row.values())
+        step = penalties.prepare(np.array(rows), list(range(count)), sequences, row_count)
+        logits = torch.randn(count if all_rows else 8, VOCAB)
+        logits_rows = list(range(count)) if all_rows else rng.sample(range(8), count)
+        params = [SamplingParams()] * len(logits)
+        for row, seq in zip(logits_rows, sequences, strict=True):
+            params[row] = seq.request.params
+        batch = make_penalty_rows(params, logits_rows, rows, torch.device(device))
+        expected = logits.double()
+        for row, seq in zip(logits_rows, sequences, strict=True):
+            expected[row] = penalise_one(logits[row], seq)
+        device_logits = logits.to(device)
+        penalties.apply(device_logits, batch, step)
+        torch.testing.assert_close(device_logits.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+        drawn = torch.randint(VOCAB, (len(logits),))
+        for row, seq in zip(logits_rows, sequences, strict=True):
+            if seq.token_ids and rng.random() < 0.5:
+                drawn[row] = rng.choice(seq.token_ids)
+            seq.token_ids.append(int(drawn[row]))
+        penalties.count_sampled(drawn.to(device), batch, step)
