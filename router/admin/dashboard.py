@@ -289,8 +289,6 @@ class Dashboard:
         """Add a request to the totals, and its decision to the list."""
         route, decision, usage = context.route, context.decision, context.usage
         cached_tokens = None if usage is None else usage.cached_tokens
-        if decision is not None and decision.is_split:
-            cached_tokens = None  # not the hit of the worker that answers
         self._totals.add(context, cached_tokens)
         if route is None or decision is None:
             return

@@ -242,18 +242,16 @@ class RouterCore:
             worker.last_answer_at_s = at_s
 
     def record_prefill_end(
-        self, request_id: str, now: float, *, has_kv_come: bool = False, usage: ReportedUsage | None = None
+        self, request_id: str, now: float, *, has_kv_come: bool = False, cached_tokens: int | None = None
     ) -> list[Instruction]:
         """Record that the source of a request's prefill has computed it: the KV moves from now on.
 
-        `has_kv_come`: the KV moved meanwhile. `usage`: as the source reports it; None if it reports none.
+        `has_kv_come`: the KV moved meanwhile. `cached_tokens`: as the source reports them; None if it does not.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None or attempt.prefill_leg is None:
             return []
-        self._placer.end_prefill_leg(
-            attempt, now, is_computed=True, reported_cached_tokens=None if usage is None else usage.cached_tokens
-        )
+        self._placer.end_prefill_leg(attempt, now, is_computed=True, reported_cached_tokens=cached_tokens)
         if has_kv_come:
             self.tracker.end_transfer(attempt.in_flight, now)
             attempt.transfer_bytes = 0.0  # how long the KV moved is unknown

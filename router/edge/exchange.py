@@ -96,7 +96,10 @@ class Exchange:
         assert prefill is not None
         assert decision is not None
         instructions = self._proxy.core.record_prefill_end(
-            self.context.request_id, self._proxy.now(), has_kv_come=prefill.is_concurrent, usage=prefill.usage
+            self.context.request_id,
+            self._proxy.now(),
+            has_kv_come=prefill.is_concurrent,
+            cached_tokens=prefill.times.cached_tokens,
         )
         self._proxy.perform(instructions)
         if not prefill.is_concurrent:
@@ -129,6 +132,7 @@ class Exchange:
         prefill, self._prefill = self._prefill, None
         if prefill is not None:
             prefill.close()
+            prefill.times.cached_tokens = None  # what the other worker does not take is no hit
         self._proxy.fail_transfer(self.context, outcome, reason, may_be_crash=may_be_crash)
 
     @property
@@ -368,7 +372,7 @@ class Exchange:
             if self._is_client_paused:
                 attempt.resume_reading()
             attempt.finish(proxy.now(), reusable=reusable)
-        context.usage = context.progress.find_reported_usage()
+        context.read_usage()
         if not proxy.end(context, f"status_{head.status}"):
             return False
         if context.is_streaming:

@@ -64,6 +64,8 @@ class PrefillTimes:
     started_at_s: float
     ended_at_s: float | None = None
     """Time of its complete answer; None if it failed or has not ended."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were cached there, as the worker reports them."""
 
 
 class RequestContext:
@@ -125,6 +127,7 @@ class RequestContext:
         self.continuation: StreamContinuation | None = None
         """State for continuing the answer at another worker; None if that is impossible."""
         self.usage: ReportedUsage | None = None
+        """Token counts as the workers report them; None until `read_usage`, and if they report none."""
         self.outcome = ""
         """How the request ended, as metrics and logs name it; empty until then."""
         self.is_done = False
@@ -136,6 +139,17 @@ class RequestContext:
         """Seconds from the complete request to the first byte of its answer; None before that byte."""
         first_byte_at_s = self.progress.first_byte_at_s
         return None if first_byte_at_s is None else first_byte_at_s - self.started_at_s
+
+    def read_usage(self) -> None:
+        """Read the token counts that the worker reports at the end of its answer.
+
+        If another worker computed the prompt, the cached tokens are those that this one reports: the answer's may be
+        all KV that came from it.
+        """
+        self.usage = usage = self.progress.find_reported_usage()
+        if usage is not None and self.decision is not None and self.decision.is_split:
+            cached_tokens = None if self.prefill is None else self.prefill.cached_tokens
+            self.usage = ReportedUsage(usage.prompt_tokens, cached_tokens, usage.completion_tokens)
 
     def is_wanted(self) -> bool:
         """Return whether a client waits for the answer."""

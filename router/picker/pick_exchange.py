@@ -247,7 +247,7 @@ class PickExchange:
     def complete_response(self) -> None:
         """Record the end of the answer."""
         proxy, context = self._proxy, self.context
-        context.usage = context.progress.find_reported_usage()
+        context.read_usage()
         if not proxy.end(context, f"status_{self._status}"):
             return
         if context.is_streaming and self.client.sees_response_body:

@@ -285,7 +285,7 @@ def test_both_workers_are_compared_with_what_was_predicted_of_them() -> None:
     make_busy(core, "e", 0.0)
     decision = route(core, "r", PROMPT, 0.0)
     assert decision.transfer is not None
-    core.record_prefill_end("r", 0.4, usage=ReportedUsage(400, 296, 1))
+    core.record_prefill_end("r", 0.4, cached_tokens=296)
     core.finish_request("r", ReportedUsage(400, 296, 5), 1.0)
     rows = {row.worker_id: row for row in core.snapshot(1.0).workers}
     assert (rows["q"].predicted_cached_tokens, rows["q"].reported_cached_tokens) == (300, 296)

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import msgspec
 
 from prompts.errors import RequestError
-from router.decide.messages import Decision, FailureKind, ReportedUsage
+from router.decide.messages import Decision, FailureKind
 from router.edge.attempt import Attempt
 from router.edge.proxy import RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import PrefillTimes, RequestContext
@@ -77,8 +77,6 @@ class PrefillLeg:
         """Fields for the decode; None while the prefill's answer has yet to tell them."""
         self.is_taken = False
         """Whether a decode was sent with the fields."""
-        self.usage: ReportedUsage | None = None
-        """Usage that the worker reports; None if it is not read."""
         self._path: bytes | None = None
         """Path of both requests; None: that of the client's request."""
         self._decode_body: Body = ()
@@ -86,9 +84,9 @@ class PrefillLeg:
         self._body: Body = ()
         self._content = bytearray()
         self._attempt = Attempt(self, proxy.pool, "POST")
-        self._times = context.prefill = PrefillTimes(self._transfer.source, proxy.now())
+        self.times = context.prefill = PrefillTimes(self._transfer.source, proxy.now())
         seconds_min = PAIR_SECONDS_MIN if self.needs_partner else SECONDS_MIN
-        self._deadline_s = self._times.started_at_s + max(seconds_min, PREDICTION_FACTOR * decision.predicted_ttft_s)
+        self._deadline_s = self.times.started_at_s + max(seconds_min, PREDICTION_FACTOR * decision.predicted_ttft_s)
         """Time until which the prefill may take, and once it has ended, time until which its KV may be fetched."""
         self._refusal = ""
         """Why the worker refuses the request, if the other worker is expected to refuse it too."""
@@ -141,7 +139,7 @@ class PrefillLeg:
     @property
     def is_computed(self) -> bool:
         """Whether the prefill has ended well."""
-        return self._times.ended_at_s is not None
+        return self.times.ended_at_s is not None
 
     @property
     def holds_kv(self) -> bool:
@@ -171,7 +169,7 @@ class PrefillLeg:
         if self._refusal and now > self._deadline_s:
             self._fail("refused", self._refusal)
         elif not self.is_computed and now > self._deadline_s:
-            self._fail("timeout", f"no answer within {now - self._times.started_at_s:.1f} s")
+            self._fail("timeout", f"no answer within {now - self.times.started_at_s:.1f} s")
         elif self.is_taken and now <= self._deadline_s and (worker is None or worker.is_down):
             self._fail("lost", "the worker went down, and its KV may not have been fetched")
 
@@ -229,11 +227,12 @@ class PrefillLeg:
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 self._fail("bad_answer", f"kv_transfer_params: {error}")
                 return
-        self.usage = find_usage(bytes(self._content))
+        usage = find_usage(bytes(self._content))
+        self.times.cached_tokens = None if usage is None else usage.cached_tokens
         self._content, self._body = bytearray(), ()
         self._deadline_s = now + LEASE_S
-        self._times.ended_at_s = now
-        prefill_s = now - self._times.started_at_s
+        self.times.ended_at_s = now
+        prefill_s = now - self.times.started_at_s
         self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,)).observe(prefill_s)
         self._owner.prefill_computed()
 

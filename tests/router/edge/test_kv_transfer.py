@@ -15,7 +15,7 @@ from nixl_workers import NixlWorkers, text_for
 
 from router.admin.dashboard import Dashboard
 from router.app.accounting import RequestAccounting
-from router.decide.messages import Decision, Forward, Instruction, Transfer, TransferKind
+from router.decide.messages import Decision, Forward, Instruction, ReportedUsage, Transfer, TransferKind
 from router.decide.workers import TransferFacts
 
 FLEET_KEY = b"a key of sixteen or more"
@@ -177,6 +177,36 @@ def test_mooncakes_workers_meet_by_the_name_of_the_transfer(edge: Any, make_post
             }
             for name in names
         ]  # fmt: skip
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("prefill_usage", "cached_tokens"),
+    [({"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}}, 4), ({"prompt_tokens": 9}, None)],
+)
+def test_the_hit_of_a_split_request_is_that_of_the_worker_that_computed_the_prompt(
+    edge: Any, make_post: Any, prefill_usage: dict[str, Any], cached_tokens: int | None
+) -> None:
+    """Mooncake's decode worker reports all KV that came as cached."""
+
+    async def scenario() -> None:
+        await edge.start()
+        prefill_answer = {"choices": [], "kv_transfer_params": None, "usage": prefill_usage}
+        decode_usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 9}}
+        decode_answer = {"choices": [], "usage": decode_usage}
+        await edge.worker(edge.reply(json.dumps(prefill_answer).encode()), "p", engine="vllm")
+        await edge.worker(edge.reply(json.dumps(decode_answer).encode()), "d", engine="vllm")
+        facts = TransferFacts("g", frozenset((TransferKind.PREFILL,)), dialect="mooncake", engine_ids=("f00d",))
+        set_facts(edge, "p", facts)
+        plan(edge, TransferKind.PREFILL)
+        contexts: list[Any] = []
+        edge.proxy.on_end += [contexts.append, RequestAccounting(edge.proxy).record_ended_request]
+        assert b"200 OK" in await edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
+        await edge.settle()
+        (context,) = contexts
+        assert context.usage == ReportedUsage(9, cached_tokens, 2)
+        assert edge.metrics.reported_cached_tokens == (cached_tokens or 0)
 
     edge.run(scenario())
 
@@ -510,7 +540,7 @@ def test_operators_see_what_moved(edge: Any, make_post: Any) -> None:
         assert moved == {"pulls": 0, "prefills": 1, "moved_tokens": 128, "transfer_s": 0.01, "computed_locally": 0}
         (request,) = dashboard._decisions
         assert request.make_row(None)["transfer"].source == "p"
-        assert request.make_row(None)["cached_tokens"] is None, "the decode worker reports another worker's hit"
+        assert request.make_row(None)["cached_tokens"] is None, "the prefill worker reports none"
 
     edge.run(scenario())
 
