@@ -284,6 +284,7 @@ class Exchange:
             if computes_alone and context.decision is not None:
                 self._start_attempt(context.decision)
                 return None
+            failure_kind = FailureKind.SOURCE  # so this worker gets the request again if there is no other one
         if failure_kind is not None and proxy.is_in_core(context):
             proxy.record_failed_attempt(context.decision, failure_kind, head.status_and_reason.decode("latin-1"))
             instructions = proxy.core.fail_attempt(context.request_id, failure_kind, proxy.now())

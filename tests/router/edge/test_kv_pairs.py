@@ -205,6 +205,35 @@ def test_either_worker_may_fail(
     edge.run(scenario())
 
 
+@pytest.mark.parametrize("failing_decodes", [1, 99])
+def test_the_only_decoding_worker_answers_with_another_prefill_worker(
+    edge: Any, make_post: Any, failing_decodes: int
+) -> None:
+    """It answers 500 because it got no KV, while the prefill worker, whose fault it is, stands still."""
+
+    async def scenario() -> None:
+        decodes = 0
+
+        async def decode(request: Any, reader: Any, writer: Any) -> None:
+            nonlocal decodes
+            decodes += 1
+            await (fail if decodes <= failing_decodes else workers.decode)(request, reader, writer)
+
+        gate = asyncio.Event()
+        workers, upstreams = await start_pairs(edge, "sglang", p=edge.gated(gate), d=decode, e=None)
+        edge.core._links.record_failure("q", "d", edge.now())  # the first request goes to the pair of p and d
+        answer = await edge.exchange(post_body(make_post, PROMPT))
+        if failing_decodes == 1:
+            assert read_text(answer) == text_for(PROMPT)
+            assert [len(upstreams[name].received) for name in "pqd"] == [1, 1, 2]
+        else:
+            assert answer.startswith(b"HTTP/1.1 500"), "the last one's own answer"
+            assert decodes == 3, "as many tries as other failures have"
+        gate.set()
+
+    edge.run(scenario())
+
+
 @both_dialects
 @pytest.mark.parametrize("frozen", ["p", "d"])
 def test_a_frozen_worker_is_waited_for_a_bounded_time(edge: Any, make_post: Any, dialect: str, frozen: str) -> None:
