@@ -36,7 +36,7 @@ TTFTS_MAX: Final = 10_000
 """Most times to first token of which a point shows the percentiles."""
 SUM_NAMES: Final = (
     "requests_per_s", "failed", "prompt_tokens", "predicted_tokens", "reported_prompt_tokens", "actual_tokens",
-    "pulls", "prefills", "moved_tokens", "transfer_s", "computed_locally",
+    "pulls", "prefills", "moved_tokens", "moved_bytes", "transfer_s", "computed_locally",
 )  # fmt: skip
 """Sums of a point in the page's history.
 
@@ -153,14 +153,17 @@ class _IntervalTotals:
         self._sums = dict.fromkeys(SUM_NAMES, 0.0)
         self._ttfts_s: list[float] = []
 
-    def add(self, context: RequestContext, cached_tokens: int | None) -> None:
-        """Add a request that ended. `cached_tokens`: as the worker reported them; None if it did not."""
+    def add(self, context: RequestContext, cached_tokens: int | None, moved_bytes: int) -> None:
+        """Add a request that ended.
+
+        `cached_tokens`: as the worker reported them; None if it did not. `moved_bytes`: those of its KV transfer.
+        """
         route, decision, sums = context.route, context.decision, self._sums
         sums["requests_per_s"] += 1 / POINT_INTERVAL_S
         sums["failed"] += context.outcome != "status_200"
         if route is None or decision is None:
             return
-        self._add_transfer(decision)
+        self._add_transfer(decision, moved_bytes)
         if context.ttft_s is not None and len(self._ttfts_s) < TTFTS_MAX:
             self._ttfts_s.append(context.ttft_s)
         if route.token_ids is None:
@@ -171,14 +174,15 @@ class _IntervalTotals:
             sums["reported_prompt_tokens"] += route.prompt_tokens
             sums["actual_tokens"] += cached_tokens
 
-    def _add_transfer(self, decision: Decision) -> None:
-        """Add the KV transfer that was planned for a request, with its predicted tokens and seconds."""
+    def _add_transfer(self, decision: Decision, moved_bytes: int) -> None:
+        """Add the KV transfer that was planned for a request, with its predicted tokens, bytes and seconds."""
         transfer, sums = decision.transfer, self._sums
         if transfer is None:
             sums["computed_locally"] += decision.most_cached is not None
             return
         sums["pulls" if transfer.kind is TransferKind.PULL else "prefills"] += 1
         sums["moved_tokens"] += transfer.tokens
+        sums["moved_bytes"] += moved_bytes
         sums["transfer_s"] += transfer.transfer_s
 
     def make_point(self) -> dict[str, float | None]:
@@ -215,8 +219,6 @@ class Dashboard:
         self._totals = _IntervalTotals()
         self._retry_count = 0
         """Attempts repeated until the last point."""
-        self._planned_bytes = 0
-        """Bytes of KV that were planned to move until the last point."""
         self._next_point_at_s = 0.0
         self._next_update_at_s = 0.0
         proxy.on_end.append(self._on_request_end)
@@ -255,12 +257,10 @@ class Dashboard:
             self._send_update()
 
     def _add_point(self) -> None:
-        """Add the sums of the interval to the history, with the growth of two counters."""
+        """Add the sums of the interval to the history."""
         retry_count = self._proxy.core.counters["retried"]
-        planned_bytes = sum(self._proxy.metrics.transfers.planned_bytes.values())
-        growth = {"retried": retry_count - self._retry_count, "moved_bytes": planned_bytes - self._planned_bytes}
-        self._points.append(self._totals.make_point() | growth)
-        self._retry_count, self._planned_bytes = retry_count, planned_bytes
+        self._points.append(self._totals.make_point() | {"retried": retry_count - self._retry_count})
+        self._retry_count = retry_count
         self._totals = _IntervalTotals()
 
     def _send_update(self) -> None:
@@ -289,7 +289,9 @@ class Dashboard:
         """Add a request to the totals, and its decision to the list."""
         route, decision, usage = context.route, context.decision, context.usage
         cached_tokens = None if usage is None else usage.cached_tokens
-        self._totals.add(context, cached_tokens)
+        transfer = None if decision is None else decision.transfer
+        moved_bytes = 0 if transfer is None else self._proxy.count_transfer_bytes(transfer)
+        self._totals.add(context, cached_tokens, moved_bytes)
         if route is None or decision is None:
             return
         ended_request = _EndedRequest(context, route, decision, cached_tokens)

@@ -299,12 +299,15 @@ class Proxy:
 
     def record_transfer_start(self, transfer: Transfer) -> None:
         """Count KV that is to move to the worker of a request."""
-        transfers, source = self.metrics.transfers, self.core.workers.get(transfer.source)
+        transfers = self.metrics.transfers
         transfers.outcomes[transfer.kind.value, "started"] += 1
         transfers.planned_tokens[transfer.kind.value] += transfer.tokens
-        if source is not None:
-            planned_bytes = int(transfer.tokens * source.spec.transfer.bytes_per_token)
-            transfers.planned_bytes[transfer.kind.value] += planned_bytes
+        transfers.planned_bytes[transfer.kind.value] += self.count_transfer_bytes(transfer)
+
+    def count_transfer_bytes(self, transfer: Transfer) -> int:
+        """Return the bytes of a transfer's tokens; 0 if its source was removed or does not tell."""
+        source = self.core.workers.get(transfer.source)
+        return 0 if source is None else int(transfer.tokens * source.spec.transfer.bytes_per_token)
 
     def fail_transfer(
         self, context: RequestContext, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False

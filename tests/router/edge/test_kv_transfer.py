@@ -526,15 +526,26 @@ def test_the_list_of_workers_says_why_no_kv_moves(edge: Any) -> None:
 
 def test_operators_see_what_moved(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
-        await split_pair(edge)
+        gate = asyncio.Event()
+
+        async def decode_late(request: Any, reader: Any, writer: Any) -> None:
+            await gate.wait()
+            await nixl.decode(request, reader, writer)
+
+        nixl, _, decode = await split_pair(edge, d=decode_late)
         facts = TransferFacts("g", frozenset((TransferKind.PREFILL,)), bytes_per_token=1000.0, dialect="nixl")
         set_facts(edge, "p", facts)
         dashboard = Dashboard(edge.proxy, edge.worker_list.describe_workers)
         assert edge.worker_list.describe_workers()["kv_transfers"] == {}
-        await edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
-        assert edge.worker_list.describe_workers()["kv_transfers"] == {"prefill": {"started": 1}}
+        answer = asyncio.ensure_future(edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions")))
+        await edge.until(lambda: decode.received)
         dashboard.tick(1e9)
-        (point,) = dashboard._points
+        gate.set()
+        await answer
+        assert edge.worker_list.describe_workers()["kv_transfers"] == {"prefill": {"started": 1}}
+        dashboard.tick(2e9)
+        before_end, point = dashboard._points
+        assert before_end["moved_tokens"] == before_end["moved_bytes"] == 0, "requests count when they end"
         moved = {name: point[name] for name in ("pulls", "prefills", "moved_tokens", "transfer_s", "computed_locally")}
         assert point["moved_bytes"] == 128_000
         assert moved == {"pulls": 0, "prefills": 1, "moved_tokens": 128, "transfer_s": 0.01, "computed_locally": 0}
