@@ -94,6 +94,8 @@ class EventFeed:
         self._unopened_source_by_stream_id: dict[str, _UnopenedSource] = {}
         self.ignored_message_count = 0
         """Live messages whose topic belongs to no followed stream."""
+        self.has_accepted_publisher = False
+        """Whether a publisher has connected to a bound socket."""
         self.fault_count = 0
         """Exceptions on the feed's thread; each ended one message or one stream."""
 
@@ -311,8 +313,8 @@ class EventFeed:
     def _read_monitor(self, subscription: Subscription) -> bool:
         """Handle what a socket's monitor reports about its connections; return whether it reported anything.
 
-        A bound socket has a connection for each publisher, of which only the ends matter here. The connection of a
-        connected socket is that of its one stream.
+        A bound socket has a connection for each publisher. Which one is told by its first message, so only the ends
+        matter here, and whether there was any. The connection of a connected socket is that of its one stream.
         """
         had_event = False
         while subscription.monitor.poll(0):
@@ -320,7 +322,9 @@ class EventFeed:
             event_type = message["event"]
             had_event = True
             if subscription.is_bound:
-                if event_type == zmq.EVENT_DISCONNECTED:
+                if event_type == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self.has_accepted_publisher = True
+                elif event_type == zmq.EVENT_DISCONNECTED:
                     self._on_peer_disconnected(subscription, int(message["value"]))
             elif subscription.stream is not None:
                 if event_type == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -84,8 +84,6 @@ class IndexFeed:
         self._counters: dict[tuple[str, int], StreamCounters] = {}
         """Counters by (worker, rank), kept while the worker is followed."""
         self._stream_generation = itertools.count()
-        self._is_bound = False
-        """Whether publishers may connect to this router: those that have not spoken yet are not known."""
         self.events = EventFeed(self)
 
     # The caller's thread -------------------------------------------------------------------------------------------
@@ -101,7 +99,6 @@ class IndexFeed:
         A publisher is known by its topic: that of a followed stream, or `kv@NAME...`, where NAME is the worker's id or
         host. Raises zmq.ZMQError if the endpoint cannot be bound.
         """
-        self._is_bound = True
         return self.events.bind(endpoint, self._find_stream)
 
     def follow(
@@ -235,8 +232,11 @@ class IndexFeed:
                 log.warning("worker %s: no events can be read from %s: %s", worker_id, endpoint, UNREACHABLE_HINT)
 
     def _find_unreachable_streams(self, worker_id: str) -> list[WorkerStream]:
-        """Return the unreachable streams of a worker; none if its publisher may yet connect to this router."""
-        if self._is_bound:
+        """Return the unreachable streams of a worker.
+
+        There are none if some publisher has connected to this router: it may be the worker's, before its first event.
+        """
+        if self.events.has_accepted_publisher:
             return []
         now_s = time.monotonic()
         return [stream for stream in self._streams_by_worker.get(worker_id, []) if stream.is_unreachable(now_s)]

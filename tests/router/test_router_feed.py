@@ -640,15 +640,18 @@ def test_a_stream_that_never_connected_says_so(index: ReferenceIndex, feed: Inde
     assert not feed.is_synced("a")
 
 
-def test_a_publisher_that_will_connect_is_not_missed_yet(
+def test_a_publisher_that_has_connected_is_not_missed(
     index: ReferenceIndex, feed: IndexFeed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With --bind-events, a worker without a request so far has published nothing, and its endpoint is the router's."""
     monkeypatch.setattr("router.fleet.worker_stream.UNREACHABLE_S", 0.0)
     endpoint = feed.bind("tcp://127.0.0.1:*")
     feed.follow("a", [EventSource(endpoint=endpoint, topic="kv@a@m")], [index.add_holder("a", "m")])
-    assert feed.list_unreachable_endpoints("a") == []
-    feed.warn_of_unreachable_streams("a")
+    assert feed.list_unreachable_endpoints("a") == [endpoint], "nobody has connected"
+    with zmq.Context() as context, context.socket(zmq.PUB) as silent_publisher:
+        silent_publisher.connect(endpoint)
+        wait_until(lambda: feed.list_unreachable_endpoints("a") == [], "its connection is seen")
+        feed.warn_of_unreachable_streams("a")
     assert endpoint not in caplog.text
 
 
