@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import xxhash
 
-from prompts.body_digests import digests, digests_among
 from prompts.routing import ApiKind, RoutingRequest
 from prompts.schemas import Message
 from router.prompting.placeholder_messages import RenderedPlaceholders
@@ -27,7 +27,13 @@ BODY_BYTES_MAX = 4 << 20
 LOCATIONS_MAX = 64
 """Most boundaries stored under one digest."""
 KEYS_MAX = 8
-"""Most digests of a body whose boundaries are compared with it."""
+"""Most prefixes of a body after which boundaries are compared with it."""
+PREFIX_LENGTHS: Final = [
+    (BODY_BYTES_MIN << doublings) * (8 + eighths) // 8
+    for doublings in range((BODY_BYTES_MAX // BODY_BYTES_MIN).bit_length())
+    for eighths in range(8)
+]
+"""Lengths of the prefixes of bodies under whose digests boundaries are stored: eight for each doubling."""
 BOUNDARIES_MAX = 4
 """Most boundaries of a conversation."""
 LOCAL_FIELDS = 5
@@ -132,9 +138,9 @@ class _Location(NamedTuple):
     conversation: CachedConversation
     boundary: Boundary
     key: int
-    """Digest of some bytes of a prefix of the body that ends before the boundary."""
+    """Digest of the longest prefix of the body, of those in PREFIX_LENGTHS, that ends before the boundary."""
     digest: int
-    """Digest of all bytes before the boundary."""
+    """Digest of the bytes between that prefix and the boundary."""
 
 
 class _Entry(NamedTuple):
@@ -148,9 +154,9 @@ class _Entry(NamedTuple):
 class ConversationCache:
     """The conversations of one process, found by what their bodies begin with. The least recently used one goes first.
 
-    Prefixes of a body are digested at a few lengths, eight for each doubling, and a boundary is stored under the digest
-    of the longest such prefix before it. So a look-up needs few digests. The boundaries that it finds are then compared
-    by the digest of everything before them.
+    A boundary may be anywhere in a body, and digests up to every place would cost too much. So a body is digested up
+    to the few PREFIX_LENGTHS, and a boundary is stored under the digest of the longest such prefix before it. The bytes
+    between that prefix and the boundary are compared by a second digest.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -168,25 +174,34 @@ class ConversationCache:
 
     def find(self, kind: ApiKind, body: bytes, max_matches: int) -> list[Match]:
         """Find cached boundaries before which a body is equal to the cached one, the furthest first."""
-        locations: list[_Location] = []
-        for key in digests_among(body, BODY_BYTES_MIN, self._seed, self._locations_by_key, KEYS_MAX):
-            locations += self._locations_by_key[key]
-        if len(locations) > 1:
-            locations.sort(key=_get_body_end)
-        # Boundaries in ascending order need only one pass over the body.
-        view, position = memoryview(body), 0
-        hasher = xxhash.xxh3_64(seed=self._seed)
+        keys = self._digest_prefixes(body, len(body))
+        known_indices = [i for i, key in enumerate(keys) if key in self._locations_by_key]
         matches: list[Match] = []
-        for location in locations:
-            body_end = location.boundary.body_end
-            if body_end > len(body):
-                break
-            hasher.update(view[position:body_end])
-            position = body_end
-            if location.conversation.kind == kind and hasher.intdigest() == location.digest:
-                matches.append((location.conversation, location.boundary))
-        matches.reverse()
+        for i in reversed(known_indices[-KEYS_MAX:]):
+            equal_locations = [
+                location
+                for location in self._locations_by_key[keys[i]]
+                if location.conversation.kind == kind
+                and location.digest == self._digest_rest(body, i, location.boundary)
+            ]
+            equal_locations.sort(key=_get_body_end)
+            matches += [(location.conversation, location.boundary) for location in reversed(equal_locations)]
         return matches[:max_matches]
+
+    def _digest_prefixes(self, body: bytes, end: int) -> list[int]:
+        """Return the digests of the prefixes of a body up to `end`, one for each of the PREFIX_LENGTHS."""
+        hasher = xxhash.xxh3_64(seed=self._seed)
+        view, position, digests = memoryview(body), 0, list[int]()
+        for length in PREFIX_LENGTHS[: bisect_right(PREFIX_LENGTHS, end)]:
+            hasher.update(view[position:length])
+            digests.append(hasher.intdigest())
+            position = length
+        return digests
+
+    def _digest_rest(self, body: bytes, prefix_index: int, boundary: Boundary) -> int:
+        """Digest the bytes between a prefix of PREFIX_LENGTHS and a boundary."""
+        rest = memoryview(body)[PREFIX_LENGTHS[prefix_index] : boundary.body_end]
+        return xxhash.xxh3_64_intdigest(rest, self._seed)
 
     def touch(self, conversation: CachedConversation) -> None:
         """Make a conversation the most recently used one."""
@@ -224,15 +239,13 @@ class ConversationCache:
 
     def _locate(self, conversation: CachedConversation, body: bytes) -> list[_Location]:
         """Return the boundaries of a conversation with the digests under which a look-up finds them."""
-        view, position, locations = memoryview(body), 0, []
-        hasher = xxhash.xxh3_64(seed=self._seed)
-        keys = digests(body, BODY_BYTES_MIN, self._seed, conversation.boundaries[-1].body_end)
+        keys = self._digest_prefixes(body, conversation.boundaries[-1].body_end)
+        locations = []
         for boundary in conversation.boundaries:
-            hasher.update(view[position : boundary.body_end])
-            position = boundary.body_end
-            if boundary.body_end >= BODY_BYTES_MIN:
-                key = keys[_count_prefixes(boundary.body_end) - 1]
-                locations.append(_Location(conversation, boundary, key, hasher.intdigest()))
+            prefix_index = bisect_right(PREFIX_LENGTHS, boundary.body_end) - 1
+            if prefix_index >= 0:
+                digest = self._digest_rest(body, prefix_index, boundary)
+                locations.append(_Location(conversation, boundary, keys[prefix_index], digest))
         return locations
 
     def _drop(self, conversation: CachedConversation) -> None:
@@ -262,10 +275,3 @@ class ConversationCache:
 
 def _get_body_end(location: _Location) -> int:
     return location.boundary.body_end
-
-
-def _count_prefixes(length: int) -> int:
-    """Return how many digests a body of this length has, which is at least BODY_BYTES_MIN."""
-    doublings = (length // BODY_BYTES_MIN).bit_length() - 1
-    base = BODY_BYTES_MIN << doublings
-    return 8 * doublings + (length - base) * 8 // base + 1

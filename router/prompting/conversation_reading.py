@@ -17,7 +17,6 @@ import msgspec
 import xxhash
 
 from prompts.anthropic import MessagesRequest, depends_on_template
-from prompts.body_digests import count_openings
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, convert_source_to_chat, has_media, parse_routing_of_kind
@@ -32,7 +31,7 @@ from router.prompting.conversation_cache import (
     Boundary,
     CachedConversation,
 )
-from router.prompting.encode import OBJECTS_MAX, RenderedPrompt
+from router.prompting.encode import OBJECTS_MAX, RenderedPrompt, count_openings
 from router.prompting.outline import fingerprint_messages, outline_chat
 from router.prompting.placeholder_messages import PlaceholderMessages, is_system_message
 
@@ -319,10 +318,12 @@ def continue_conversation(
     next_boundary = _find_next_boundary(
         conversation, rendered_tail, body, renderer.template, further_differs=further_differs
     )
-    # The text is encoded in two parts, so that the number of tokens before the next boundary is known.
-    next_position = 0 if next_boundary is None else next_boundary.char_count - boundary.char_count
-    text_ids = renderer.tokenizer.encode_array(text[:next_position], add_special_tokens=False)
-    next_token_count = boundary.token_count + len(text_ids)
+    text_ids, next_token_count = array(ID_TYPE), boundary.token_count
+    next_position = 0
+    if next_boundary is not None:  # the text is encoded in two parts to count the tokens before the next boundary
+        next_position = next_boundary.char_count - boundary.char_count
+        text_ids += renderer.tokenizer.encode_array(text[:next_position], add_special_tokens=False)
+        next_token_count += len(text_ids)
     text_ids += renderer.tokenizer.encode_array(text[next_position:], add_special_tokens=False)
     token_ids = conversation.token_ids[: boundary.token_count + len(text_ids)]  # often the final length: no copy later
     token_ids[boundary.token_count :] = text_ids

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from prompts.body_digests import count_openings
 from prompts.errors import RequestError
 from prompts.responses import get_response_id_of_item
 from prompts.routing import RoutingFields, RoutingRequest, check_object, convert_source_to_chat, make_routing_request
@@ -45,6 +44,11 @@ _ITEM_REFERENCE = re.compile(
     rb'|"id"\s*:\s*"([\w-]{1,256})"\s*,\s*"type"\s*:\s*"item_reference"'
 )
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
+
+
+def count_openings(text: bytes, end: int | None = None) -> int:
+    """Return the number of opening brackets and braces in the first `end` bytes: at least that of lists and objects."""
+    return text.count(b"[", 0, end) + text.count(b"{", 0, end)
 
 
 def is_light(body: bytes) -> bool:

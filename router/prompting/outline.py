@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import xxhash
 
-from prompts.body_digests import digest32, message_words
 from prompts.chat_rendering import BILLING_LINE
 from prompts.chat_template import Message
 from prompts.errors import RequestError
@@ -21,9 +21,6 @@ from prompts.routing import RoutingRequest, convert_source_to_chat
 from router.prompting.chat_outline import HAS_BILLING_LINE, HAS_THOUGHTS, HAS_TOOL_CALLS, Outline
 
 _ROLES: Final = {"system": 0, "developer": 0, "user": 1, "assistant": 2, "tool": 3}
-THINK: Final = b"<think>"
-BILLING: Final = BILLING_LINE.encode()
-"""A text without THINK, and a system text without a line that begins with BILLING, is rendered as it is."""
 _THINKING_FIELDS = frozenset(("reasoning_content", "reasoning", "thinking"))
 _SPACE = re.compile(r"\s*")
 _BILLING_LINE = re.compile(rf"^{BILLING_LINE}[^\n]*\n?", re.MULTILINE)
@@ -48,7 +45,10 @@ def outline_chat(request: RoutingRequest) -> Outline | None:
 
 def fingerprint_messages(messages: list[Message]) -> bytes:
     """Return FINGERPRINT_FIELDS numbers for each message."""
-    return message_words(messages, _ROLES, THINK, BILLING, _fingerprint_message)
+    numbers = array("I")
+    for message in messages:
+        numbers.extend(_fingerprint_message(message))
+    return numbers.tobytes()
 
 
 def fingerprint_tools(chat: RoutingRequest) -> bytes:
@@ -71,7 +71,7 @@ def digest_template_options(request: RoutingRequest) -> int:
 
 def _digest(data: bytes, previous_digest: int = 0) -> int:
     """Return a 32-bit digest of data that follows other data, whose digest is `previous_digest`."""
-    return digest32(data, previous_digest)
+    return xxhash.xxh3_64_intdigest(data, previous_digest) & 0xFFFF_FFFF
 
 
 class _MessageFingerprint(NamedTuple):
@@ -88,10 +88,14 @@ class _MessageFingerprint(NamedTuple):
 
 
 def _fingerprint_message(message: Mapping[str, Any]) -> _MessageFingerprint:
-    """Return the fingerprint of a message that is more than a role and a plain text."""
-    role_number = _ROLES.get(message.get("role"), 4)  # type: ignore[arg-type]
+    role, content = message.get("role"), message.get("content")
+    role_number = _ROLES.get(role, 4) if isinstance(role, str) else 4
     is_system = role_number == 0
-    text = _read_text(message.get("content"), is_system=is_system)
+    has_billing_line = is_system and BILLING_LINE in str(content)
+    if len(message) == 2 and isinstance(content, str) and "<think>" not in content and not has_billing_line:
+        digest = _digest_text(content)  # most messages come here
+        return _MessageFingerprint(digest, digest, digest, role_number, len(content))
+    text = _read_text(content, is_system=is_system)
     fields = {name: value for name, value in message.items() if name not in ("content", "role") and value is not None}
     text_digest = _digest_text(text)
     encoded_fields = _encoder.encode(fields) if fields else b""

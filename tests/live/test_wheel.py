@@ -146,7 +146,7 @@ def test_a_wheel_is_built_where_there_is_no_compiler(tmp_path: Path) -> None:
     assert build_process.returncode == 0, build_process.stdout[-4000:] + build_process.stderr[-4000:]
     with zipfile.ZipFile(next(tmp_path.glob("blockcast-*.whl"))) as content:
         extensions = {name.rpartition(".cpython")[0] for name in content.namelist() if name.endswith(".so")}
-    assert {"router/index/_native", "prompts/_words", "kernels/cpu/_native"} <= extensions
+    assert {"router/index/_native", "kernels/cpu/_native"} <= extensions
 
 
 def test_an_engine_without_its_native_operations_serves_and_says_how_to_get_them(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prompts import template_environment
-from prompts.body_digests import digests
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
@@ -25,10 +24,10 @@ from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import (
     BODY_BYTES_MIN,
     BOUNDARIES_MAX,
+    PREFIX_LENGTHS,
     Boundary,
     CachedConversation,
     ConversationCache,
-    _count_prefixes,
 )
 from router.prompting.conversation_reader import ATTEMPTS_MAX, CHECK_BYTES_PER_S, ConversationReader
 from router.prompting.conversation_reading import Continuation, cache_conversation
@@ -417,24 +416,21 @@ def test_a_prompt_of_which_the_end_counts_is_not_cached(tokenizer: Tokenizer) ->
 
 
 def test_digests_are_of_beginnings() -> None:
-    rng = random.Random(2)
+    assert sorted(set(PREFIX_LENGTHS)) == PREFIX_LENGTHS
+    rng, cache = random.Random(2), ConversationCache(1 << 20)
     for size in (0, 1023, 1024, 5000, 70_000):
         body = rng.randbytes(size)
-        prefix_digests = digests(body, 1024, 7)
-        lengths = [(1024 << i // 8) * (8 + i % 8) // 8 for i in range(len(prefix_digests))]
-        assert all(length <= size for length in lengths)
-        assert size < (1024 << len(prefix_digests) // 8) * (8 + len(prefix_digests) % 8) // 8
-        assert len(set(prefix_digests)) == len(prefix_digests)
-        assert digests(body, 1024, 8)[:1] != prefix_digests[:1] or not prefix_digests
+        digests = cache._digest_prefixes(body, size)
+        lengths = PREFIX_LENGTHS[: len(digests)]
+        assert lengths == [length for length in PREFIX_LENGTHS if length <= size]
+        assert len(set(digests)) == len(digests)
+        assert not digests or ConversationCache(1)._digest_prefixes(body, size)[0] != digests[0], "seeds are secret"
         for i, length in enumerate(lengths):
-            assert digests(body[:length] + b"other", 1024, 7)[: i + 1] == prefix_digests[: i + 1]
-            assert digests(body, 1024, 7, length) == prefix_digests[: i + 1]
-            at = rng.randrange(min(length, 8192))
+            assert cache._digest_prefixes(body[:length] + b"other", length) == digests[: i + 1]
+            at = rng.randrange(length)
             changed_body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
-            are_equal = [a == b for a, b in zip(digests(changed_body, 1024, 7), prefix_digests)]
-            assert are_equal == [size <= at for size in lengths], "whatever byte of it is another one"
-        if size >= BODY_BYTES_MIN:
-            assert _count_prefixes(size) == len(prefix_digests)
+            are_equal = [a == b for a, b in zip(cache._digest_prefixes(changed_body, size), digests)]
+            assert are_equal == [other_length <= at for other_length in lengths], "whatever byte is another one"
 
 
 def record_renders(monkeypatch: pytest.MonkeyPatch) -> list[int]:
