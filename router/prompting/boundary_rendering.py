@@ -8,6 +8,7 @@ text, so that its ids do not depend on the text before it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from prompts.chat_rendering import render_chat
@@ -24,10 +25,8 @@ from router.prompting.placeholder_messages import (
     find_template_markers,
     is_system_message,
 )
-from router.prompting.turn_memo import MemoKey, PlainTurn, TurnMemo, read_plain_texts
+from router.prompting.turn_memo import PlainTurn, TurnMemo, read_plain_turn
 
-CHECK_INTERVAL: Final = 64
-"""One in this many texts of the memo, and of continued conversations, is compared with the template's own text."""
 _PLACEHOLDER_TOOLS: Final[list[Message]] = [
     {
         "type": "function",
@@ -54,52 +53,34 @@ class Cut(NamedTuple):
 
 
 class BoundaryRenderer:
-    """Renders chats by the template of one tokenizer: whole, or only the new messages of a cached conversation."""
+    """Renders messages of conversations after a boundary, by the template of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         assert tokenizer.chat_template is not None
         self.tokenizer = tokenizer
         self.template: ChatTemplate = tokenizer.chat_template
-        self._memo = TurnMemo()
-        self._fill_count = 0
-        self.is_wrong = False
-        """Whether any text of the memo differed from the template's own text."""
+        self.memo = TurnMemo()
 
     def find_markers(self, chat: RoutingRequest) -> tuple[str, ...]:
         """Return the strings for which the template searches message texts."""
         return find_template_markers(self.template.select_source(has_tools=chat.tools is not None))
 
-    def render_whole(self, chat: RoutingRequest) -> str:
-        """Render all messages of a chat. For a short chat of plain texts, the memo may know what the template writes.
-
-        Every `CHECK_INTERVAL`-th text of the memo is compared with the template's own text, and `is_wrong` is set if
-        they differ. Raises RequestError.
-        """
-        plain_chat = None if _has_options(chat) else self._read_plain_chat(chat)
-        if plain_chat is None:
-            return render_chat(self.template, chat)
-        text = self._memo.fill(plain_chat)
-        if text is None:
-            text = render_chat(self.template, chat)
-            self._memo.add(plain_chat, text, lambda messages: self._try_render(chat.replace(messages=messages)))
-            return text
-        self._fill_count += 1
-        if self._fill_count % CHECK_INTERVAL:
-            return text
-        template_text = render_chat(self.template, chat)
-        self.is_wrong |= text != template_text
-        return template_text
-
     def prepare(self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]) -> NewMessages:
         """Return an object that renders the new messages of a conversation, those after the cached ones.
 
-        `rendered` has the short placeholders that stand for the cached messages. If the new messages are plain texts,
-        they get a key under which the memo may have what the template writes around such texts.
+        `rendered` has the short placeholders that stand for the cached messages.
         """
         turn = None
         if not rendered.has_late_system:
-            turn = self._make_plain_turn(rendered.digest, inputs.digest, inputs.chat, messages)
-        return NewMessages(self, self._memo, rendered, inputs, messages, turn)
+            chat = inputs.chat
+            turn = read_plain_turn(
+                messages,
+                self.find_markers(chat),
+                prefix_digest=rendered.digest,
+                inputs_digest=inputs.digest,
+                clock=self.template.read_clock(has_tools=chat.tools is not None),
+            )
+        return NewMessages(self, rendered, inputs, messages, turn)
 
     def cut(
         self,
@@ -110,17 +91,19 @@ class BoundaryRenderer:
         *,
         has_late_system: bool,
     ) -> Cut | None:
-        """Find where the prompt `text` can be cut before its last messages, the tail.
+        """Find where the prompt `text` can be cut before its last messages, the tail; None if nowhere.
 
-        The tail is rendered after placeholders. Where both texts are equal up to their ends, the template writes the
-        tail regardless of what came before. `has_late_system`: whether the template writes the system text or the tools
-        after the placeholders; if it turns out to, the search is repeated with the real ones. None if there is no such
-        place at which the tokenizer cuts.
+        The tail is also rendered after short placeholders. If a prompt `<user>A long question<user>Why?` becomes
+        `<user>qz7vkx<user>Why?`, both end with `<user>Why?`. So the template writes the tail regardless of the texts
+        before it, and the prompt can be cut there. `has_late_system`: whether the template is known to write the system
+        text or the tools after the placeholders, so that the real ones are needed.
         """
-        try:
-            short_text = self._render(placeholders, inputs, tail_messages, has_late_system=has_late_system)
-        except RequestError:
+        short_text = self._render(placeholders, inputs, tail_messages, has_late_system=has_late_system)
+        if short_text is None:
             return None
+        if not has_late_system and short_text.rfind(SYSTEM_FILLER) > short_text.rfind(FILLER):
+            has_late_system = True
+            short_text = self._render(placeholders, inputs, tail_messages, has_late_system=True) or ""
         common_chars = _count_common_end(text, short_text)
         position = self.tokenizer.cut_tokens.find_cut(text, len(text) - common_chars)
         if position is None:
@@ -128,24 +111,8 @@ class BoundaryRenderer:
         placeholder_chars = len(short_text) - (len(text) - position)
         if placeholder_chars <= 0:
             return None
-        if not has_late_system and short_text.rfind(SYSTEM_FILLER) > short_text.rfind(FILLER):
-            return self.cut(placeholders, inputs, tail_messages, text, has_late_system=True)
         placeholder_text = short_text[:placeholder_chars]
         return Cut(position, RenderedPlaceholders.make(placeholders, placeholder_text, has_late_system=has_late_system))
-
-    def _read_plain_chat(self, chat: RoutingRequest) -> PlainTurn | None:
-        inputs_digest = b"%d%d" % (chat.add_generation_prompt is not False, self.template.keeps_messages_as_sent)
-        return self._make_plain_turn(0, inputs_digest, chat, chat.messages or [])
-
-    def _make_plain_turn(
-        self, prefix_digest: int, inputs_digest: bytes, chat: RoutingRequest, messages: list[Message]
-    ) -> PlainTurn | None:
-        plain = read_plain_texts(messages, self.find_markers(chat))
-        if plain is None:
-            return None
-        clock = self.template.read_clock(has_tools=chat.tools is not None)
-        roles = tuple([message["role"] for message in messages])
-        return PlainTurn(MemoKey(prefix_digest, inputs_digest, roles, plain.edges, clock), plain.texts)
 
     def render_after(
         self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
@@ -154,19 +121,11 @@ class BoundaryRenderer:
 
         None if it refuses the messages, or if it writes the placeholders in another way than before, or a second time.
         """
-        try:
-            short_text = self._render(rendered.placeholders, inputs, messages, has_late_system=rendered.has_late_system)
-        except RequestError:
+        short_text = self._render(rendered.placeholders, inputs, messages, has_late_system=rendered.has_late_system)
+        if short_text is None or not short_text.startswith(rendered.text):
             return None
         text = short_text[len(rendered.text) :]
-        is_as_before = short_text.startswith(rendered.text) and FILLER not in text and SYSTEM_FILLER not in text
-        return text if is_as_before else None
-
-    def _try_render(self, chat: RoutingRequest) -> str | None:
-        try:
-            return render_chat(self.template, chat)
-        except RequestError:
-            return None
+        return None if FILLER in text or SYSTEM_FILLER in text else text
 
     def _render(
         self,
@@ -175,98 +134,87 @@ class BoundaryRenderer:
         messages: list[Message],
         *,
         has_late_system: bool,
-    ) -> str:
-        """Render messages after placeholders. Raises RequestError.
+    ) -> str | None:
+        """Render messages after placeholders; None if the template refuses them.
 
         The system text and the tools are placeholders too, unless the template writes them late: then they are the real
         ones.
         """
         chat, all_messages = inputs.chat, [*placeholders.messages, *messages]
+        tools = chat.tools
         if not has_late_system:
-            tools = chat.tools and _PLACEHOLDER_TOOLS
-            return render_chat(self.template, chat.replace(messages=all_messages, tools=tools))
-        if is_system_message(inputs.first_message):
+            tools = tools and _PLACEHOLDER_TOOLS
+        elif is_system_message(inputs.first_message):
             all_messages[0] = inputs.first_message
-        return render_chat(self.template, chat.replace(messages=all_messages))
+        try:
+            return render_chat(self.template, chat.replace(messages=all_messages, tools=tools))
+        except RequestError:
+            return None
 
 
+@dataclass(frozen=True, slots=True)
 class NewMessages:
     """The new messages of a conversation: renders them, and finds where their text can be cut for the next turn.
 
     They are rendered after short placeholders that stand for the cached messages before them. For a few plain texts,
-    the memo may know the result.
+    the renderer's memo may know the result.
     """
 
-    def __init__(
-        self,
-        renderer: BoundaryRenderer,
-        memo: TurnMemo,
-        rendered: RenderedPlaceholders,
-        inputs: TemplateInputs,
-        messages: list[Message],
-        turn: PlainTurn | None,
-    ) -> None:
-        """`rendered`: the placeholders of the boundary. `turn`: the messages as the memo takes them, if it does."""
-        self._renderer = renderer
-        self._memo = memo
-        self._rendered = rendered
-        self._inputs = inputs
-        self._messages = messages
-        self._turn = turn
+    renderer: BoundaryRenderer
+    rendered: RenderedPlaceholders
+    """The placeholders of the boundary."""
+    inputs: TemplateInputs
+    messages: list[Message]
+    turn: PlainTurn | None
+    """The messages as the memo takes them; None if it does not."""
 
     def render(self) -> str | None:
         """Return the prompt's text after the boundary.
 
         None if the template refuses the messages, or may have written the text before the boundary in another way.
         """
-        text = None if self._turn is None else self._memo.fill(self._turn)
+        memo = self.renderer.memo
+        text = None if self.turn is None else memo.fill(self.turn)
         if text is None:
-            text = self._render(self._rendered, self._messages)
-            if text is not None and self._turn is not None:
-                self._memo.add(self._turn, text, lambda others: self._render(self._rendered, others))
-        return text if text is not None and self._renderer.tokenizer.cut_tokens.starts_with_cut(text) else None
+            text = self._render(self.rendered, self.messages)
+            if text is not None and self.turn is not None:
+                memo.add(self.turn, text, lambda others: self._render(self.rendered, others))
+        return text if text is not None and self.renderer.tokenizer.cut_tokens.starts_with_cut(text) else None
 
     def cut(self, count: int, text: str) -> Cut | None:
         """Find where `text`, which `render` returned, can be cut after the first `count` messages; None if nowhere."""
         cut = self._cut_by_memo(count, text)
         if cut is not None:
             return cut
-        renderer, inputs, rendered = self._renderer, self._inputs, self._rendered
-        placeholders = rendered.placeholders.extend(self._messages[:count], renderer.find_markers(inputs.chat))
+        renderer, inputs, rendered = self.renderer, self.inputs, self.rendered
+        placeholders = rendered.placeholders.extend(self.messages[:count], renderer.find_markers(inputs.chat))
         if placeholders is None:
             return None
-        cut = renderer.cut(placeholders, inputs, self._messages[count:], text, has_late_system=rendered.has_late_system)
-        if cut is not None and self._turn is not None and not cut.rendered.has_late_system:
-            self._remember_cut(self._turn, cut, count, text)
+        cut = renderer.cut(placeholders, inputs, self.messages[count:], text, has_late_system=rendered.has_late_system)
+        if cut is not None and self.turn is not None and not cut.rendered.has_late_system:
+            self._remember_cut(self.turn, cut, count, text)
         return cut
 
     def _cut_by_memo(self, count: int, text: str) -> Cut | None:
-        if self._turn is None:
+        if self.turn is None:
             return None
-        next_rendered = self._memo.find_next_placeholders(self._turn.key, count)
+        memo = self.renderer.memo
+        next_rendered = memo.find_next_placeholders(self.turn.key, count)
         if next_rendered is None:
             return None
-        tail_text = self._memo.fill(self._turn.after(count, next_rendered.digest))
+        tail_text = memo.fill(self.turn.after(count, next_rendered.digest))
         if tail_text is None or not text.endswith(tail_text):
             return None
         return Cut(len(text) - len(tail_text), next_rendered)
 
     def _remember_cut(self, turn: PlainTurn, cut: Cut, count: int, text: str) -> None:
-        self._memo.add_next_placeholders(turn.key, count, cut.rendered)
+        memo = self.renderer.memo
+        memo.add_next_placeholders(turn.key, count, cut.rendered)
         tail_turn = turn.after(count, cut.rendered.digest)
-        self._memo.add(tail_turn, text[cut.position :], lambda others: self._render(cut.rendered, others))
+        memo.add(tail_turn, text[cut.position :], lambda others: self._render(cut.rendered, others))
 
     def _render(self, rendered: RenderedPlaceholders, messages: list[Message]) -> str | None:
-        return self._renderer.render_after(rendered, self._inputs, messages)
-
-
-def _has_options(chat: RoutingRequest) -> bool:
-    """Whether a chat has inputs of a template besides messages and a generation prompt."""
-    options = (
-        chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.chat_template,
-        chat.continue_final_message or None,
-    )  # fmt: skip
-    return any(option is not None for option in options)
+        return self.renderer.render_after(rendered, self.inputs, messages)
 
 
 def _count_common_end(first: str, second: str) -> int:

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 
 from prompts.routing import ApiKind, RoutingRequest
 from prompts.tokenizer import Tokenizer
-from router.prompting import boundary_rendering
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import ConversationCache, Match
 from router.prompting.conversation_reading import Continuation, continue_conversation, is_cacheable
 
 log = logging.getLogger("router")
 
+CHECK_INTERVAL = 64
+"""One in this many continued prompts is also read whole, to compare the ids."""
 CHECK_BYTES_PER_S = 256 << 10
 """Most bytes a second that are read whole for checks: some 4 ms of CPU with Qwen3's template."""
 ATTEMPTS_MAX = 4
@@ -65,9 +66,6 @@ class ConversationReader:
     def renderer_of(self, model: str) -> BoundaryRenderer | None:
         """Return the renderer of a model's conversations; None if they are not cached."""
         renderer = self._renderers.get(model)
-        if renderer is not None and renderer.is_wrong:
-            self._report_difference(model, "a prompt that was put together differed from what the template writes")
-            return None
         return renderer if renderer is not None and renderer.template.is_bounded else None
 
     def may_have(self, kind: ApiKind | None, body_bytes: int) -> bool:
@@ -104,7 +102,7 @@ class ConversationReader:
         self.cache.hits += 1
         self.cache.touch(continuation.conversation)
         self._unchecked_count += 1
-        if self._unchecked_count < boundary_rendering.CHECK_INTERVAL or now < self._next_check_s:
+        if self._unchecked_count < CHECK_INTERVAL or now < self._next_check_s:
             return False
         self._unchecked_count = 0
         self._next_check_s = now + body_bytes / CHECK_BYTES_PER_S
@@ -115,13 +113,8 @@ class ConversationReader:
         self.check_count += 1
         if len(token_ids) == len(continuation.token_ids) and list(token_ids) == list(continuation.token_ids):
             return
-        count = continuation.boundary.message_count
-        self._report_difference(
-            model, f"a prompt that was continued behind its message {count} differed from the whole"
-        )
-
-    def _report_difference(self, model: str, problem: str) -> None:
-        """Stop caching the conversations of a model because a prompt was wrong."""
+        message_count = continuation.boundary.message_count
+        problem = f"a prompt that was continued behind its message {message_count} differed from the whole"
         self.difference_count += 1
         self.forbid(model, problem)
         log.warning("model %s: %s", model, problem)

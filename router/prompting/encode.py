@@ -7,7 +7,7 @@ is routed by load alone, and the client gets the worker's own error.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -192,14 +192,11 @@ def count_further_tokens(request: RoutingRequest, tokenizer: Tokenizer | None) -
     return token_counts
 
 
-def read_prompt(
-    request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None,
-    render: Callable[[RoutingRequest], str] | None = None,
-) -> RenderedPrompt:  # fmt: skip
+def read_prompt(request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> RenderedPrompt:
     """Render and encode the part of a prompt by which the request is routed, without truncating it.
 
     That is the first of several prompts, and the text before the first image. The result has no ids if they are unknown
-    or of no use. `render` renders chats instead of the tokenizer's template. Raises RequestError.
+    or of no use. Raises RequestError.
     """
     if request.scores_prompt:
         return RenderedPrompt()
@@ -207,7 +204,7 @@ def read_prompt(
     if request.source is not None and tokenizer is not None:
         request = convert_source_to_chat(request, tokenizer.chat_template)
     if request.kind == "chat":
-        return _read_chat(request, tokenizer, ids_max, render)
+        return _read_chat(request, tokenizer, ids_max)
     first_prompt = _get_first_prompt(request)
     if first_prompt is None:
         return RenderedPrompt()
@@ -221,18 +218,13 @@ def read_prompt(
         raise RequestError(f"prompt: {error}", param="prompt") from None
 
 
-def _read_chat(
-    request: RoutingRequest,
-    tokenizer: Tokenizer | None,
-    ids_max: int,
-    render: Callable[[RoutingRequest], str] | None,
-) -> RenderedPrompt:
+def _read_chat(request: RoutingRequest, tokenizer: Tokenizer | None, ids_max: int) -> RenderedPrompt:
     """Render and encode a chat. The result has no ids without a template of ours, and for a client's own template."""
     if tokenizer is None or request.messages is None or tokenizer.chat_template is None:
         return RenderedPrompt()
     if request.chat_template is not None:
         return RenderedPrompt()  # a program of the client, which might never end, and workers refuse it by default
-    text = (render or tokenizer.render_chat_text)(request)
+    text = tokenizer.render_chat_text(request)
     rendered_prompt = _encode_text(tokenizer, text, request, bool(request.add_special_tokens), ids_max)
     if len(text) <= ids_max * CHARS_PER_TOKEN_MAX:
         rendered_prompt.chat, rendered_prompt.text = request, text

@@ -162,11 +162,10 @@ class PromptReader:
     ) -> TokenizedPrompt:  # fmt: skip
         """Tokenise the prompt of a request for routing. May be called on any thread; raises nothing.
 
-        `renderer` renders the model's conversations. If a `body` is given as well, the result has a cache entry for it.
-        `tokens_max`: most tokens that the model takes; a longer prompt is truncated.
+        `renderer` renders the model's conversations. If it and a `body` are given, the result has a cache entry for the
+        body. `tokens_max`: most tokens that the model takes; a longer prompt is truncated.
         """
-        render = None if renderer is None else renderer.render_whole
-        result, read_s = self._run_timed(lambda: _tokenize(request, tokenizer, tokens_max, render))
+        result, read_s = self._run_timed(lambda: _tokenize(request, tokenizer, tokens_max))
         if result is None:
             return TokenizedPrompt(None, read_s)
         tokenized, rendered = result
@@ -412,13 +411,10 @@ class PromptReader:
 
 
 def _tokenize(
-    request: RoutingRequest,
-    tokenizer: Tokenizer | None,
-    tokens_max: int | None,
-    render: Callable[[RoutingRequest], str] | None,
+    request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None
 ) -> tuple[TokenizedPrompt, RenderedPrompt]:
     """Return the truncated prompt for routing, and the prompt before truncation. Raises RequestError."""
-    prompt = read_prompt(request, tokenizer, tokens_max, render)
+    prompt = read_prompt(request, tokenizer, tokens_max)
     further_tokens = count_further_tokens(request, tokenizer)
     size = measure_prompts(prompt.token_ids, request, tokens_max, further_tokens, is_exact=prompt.is_whole)
     ids = truncate_prompt(prompt.token_ids, request, tokens_max)

@@ -123,8 +123,6 @@ def _try_conversation(
             prompt = read_prompt(request, renderer.tokenizer)
         except RequestError:
             return None, hits
-        if renderer.render_whole(request) != prompt.text:
-            return f"what is put together of {end} messages differs", hits
         continuation = _continue_cached(cache, body, renderer)
         if continuation is None:
             cached = cache_conversation(request, body, prompt, renderer)

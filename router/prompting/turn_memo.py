@@ -30,18 +30,11 @@ Edges = tuple[str, str]
 """White space before and after the text of a message."""
 
 
-class PlainTexts(NamedTuple):
-    """Texts of messages without the white space at their edges, and that white space."""
-
-    texts: list[str]
-    edges: tuple[Edges, ...]
-
-
 class MemoKey(NamedTuple):
     """Everything by which a template decides what it writes around the texts of new messages."""
 
     prefix_digest: int
-    """Digest of the placeholders before the messages (`RenderedPlaceholders.digest`); 0 for a whole chat."""
+    """Digest of the placeholders before the messages (`RenderedPlaceholders.digest`)."""
     inputs_digest: bytes
     """Digest of the template's inputs besides messages."""
     roles: tuple[str, ...]
@@ -93,9 +86,6 @@ class TurnMemo:
         self._next_placeholders: dict[tuple[MemoKey, int], RenderedPlaceholders] = {}
         """(key, number of the new messages before a boundary) -> placeholders of that boundary."""
 
-    def __len__(self) -> int:
-        return len(self._skeleton_by_key) + len(self._next_placeholders)
-
     def fill(self, turn: PlainTurn) -> str | None:
         """Return what the template writes for a turn; None if that is unknown."""
         skeleton = self._skeleton_by_key.get(turn.key)
@@ -134,17 +124,25 @@ class TurnMemo:
         self._next_placeholders[key, message_count] = placeholders
 
 
-def read_plain_texts(messages: Sequence[Message], markers: Sequence[str]) -> PlainTexts | None:
-    """Return the texts of messages if templates only copy them; None if a template may treat one of them otherwise.
+def read_plain_turn(
+    messages: Sequence[Message],
+    markers: Sequence[str],
+    *,
+    prefix_digest: int,
+    inputs_digest: bytes,
+    clock: tuple[str, ...],
+) -> PlainTurn | None:
+    """Return messages as the memo takes them; None if a template may do otherwise than copy one of their texts.
 
-    Such messages are few, and each is a role and a text without a marker for which the template searches.
+    Such messages are few, and each is a role and a text without a marker for which the template searches. The named
+    arguments are fields of `MemoKey`.
     """
     if not 0 < len(messages) <= TURNS_MAX:
         return None
-    texts, edges = list[str](), list[Edges]()
+    roles, texts, edges = list[str](), list[str](), list[Edges]()
     for message in messages:
-        content = message.get("content")
-        if type(content) is not str or len(message) != 2 or type(message.get("role")) is not str:
+        role, content = message.get("role"), message.get("content")
+        if type(content) is not str or len(message) != 2 or type(role) is not str:
             return None
         text = content.strip()
         if not text or content.startswith(BILLING_LINE):
@@ -155,6 +153,7 @@ def read_plain_texts(messages: Sequence[Message], markers: Sequence[str]) -> Pla
         for marker in markers:
             if marker in content:
                 return None
+        roles.append(role)
         texts.append(text)
         edges.append((before, after))
-    return PlainTexts(texts, tuple(edges))
+    return PlainTurn(MemoKey(prefix_digest, inputs_digest, tuple(roles), tuple(edges), clock), texts)

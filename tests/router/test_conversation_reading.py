@@ -15,7 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prompts import template_environment
-from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_routing_of_kind
@@ -468,34 +467,16 @@ def test_the_memo_keeps_white_space_as_the_template_does(
     content: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Texts with the same white space at their edges share an entry, and others do not."""
-    renderer = BoundaryRenderer(
-        load_tokenizer(tmp_path, chat_templates.CHATML.replace("message['content']", f"({content})"))
-    )
+    template = chat_templates.CHATML.replace("message['content']", f"({content})")
+    turns, talk = Turns(load_tokenizer(tmp_path, template)), long_talk(6)
+    turns.read("chat", json.dumps({"messages": talk}).encode())
     renders = record_renders(monkeypatch)
-    new_entries = [("", "\n", 2), ("", "", 2), (" ", "\n", 2)]
-    known_entries = [(before, after, 0) for before, after, _ in new_entries]
-    too_wide = ("", " " * 99, 1)
-    for number, (before, after, render_count) in enumerate([*new_entries, *known_entries, too_wide, too_wide]):
-        messages = [{"role": "user", "content": f"{before}word {number}{after}"}]
-        chat = parse_routing_of_kind("chat", json.dumps({"messages": messages}).encode())
+    new_edges = [("", "\n"), ("", ""), (" ", "\n")]
+    too_wide = ("", " " * 99)
+    for number, (before, after) in enumerate([*new_edges, *new_edges, too_wide, too_wide]):
+        question = {"role": "user", "content": f"{before}word {number}{after}"}
         renders.clear()
-        text = renderer.render_whole(chat)
-        assert len(renders) == render_count, "twice for a new entry: once to compare it"
-        assert text == render_chat(renderer.template, chat)
-
-
-def test_a_text_that_is_put_together_wrongly_ends_the_caching(tmp_path: Any) -> None:
-    """A template that writes one word in another way, which nothing tells."""
-    template = chat_templates.CHATML.replace(
-        "message['content']", "('b' if message['content'] == 'a' else message['content'])"
-    )
-    reader, renderer = ConversationReader(1 << 20), BoundaryRenderer(load_tokenizer(tmp_path, template))
-    reader.allow("m", renderer)
-    texts = {"a": "b", "x": "x"}
-    for number in range(200):
-        word = "a" if number == 64 else "x"
-        chat = parse_routing_of_kind("chat", json.dumps({"messages": [{"role": "user", "content": word}]}).encode())
-        assert texts[word] in renderer.render_whole(chat)
-        assert (reader.renderer_of("m") is None) == (number >= 64)
-    assert reader.difference_count == 1
-    assert "put together" in reader.problems["m"]
+        continuation = turns.read("chat", json.dumps({"messages": [*talk, question]}).encode())
+        assert continuation is not None
+        is_known = len(new_edges) <= number < 2 * len(new_edges)
+        assert (len(renders) == 1) == is_known, "the full read that it is compared with"

@@ -11,7 +11,7 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 from router.admin.metrics_page import build_page_families, render_metrics
-from router.prompting import boundary_rendering, conversation_reader
+from router.prompting import conversation_reader
 from router.prompting.conversation_reader import ConversationReader
 from tests.router.conversation_bodies import long_talk
 
@@ -45,7 +45,7 @@ def test_continued_conversations_are_checked(
     edge: Any, make_post: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: int
 ) -> None:
     """In a thread, and in a worker process where the body is large."""
-    monkeypatch.setattr(boundary_rendering, "CHECK_INTERVAL", 1)
+    monkeypatch.setattr(conversation_reader, "CHECK_INTERVAL", 1)
     monkeypatch.setattr(conversation_reader, "CHECK_BYTES_PER_S", 1 << 40)
 
     async def scenario() -> None:
@@ -65,7 +65,7 @@ def test_continued_conversations_are_checked(
 def test_a_wrong_prompt_ends_the_caching_and_is_told(
     edge: Any, make_post: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(boundary_rendering, "CHECK_INTERVAL", 2)
+    monkeypatch.setattr(conversation_reader, "CHECK_INTERVAL", 2)
 
     async def scenario() -> None:
         conversations = await load(edge, tmp_path)
