@@ -22,6 +22,7 @@ import msgspec
 import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.experimental import internal_kv
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fleet.guard import exit_with_parent
 from fleet.member import MemberActor, MemberReport, RouterReport
@@ -230,10 +231,21 @@ class DirectoryActor:
         resources = state.spec.get_required_resources(kind)
         actor_class = ray.remote(MemberActor).options(
             name=record.name, namespace=NAMESPACE, lifetime="detached", max_concurrency=16,
-            num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0.0), scheduling_strategy="SPREAD",
+            num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0.0),
+            scheduling_strategy=self._choose_strategy(record),
         )  # fmt: skip
         actor = actor_class.remote(msgspec.json.encode(state.spec), kind.value, record.slot, self._list_workers())
         self._link_by_member[record.name] = MemberLink(actor)
+
+    def _choose_strategy(self, record: MemberRecord) -> str | NodeAffinitySchedulingStrategy:
+        """Return how Ray chooses a member's node: spread, but a router goes where its slot was before, if it can.
+
+        So a router that is replaced keeps its address, which clients know.
+        """
+        earlier_node = self._state.node_by_router_slot.get(record.slot)
+        if record.kind is MemberKind.ENGINE or earlier_node is None:
+            return "SPREAD"
+        return NodeAffinitySchedulingStrategy(earlier_node, soft=True)
 
     def _adopt_member(self, record: MemberRecord) -> None:
         """Watch a member that an earlier directory process started."""
@@ -286,6 +298,8 @@ class DirectoryActor:
         for event_s, text in report.events:
             self._record_event(f"{record.name}: {text}", event_s)
         record.launch = report.program.launch
+        if record.kind is MemberKind.ROUTER:
+            self._state.node_by_router_slot[record.slot] = report.node
         phase = Phase.UP if record.launch is not None else Phase.STARTING
         if report.program.has_stopped:
             self._remove_member(record, "stopped")

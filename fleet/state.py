@@ -38,6 +38,8 @@ class DirectoryState(msgspec.Struct, kw_only=True):
     engine_target: MemberTarget
     router_target: MemberTarget
     record_by_name: dict[str, MemberRecord] = {}
+    node_by_router_slot: dict[int, str] = {}
+    """Node on which the newest router of each slot runs or ran."""
     last_serial: int = 0
     """Number at the end of the newest member's name."""
 
