@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
 from router.prompting.chat_outline import (
+    FINGERPRINT_BYTES,
     FINGERPRINT_FIELDS,
     HAS_BILLING_LINE,
     HAS_THOUGHTS,
@@ -51,9 +52,10 @@ class MessageFingerprints(NamedTuple):
         return self.kinds[index] & ROLE_BITS
 
 
-def unpack_fingerprints(outline: Outline) -> MessageFingerprints:
-    """Return the fingerprints of the messages of a chat."""
-    numbers = array("I", outline.messages)
+def unpack_fingerprints(outline: Outline, indexes: slice = slice(None)) -> MessageFingerprints:
+    """Return the fingerprints of the messages of a chat, or only of those with these indexes."""
+    start, stop, _ = indexes.indices(outline.message_count)
+    numbers = array("I", outline.messages[start * FINGERPRINT_BYTES : stop * FINGERPRINT_BYTES])
     return MessageFingerprints(*(numbers[field::FINGERPRINT_FIELDS] for field in range(FINGERPRINT_FIELDS)))
 
 
@@ -94,9 +96,10 @@ def is_side_request(old: Outline, new: Outline) -> bool:
 
 def find_added_system_prompt(old: Outline, new: Outline) -> int | None:
     """Return the index of the first system prompt behind the messages of `old`; None if there is none."""
-    new_messages = unpack_fingerprints(new)
-    added_indexes = range(old.message_count, new_messages.message_count)
-    return next((index for index in added_indexes if new_messages.get_role(index) == SYSTEM), None)
+    added_messages = unpack_fingerprints(new, slice(old.message_count, None))
+    added_indexes = range(added_messages.message_count)
+    system_indexes = (old.message_count + index for index in added_indexes if added_messages.get_role(index) == SYSTEM)
+    return next(system_indexes, None)
 
 
 def classify_answer_change(outline: Outline, answer_index: int) -> DifferenceKind | None:
@@ -104,10 +107,10 @@ def classify_answer_change(outline: Outline, answer_index: int) -> DifferenceKin
 
     None if the message at `answer_index` is missing or is no answer.
     """
-    messages = unpack_fingerprints(outline)
-    if answer_index >= messages.message_count or messages.get_role(answer_index) != ASSISTANT:
+    answer = unpack_fingerprints(outline, slice(answer_index, answer_index + 1))
+    if not answer.message_count or answer.get_role(0) != ASSISTANT:
         return None
-    kind = messages.kinds[answer_index]
+    (kind,) = answer.kinds
     if kind & HAS_THOUGHTS:
         return "thinking_dropped"
     return "tool_arguments" if kind & HAS_TOOL_CALLS else "re_encoded"
@@ -115,10 +118,10 @@ def classify_answer_change(outline: Outline, answer_index: int) -> DifferenceKin
 
 def _find_system_prompt_digest(outline: Outline) -> int | None:
     """Return the content digest of the first message; None if it is no system prompt."""
-    messages = unpack_fingerprints(outline)
-    if not messages.message_count or messages.get_role(0) != SYSTEM:
+    first_message = unpack_fingerprints(outline, slice(1))
+    if not first_message.message_count or first_message.get_role(0) != SYSTEM:
         return None
-    return messages.content_digests[0]
+    return first_message.content_digests[0]
 
 
 def _find_droppable_thoughts(messages: MessageFingerprints) -> int | None:
