@@ -20,7 +20,7 @@ from router.decide.workers import Worker
 log = logging.getLogger("router")
 
 REFRESH_S = 1.0
-"""Time between two comparisons with the list of workers."""
+"""Time between two searches for host names to resolve, and for workers with another URL."""
 RESOLVE_S = 10.0
 """Time between two resolutions of a host name."""
 
@@ -28,14 +28,14 @@ RESOLVE_S = 10.0
 class EndpointMap:
     """Translates between worker ids and the endpoints by which Envoy names workers.
 
-    Call `refresh` often, on a running event loop.
+    Call `refresh` often, on a running event loop, to resolve host names. Workers with an IP address are known at once.
     """
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
         self._workers = workers
-        self._known_worker_ids: set[str] = set()
-        """Workers of the last refresh."""
         self._worker_id_by_endpoint: dict[str, str] = {}
+        self._indexed_worker_ids: set[str] = set()
+        """Workers that were looked at for `_worker_id_by_endpoint`."""
         self._ip_by_host_name: dict[str, str] = {}
         self._next_lookup_at_s: dict[str, float] = {}
         """Time of the next resolution of each host name."""
@@ -55,6 +55,8 @@ class EndpointMap:
 
     def get_worker_id(self, endpoint: str) -> str | None:
         """Return the id of the worker at an endpoint; None if there is none."""
+        if self._workers.keys() != self._indexed_worker_ids:
+            self._index_endpoints()
         worker_id = self._worker_id_by_endpoint.get(endpoint)
         if worker_id is None or self.get_endpoint(worker_id) != endpoint:  # its URL may have changed since
             return None
@@ -66,28 +68,30 @@ class EndpointMap:
         return frozenset(worker_id for worker_id in worker_ids if worker_id is not None)
 
     def refresh(self, now: float) -> None:
-        """Learn the endpoints of new workers, forget those of removed ones, and resolve host names when it is time."""
+        """Resolve host names when it is time, and notice workers with another URL."""
         if now - self._refreshed_at_s < REFRESH_S:
             return
         self._refreshed_at_s = now
-        for worker_id, worker in self._workers.items():
-            path = urlsplit(worker.spec.url).path
-            if path and worker_id not in self._known_worker_ids:
-                log.warning("worker %s: Envoy will not put %s before its paths", worker_id, path)
+        for worker in self._workers.values():
             address = _parse_url(worker.spec.url)
             if not address.is_ip and now >= self._next_lookup_at_s.get(address.host, now):
                 self._next_lookup_at_s[address.host] = now + RESOLVE_S
                 task = asyncio.get_running_loop().create_task(self._resolve(address.host))
                 self._lookups.add(task)
                 task.add_done_callback(self._lookups.discard)
-        self._known_worker_ids = set(self._workers)
         self._index_endpoints()
 
     def _index_endpoints(self) -> None:
-        endpoint_by_worker_id = {worker_id: self.get_endpoint(worker_id) for worker_id in self._workers}
-        self._worker_id_by_endpoint = {
-            endpoint: worker_id for worker_id, endpoint in endpoint_by_worker_id.items() if endpoint is not None
-        }
+        """Note the worker of each endpoint. A new worker with a path in its URL is logged: Envoy cannot be given it."""
+        self._worker_id_by_endpoint.clear()
+        for worker_id, worker in self._workers.items():
+            path = urlsplit(worker.spec.url).path
+            if path and worker_id not in self._indexed_worker_ids:
+                log.warning("worker %s: Envoy will not put %s before its paths", worker_id, path)
+            endpoint = self.get_endpoint(worker_id)
+            if endpoint is not None:
+                self._worker_id_by_endpoint[endpoint] = worker_id
+        self._indexed_worker_ids = set(self._workers)
 
     async def _resolve(self, host: str) -> None:
         """Look up the address of a host. An address that is still among its addresses is not replaced by another."""

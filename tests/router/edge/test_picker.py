@@ -332,6 +332,16 @@ def test_bytes_are_booked_on_the_gateway_s_client(edge: Any) -> None:
     edge.run(scenario())
 
 
+def test_a_worker_that_joins_is_known_at_once(edge: Any) -> None:
+    async def scenario() -> None:
+        async with picker(edge, workers=1) as envoy:
+            await edge.worker(edge.reply(), "w9", port=9109)
+            found = envoy.picker_state.endpoints.find_worker_ids(["127.0.0.1:9100", "127.0.0.1:9109", "127.0.0.1:1"])
+            assert found == {"w0", "w9"}
+
+    edge.run(scenario())
+
+
 def test_a_name_is_looked_up(edge: Any) -> None:
     async def scenario() -> None:
         async with picker(edge, workers=0) as envoy:
