@@ -8,7 +8,7 @@ import logging
 import multiprocessing
 import time
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -25,17 +25,8 @@ from router.shadow.report import ShadowReport, render_page
 
 log = logging.getLogger("router")
 
-HISTORY_INTERVAL_S: Final = 10.0
-"""Time between two points of the report's history."""
-HISTORY_POINTS_MAX: Final = 5_000
 NEW_REQUESTS_MIN: Final = 20
 """New requests that are needed for another comparison."""
-
-
-class _HistoryPoint(NamedTuple):
-    at_s: float
-    tokens_by_reason: dict[str, int]
-    """Tokens that had to be computed since the start."""
 
 
 class ShadowReporter:
@@ -56,7 +47,6 @@ class ShadowReporter:
         self._comparison: Comparison | None = None
         self._problem: str | None = None
         """Why the last comparison failed; None if it did not."""
-        self._history: list[_HistoryPoint] = []
         self._started_at = time.time()
         self._compared_request_count = 0
         self._compared_at_s = proxy.now()
@@ -76,13 +66,10 @@ class ShadowReporter:
         return Response(page, content_type=HTML, headers=make_security_headers(page))
 
     def tick(self, now: float) -> None:
-        """Add a point to the history, and begin a comparison, if they are due. Call several times a second.
+        """Begin a comparison if it is due. Call several times a second.
 
-        A comparison is due after `every_s` if enough new requests came, unless the last one still runs.
+        It is due after `every_s` if enough new requests came, unless the last one still runs.
         """
-        if not self._history or now - self._history[-1].at_s >= HISTORY_INTERVAL_S:
-            self._history.append(_HistoryPoint(now, dict(self._proxy.metrics.cache_miss_tokens)))
-            del self._history[:-HISTORY_POINTS_MAX]
         placed_request_count = self._recorder.counts["placed"]
         is_due = (
             now - self._compared_at_s >= self._config.every_s
@@ -150,7 +137,6 @@ class ShadowReporter:
             problem=self._problem,
             tokens=dict(metrics.cache_miss_tokens),
             turns=dict(metrics.cache_miss_requests),
-            course=[(point.at_s - self._history[0].at_s, point.tokens_by_reason) for point in self._history],
             workers=recorder.engines(),
             seen=len(recorder.requests),
         )

@@ -14,7 +14,6 @@ from enum import IntEnum
 from itertools import count, islice
 from math import ceil
 from statistics import fmean
-from typing import NamedTuple
 
 import msgspec
 
@@ -72,94 +71,21 @@ class Comparison(msgspec.Struct):
     """Simulation with the workers that `router run` chooses."""
     saved: ReplayTotals
     """Gain by `router run`, relative to `measured` if that is known, else to `today`."""
-    lost: dict[str, int]
-    """Cause (workload or routing) -> tokens computed without need, in the simulation with the recorded workers."""
     steps: dict[str, StepTimes]
     """Fitted step times of each worker."""
     quantiles: dict[str, list[float]] = {}
     """Name of a curve -> percentiles 0 to 100 of its times to first token: recorded, and of both simulations."""
 
 
-class CachedPrefix(NamedTuple):
-    """Blocks at the beginning of a prompt that were cached when the request arrived."""
-
-    at_own_worker: int
-    at_best_worker: int
-    at_any_time: int
-    """Blocks that some worker had then or earlier."""
-
-
 class RecordedPlacement(Router):
-    """Places each request as it was placed, and records which of its blocks were cached when it arrived."""
+    """Places each request at the worker that it was placed at."""
 
     def __init__(self, worker_index_by_request: Sequence[int]) -> None:
         self._worker_index_by_request = worker_index_by_request
-        self._seen_blocks: set[int] = set()
-        """Blocks that some cache has had."""
-        self.cached_prefix_by_request: dict[int, CachedPrefix] = {}
 
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
-        """Return the recorded worker of a request, and record the request's CachedPrefix at its arrival.
-
-        The list has one pair (index of the request, index of the worker).
-        """
-        block_ids = request.block_ids
-        max_blocks = (request.prompt_tokens - 1) // request.block_size  # the last token is always computed
-        worker_index = self._worker_index_by_request[request.index]
-        own_blocks = self.cluster.workers[worker_index].cache.count_cached_prefix(block_ids, max_blocks)
-        best_blocks = own_blocks
-        if own_blocks < max_blocks:
-            for worker in self.cluster.workers:
-                if worker.cache.is_resident(block_ids[own_blocks]):
-                    best_blocks = max(best_blocks, worker.cache.count_cached_prefix(block_ids, max_blocks))
-        ever_cached_blocks = best_blocks
-        while ever_cached_blocks < max_blocks and block_ids[ever_cached_blocks] in self._seen_blocks:
-            ever_cached_blocks += 1
-        self.cached_prefix_by_request[request.index] = CachedPrefix(own_blocks, best_blocks, ever_cached_blocks)
-        return [(request.index, worker_index)]
-
-    def on_blocks_stored(self, worker: int, ids: list[int], parent: int | None, now: float) -> None:
-        self._seen_blocks.update(ids)
-
-
-def _count_lost_tokens(
-    placement: RecordedPlacement, requests: Sequence[ObservedRequest], indices: Sequence[int], block: int
-) -> dict[str, int]:
-    """Return the tokens that were computed without need in the simulation of the recorded placement, by their cause.
-
-    Routing is the cause for blocks that another worker had cached. The workload is the cause for evicted blocks, and
-    for those in which a session's prompt differs from its previous one.
-    """
-    changed_blocks = _count_changed_blocks(placement, requests, block)
-    prefixes = {i: placement.cached_prefix_by_request[i] for i in indices}
-    evicted_blocks = sum(prefix.at_any_time - prefix.at_best_worker for prefix in prefixes.values())
-    elsewhere_blocks = sum(prefix.at_best_worker - prefix.at_own_worker for prefix in prefixes.values())
-    return {
-        "workload": block * (evicted_blocks + sum(changed_blocks.get(i, 0) for i in indices)),
-        "routing": block * elsewhere_blocks,
-    }
-
-
-def _count_changed_blocks(
-    placement: RecordedPlacement, requests: Sequence[ObservedRequest], block: int
-) -> dict[int, int]:
-    """Return, for each request that changed its user's previous prompt, the blocks that it could have had in common.
-
-    A prompt with another first block counts as a new conversation, not as a changed one.
-    """
-    changed_blocks: dict[int, int] = {}
-    last_request_by_user: dict[str, ObservedRequest] = {}
-    for i, request in enumerate(requests):
-        if request.user is None:
-            continue
-        previous = last_request_by_user.get(request.user)
-        last_request_by_user[request.user] = request
-        if previous is None or request.continues == previous.serial:
-            continue
-        if previous.block_ids[:1] == request.block_ids[:1]:
-            max_common_blocks = min(previous.prompt_tokens // block, (request.prompt_tokens - 1) // block)
-            changed_blocks[i] = max(max_common_blocks - placement.cached_prefix_by_request[i].at_any_time, 0)
-    return changed_blocks
+        """Return one pair: the index of the request, and the index of its recorded worker."""
+        return [(request.index, self._worker_index_by_request[request.index])]
 
 
 def compare(
@@ -182,7 +108,7 @@ def compare(
     workload = make_workload(observed_requests, block, waits=False)
     waiting_workload = make_workload(observed_requests, block, waits=True)
     cluster = _make_cluster(observed_requests, engines, workload, block)
-    cluster, placement, today_result = _simulate_recorded_placement(observed_requests, engines, cluster, workload)
+    cluster, today_result = _simulate_recorded_placement(observed_requests, engines, cluster, workload)
     router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
     has_ends = any(request.end_s is not None for request in observed_requests)
     today_totals = _sum_simulated_totals(today_result, workload, indices, has_ends=has_ends)
@@ -203,7 +129,6 @@ def compare(
         today=today_totals,
         ours=router_totals,
         saved=_compute_savings(measured_totals or today_totals, today_totals, router_totals),
-        lost=_count_lost_tokens(placement, observed_requests, indices, block),
         steps={engine.name: worker.step_times for engine, worker in zip(engines, cluster.workers)},
         quantiles={curve: _compute_percentiles(ttfts) for curve, ttfts in ttfts_by_curve.items() if ttfts},
     )
@@ -235,17 +160,16 @@ def _simulate_recorded_placement(
     engines: Sequence[ObservedEngine],
     cluster: ClusterConfig,
     workload: Workload,
-) -> tuple[ClusterConfig, RecordedPlacement, SimulationResult]:
+) -> tuple[ClusterConfig, SimulationResult]:
     """Simulate the recorded placement, and fit the workers' decode times to the recorded answers.
 
     If decoding took 1.2 times as long as simulated, the simulation runs again with times 1.2 times as long, up to
-    FIT_ROUNDS_MAX times. Returns the cluster with the fitted times, the placement and the last result.
+    FIT_ROUNDS_MAX times. Returns the cluster with the fitted times, and the last result.
     """
     worker_index_by_name = {engine.name: i for i, engine in enumerate(engines)}
     worker_indices = [worker_index_by_name[request.worker] for request in observed_requests]
     for fit_round in range(FIT_ROUNDS_MAX + 1):
-        placement = RecordedPlacement(worker_indices)
-        result = Cluster(cluster, workload, [placement]).run()
+        result = Cluster(cluster, workload, [RecordedPlacement(worker_indices)]).run()
         decode_ratio = _measure_decode_ratio(observed_requests, result)
         is_fitted = abs(decode_ratio - 1.0) < FIT_TOLERANCE
         if is_fitted or fit_round == FIT_ROUNDS_MAX:
@@ -254,7 +178,7 @@ def _simulate_recorded_placement(
             replace(worker, step_times=_scale_decode(worker.step_times, decode_ratio)) for worker in cluster.workers
         ]
         cluster = replace(cluster, workers=workers)
-    return cluster, placement, result
+    return cluster, result
 
 
 def _compute_savings(base: ReplayTotals, today: ReplayTotals, ours: ReplayTotals) -> ReplayTotals:

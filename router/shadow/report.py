@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from itertools import pairwise
-from math import ceil, log
+from math import log
 from time import gmtime, strftime
 
 import msgspec
@@ -20,12 +19,6 @@ from router.shadow.replay import Comparison, ObservedEngine
 CAUSES = {"workload": ("workload", "capacity"), "routing": ("routing",), "index": ("index",)}
 """Groups of reasons that make up each cause of lost tokens."""
 CAUSE_BY_GROUP = {group: cause for cause, groups in CAUSES.items() for group in groups}
-COLOUR_BY_CAUSE = {"workload": "#b36b00", "routing": "#b3261e", "index": "#5b4bb3"}
-SIMULATED_NOTE = (
-    "<p>By the simulation of today: a log does not tell which blocks were cached at the time, nor whether an index "
-    "would have been right. Workload: blocks that no worker had any more, and changes of a session's prompt since its "
-    "previous request.</p>"
-)
 METHOD_NOTE = (
     "<h2>How this was found</h2><p>The requests are simulated twice, on engines as fast as yours were measured: once "
     "placed as they were, and once as router run would place them. The measured times are scaled by the ratio of both "
@@ -35,8 +28,7 @@ METHOD_NOTE = (
     "measured. If it is far off, do not trust the other columns.</p></html>"
 )
 WIDTH, HEIGHT = 640, 180
-"""Size of a plot, in units of its SVG picture."""
-PLOT_POINTS_MAX = 120
+"""Size of the plot, in units of its SVG picture."""
 
 
 class ShadowReport(msgspec.Struct):
@@ -55,20 +47,16 @@ class ShadowReport(msgspec.Struct):
     """Prompt tokens that had to be computed, by reason."""
     turns: dict[str, int]
     """Requests by their main reason."""
-    course: list[tuple[float, dict[str, int]]]
-    """History of `tokens`: seconds since the start, and the tokens until then."""
     workers: list[ObservedEngine]
     seen: int
     """Number of requests that are compared."""
     lost: dict[str, int] = {}
-    """Tokens computed without need, by cause: of `tokens`, or for a log of the simulation. Set by the constructor."""
+    """Those of `tokens` that were computed without need, by cause; empty for a log. Set by the constructor."""
     lost_s: dict[str, float] = {}
     """Seconds of prefill for these tokens, by cause, if the workers' speed is known. Set by the constructor."""
 
     def __post_init__(self) -> None:
-        self.lost = sum_lost_tokens_by_cause(self.tokens)
-        if not self.tokens and self.comparison is not None:
-            self.lost = self.comparison.lost
+        self.lost = sum_lost_tokens_by_cause(self.tokens) if self.tokens else {}
         s_per_token = mean_prefill_s_per_token(self.comparison)
         if s_per_token is not None:
             self.lost_s = {cause: tokens * s_per_token for cause, tokens in self.lost.items()}
@@ -149,15 +137,15 @@ def _make_savings_row(comparison: Comparison, title: str, field: str, unit: str)
 
 
 def _render_losses(report: ShadowReport) -> str:
-    """Render the tables of lost tokens by cause and, if they are known, of computed tokens by reason."""
+    """Render the tables of lost tokens by cause and of computed tokens by reason; nothing if none are known."""
+    if not report.tokens:
+        return ""
     cause_rows = [
         (cause, f"{tokens:,}", f"{report.lost_s[cause]:,.1f} s" if cause in report.lost_s else "-")
         for cause, tokens in report.lost.items()
     ]
     causes_table = _render_table(("cause", "tokens", "prefill"), cause_rows)
     heading = "<h2>Why prompts were computed</h2>"
-    if not report.tokens:
-        return heading + SIMULATED_NOTE + causes_table
     reason_rows = []
     for reason, tokens in sorted(report.tokens.items(), key=lambda item: -item[1]):
         cause = CAUSE_BY_GROUP.get(GROUPS.get(reason, ""), "no loss")
@@ -166,15 +154,12 @@ def _render_losses(report: ShadowReport) -> str:
 
 
 def _render_plots(report: ShadowReport) -> str:
-    """Render the curves of times to first token, if there are some, and the lost tokens over time."""
-    comparison = report.comparison
-    curves = ""
-    if comparison is not None and comparison.quantiles:
-        curves = (
-            "<h2>Time to the first token</h2><p>Share of requests whose first token came within so many seconds.</p>"
-            + _render_quantile_curves(comparison.quantiles)
-        )
-    return curves + "<h2>Lost tokens over time</h2>" + _render_lost_tokens_over_time(report.course)
+    """Render the curves of times to first token, if there are some."""
+    if report.comparison is None or not report.comparison.quantiles:
+        return ""
+    curves = _render_quantile_curves(report.comparison.quantiles)
+    head = "<h2>Time to the first token</h2><p>Share of requests whose first token came within so many seconds.</p>"
+    return head + curves
 
 
 def _render_workers(report: ShadowReport) -> str:
@@ -228,52 +213,15 @@ def _render_quantile_curves(quantiles: Mapping[str, Sequence[float]]) -> str:
         colour = ("#888", "#b3261e", "#1b7f4d")[number]
         points = [f"{to_x(time):.1f},{to_y(rank / (len(times) - 1)):.1f}" for rank, time in enumerate(times)]
         svg_lines.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(points)}"/>')
-        svg_lines.append(_render_key(50 + 190 * number, colour, escape(name)))
+        key = f'<tspan fill="{colour}">&#9632;</tspan> {escape(name)}'
+        svg_lines.append(f'<text x="{50 + 190 * number}" y="12">{key}</text>')
     for exponent in range(-3, 4):
         tick_s = 10.0**exponent
         if shortest_s <= tick_s <= longest_s:
             svg_lines.append(f'<text x="{to_x(tick_s):.0f}" y="{HEIGHT - 4}" text-anchor="middle">{tick_s:g} s</text>')
     for percent in (0, 50, 100):
         svg_lines.append(f'<text x="0" y="{to_y(percent / 100) + 4:.0f}">{percent} %</text>')
-    return _render_svg(svg_lines)
-
-
-def _render_lost_tokens_over_time(course: Sequence[tuple[float, Mapping[str, int]]]) -> str:
-    """Draw the tokens lost in each slice of time, stacked by cause. `course`: seconds, tokens by reason."""
-    samples_per_point = ceil(len(course) / PLOT_POINTS_MAX)
-    samples = [(at_s, sum_lost_tokens_by_cause(tokens)) for at_s, tokens in course[:: max(samples_per_point, 1)]]
-    lost_by_slice = [
-        {cause: max(after[cause] - before[cause], 0) for cause in CAUSES}
-        for (_, before), (_, after) in pairwise(samples)
-    ]
-    largest_slice = max((sum(lost.values()) for lost in lost_by_slice), default=0)
-    if not largest_slice:
-        return "<p>None.</p>"
-    slice_width = (WIDTH - 60) / len(lost_by_slice)
-    svg_lines = []
-    for number, lost in enumerate(lost_by_slice):
-        y = HEIGHT - 20.0
-        for cause, tokens in lost.items():
-            height = (HEIGHT - 40) * tokens / largest_slice
-            y -= height
-            svg_lines.append(
-                f'<rect x="{50 + number * slice_width:.1f}" y="{y:.1f}" width="{max(slice_width - 0.5, 0.5):.1f}" '
-                f'height="{height:.1f}" fill="{COLOUR_BY_CAUSE[cause]}"/>'
-            )
-    svg_lines += [_render_key(50 + 120 * i, COLOUR_BY_CAUSE[cause], cause) for i, cause in enumerate(CAUSES)]
-    svg_lines.append(f'<text x="0" y="30">{largest_slice:,}</text><text x="0" y="{HEIGHT - 20}">0</text>')
-    minutes = samples[-1][0] / 60
-    svg_lines.append(f'<text x="{WIDTH - 10}" y="{HEIGHT - 4}" text-anchor="end">{minutes:.1f} min</text>')
-    return _render_svg(svg_lines)
-
-
-def _render_key(x: int, colour: str, text: str) -> str:
-    """Return an entry of a plot's key: a square in its colour, and its text."""
-    return f'<text x="{x}" y="12"><tspan fill="{colour}">&#9632;</tspan> {text}</text>'
-
-
-def _render_svg(lines: Iterable[str]) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(lines)}</svg>'
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(svg_lines)}</svg>'
 
 
 def _format_clock(wall_time_s: float) -> str:

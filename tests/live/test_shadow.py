@@ -129,10 +129,7 @@ def test_a_log_of_bodies_is_enough(start: Any, engines: list[str], tmp_path: Pat
     comparison = outcome["comparison"]
     assert comparison["requests"] == 12
     assert comparison["saved"]["computed_tokens"] > 0
-    assert outcome["lost"] == comparison["lost"]
-    assert outcome["lost"]["routing"] > 0, "the second worker was sent what the first one had"
-    assert outcome["lost"]["workload"] == 0
-    assert outcome["lost_s"].keys() == outcome["lost"].keys()
+    assert outcome["lost"] == outcome["lost_s"] == {}, "a log does not show what was cached"
 
 
 def test_a_line_that_cannot_be_read_is_named(start: Any, engines: list[str], tmp_path: Path) -> None:

@@ -103,23 +103,6 @@ def test_a_log_whose_times_are_out_of_order_ends_no_comparison(first_token_s: fl
     assert learn_step_times([request], [ObservedEngine("a")]).keys() == {"a"}
 
 
-def test_what_was_lost_is_split_by_whose_doing_it_is() -> None:
-    """Two workers of nine blocks: one turn goes where its conversation is not, one comes back when all but two blocks
-    of it are evicted, and one was changed after its first block."""
-    talk, other = [1, 2, 3, 4, 5, 6], [21, 22, 23, 24, 25, 26, 27]
-    requests = [
-        observe(0, 0.0, talk, worker="a", user="s", output_tokens=1),
-        observe(1, 10.0, [*talk, 7], worker="b", user="s", continues=0, output_tokens=1),
-        observe(2, 20.0, other, worker="a", output_tokens=1),
-        observe(3, 30.0, other, worker="b", output_tokens=1),
-        observe(4, 40.0, [*talk, 8], worker="a", user="t", output_tokens=1),
-        observe(5, 50.0, [1, 91, 92, 93, 94, 95, 96], worker="a", user="t", output_tokens=1),
-    ]
-    comparison = compare(requests, [ObservedEngine("a", 128), ObservedEngine("b", 128)], 16)
-    assert comparison.lost["routing"] == 16 * (6 + 6), "the talk's second turn, and the other one's second time"
-    assert comparison.lost["workload"] == 16 * (4 + 5), "what was evicted; what was changed"
-
-
 def test_nothing_is_compared_where_all_only_fill_caches() -> None:
     with pytest.raises(ValueError, match="1 requests were seen, of which 1 only fill the caches"):
         compare([observe(0, 0.0, [1])], [ObservedEngine("a")], 16, warming=1)
