@@ -16,8 +16,16 @@ from typing import IO, Any
 
 import click
 
-from fleet.plan import MemberKind
-from fleet.spec import NAME_PATTERN, NAMESPACE, FleetSpec, SpecError, build_engine_command, parse_env, split_flags
+from fleet.spec import (
+    NAME_PATTERN,
+    NAMESPACE,
+    FleetSpec,
+    MemberKind,
+    SpecError,
+    build_engine_command,
+    parse_env,
+    split_flags,
+)
 from options.command import ProgramGroup, SectionedCommand, SectionedOption
 
 POLL_S = 0.25

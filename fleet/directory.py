@@ -25,10 +25,9 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fleet.guard import exit_with_parent
-from fleet.member import MemberActor, MemberReport, RouterReport
-from fleet.plan import LIVE_PHASES, Member, MemberKind, MemberTarget, Phase, PhaseChange, StartAction, plan_actions
-from fleet.spec import NAMESPACE, FleetSpec
-from fleet.state import DirectoryState, MemberRecord
+from fleet.member import MemberActor, MemberReport
+from fleet.plan import LIVE_PHASES, Member, MemberTarget, Phase, PhaseChange, StartAction, plan_actions
+from fleet.spec import NAMESPACE, FleetSpec, MemberKind
 from fleet.worker_list import ListedWorker, WorkerStatus
 
 log = logging.getLogger("fleet")
@@ -36,12 +35,29 @@ log = logging.getLogger("fleet")
 PASS_S = 0.25
 """Longest pause of the loop, and shortest time between two reports of a member."""
 REPORT_S = 1.0
-"""Time between two reports of a member that is up and knows the newest lists."""
+"""Time between two reports of a member while all members are up."""
 FAILED_START_PAUSE_S = 5.0
 """Time without starts after an actor died before its program served."""
 MAX_EVENTS = 200
 STARTS_PER_PASS = 4
 """Most members started in one pass: Ray takes up to two seconds for each on a busy node, and reports wait meanwhile."""
+
+
+class DirectoryState(msgspec.Struct, kw_only=True):
+    """Everything that the directory stores in Ray, so that it finds its fleet again after a restart."""
+
+    spec: FleetSpec
+    engine_target: MemberTarget
+    router_target: MemberTarget
+    member_by_name: dict[str, Member] = {}
+    node_by_router_slot: dict[int, str] = {}
+    """Node on which the newest router of each slot runs or ran."""
+    last_serial: int = 0
+    """Number at the end of the newest member's name."""
+
+    @property
+    def target_by_kind(self) -> dict[MemberKind, MemberTarget]:
+        return {MemberKind.ENGINE: self.engine_target, MemberKind.ROUTER: self.router_target}
 
 
 @dataclass
@@ -73,15 +89,10 @@ class DirectoryActor:
         self._link_by_member: dict[str, MemberLink] = {}
         self._next_start_at_s = 0.0
         """Time before which no member is started."""
-        self._list_version = 1
-        """Version of the published lists of workers and peers."""
-        self._published_workers: list[ListedWorker] = []
-        self._published_peer_addresses: list[str] = []
         self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         """Time and text of the newest events."""
-        for record in list(self._state.record_by_name.values()):
-            record.drain_list_version = 0
-            self._adopt_member(record)
+        for member in list(self._state.member_by_name.values()):
+            self._adopt_member(member)
         threading.Thread(target=self._run, daemon=True).start()
 
     # Asked by the command line ---------------------------------------------------------------------------------------
@@ -114,54 +125,54 @@ class DirectoryActor:
         with self._lock:
             self.scale(0, 0)
             if now:
-                for record in list(self._state.record_by_name.values()):
-                    self._remove_member(record, "killed")
+                for member in list(self._state.member_by_name.values()):
+                    self._remove_member(member, "killed")
 
     def status(self) -> dict[str, Any]:
         """Return what `fleet status` shows of the fleet, its members and recent events, as JSON values."""
         with self._lock:
             state, now = self._state, time.time()
-            records = sorted(state.record_by_name.values(), key=lambda record: (record.kind, record.slot, record.name))
+            members = sorted(state.member_by_name.values(), key=lambda member: (member.kind, member.slot, member.name))
             return {
                 "name": state.spec.name, "settled": self._is_settled(),
-                "members": [self._describe_member(record, now) for record in records],
-                "failures": [row for record in records for row in self._list_failures(record, now)],
+                "members": [self._describe_member(member, now) for member in members],
+                "failures": [row for member in members for row in self._list_failures(member, now)],
                 "hung": self._count_hung(),
                 "targets": {kind.value: msgspec.to_builtins(target) for kind, target in state.target_by_kind.items()},
                 "events": [[event_s, text] for event_s, text in self._events],
             }  # fmt: skip
 
-    def _describe_member(self, record: MemberRecord, now: float) -> dict[str, Any]:
+    def _describe_member(self, member: Member, now: float) -> dict[str, Any]:
         """Return a member's row of `status`; a worker's row contains its load too."""
-        report = self._get_report(record)
+        report = self._get_report(member)
         row: dict[str, Any] = {
-            "name": record.name, "kind": record.kind.value, "slot": record.slot, "revision": record.revision,
-            "phase": record.phase.value, "seconds": now - record.phase_since_s, "node": report.node if report else "",
-            "url": record.launch.url if record.launch else "", "silent_s": report.program.silent_s if report else 0.0,
+            "name": member.name, "kind": member.kind.value, "slot": member.slot, "revision": member.revision,
+            "phase": member.phase.value, "seconds": now - member.phase_since_s, "node": report.node if report else "",
+            "url": member.launch.url if member.launch else "", "silent_s": report.program.silent_s if report else 0.0,
         }  # fmt: skip
-        if record.kind is MemberKind.ENGINE:
-            statuses = self._list_worker_statuses(record)
-            row["in_flight"] = self._count_in_flight(record)
+        if member.kind is MemberKind.ENGINE:
+            statuses = self._list_worker_statuses(member)
+            row["in_flight"] = sum(status.in_flight for status in statuses)
             row["queue_s"] = max((status.queue_s for status in statuses), default=0.0)
             row["prefill_share"] = max((status.prefill_share for status in statuses), default=0.0)
         return row
 
-    def _list_failures(self, record: MemberRecord, now: float) -> list[dict[str, Any]]:
+    def _list_failures(self, member: Member, now: float) -> list[dict[str, Any]]:
         """Return the row of `status` about a member that failed; no row if it did not."""
-        report = self._get_report(record)
+        report = self._get_report(member)
         if report is None or not report.program.failure_count:
             return []
         program = report.program
-        return [{"kind": record.kind.value, "slot": record.slot, "failures": program.failure_count,
+        return [{"kind": member.kind.value, "slot": member.slot, "failures": program.failure_count,
                  "retry_in_s": max(0.0, program.retry_at_s - now)}]  # fmt: skip
 
     def _count_hung(self) -> dict[str, int]:
         """Count how often programs of the present members were killed because they did not answer, by kind."""
         counts = Counter[str]()
-        for record in self._state.record_by_name.values():
-            report = self._get_report(record)
+        for member in self._state.member_by_name.values():
+            report = self._get_report(member)
             if report is not None and report.program.hung_count:
-                counts[record.kind.value] += report.program.hung_count
+                counts[member.kind.value] += report.program.hung_count
         return dict(counts)
 
     # The loop --------------------------------------------------------------------------------------------------------
@@ -188,10 +199,9 @@ class DirectoryActor:
         """Read the reports that have come, take the actions that the plan wants, and ask for further reports."""
         state = self._state
         self._read_reports(now)
-        members = []
-        for record in state.record_by_name.values():
-            in_flight = self._count_in_flight(record) if record.phase is Phase.DRAINING else None
-            members.append(Member(*record.plan_fields, in_flight))
+        members = list(state.member_by_name.values())
+        for member in members:
+            member.in_flight = self._count_in_flight(member) if member.phase is Phase.DRAINING else None
         start_count = 0
         for action in plan_actions(state.target_by_kind, members, state.spec.drain_timeout_s, now):
             if isinstance(action, PhaseChange):
@@ -199,7 +209,6 @@ class DirectoryActor:
             elif start_count < STARTS_PER_PASS and now >= self._next_start_at_s:
                 start_count += 1
                 self._start_member(action, now)
-        self._update_lists()
         self._request_reports(now)
         if self._has_unsaved_changes:
             self._save()
@@ -221,56 +230,54 @@ class DirectoryActor:
         """Start the actor of a new member where Ray has room for it. The member is saved first, for a restart."""
         state, kind = self._state, action.kind
         state.last_serial += 1
-        record = MemberRecord(
+        member = Member(
             name=f"{state.spec.name}-{kind.value}-{action.slot}-{state.last_serial}",
             kind=kind, slot=action.slot, revision=state.target_by_kind[kind].revision, phase_since_s=now,
         )  # fmt: skip
-        state.record_by_name[record.name] = record
-        self._record_event(f"{record.name}: start")
+        state.member_by_name[member.name] = member
+        self._record_event(f"{member.name}: start")
         self._save()
         resources = state.spec.get_required_resources(kind)
         actor_class = ray.remote(MemberActor).options(
-            name=record.name, namespace=NAMESPACE, lifetime="detached", max_concurrency=16,
+            name=member.name, namespace=NAMESPACE, lifetime="detached", max_concurrency=16,
             num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0.0),
-            scheduling_strategy=self._choose_strategy(record),
+            scheduling_strategy=self._choose_strategy(member),
         )  # fmt: skip
-        actor = actor_class.remote(msgspec.json.encode(state.spec), kind.value, record.slot, self._list_workers())
-        self._link_by_member[record.name] = MemberLink(actor)
+        actor = actor_class.remote(msgspec.json.encode(state.spec), kind.value, member.slot, self._list_workers())
+        self._link_by_member[member.name] = MemberLink(actor)
 
-    def _choose_strategy(self, record: MemberRecord) -> str | NodeAffinitySchedulingStrategy:
+    def _choose_strategy(self, member: Member) -> str | NodeAffinitySchedulingStrategy:
         """Return how Ray chooses a member's node: spread, but a router goes where its slot was before, if it can.
 
         So a router that is replaced keeps its address, which clients know.
         """
-        earlier_node = self._state.node_by_router_slot.get(record.slot)
-        if record.kind is MemberKind.ENGINE or earlier_node is None:
+        earlier_node = self._state.node_by_router_slot.get(member.slot)
+        if member.kind is MemberKind.ENGINE or earlier_node is None:
             return "SPREAD"
         return NodeAffinitySchedulingStrategy(earlier_node, soft=True)
 
-    def _adopt_member(self, record: MemberRecord) -> None:
+    def _adopt_member(self, member: Member) -> None:
         """Watch a member that an earlier directory process started."""
         try:
-            actor = ray.get_actor(record.name, namespace=NAMESPACE)
+            actor = ray.get_actor(member.name, namespace=NAMESPACE)
         except ValueError:
-            self._remove_member(record, "its actor is not there")
+            self._remove_member(member, "its actor is not there")
             return
-        self._link_by_member[record.name] = MemberLink(actor)
-        if record.phase is Phase.STOPPING:
+        self._link_by_member[member.name] = MemberLink(actor)
+        if member.phase is Phase.STOPPING:
             actor.stop.remote()
 
     def _request_reports(self, now: float) -> None:
-        """Ask for the reports that are due. A member has one such call at a time."""
-        for record in self._state.record_by_name.values():
-            link = self._link_by_member[record.name]
-            interval_s = REPORT_S if record.phase is Phase.UP and self._has_newest_lists(record) else PASS_S
-            if link.call is not None or now - link.called_at_s < interval_s:
-                continue
-            link.called_at_s = now
-            if record.kind is MemberKind.ROUTER:
-                lists = (self._list_version, self._published_workers, self._published_peer_addresses)
-                link.call = link.actor.report.remote(*lists)
-            else:
-                link.call = link.actor.report.remote()
+        """Ask for the reports that are due, more often while the fleet changes. A member has one call at a time."""
+        members = self._state.member_by_name.values()
+        interval_s = REPORT_S if all(member.phase is Phase.UP for member in members) else PASS_S
+        workers = self._list_workers()
+        peer_addresses = [member.launch.peer_address for member in self._list_routers() if member.launch is not None]
+        for member in members:
+            link = self._link_by_member[member.name]
+            if link.call is None and now - link.called_at_s >= interval_s:
+                lists = (workers, peer_addresses) if member.kind is MemberKind.ROUTER else ()
+                link.called_at_s, link.call = now, link.actor.report.remote(*lists)
 
     def _read_reports(self, now: float) -> None:
         call_by_name = {name: link.call for name, link in self._link_by_member.items() if link.call is not None}
@@ -280,136 +287,113 @@ class DirectoryActor:
         for name, call in call_by_name.items():
             if call in finished_calls:
                 self._link_by_member[name].call = None
-                self._read_report(self._state.record_by_name[name], call, now)
+                self._read_report(self._state.member_by_name[name], call, now)
 
-    def _read_report(self, record: MemberRecord, call: Any, now: float) -> None:
+    def _read_report(self, member: Member, call: Any, now: float) -> None:
         """Record what a member reports. If its actor died, the plan will start another one in its slot."""
         try:
             report: MemberReport = ray.get(call)
         except RayTaskError as error:
-            log.warning("%s: no report: %s", record.name, error)
+            log.warning("%s: no report: %s", member.name, error)
             return
         except RayError as error:
-            if record.phase is Phase.STARTING:  # a node may lack what an actor needs
+            if member.phase is Phase.STARTING:  # a node may lack what an actor needs
                 self._next_start_at_s = now + FAILED_START_PAUSE_S
-            self._remove_member(record, f"lost: {error}")
+            self._remove_member(member, f"lost: {error}")
             return
-        self._link_by_member[record.name].report = report
+        self._link_by_member[member.name].report = report
         for event_s, text in report.events:
-            self._record_event(f"{record.name}: {text}", event_s)
-        record.launch = report.program.launch
-        if record.kind is MemberKind.ROUTER:
-            self._state.node_by_router_slot[record.slot] = report.node
-        phase = Phase.UP if record.launch is not None else Phase.STARTING
+            self._record_event(f"{member.name}: {text}", event_s)
+        member.launch = report.program.launch
+        if member.kind is MemberKind.ROUTER:
+            self._state.node_by_router_slot[member.slot] = report.node
+        phase = Phase.UP if member.launch is not None else Phase.STARTING
         if report.program.has_stopped:
-            self._remove_member(record, "stopped")
-        elif record.phase is Phase.DRAINING and record.launch is None:
-            self._remove_member(record, "ended before it had drained")
-        elif record.phase in LIVE_PHASES and record.phase is not phase:
-            record.phase, record.phase_since_s = phase, now
+            self._remove_member(member, "stopped")
+        elif member.phase is Phase.DRAINING and member.launch is None:
+            self._remove_member(member, "ended before it had drained")
+        elif member.phase in LIVE_PHASES and member.phase is not phase:
+            member.phase, member.phase_since_s = phase, now
             self._has_unsaved_changes = True
 
     def _change_phase(self, action: PhaseChange, now: float) -> None:
-        record = self._state.record_by_name[action.name]
-        previous_phase, record.phase, record.phase_since_s = record.phase, action.phase, now
-        record.drain_list_version = 0
-        self._record_event(f"{record.name}: {previous_phase.value} -> {action.phase.value}")
+        member = self._state.member_by_name[action.name]
+        previous_phase, member.phase, member.phase_since_s = member.phase, action.phase, now
+        self._record_event(f"{member.name}: {previous_phase.value} -> {action.phase.value}")
         if previous_phase is Phase.STARTING:  # it may not even have a place yet
-            self._remove_member(record, "not wanted any more")
+            self._remove_member(member, "not wanted any more")
         elif action.phase is Phase.STOPPING:
-            self._link_by_member[record.name].actor.stop.remote()
+            self._link_by_member[member.name].actor.stop.remote()
 
-    def _remove_member(self, record: MemberRecord, reason: str) -> None:
+    def _remove_member(self, member: Member, reason: str) -> None:
         """Forget a member, and end its actor with its program."""
-        del self._state.record_by_name[record.name]
-        self._record_event(f"{record.name}: gone: {reason.strip()[:2000]}")
-        link = self._link_by_member.pop(record.name, None)
+        del self._state.member_by_name[member.name]
+        self._record_event(f"{member.name}: gone: {reason.strip()[:2000]}")
+        link = self._link_by_member.pop(member.name, None)
         if link is not None:
             ray.kill(link.actor)
 
-    def _get_report(self, record: MemberRecord) -> MemberReport | None:
-        return self._link_by_member[record.name].report
+    def _get_report(self, member: Member) -> MemberReport | None:
+        return self._link_by_member[member.name].report
 
     # Routers ---------------------------------------------------------------------------------------------------------
-
-    def _update_lists(self) -> None:
-        """Bring the lists of workers and peers that routers receive up to date."""
-        records, workers = self._state.record_by_name.values(), self._list_workers()
-        peer_addresses = [
-            record.launch.peer_address
-            for record in records
-            if record.kind is MemberKind.ROUTER and record.launch is not None
-        ]
-        if (workers, peer_addresses) != (self._published_workers, self._published_peer_addresses):
-            self._list_version += 1
-            self._published_workers, self._published_peer_addresses = workers, peer_addresses
-        for record in records:
-            if record.phase is Phase.DRAINING and not record.drain_list_version:
-                record.drain_list_version = self._list_version
 
     def _list_workers(self) -> list[ListedWorker]:
         """List the workers that routers should know."""
         return [
-            ListedWorker(record.launch.worker_settings, record.phase is not Phase.UP)
-            for record in self._state.record_by_name.values()
-            if record.kind is MemberKind.ENGINE and record.launch is not None
+            ListedWorker(member.launch.worker_settings, member.phase is not Phase.UP)
+            for member in self._state.member_by_name.values()
+            if member.kind is MemberKind.ENGINE and member.launch is not None
         ]
 
-    def _get_router_report(self, record: MemberRecord) -> RouterReport | None:
-        report = self._get_report(record)
-        return None if report is None else report.router
+    def _get_status_by_worker(self, router: Member) -> dict[str, WorkerStatus] | None:
+        """Return the workers of a router; None if it has not reported them, or did not answer."""
+        report = self._get_report(router)
+        return None if report is None else report.status_by_worker
 
-    def _has_newest_lists(self, record: MemberRecord) -> bool:
-        """Return whether a member knows the newest lists, as far as it should."""
-        report = self._get_router_report(record)
-        is_known = report is not None and report.list_version == self._list_version
-        return is_known or record.kind is MemberKind.ENGINE
+    def _list_routers(self) -> list[Member]:
+        return [member for member in self._state.member_by_name.values() if member.kind is MemberKind.ROUTER]
 
-    def _list_routers(self) -> list[MemberRecord]:
-        return [record for record in self._state.record_by_name.values() if record.kind is MemberKind.ROUTER]
-
-    def _list_worker_statuses(self, record: MemberRecord) -> list[WorkerStatus]:
+    def _list_worker_statuses(self, member: Member) -> list[WorkerStatus]:
         """Return the state of a worker as each router reports it."""
-        worker_id = str(record.launch.worker_settings.get("id")) if record.launch else ""
-        reports = [self._get_router_report(router) for router in self._list_routers()]
-        return [
-            report.status_by_worker[worker_id] for report in reports if report and worker_id in report.status_by_worker
-        ]
+        worker_id = str(member.launch.worker_settings.get("id")) if member.launch else ""
+        pages = [self._get_status_by_worker(router) or {} for router in self._list_routers()]
+        return [page[worker_id] for page in pages if worker_id in page]
 
-    def _count_in_flight(self, record: MemberRecord) -> int | None:
-        """Count the requests that the routers that are up have at a worker; None while the number is not certain.
+    def _count_in_flight(self, member: Member) -> int | None:
+        """Count the requests of all routers at a worker that drains; None while the number is not certain.
 
-        When the worker drains, a report from before the drain does not count: its router may have sent requests since.
+        It is certain once each router that is up has reported, and none reports the worker as up: then none sends it
+        further requests.
         """
-        reports = [self._get_router_report(router) for router in self._list_routers() if router.phase is Phase.UP]
-        if any(report is None or report.list_version < record.drain_list_version for report in reports):
+        routers_up = [router for router in self._list_routers() if router.phase is Phase.UP]
+        if any(self._get_status_by_worker(router) is None for router in routers_up):
             return None
-        if record.phase is Phase.DRAINING and not record.drain_list_version:
+        statuses = self._list_worker_statuses(member)
+        if any(status.is_up for status in statuses):
             return None
-        return sum(worker_status.in_flight for worker_status in self._list_worker_statuses(record))
+        return sum(status.in_flight for status in statuses)
 
     def _is_settled(self) -> bool:
         """Return whether the fleet is as wanted: nothing is left to start, replace or stop.
 
         Every wanted member is up, answers and has the right revision, and every router finds all engines up.
         """
-        records = list(self._state.record_by_name.values())
+        members = list(self._state.member_by_name.values())
         for kind, target in self._state.target_by_kind.items():
-            records_of_kind = [record for record in records if record.kind is kind]
-            if len(records_of_kind) != target.count:
+            members_of_kind = [member for member in members if member.kind is kind]
+            if len(members_of_kind) != target.count:
                 return False
-            if any(record.phase is not Phase.UP or record.revision != target.revision for record in records_of_kind):
+            if any(member.phase is not Phase.UP or member.revision != target.revision for member in members_of_kind):
                 return False
-        reports = [self._get_report(record) for record in records]
+        reports = [self._get_report(member) for member in members]
         if any(report is None or report.program.silent_s for report in reports):
             return False
-        router_reports = [self._get_router_report(router) for router in self._list_routers()]
-        return all(
-            report is not None
-            and report.list_version == self._list_version
-            and sum(status.is_up for status in report.status_by_worker.values()) == self._state.engine_target.count
-            for report in router_reports
-        )
+        for router in self._list_routers():
+            status_by_worker = self._get_status_by_worker(router) or {}
+            if sum(status.is_up for status in status_by_worker.values()) != self._state.engine_target.count:
+                return False
+        return True
 
 
 def create_directory(spec: FleetSpec, engine_count: int, router_count: int) -> Any:

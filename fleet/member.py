@@ -9,23 +9,14 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import ray
 
 from fleet.guard import exit_with_parent
-from fleet.plan import MemberKind
 from fleet.program import ProgramState, SupervisedProgram, TimedEvent, send_request
-from fleet.spec import FleetSpec, Launch, plan_launch
-from fleet.worker_list import ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
-
-
-class RouterReport(msgspec.Struct, frozen=True):
-    """Workers of a router after it received a version of the list."""
-
-    list_version: int
-    status_by_worker: dict[str, WorkerStatus]
+from fleet.spec import FleetSpec, Launch, MemberKind, plan_launch
+from fleet.worker_list import AdminCall, ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
 
 
 class MemberReport(msgspec.Struct, frozen=True):
@@ -35,8 +26,8 @@ class MemberReport(msgspec.Struct, frozen=True):
     node: str
     events: list[TimedEvent]
     """Events of the program since the last report."""
-    router: RouterReport | None = None
-    """Report of a router that serves and answers; None for an engine."""
+    status_by_worker: dict[str, WorkerStatus] | None = None
+    """Workers of a router that serves and answers; None for an engine."""
 
 
 class MemberActor:
@@ -64,45 +55,38 @@ class MemberActor:
         """Stop the program, and kill it after the timeout of the spec."""
         self._program.stop()
 
-    def report(
-        self, list_version: int = 0, workers: Sequence[ListedWorker] = (), peer_addresses: Sequence[str] = ()
-    ) -> MemberReport:
-        """Return what is new. A router is first made to know exactly these workers and peers.
-
-        `list_version` is the version of these lists, for the router's report.
-        """
-        program, events, router_report = self._program.state, self._program.take_events(), None
+    def report(self, workers: Sequence[ListedWorker] = (), peer_addresses: Sequence[str] = ()) -> MemberReport:
+        """Return what is new. A router is first made to know exactly these workers and peers."""
+        program, events, status_by_worker = self._program.state, self._program.take_events(), None
         self._workers = workers
         if program.launch is not None and self._kind is MemberKind.ROUTER:
-            refusals = self._sync_router(program.launch, workers, peer_addresses)
-            events += [(time.time(), refusal) for refusal in refusals]
-            page = self._fetch_workers_page(program.launch)
-            router_report = None if page is None else RouterReport(list_version, parse_workers_page(page))
-        return MemberReport(program, self._node, events, router_report)
+            status_by_worker = self._fetch_workers(program.launch)
+            if status_by_worker is not None:
+                calls = plan_admin_calls(workers, status_by_worker)
+                peers = sorted(set(peer_addresses) - {program.launch.peer_address})
+                if (program.launch, peers) != self._published_peers:
+                    calls.append(("PUT", "/peers", {"peers": peers}))
+                    self._published_peers = program.launch, peers
+                for call in calls:
+                    refusal = self._send_admin_call(program.launch, call)
+                    events += [(time.time(), refusal)] if refusal else []
+                if calls:
+                    status_by_worker = self._fetch_workers(program.launch)
+        return MemberReport(program, self._node, events, status_by_worker)
 
-    def _sync_router(self, launch: Launch, workers: Sequence[ListedWorker], peer_addresses: Sequence[str]) -> list[str]:
-        """Make the router know exactly these workers and peers; return the calls that it refused, each as a text."""
-        refusals: list[str] = []
-        page = self._fetch_workers_page(launch)
-        if page is None:
-            return refusals
-        calls = plan_admin_calls(workers, parse_workers_page(page))
-        other_peers = sorted(set(peer_addresses) - {launch.peer_address})
-        if (launch, other_peers) != self._published_peers:
-            calls.append(("PUT", "/peers", {"peers": other_peers}))
-        for method, path, body in calls:
-            answer = send_request(method, launch.admin_url + path, body, self._spec.admin_key)
-            if answer.status not in (200, 201, 404):  # 404: this router never had the worker, or has removed it already
-                refusals.append(f"{method} {path}: {answer.status} {answer.content}")
-            elif path == "/peers":
-                self._published_peers = launch, other_peers
-        return refusals
+    def _send_admin_call(self, launch: Launch, call: AdminCall) -> str:
+        """Send a call to the router; return why it was refused, or an empty text."""
+        method, path, body = call
+        answer = send_request(method, launch.admin_url + path, body, self._spec.admin_key)
+        if answer.status in (200, 201, 404):  # 404: this router never had the worker, or has removed it already
+            return ""
+        return f"{method} {path}: {answer.status} {answer.content}"
 
-    def _fetch_workers_page(self, launch: Launch) -> dict[str, Any] | None:
-        """Return the body of the router's `GET /workers`; None if it does not answer."""
+    def _fetch_workers(self, launch: Launch) -> dict[str, WorkerStatus] | None:
+        """Return the router's workers; None if it does not answer. Raises ValueError if the answer is malformed."""
         answer = send_request("GET", f"{launch.admin_url}/workers", admin_key=self._spec.admin_key)
-        if answer.status == 200 and isinstance(answer.content, dict):
-            return answer.content
+        if answer.status == 200:
+            return parse_workers_page(answer.content)
         print(f"{launch.admin_url}/workers: {answer.status} {answer.content}", file=sys.stderr)
         return None
 

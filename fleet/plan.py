@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+import msgspec
 
-class MemberKind(str, Enum):
-    ENGINE = "engine"
-    ROUTER = "router"
+from fleet.spec import Launch, MemberKind
 
 
 class Phase(str, Enum):
@@ -44,19 +43,22 @@ class MemberTarget:
     """Whether a replacement starts before the old member is drained, which needs room for one more."""
 
 
-@dataclass(frozen=True)
-class Member:
-    """One program, from the decision to start it until its end was noticed."""
+class Member(msgspec.Struct, kw_only=True):
+    """One program of the fleet and its actor, from the decision to start it until its end was noticed."""
 
     name: str
     kind: MemberKind
     slot: int
+    """Number of the member among those of its kind; a replacement takes the same slot."""
     revision: int
-    phase: Phase
+    """Version of the command line with which the member was started."""
+    phase: Phase = Phase.STARTING
     phase_since_s: float
-    """Time at which the member entered its phase."""
+    """Time at which the member entered its phase, in seconds since 1970."""
+    launch: Launch | None = None
+    """Command line and addresses of the member's program; None while it does not serve."""
     in_flight: int | None = None
-    """Requests that routers have sent to the member and that are not finished; None if their number is unknown."""
+    """Requests that routers have sent to a draining member and that are not finished; None if that is not certain."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 
 import msgspec
-
-from fleet.plan import MemberKind
 
 NAMESPACE = "blockcast"
 """Ray namespace of all fleets."""
@@ -21,6 +20,11 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
 
 class SpecError(Exception):
     """A fleet cannot be made as requested. The message is for the user."""
+
+
+class MemberKind(str, Enum):
+    ENGINE = "engine"
+    ROUTER = "router"
 
 
 class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 
 from budget import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import replace
 
 from fleet.plan import (
     Member,
-    MemberKind,
     MemberTarget,
     Phase,
     PhaseChange,
     StartAction,
     plan_actions,
 )
+from fleet.spec import MemberKind
 
 DRAIN_TIMEOUT_S = 50.0
 NONE = {MemberKind.ENGINE: MemberTarget(0), MemberKind.ROUTER: MemberTarget(0)}
@@ -26,7 +27,9 @@ NONE = {MemberKind.ENGINE: MemberTarget(0), MemberKind.ROUTER: MemberTarget(0)}
 def member(
     slot: int, phase: Phase = Phase.UP, revision: int = 0, kind: MemberKind = MemberKind.ENGINE, **fields: object
 ) -> Member:
-    return Member(f"{kind.value}{slot}", kind, slot, revision, phase, phase_since_s=0.0, **fields)  # type: ignore[arg-type]
+    return Member(
+        name=f"{kind.value}{slot}", kind=kind, slot=slot, revision=revision, phase=phase, phase_since_s=0.0, **fields
+    )  # type: ignore[arg-type]
 
 
 def engines(target: MemberTarget, *members: Member, now: float = 1.0) -> list[object]:
@@ -111,8 +114,9 @@ class World(RuleBasedStateMachine):
                 assert all((s.kind, s.slot) != (action.kind, action.slot) for s in self.members.values()), "one a slot"
                 self.serial += 1
                 revision = self.targets[action.kind].revision
-                self.members[str(self.serial)] = Member(
-                    str(self.serial), action.kind, action.slot, revision, Phase.STARTING, self.now
+                name = str(self.serial)
+                self.members[name] = Member(
+                    name=name, kind=action.kind, slot=action.slot, revision=revision, phase_since_s=self.now
                 )
                 continue
             old = before[action.name]
@@ -164,7 +168,7 @@ class World(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(MemberKind), count=st.integers(0, 5))
     def scale(self, kind: MemberKind, count: int) -> None:
-        self.targets[kind] = replace(self.targets[kind], count=count)
+        self.targets[kind] = dataclasses.replace(self.targets[kind], count=count)
         self.turn()
 
     @rule(kind=st.sampled_from(MemberKind), surge=st.booleans())

@@ -6,8 +6,16 @@ import json
 
 import pytest
 
-from fleet.plan import MemberKind
-from fleet.spec import FleetSpec, SpecError, build_engine_command, parse_env, parse_rank_count, plan_launch, split_flags
+from fleet.spec import (
+    FleetSpec,
+    MemberKind,
+    SpecError,
+    build_engine_command,
+    parse_env,
+    parse_rank_count,
+    plan_launch,
+    split_flags,
+)
 from fleet.worker_list import ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
 
 A, B = ListedWorker({"url": "http://a:1", "id": "a:1"}), ListedWorker({"url": "http://b:1", "id": "b:1"})
