@@ -95,55 +95,35 @@ class Viewer:
         self._is_paused = False
 
 
-class _EndedRequest:
-    """Facts that the page shows about a request that ended, without its body and its prompt."""
+def make_decision_row(
+    context: RequestContext, route: RouteRequest, decision: Decision, cached_tokens: int | None
+) -> dict[str, Any]:
+    """Return what the page shows of a request that ended, without its body and its prompt, which it need not keep."""
+    return {
+        "id": context.trace_id.decode("latin-1"),
+        "at": time.time(),
+        "model": route.model,
+        "worker": decision.worker,
+        "transfer": decision.transfer,
+        "outcome": context.outcome,
+        "attempt": decision.attempt,
+        "stream": route.is_streaming,
+        "prompt_tokens": decision.prompt_tokens,
+        "tokenized": route.token_ids is not None,
+        "predicted_cached_tokens": decision.predicted_cached_tokens,
+        "cached_tokens": cached_tokens,
+        "predicted_ttft_s": decision.predicted_ttft_s,
+        "ttft_s": context.ttft_s,
+        "queued_s": decision.queued_s,
+        "candidates": decision.candidates or [decision.terms],
+        "not_eligible": decision.not_eligible,
+    }
 
-    def __init__(
-        self, context: RequestContext, route: RouteRequest, decision: Decision, cached_tokens: int | None
-    ) -> None:
-        self._ended_at = time.time()
-        self._trace_id = context.trace_id
-        self._outcome = context.outcome
-        self._ttft_s = context.ttft_s
-        self._model = route.model
-        self._is_streaming = route.is_streaming
-        self._is_tokenized = route.token_ids is not None
-        self._decision = decision
-        self._cached_tokens = cached_tokens
 
-    @property
-    def name(self) -> str:
-        """The id that clients and logs know the request by."""
-        return self._trace_id.decode("latin-1")
-
-    def make_row(self, explanation: MissExplanation | None) -> dict[str, Any]:
-        """Return the fields of the row in the page's list of decisions."""
-        decision = self._decision
-        uncached_ranges = () if explanation is None else explanation.uncached_ranges
-        return {
-            "id": self.name,
-            "why": [
-                [uncached_range.reason, uncached_range.tokens]
-                for uncached_range in uncached_ranges
-                if uncached_range.reason not in NO_LOSS
-            ],
-            "at": self._ended_at,
-            "model": self._model,
-            "worker": decision.worker,
-            "transfer": decision.transfer,
-            "outcome": self._outcome,
-            "attempt": decision.attempt,
-            "stream": self._is_streaming,
-            "prompt_tokens": decision.prompt_tokens,
-            "tokenized": self._is_tokenized,
-            "predicted_cached_tokens": decision.predicted_cached_tokens,
-            "cached_tokens": self._cached_tokens,
-            "predicted_ttft_s": decision.predicted_ttft_s,
-            "ttft_s": self._ttft_s,
-            "queued_s": decision.queued_s,
-            "candidates": decision.candidates or [decision.terms],
-            "not_eligible": decision.not_eligible,
-        }
+def list_losses(explanation: MissExplanation | None) -> list[tuple[str, int]]:
+    """Return (reason, tokens) of the tokens of a prompt that were lost; none if nothing is known of it."""
+    uncached_ranges = () if explanation is None else explanation.uncached_ranges
+    return [(lost.reason, lost.tokens) for lost in uncached_ranges if lost.reason not in NO_LOSS]
 
 
 class _IntervalTotals:
@@ -213,8 +193,8 @@ class Dashboard:
         self._version = version
         self._get_explanation = get_explanation
         self._viewers: set[Viewer] = set()
-        self._decisions: deque[_EndedRequest] = deque(maxlen=DECISIONS_MAX)
-        self._unsent_decisions: deque[_EndedRequest] = deque(maxlen=DECISIONS_MAX)
+        self._decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_MAX)
+        self._unsent_decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_MAX)
         self._points: deque[dict[str, float | None]] = deque(maxlen=POINTS_MAX)
         self._totals = _IntervalTotals()
         self._retry_count = 0
@@ -282,8 +262,8 @@ class Dashboard:
         }
         return msgspec.json.encode(state)
 
-    def _encode_decisions(self, requests: Iterable[_EndedRequest]) -> bytes:
-        return msgspec.json.encode([request.make_row(self._get_explanation(request.name)) for request in requests])
+    def _encode_decisions(self, rows: Iterable[dict[str, Any]]) -> bytes:
+        return msgspec.json.encode([row | {"why": list_losses(self._get_explanation(row["id"]))} for row in rows])
 
     def _on_request_end(self, context: RequestContext) -> None:
         """Add a request to the totals, and its decision to the list."""
@@ -294,7 +274,7 @@ class Dashboard:
         self._totals.add(context, cached_tokens, moved_bytes)
         if route is None or decision is None:
             return
-        ended_request = _EndedRequest(context, route, decision, cached_tokens)
-        self._decisions.append(ended_request)
+        row = make_decision_row(context, route, decision, cached_tokens)
+        self._decisions.append(row)
         if self._viewers:
-            self._unsent_decisions.append(ended_request)
+            self._unsent_decisions.append(row)

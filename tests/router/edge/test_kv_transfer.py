@@ -549,9 +549,9 @@ def test_operators_see_what_moved(edge: Any, make_post: Any) -> None:
         moved = {name: point[name] for name in ("pulls", "prefills", "moved_tokens", "transfer_s", "computed_locally")}
         assert point["moved_bytes"] == 128_000
         assert moved == {"pulls": 0, "prefills": 1, "moved_tokens": 128, "transfer_s": 0.01, "computed_locally": 0}
-        (request,) = dashboard._decisions
-        assert request.make_row(None)["transfer"].source == "p"
-        assert request.make_row(None)["cached_tokens"] is None, "the prefill worker reports none"
+        (row,) = dashboard._decisions
+        assert row["transfer"].source == "p"
+        assert row["cached_tokens"] is None, "the prefill worker reports none"
 
     edge.run(scenario())
 
