@@ -288,14 +288,13 @@ def up(model: str, flags: tuple[str, ...], replicas: int, routers: int, name: st
 
 def make_engine_flags(options: dict[str, Any]) -> tuple[str, ...]:
     """Return the worker's flags for those options of `up` that it passes on to the worker."""
-    flags: tuple[str, ...] = ()
-    if options["tensor_parallel_size"] > 1:
-        flags += ("--tensor-parallel-size", str(options["tensor_parallel_size"]))
-    if options["time_scale"] is not None:
-        flags += ("--time-scale", str(options["time_scale"]))
-    if options["simulate"] is not None:
-        flags += ("--simulate", options["simulate"])
-    return flags
+    ranks = options["tensor_parallel_size"]
+    value_by_flag = {
+        "--tensor-parallel-size": ranks if ranks > 1 else None,
+        "--time-scale": options["time_scale"],
+        "--simulate": options["simulate"],
+    }
+    return tuple(word for flag, value in value_by_flag.items() if value is not None for word in (flag, str(value)))
 
 
 def split_model(model: str, flags: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:

@@ -237,10 +237,11 @@ class DirectoryActor:
         state.member_by_name[member.name] = member
         self._record_event(f"{member.name}: start")
         self._save()
-        resources = state.spec.get_required_resources(kind)
+        is_engine = kind is MemberKind.ENGINE
         actor_class = ray.remote(MemberActor).options(
             name=member.name, namespace=NAMESPACE, lifetime="detached", max_concurrency=16,
-            num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0.0),
+            num_cpus=state.spec.worker_cpus if is_engine else state.spec.router_cpus,
+            num_gpus=state.spec.worker_gpus if is_engine else 0,
             scheduling_strategy=self._choose_strategy(member),
         )  # fmt: skip
         actor = actor_class.remote(msgspec.json.encode(state.spec), kind.value, member.slot, self._list_workers())

@@ -58,12 +58,6 @@ class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
     admin_key: str = ""
     """Key of the routers' admin routes."""
 
-    def get_required_resources(self, kind: MemberKind) -> dict[str, float]:
-        """Return the resources that Ray reserves for a member. They must all be on one node."""
-        if kind is MemberKind.ROUTER:
-            return {"CPU": self.router_cpus}
-        return {"CPU": self.worker_cpus, **({"GPU": float(self.worker_gpus)} if self.worker_gpus else {})}
-
 
 WorkerSettings = dict[str, str | int]
 """Settings of a worker, as `POST /workers` or the command line of a router takes them."""
