@@ -264,21 +264,23 @@ def _get_request_id(pending_request: PendingRequest) -> str:
 
 
 def _build_route_query(pending_request: PendingRequest, model: str) -> bytes | None:
-    """Return the body that asks for the price of a Serve request; None if the request has no prompt that can be read.
+    """Return the body of the `POST /route` that asks the router what a Serve request would cost at each engine.
 
-    It has the token ids if Ray has read the prompt. Else it is the first argument of the request that is an OpenAI
-    body: a dict, JSON, an object with `model_dump`, or an object whose attributes are the fields.
+    If Ray has encoded the prompt already, the body has its token ids, for `model`. Otherwise it is the first argument
+    of the request that is a chat or completion body: an object with `model_dump` (pydantic), a SimpleNamespace, a
+    mapping, or bytes that begin as a JSON object. None if there is no such argument, so that no price is asked for.
     """
     token_ids = pending_request.kwargs.get("request_token_ids")
     if token_ids and model:
         return json.dumps({"model": model, "prompt": list(token_ids)}).encode()
     for argument in (*pending_request.args, *pending_request.kwargs.values()):
-        if hasattr(argument, "model_dump"):
-            argument = argument.model_dump(exclude_none=True)
-        elif isinstance(argument, SimpleNamespace):
-            argument = vars(argument)
-        if isinstance(argument, Mapping) and ("messages" in argument or "prompt" in argument):
-            return json.dumps(argument).encode()
-        if isinstance(argument, bytes) and argument.lstrip()[:1] == b"{":
+        if isinstance(argument, bytes) and argument.lstrip().startswith(b"{"):
             return argument
+        fields = argument
+        if hasattr(argument, "model_dump"):
+            fields = argument.model_dump(exclude_none=True)
+        elif isinstance(argument, SimpleNamespace):
+            fields = vars(argument)
+        if isinstance(fields, Mapping) and ("messages" in fields or "prompt" in fields):
+            return json.dumps(fields).encode()
     return None

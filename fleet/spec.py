@@ -101,17 +101,22 @@ def plan_launch(
 def _plan_router(
     spec: FleetSpec, slot: int, host: str, allocate_ports: PortAllocator, workers: Sequence[Mapping[str, str | int]]
 ) -> Launch:
-    """Return the launch of a router. Its admin routes are reached only on its own node."""
-    url_host = _format_url_host(host)
+    """Return the launch of a router on the node with the address `host`.
+
+    A router listens at three addresses: for clients at a port that its slot fixes, so that clients can be told; for the
+    fleet's admin calls on its own node only; and for the other routers, which read its load there.
+    """
     port = spec.router_port + slot if spec.router_port else allocate_ports(1)
     admin_address = f"127.0.0.1:{allocate_ports(1)}"
-    peer_address = f"tcp://{url_host}:{allocate_ports(1)}"
+    peer_address = f"tcp://{_format_url_host(host)}:{allocate_ports(1)}"
     listen_host = spec.router_host or host
-    address_flags = ["--host", listen_host, "--port", str(port), "--admin", admin_address, "--peer-bind", peer_address]
-    worker_texts = [",".join(f"{key}={value}" for key, value in worker.items()) for worker in workers]
+    # A router that listens on the loopback interface alone is not reached at its node's address.
+    reachable_host = listen_host if listen_host == "127.0.0.1" else host
     has_tls = any(flag.partition("=")[0] == "--tls-cert" for flag in spec.router_flags)
     scheme = "https" if has_tls else "http"
-    url = f"{scheme}://{'127.0.0.1' if listen_host == '127.0.0.1' else url_host}:{port}"
+    url = f"{scheme}://{_format_url_host(reachable_host)}:{port}"
+    worker_texts = [",".join(f"{key}={value}" for key, value in worker.items()) for worker in workers]
+    address_flags = ["--host", listen_host, "--port", str(port), "--admin", admin_address, "--peer-bind", peer_address]
     return Launch(
         command=[sys.executable, "-m", "router", "run", *worker_texts, *address_flags, *spec.router_flags],
         url=url,

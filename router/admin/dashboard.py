@@ -69,7 +69,10 @@ def make_security_headers(page: bytes) -> tuple[Header, ...]:
 
 
 class Viewer:
-    """One open page: the `Responder` of its connection."""
+    """A browser that shows the dashboard, and reads its server-sent events over one connection.
+
+    While the browser reads too slowly, events for it are dropped: the next one brings the newest state anyway.
+    """
 
     def __init__(self, connection: ClientConnection, on_leave: Callable[[Viewer], None]) -> None:
         self._connection = connection
@@ -81,7 +84,7 @@ class Viewer:
         )
 
     def send(self, event_name: str, data: bytes) -> None:
-        """Send one event, unless the page reads too slowly."""
+        """Send one event. It is dropped if the browser has not read the earlier ones."""
         if not self._is_paused:
             self._connection.write(b"event: %b\ndata: %b\n\n" % (event_name.encode(), data))
 

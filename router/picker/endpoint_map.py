@@ -68,26 +68,29 @@ class EndpointMap:
         return frozenset(worker_id for worker_id in worker_ids if worker_id is not None)
 
     def refresh(self, now: float) -> None:
-        """Resolve host names when it is time, and notice workers with another URL."""
+        """Resolve the host names of workers when it is time, and notice workers whose URL has changed."""
         if now - self._refreshed_at_s < REFRESH_S:
             return
         self._refreshed_at_s = now
         for worker in self._workers.values():
             address = _parse_url(worker.spec.url)
             if not address.is_ip and now >= self._next_lookup_at_s.get(address.host, now):
-                self._next_lookup_at_s[address.host] = now + RESOLVE_S
-                task = asyncio.get_running_loop().create_task(self._resolve(address.host))
-                self._lookups.add(task)
-                task.add_done_callback(self._lookups.discard)
+                self._start_lookup(address.host, now)
         self._index_endpoints()
 
+    def _start_lookup(self, host: str, now: float) -> None:
+        """Resolve a host name in a task, so that no request waits for DNS."""
+        self._next_lookup_at_s[host] = now + RESOLVE_S
+        task = asyncio.get_running_loop().create_task(self._resolve(host))
+        self._lookups.add(task)
+        task.add_done_callback(self._lookups.discard)
+
     def _index_endpoints(self) -> None:
-        """Note the worker of each endpoint. A new worker with a path in its URL is logged: Envoy cannot be given it."""
+        """Note the worker of each endpoint, as far as the workers' host names are resolved."""
         self._worker_id_by_endpoint.clear()
         for worker_id, worker in self._workers.items():
-            path = urlsplit(worker.spec.url).path
-            if path and worker_id not in self._indexed_worker_ids:
-                log.warning("worker %s: Envoy will not put %s before its paths", worker_id, path)
+            if worker_id not in self._indexed_worker_ids:
+                _warn_of_path(worker)
             endpoint = self.get_endpoint(worker_id)
             if endpoint is not None:
                 self._worker_id_by_endpoint[endpoint] = worker_id
@@ -105,6 +108,13 @@ class EndpointMap:
         if self._ip_by_host_name.get(host) not in ips:
             self._ip_by_host_name[host] = ips[0]
             self._index_endpoints()
+
+
+def _warn_of_path(worker: Worker) -> None:
+    """Log that requests will miss the path in a worker's URL: Envoy is told an endpoint, which has no path."""
+    path = urlsplit(worker.spec.url).path
+    if path:
+        log.warning("worker %s: its URL ends with %s, which Envoy will not send", worker.worker_id, path)
 
 
 class _Address(NamedTuple):
