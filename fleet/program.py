@@ -29,6 +29,8 @@ from fleet.spec import FleetSpec, Launch
 
 GUARD_PATH = str(Path(__file__).with_name("guard.py"))
 LAST_LINE_COUNT = 20
+MAX_EVENTS = 200
+"""Most events that wait for `take_events`; the oldest are dropped."""
 START_PROBE_S = 0.1
 HEALTH_CHECK_S = 2.0
 """Seconds between two health probes of a program that serves."""
@@ -144,7 +146,7 @@ class SupervisedProgram:
         self._lock = threading.Lock()
         self._run: ProgramRun | None = None
         self._state = ProgramState()
-        self._events: list[TimedEvent] = []
+        self._events: deque[TimedEvent] = deque(maxlen=MAX_EVENTS)
         self._is_stopping = threading.Event()
         threading.Thread(target=self._keep_running, daemon=True).start()
 
@@ -155,7 +157,8 @@ class SupervisedProgram:
     def take_events(self) -> list[TimedEvent]:
         """Return what happened to the program since the last call."""
         with self._lock:
-            events, self._events = self._events, []
+            events = list(self._events)
+            self._events.clear()
         return events
 
     def stop(self) -> None:
@@ -182,14 +185,14 @@ class SupervisedProgram:
 
     def _run_once(self) -> float:
         """Run the program until it ends, and return for how many seconds it served; 0 if it never did."""
-        served_s = 0.0
         try:
             run = self._start()
         except OSError as error:
             self._add_event(f"gone: not started: {error}")
-            return served_s
+            return 0.0
         if run is None:
-            return served_s
+            return 0.0
+        served_s = 0.0
         if self._wait_until_serving(run):
             self._update(launch=run.launch)
             self._add_event(f"up at {run.launch.url}, process {run.process.pid}")

@@ -68,7 +68,7 @@ class EndpointMap:
         return frozenset(worker_id for worker_id in worker_ids if worker_id is not None)
 
     def refresh(self, now: float) -> None:
-        """Resolve the host names of workers when it is time, and notice workers whose URL has changed."""
+        """Resolve the host names of workers when it is time, and notice changed URLs."""
         if now - self._refreshed_at_s < REFRESH_S:
             return
         self._refreshed_at_s = now
