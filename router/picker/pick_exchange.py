@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from prompts.errors import RequestError
 from prompts.worker_fields import WORKER_HEADERS
@@ -19,12 +19,12 @@ from router.edge.config import Timeouts
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import RequestContext
 from router.edge.rewrite import RANK_HEADER
+from router.http.connection import Client
 from router.picker.ext_proc_stream import Choice, ResponseStart
 
 if TYPE_CHECKING:
     from router.picker.config import PickerConfig
     from router.picker.endpoint_map import EndpointMap
-    from router.picker.picker_client import PickerClient
 
 PRIORITY_STEP = 1_000
 """Factor of priorities, which leaves room to order the requests in flight of one fairness id within each."""
@@ -43,6 +43,31 @@ class PickerState:
         """Requests in flight by fairness id."""
 
 
+class EnvoyClient(Client, Protocol):
+    """Interface of Envoy as the client of one request; `PickerClient` has it."""
+
+    picker_state: PickerState
+    objective: str | None
+    fairness_id: str
+
+    @property
+    def allowed_endpoints(self) -> Sequence[str] | None:
+        """Endpoints that may be chosen; None for all."""
+
+    @property
+    def sees_response_body(self) -> bool:
+        """Whether Envoy sends the body of the answer."""
+
+    def attach_pick(self, pick: PickExchange) -> None:
+        """Pass Envoy's messages about the answer to `pick`."""
+
+    def send_choice(self, choice: Choice) -> None:
+        """Tell Envoy the chosen endpoints."""
+
+    def abandon(self) -> None:
+        """End the stream to Envoy, because the request has taken too long."""
+
+
 class PickExchange:
     """Answers one request of Envoy, which forwards requests itself and only asks the router for the worker.
 
@@ -51,7 +76,7 @@ class PickExchange:
 
     __slots__ = ("_fairness_id", "_proxy", "_status", "client", "context", "picker_state")
 
-    def __init__(self, proxy: Proxy, client: PickerClient, context: RequestContext) -> None:
+    def __init__(self, proxy: Proxy, client: EnvoyClient, context: RequestContext) -> None:
         self._proxy = proxy
         self.client = client
         self.context = context

@@ -84,12 +84,10 @@ class PickerClient:
 
     @property
     def sees_response_body(self) -> bool:
-        """Whether Envoy sends the body of the answer."""
         return self._stream.sees_response_body
 
     @property
     def allowed_endpoints(self) -> list[str] | None:
-        """Endpoints that may be chosen; None for all."""
         return self._stream.allowed_endpoints
 
     def pop_responses(self) -> list[Response]:
