@@ -60,7 +60,7 @@ class RequestPlacer:
             self._metrics.tokenize_s.observe(body.prompt.seconds)
         self._limits.add_prompt_tokens(context, route.prompt_tokens)
         exchange.place(route)
-        self._reader.store_conversation(context, route)
+        self._reader.store_conversation(context)
         if self.reasons is not None and not context.is_done:
             self.reasons.register_request(context)
         context.body = None  # its messages are large, and not needed any more

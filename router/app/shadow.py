@@ -40,7 +40,7 @@ class CopyPlacer:
         self._metrics.tokenize_s.observe(context.body.prompt.seconds)
         route = self._reader.build_route_request(context)
         exchange.place(route)
-        self._reader.store_conversation(context, route)
+        self._reader.store_conversation(context)
 
 
 class CopiedRoutes:

@@ -22,7 +22,7 @@ from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.workers import CacheView, WorkerSpec
 from router.decide.working_set import WorkingSets
-from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedPrompt, PromptMemory, Scope
+from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedPrompt, Scope
 
 SHARED_RUNNING_MIN: Final = 2
 """Running requests that must have a prefix in common before it counts as shared."""
@@ -148,20 +148,9 @@ class CacheState:
                 running_prompt.pin = None
 
     # A request's life --------------------------------------------------------------------------------------------
-    def prepare_query(
-        self,
-        ids: Sequence[int],
-        scope: Scope,
-        tokens: int,
-        similar_prompt: PromptMemory | None = None,
-        common_tokens: int | None = None,
-    ) -> PromptQuery:
-        """Prepare a prompt for the methods below.
-
-        `similar_prompt`: computed digests of a prompt that may begin alike. `common_tokens`: number of first tokens
-        that both have in common, if that is known.
-        """
-        return PromptQuery(self._index, self._index.prepare(ids, similar_prompt, common_tokens), scope, tokens)
+    def prepare_query(self, ids: Sequence[int], scope: Scope, tokens: int) -> PromptQuery:
+        """Prepare a prompt for the methods below."""
+        return PromptQuery(self._index, self._index.prepare(ids), scope, tokens)
 
     def make_shortlist(
         self, prompt: PromptQuery, order: LoadOrder

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from router.index.protocol import PromptMemory, Scope
+from router.index.protocol import Scope
 
 
 class RouteRequest(msgspec.Struct, eq=False):
@@ -35,10 +35,6 @@ class RouteRequest(msgspec.Struct, eq=False):
     """Digest of the beginning of a conversation with media; None without media.
 
     Prompts with media cannot be matched. The router predicts that the worker of the previous turn has cached it."""
-    similar_prompt: PromptMemory | None = None
-    """Digests of an earlier prompt that may begin like this one. They need not be computed again."""
-    common_tokens: int | None = None
-    """Number of leading tokens in common with `similar_prompt`; None if they were not compared."""
     output_tokens_max: int = 0
     """Upper bound of generated tokens; 0 if there is none. Most answers are much shorter."""
     output_tokens_min: int = 0

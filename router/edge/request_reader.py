@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -22,7 +22,7 @@ from router.edge.request_context import RequestContext
 from router.edge.routing_headers import ResolvedModel, RoutingHeaders
 from router.edge.stored_responses import StoredResponses
 from router.http.request import HttpRequest
-from router.index.protocol import PromptMemory, Scope
+from router.index.protocol import Scope
 from router.prompting.encode import CHARS_PER_TOKEN, PromptSize
 from router.prompting.fields import FieldSpans, apply_edits, locate_fields
 from router.prompting.forms import is_form, read_form
@@ -188,24 +188,13 @@ class RequestReader:
             lambda model: registry.is_model_served(model, headers.worker),
         )  # fmt: skip
 
-    def store_conversation(self, context: RequestContext, route: RouteRequest) -> None:
-        """Store a routed prompt in the conversation cache, so that the next turn is tokenised from its end on.
-
-        The index's memory of the prompt is stored too, as the next turn begins with the same blocks.
-        """
+    def store_conversation(self, context: RequestContext) -> None:
+        """Store a routed prompt in the conversation cache, so that the next turn is tokenised from its end on."""
         body = context.body
         conversation = None if body is None else body.prompt.conversation
         if body is None or conversation is None:
             return
         conversation.model, conversation.first_message_digest = body.target.base_model, body.digest_first_message()
-        shares_token_ids = route.token_ids is conversation.token_ids
-        prompt_query = self._core.get_prompt_query(route.request_id)
-        memory = None if prompt_query is None else self._core.index.make_memory(prompt_query.prepared_ids)
-        if memory is not None:
-            shared_bytes = conversation.token_ids.itemsize * len(conversation.token_ids) if shares_token_ids else 0
-            conversation.prompt_memory = memory
-            conversation.prompt_memory_bytes = memory.nbytes - shared_bytes
-            conversation.is_memory_exact = shares_token_ids
         self._prompt_reader.conversations.cache.store(conversation, body.body, body.prompt.predecessor)
 
     def build_route_request(self, context: RequestContext) -> RouteRequest:
@@ -231,7 +220,6 @@ class RequestReader:
         if model.tokens_max is not None:
             output_tokens_min = min(output_tokens_min, max(model.tokens_max - size.longest_tokens, 0))
         session = SessionNames.make_session(headers.session, body_request)
-        similar_prompt, common_tokens = _find_similar_prompt(body)
         return RouteRequest(
             request_id=context.request_id,
             model=model.name,
@@ -242,8 +230,6 @@ class RequestReader:
             longest_prompt_tokens=size.longest_tokens if size.prompt_count > 1 else 0,
             is_counted=size.is_exact,
             media_conversation=media_conversation,
-            similar_prompt=similar_prompt,
-            common_tokens=common_tokens,
             output_tokens_max=1
             if body_request.kind == "other"
             else size.prompt_count * body_request.output_tokens_max,  # requests of other kinds generate nothing
@@ -285,20 +271,6 @@ class RequestReader:
 
 async def _await_body(context: RequestContext, reading: Coroutine[Any, Any, ReadBody[ResolvedModel]]) -> None:
     context.body = await reading
-
-
-def _find_similar_prompt(body: ReadBody[ResolvedModel]) -> tuple[PromptMemory | None, int | None]:
-    """Return the index's memory of the conversation's earlier prompt, and the number of tokens that both share.
-
-    Each is None if it is unknown.
-    """
-    continuation = body.continuation
-    if continuation is None:
-        return None, None
-    conversation = continuation.conversation
-    is_exact = conversation.is_memory_exact and body.prompt.token_ids is continuation.token_ids
-    memory = cast("PromptMemory | None", conversation.prompt_memory)
-    return memory, continuation.boundary.token_count if is_exact else None
 
 
 def _estimate_tokens(request: HttpRequest, model: ResolvedModel) -> int:

@@ -82,14 +82,6 @@ class PreparedPrompt(Protocol):
     def __len__(self) -> int: ...
 
 
-class PromptMemory(Protocol):
-    """Computed digests of a prompt, for prompts that begin like it. Immutable; the token ids are borrowed."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes, with 4 for each token id."""
-
-
 class Tally(Protocol):
     """Number of running prompts for each key of `PrefixIndex.chunk_keys`.
 
@@ -195,20 +187,11 @@ class PrefixIndex(Protocol):
     def tally(self) -> Tally:
         """Make an empty tally."""
 
-    def prepare(
-        self,
-        token_ids: Sequence[int] | bytes,
-        similar_prompt: PromptMemory | None = None,
-        common_tokens: int | None = None,
-    ) -> PreparedPrompt:
+    def prepare(self, token_ids: Sequence[int] | bytes) -> PreparedPrompt:
         """Prepare a prompt for several calls. The token ids may be borrowed and must not change meanwhile.
 
-        `similar_prompt`: digests of a prompt that may begin alike, which are not computed again. `common_tokens`:
-        number of first token ids in common with it; None: compare them. Raises ValueError as `match` does.
+        Raises ValueError as `match` does.
         """
-
-    def make_memory(self, prompt: PreparedPrompt) -> PromptMemory | None:
-        """Return the digests of a prompt that were computed so far; None if its token ids were copied."""
 
     def count_common_tokens(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
         """Count the first token ids that two prompts have in common."""

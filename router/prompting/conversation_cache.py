@@ -36,7 +36,7 @@ PREFIX_LENGTHS: Final = [
 """Lengths of the prefixes of bodies under whose digests boundaries are stored: eight for each doubling."""
 BOUNDARIES_MAX = 4
 """Most boundaries of a conversation."""
-LOCAL_FIELDS = 5
+LOCAL_FIELDS = 2
 """Number of the last fields of `CachedConversation`, which are not sent to another process."""
 _BOUNDARY_BYTES = 4000
 """Estimated bytes of a boundary, besides its rendered placeholders and messages as long as these."""
@@ -106,12 +106,6 @@ class CachedConversation(msgspec.Struct, eq=False):
     """Base model whose tokenizer and template read the conversation."""
     first_message_digest: int | None = None
     """Digest of the first user message (router/prompting/sessions.py)."""
-    prompt_memory: object = None
-    """The index's memory of a prompt that begins with this one."""
-    is_memory_exact: bool = False
-    """Whether the prompt of `prompt_memory` has exactly `token_ids`."""
-    prompt_memory_bytes: int = 0
-    """Bytes of `prompt_memory` besides `token_ids`."""
 
     def __reduce__(self) -> tuple[Callable[..., CachedConversation], tuple[object, ...]]:
         """Pickle the entry without the fields from `model` on, which belong to one process."""
@@ -121,7 +115,7 @@ class CachedConversation(msgspec.Struct, eq=False):
     def memory_bytes(self) -> int:
         """Estimated memory of this entry."""
         size_bytes = self.token_ids.itemsize * len(self.token_ids)
-        size_bytes += len(self.message_fingerprints) + len(self.tool_fingerprints) + self.prompt_memory_bytes + 1000
+        size_bytes += len(self.message_fingerprints) + len(self.tool_fingerprints) + 1000
         size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.rendered.text) for boundary in self.boundaries])
         if self.bare_request is not None:
             size_bytes += _DECODED_BYTES_PER_BYTE * (self.messages_start + self.end_bytes)

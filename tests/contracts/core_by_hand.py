@@ -55,13 +55,8 @@ class NaiveIndex:
     def tally(self) -> NaiveTally:
         return NaiveTally()
 
-    def prepare(
-        self, token_ids: Sequence[int], similar_prompt: None = None, common_tokens: None = None
-    ) -> Sequence[int]:
+    def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
         return token_ids
-
-    def make_memory(self, prompt: Sequence[int]) -> None:
-        return None
 
     def chunk_keys(self, token_ids: Sequence[int] | bytes, scope: Scope, chunk_tokens: int) -> list[int]:
         token_ids = array("I", token_ids)

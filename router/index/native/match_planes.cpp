@@ -95,18 +95,10 @@ private:
         Words reach = members, gpu = members, pinned = members, held(words_), held_gpu(words_), held_pinned(words_);
         const u64 steps = c_.limit / length_;
         u64 step = 1, more = 1;
-        const u64 known = std::min(steps, (c_.prefixes.known() - 1) / stride_);  // of a prompt that was seen before
         const Presence nobody, *before = &nobody;  // who holds the block before, where nobody goes on by a promise alone
         for (u32 id = 0; step <= steps && more != 0; ++step) {
-            // Held by the same as the one before, as along most of a prompt: everybody's prefix goes on or has ended.
-            if (before != &nobody && step <= known) {
-                const u64* const keys = c_.prefixes.up_to(0) + step * stride_;
-                const u64 alike = c_.nodes.alike_after(id, keys, stride_, known + 1 - step, static_cast<u32>(length_));
-                id += static_cast<u32>(alike);
-                step += alike;
-                if (step > steps) break;
-            }
             id = next_node(id, step);
+            // Held by the same as the one before, as along most of a prompt: everybody's prefix goes on or has ended.
             if (id != 0 && c_.nodes[id].presence.plainly_equals(*before)) continue;
             before = id == 0 ? &nobody : &c_.nodes[id].presence;
             for (std::size_t word = 0; word < words_; ++word) held[word] = held_gpu[word] = 0;

@@ -36,9 +36,6 @@ public:
 
     const u32* data() const { return data_; }
     std::size_t size() const { return size_; }
-    // Of whom they are borrowed; null where they were copied.
-    PyObject* owner() const { return owned_.empty() ? borrowed_.view.obj : nullptr; }
-
     // How many of the first ones are the same.
     std::size_t shared(const Ids& other) const {
         constexpr std::size_t kAtOnce = 512;
@@ -139,18 +136,6 @@ struct Prompt {
     const Ids ids;
     std::mutex mutex;
     KeyMemo memo;  // under the mutex
-};
-
-// A prompt that may begin another one, with what was computed of it. Never changed.
-struct PromptMemory {
-    explicit PromptMemory(Prompt& prompt) : ids(prompt.ids.owner()) {
-        const nb::gil_scoped_release released;
-        const std::lock_guard alone(prompt.mutex);
-        memo = prompt.memo;
-    }
-    std::size_t bytes() const { return memo.keys.capacity() * sizeof(u64) + ids.size() * sizeof(u32); }
-    const Ids ids;
-    KeyMemo memo;
 };
 
 // What a call was given: a Prompt, which it then has for itself as long as it works, or ids of any form.
@@ -357,8 +342,6 @@ NB_MODULE(_native, module) {
 
     nb::class_<Prompt>(module, "Prompt").def("__len__", [](const Prompt& prompt) { return prompt.ids.size(); });
 
-    nb::class_<PromptMemory>(module, "PromptMemory").def_prop_ro("nbytes", &PromptMemory::bytes);
-
     nb::class_<Report>(module, "IngestReport")
         .def_ro("stored", &Report::stored)
         .def_ro("removed", &Report::removed)
@@ -438,19 +421,7 @@ NB_MODULE(_native, module) {
              },
              nb::arg("holder"), nb::arg("payload"), nb::arg("now_s") = 0.0, nb::keep_alive<0, 1>())
         .def("tally", [](const Index&) { return new Tally(); })
-        .def("prepare",
-             [](Index&, nb::handle token_ids, const PromptMemory* similar, std::optional<std::size_t> common_tokens) {
-                 auto prompt = std::make_unique<Prompt>(token_ids);
-                 if (similar == nullptr) return prompt.release();
-                 const std::size_t shorter = std::min(prompt->ids.size(), similar->ids.size());
-                 const std::size_t common = common_tokens ? std::min(*common_tokens, shorter) : prompt->ids.shared(similar->ids);
-                 prompt->memo.resume(similar->memo, common, prompt->ids.size());
-                 return prompt.release();
-             },
-             nb::arg("token_ids"), nb::arg("similar_prompt") = nb::none(), nb::arg("common_tokens") = nb::none())
-        .def("make_memory",
-             [](Index&, Prompt& prompt) { return prompt.ids.owner() == nullptr ? nullptr : new PromptMemory(prompt); },
-             nb::arg("prompt"))
+        .def("prepare", [](const Index&, nb::handle token_ids) { return new Prompt(token_ids); }, nb::arg("token_ids"))
         .def("count_common_tokens", [](const Index&, nb::handle a, nb::handle b) { return Ids(a).shared(Ids(b)); }, nb::arg("token_ids"),
              nb::arg("others"))
         .def("match", &match, nb::arg("token_ids"), nb::arg("scope"), nb::arg("order") = nb::none(), nb::arg("max_rivals") = 1)

@@ -202,18 +202,6 @@ public:
         return find(key, length);
     }
 
-    // Count how many of the keys, every `stride`-th of them, belong to the nodes after `before` in their order and surely
-    // have the same presences.
-    std::size_t alike_after(u32 before, const u64* keys, std::size_t stride, std::size_t most, u32 length) const {
-        const Presence held = pool_[before].presence;
-        std::size_t count = 0;
-        for (; count < most && pool_.holds(before + 1 + static_cast<u32>(count)); ++count) {
-            const Node& next = pool_[before + 1 + static_cast<u32>(count)];
-            if (next.key != keys[count * stride] || next.length != length || !next.presence.plainly_equals(held)) break;
-        }
-        return count;
-    }
-
     // Add a presence of a block; returns the node.
     u32 add(u64 key, u32 end, u32 length, Seat seat, u32 slot) {
         const Table::HashSlot spot = table_.spot(hash(key, length));

@@ -28,7 +28,6 @@ from router.index.protocol import (
     Match,
     PinId,
     PreparedPrompt,
-    PromptMemory,
     Scope,
     Tokens,
 )
@@ -141,19 +140,11 @@ class ReferenceIndex:
     def tally(self) -> NaiveTally:
         return NaiveTally()
 
-    def prepare(
-        self,
-        token_ids: Sequence[int] | bytes,
-        similar_prompt: PromptMemory | None = None,
-        common_tokens: int | None = None,
-    ) -> PreparedPrompt:
+    def prepare(self, token_ids: Sequence[int] | bytes) -> PreparedPrompt:
         return as_token_list(token_ids)
 
     def count_common_tokens(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
         return next((i for i, (a, b) in enumerate(zip(token_ids, others)) if a != b), min(len(token_ids), len(others)))
-
-    def make_memory(self, prompt: PreparedPrompt) -> PromptMemory | None:
-        return None
 
     def match(
         self, token_ids: Tokens, scope: Scope, order: Sequence[HolderId] | None = None, max_rivals: int = 1

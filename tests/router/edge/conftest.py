@@ -75,13 +75,8 @@ class EmptyIndex:
     def tally(self) -> NaiveTally:
         return NaiveTally()
 
-    def prepare(
-        self, token_ids: Sequence[int], similar_prompt: None = None, common_tokens: None = None
-    ) -> Sequence[int]:
+    def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
         return token_ids
-
-    def make_memory(self, prompt: Sequence[int]) -> None:
-        return None
 
     def count_common_tokens(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
         return next((i for i, (a, b) in enumerate(zip(token_ids, others)) if a != b), min(len(token_ids), len(others)))
