@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import msgspec
@@ -89,10 +90,7 @@ class CacheState:
         self._chunk_tokens = working_sets.chunk_tokens
         self._approximate_caches: dict[str, ApproximateCache] = {}
         """target name -> approximate cache, for targets without events."""
-        self._running_chunks = index.tally()
-        """Number of running prompts for each chunk."""
-        self._running_chunk_targets = index.tally()
-        """Number of targets with a running prompt for each chunk."""
+        self._running_chunks = RunningChunks()
         self._grace_pins: deque[GracePin] = deque()
         """Pins of ended requests, the first to be released first."""
         self.cleared_at_s: OrderedDict[str, float] = OrderedDict()
@@ -102,8 +100,6 @@ class CacheState:
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, target: Target, spec: WorkerSpec) -> None:
         """Add a target, or update its capacities from a new description of its worker."""
-        if target.load.running_chunk_counts is None:
-            target.load.running_chunk_counts = self._index.tally()
         cache_tokens = spec.cache_tokens
         target.capacity.kv_tokens = (
             target.capacity.observed_kv_tokens if cache_tokens is None else cache_tokens // spec.ranks
@@ -215,11 +211,7 @@ class CacheState:
             self.pin(running_prompt)
         keys = running_prompt.chunk_keys
         self.working_sets.add_prompt(target.name, keys, now, session=session)
-        assert target.load.running_chunk_counts is not None
-        duplicates = self._running_chunks.add_prompt(
-            keys, target.load.running_chunk_counts, self._running_chunk_targets
-        )
-        self._add_duplicate_chunks(target, duplicates)
+        self._add_duplicate_chunks(target, self._running_chunks.add_prompt(target, keys))
         return running_prompt
 
     def pin(self, running_prompt: RunningPrompt) -> None:
@@ -235,11 +227,7 @@ class CacheState:
         A computed prompt stays pinned for the grace period; its events are on their way.
         """
         target, keys = running_prompt.target, running_prompt.chunk_keys
-        assert target.load.running_chunk_counts is not None
-        duplicates = self._running_chunks.remove_prompt(
-            keys, target.load.running_chunk_counts, self._running_chunk_targets
-        )
-        self._add_duplicate_chunks(target, -duplicates)
+        self._add_duplicate_chunks(target, -self._running_chunks.remove_prompt(target, keys))
         if ended_session is not None:
             self.working_sets.end_session(keys, ended_session)
         if running_prompt.pin is None:
@@ -262,15 +250,12 @@ class CacheState:
         within SHARED_COPY_S spread over the targets that run the prefix now and one more. If k of them use the new
         copy, this request is one of k + 1.
         """
-        keys = prompt.get_chunk_keys(self._chunk_tokens)
-        chunk_count = self._running_chunks.count_leading(keys, SHARED_RUNNING_MIN)
-        if not chunk_count:
+        shared = self._running_chunks.find_shared_prefix(prompt.get_chunk_keys(self._chunk_tokens))
+        if not shared.chunk_count:
             return 0, 0.0
-        last_key = keys[chunk_count - 1]
-        running_count, target_count = self._running_chunks.count(last_key), self._running_chunk_targets.count(last_key)
-        arrivals = running_count * SHARED_COPY_S / max(lifetime_s, LIFETIME_S_MIN)
-        sharing_requests = arrivals / (target_count + 1)
-        return chunk_count * self._chunk_tokens, sharing_requests / (sharing_requests + 1.0)
+        arrivals = shared.prompt_count * SHARED_COPY_S / max(lifetime_s, LIFETIME_S_MIN)
+        sharing_requests = arrivals / (shared.target_count + 1)
+        return shared.chunk_count * self._chunk_tokens, sharing_requests / (sharing_requests + 1.0)
 
     def release_expired_pins(self, now: float) -> None:
         """Release the pins at the end of their grace period."""
@@ -285,15 +270,84 @@ class CacheState:
         """Assert that pins end in order and that all counts equal those over `running_prompts`."""
         release_times_s = [entry.release_s for entry in self._grace_pins]
         assert release_times_s == sorted(release_times_s)
-        chunk_counts = []
+        chunk_counts = Counter((key, prompt.target) for prompt in running_prompts for key in prompt.chunk_keys)
+        assert self._running_chunks.list_counts() == chunk_counts
         for target in {running.target for running in running_prompts}:  # a target's name may come back
-            assert target.load.running_chunk_counts is not None
-            chunk_counts.append(target.load.running_chunk_counts.counts())
-            duplicates = sum(count - 1 for count in chunk_counts[-1].values())
+            duplicates = sum(
+                count - 1 for (_, running_target), count in chunk_counts.items() if running_target is target
+            )
             assert target.load.duplicate_prompt_tokens == self._chunk_tokens * duplicates
-        assert self._running_chunks.counts() == Counter(key for prompt in running_prompts for key in prompt.chunk_keys)
-        assert self._running_chunk_targets.counts() == Counter(key for chunks in chunk_counts for key in chunks)
         self.working_sets.check_invariants()
+
+
+class SharedPrefix(NamedTuple):
+    """Leading chunks of a prompt that several running prompts have in common, and who runs the last of them."""
+
+    chunk_count: int = 0
+    prompt_count: int = 0
+    target_count: int = 0
+
+
+@dataclass(slots=True)
+class _RunningChunk:
+    """Number of running prompts that have a chunk: of all, and by target, where it is never 0."""
+
+    prompt_count: int = 0
+    count_by_target: dict[Target, int] = field(default_factory=dict)
+
+
+class RunningChunks:
+    """Chunks of running prompts, with the prompts and targets of each.
+
+    A chunk's key stands for all of the prompt up to its end, so prompts share their first keys or none.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, _RunningChunk] = {}
+
+    def add_prompt(self, target: Target, keys: Sequence[int]) -> int:
+        """Count a prompt that begins to run on a target; return how many of its chunks ran there before."""
+        duplicates = 0
+        for key in keys:
+            chunk = self._chunks.get(key)
+            if chunk is None:
+                chunk = self._chunks[key] = _RunningChunk()
+            count = chunk.count_by_target.get(target, 0)
+            duplicates += count > 0
+            chunk.count_by_target[target] = count + 1
+            chunk.prompt_count += 1
+        return duplicates
+
+    def remove_prompt(self, target: Target, keys: Sequence[int]) -> int:
+        """Forget a prompt that ended; return how many of its chunks still run on its target."""
+        duplicates = 0
+        for key in keys:
+            chunk = self._chunks[key]
+            chunk.prompt_count -= 1
+            chunk.count_by_target[target] -= 1
+            if chunk.count_by_target[target]:
+                duplicates += 1
+            else:
+                del chunk.count_by_target[target]
+            if not chunk.prompt_count:
+                del self._chunks[key]
+        return duplicates
+
+    def find_shared_prefix(self, keys: Sequence[int]) -> SharedPrefix:
+        """Return the longest prefix of a prompt with these chunks that SHARED_RUNNING_MIN running prompts have."""
+        chunk_count, last_chunk = 0, None
+        for key in keys:
+            chunk = self._chunks.get(key)
+            if chunk is None or chunk.prompt_count < SHARED_RUNNING_MIN:
+                break
+            chunk_count, last_chunk = chunk_count + 1, chunk
+        if last_chunk is None:
+            return SharedPrefix()
+        return SharedPrefix(chunk_count, last_chunk.prompt_count, len(last_chunk.count_by_target))
+
+    def list_counts(self) -> dict[tuple[int, Target], int]:
+        """Return the number of prompts by chunk key and target, for tests."""
+        return {(key, target): n for key, chunk in self._chunks.items() for target, n in chunk.count_by_target.items()}
 
 
 class ApproximateCache:

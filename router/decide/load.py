@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from router.index.protocol import Tally
-
 MAX_NUM_SEQS_PRIOR: Final = 256
 """Assumed `max_num_seqs` of an engine that does not report it; vLLM's default."""
 REMAINING_TOKENS_PRIOR: Final = 256.0
@@ -76,8 +74,6 @@ class Load:
     known, and a long answer is not expected to end earlier than a short one."""
     mean_remaining_output_tokens: float = REMAINING_TOKENS_PRIOR
     """Expected output tokens of one request; the last value while there is no request."""
-    running_chunk_counts: Tally | None = None
-    """Number of running prompts for each chunk; None until the cache state has added the target."""
     duplicate_prompt_tokens: int = 0
     """Prompt tokens of running requests that need no KV memory, as other running requests have the same ones."""
     incoming_transfers: int = 0

@@ -82,34 +82,6 @@ class PreparedPrompt(Protocol):
     def __len__(self) -> int: ...
 
 
-class Tally(Protocol):
-    """Number of running prompts for each key of `PrefixIndex.chunk_keys`.
-
-    A key stands for all of the prompt before it, so the keys that a prompt shares with others are its first ones.
-    """
-
-    def add_prompt(self, keys: Sequence[int], target: Tally, targets: Tally) -> int:
-        """Count a prompt that begins to run on a target; return how many of its keys ran there before.
-
-        `target`: tally of the prompts on that target. `targets`: number of targets for each key.
-        """
-
-    def remove_prompt(self, keys: Sequence[int], target: Tally, targets: Tally) -> int:
-        """Count a prompt that ended; return how many of its keys still run on its target.
-
-        Raises IndexError for a key that no prompt has.
-        """
-
-    def count(self, key: int) -> int:
-        """Return how many prompts have a key."""
-
-    def count_leading(self, keys: Sequence[int], min_count: int) -> int:
-        """Return the number of leading keys that at least `min_count` prompts have."""
-
-    def counts(self) -> dict[int, int]:
-        """Return the number of prompts by key; for tests."""
-
-
 class IngestTask(Protocol):
     """Payload that is applied to the index in slices."""
 
@@ -183,9 +155,6 @@ class PrefixIndex(Protocol):
 
         Names of blocks are resolved within a slice; a block that a later slice spells out waits for that slice.
         """
-
-    def tally(self) -> Tally:
-        """Make an empty tally."""
 
     def prepare(self, token_ids: Sequence[int] | bytes) -> PreparedPrompt:
         """Prepare a prompt for several calls. The token ids may be borrowed and must not change meanwhile.

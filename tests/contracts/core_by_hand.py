@@ -6,8 +6,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 
-from reference.tally import NaiveTally
-
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
@@ -51,9 +49,6 @@ class NaiveIndex:
     def store(self, holder: HolderId, tokens: Sequence[int]) -> None:
         for end in range(1, len(tokens) + 1):
             self.resident[holder].add(tuple(tokens[:end]))
-
-    def tally(self) -> NaiveTally:
-        return NaiveTally()
 
     def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
         return token_ids

@@ -368,17 +368,6 @@ NB_MODULE(_native, module) {
 
     nb::class_<Dumping>(module, "Dumping").def("step", &Dumping::step);
 
-    nb::class_<Tally>(module, "Tally")
-        .def("add_prompt", &Tally::add_prompt, nb::arg("keys"), nb::arg("target"), nb::arg("targets"))
-        .def("remove_prompt", &Tally::remove_prompt, nb::arg("keys"), nb::arg("target"), nb::arg("targets"))
-        .def("count", &Tally::count, nb::arg("key"))
-        .def("count_leading", &Tally::count_leading, nb::arg("keys"), nb::arg("min_count"))
-        .def("counts", [](const Tally& tally) {
-            nb::dict counts;
-            tally.each([&](u64 key, u64 count) { counts[nb::int_(key)] = nb::int_(count); });
-            return counts;
-        });
-
     nb::class_<Stats>(module, "IndexStats")
         .def_ro("holders", &Stats::holders)
         .def_ro("entries", &Stats::entries)
@@ -420,7 +409,6 @@ NB_MODULE(_native, module) {
                  return new Ingesting(index, holder, payload, now_s);
              },
              nb::arg("holder"), nb::arg("payload"), nb::arg("now_s") = 0.0, nb::keep_alive<0, 1>())
-        .def("tally", [](const Index&) { return new Tally(); })
         .def("prepare", [](const Index&, nb::handle token_ids) { return new Prompt(token_ids); }, nb::arg("token_ids"))
         .def("count_common_tokens", [](const Index&, nb::handle a, nb::handle b) { return Ids(a).shared(Ids(b)); }, nb::arg("token_ids"),
              nb::arg("others"))

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <map>
-#include <stdexcept>
 #include <vector>
 
 #include "nodes.hpp"
@@ -158,103 +157,6 @@ private:
     static constexpr std::size_t kCutsKept = 2;  // empty tables that are stored for the next prompts
     Pages& pages_;
     std::map<u64, PinnedBlocks> cuts_;
-};
-
-// Hash table from a key to the number of running prompts that have it. For one thread.
-class Tally {
-public:
-    // Count a prompt that begins to run on a target: here, in the target's tally, and in `targets` for keys that are new on
-    // that target. Returns how many of the prompt's keys were on the target before.
-    u64 add_prompt(const std::vector<u64>& keys, Tally& target, Tally& targets) {
-        add(keys, 0);
-        const u64 present = target.add(keys, 0);
-        targets.add(keys, present);
-        return present;
-    }
-    // Count a prompt that ended. Returns how many of the prompt's keys are still on the target. Throws std::out_of_range for a
-    // key that no prompt has.
-    u64 remove_prompt(const std::vector<u64>& keys, Tally& target, Tally& targets) {
-        subtract(keys, 0);
-        const u64 remaining = target.subtract(keys, 0);
-        targets.subtract(keys, remaining);
-        return remaining;
-    }
-
-    u64 count(u64 key) const { return slots_[find(key)].count; }
-    // Number of leading keys that at least `min_count` prompts have.
-    u64 count_leading(const std::vector<u64>& keys, u64 min_count) const {
-        std::size_t i = 0;
-        while (i < keys.size() && count(keys[i]) >= min_count) ++i;
-        return i;
-    }
-    template <class Visit>
-    void each(Visit visit) const {
-        for (const Slot& slot : slots_) {
-            if (slot.count != 0) visit(slot.key, slot.count);
-        }
-    }
-
-private:
-    struct Slot {
-        u64 key = 0, count = 0;  // a count of 0: free
-    };
-    static constexpr std::size_t kSlotsMin = 16;
-
-    // Add 1 to the keys from `start` on; returns how many of them had a count before.
-    u64 add(const std::vector<u64>& keys, std::size_t start) {
-        u64 present = 0;
-        for (std::size_t i = start; i < keys.size(); ++i) {
-            if (4 * (size_ + 1) > 3 * slots_.size()) resize(2 * slots_.size());
-            Slot& slot = slots_[find(keys[i])];
-            slot.key = keys[i];
-            slot.count++ != 0 ? ++present : ++size_;
-        }
-        return present;
-    }
-
-    // Subtract 1 from the keys from `start` on; returns how many of them still have a count.
-    u64 subtract(const std::vector<u64>& keys, std::size_t start) {
-        u64 remaining = 0;
-        for (std::size_t i = start; i < keys.size(); ++i) {
-            const std::size_t index = find(keys[i]);
-            if (slots_[index].count == 0) throw std::out_of_range("no prompt has this key");
-            --slots_[index].count == 0 ? erase(index) : static_cast<void>(++remaining);
-        }
-        if (slots_.size() > kSlotsMin && 16 * size_ < slots_.size()) resize(slots_.size() / 2);
-        return remaining;
-    }
-
-    // Index of the key's slot, or of the free slot where the key would be stored.
-    std::size_t find(u64 key) const {
-        std::size_t index = first_slot(key);
-        while (slots_[index].count != 0 && slots_[index].key != key) index = (index + 1) & (slots_.size() - 1);
-        return index;
-    }
-    // Linear probing for a key begins at this slot.
-    std::size_t first_slot(u64 key) const { return (keyed(key) >> 32) & (slots_.size() - 1); }
-
-    // Free a slot, and move later entries up where a free slot would hide them from linear probing.
-    void erase(std::size_t index) {
-        const std::size_t mask = slots_.size() - 1;
-        for (std::size_t next = (index + 1) & mask; slots_[next].count != 0; next = (next + 1) & mask) {
-            if (((next - first_slot(slots_[next].key)) & mask) < ((next - index) & mask)) continue;
-            slots_[index] = slots_[next];
-            index = next;
-        }
-        slots_[index] = Slot{};
-        --size_;
-    }
-
-    void resize(std::size_t slots) {
-        std::vector<Slot> old(slots);
-        old.swap(slots_);
-        for (const Slot& slot : old) {
-            if (slot.count != 0) slots_[find(slot.key)] = slot;
-        }
-    }
-
-    std::vector<Slot> slots_ = std::vector<Slot>(kSlotsMin);  // a power of two
-    std::size_t size_ = 0;
 };
 
 }  // namespace blockcast

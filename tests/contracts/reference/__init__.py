@@ -20,7 +20,6 @@ from reference.dump import dump_holder, is_dump, load_dump
 from reference.events import check_event
 from reference.holder import Holder
 from reference.match import Pins, cut_of, match_holder
-from reference.tally import NaiveTally
 from router.index.protocol import (
     HolderId,
     IndexStats,
@@ -136,9 +135,6 @@ class ReferenceIndex:
                     report.malformed.append(error_text)
             state.apply(events, report)
         return report
-
-    def tally(self) -> NaiveTally:
-        return NaiveTally()
 
     def prepare(self, token_ids: Sequence[int] | bytes) -> PreparedPrompt:
         return as_token_list(token_ids)

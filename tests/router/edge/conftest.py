@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 import uvloop
-from reference.tally import NaiveTally
 
 from options import Schema, load_config
 from router.admin.description import DescriptionRoutes, ModelRoutes
@@ -71,9 +70,6 @@ class EmptyIndex:
 
     def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
         return IngestReport()
-
-    def tally(self) -> NaiveTally:
-        return NaiveTally()
 
     def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
         return token_ids
