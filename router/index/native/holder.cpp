@@ -212,7 +212,9 @@ void Holder::add(u64 name, const NamePosition& place, u32 slot, u32 length, u32 
     }
     const auto first_in_slot = [&] {
         count_fresh(slot, length);
-        return nodes_.add(place.key, static_cast<u32>(place.end), length, seat, slot);
+        const u32 node = nodes_.find_or_make(place.key, static_cast<u32>(place.end), length);
+        nodes_.add(node, seat, slot);
+        return node;
     };
     if (entry == nullptr) {
         const u32 node = first_in_slot();
@@ -242,7 +244,8 @@ void Holder::add(u64 name, const NamePosition& place, u32 slot, u32 length, u32 
 void Holder::again(u32& node, u32& meta, const NamePosition& place, u32 slot, u32 length, u32 copies) {
     const u32 before = nodes_[node].length;
     if (before != length) {
-        const u32 moved = nodes_.add(place.key, static_cast<u32>(place.end), length, seat, slot);
+        const u32 moved = nodes_.find_or_make(place.key, static_cast<u32>(place.end), length);
+        nodes_.add(moved, seat, slot);
         nodes_.remove(node, seat, slot);
         node = moved;
         count_length(slot, before, -1);

@@ -144,7 +144,7 @@ std::vector<Match> Index::match(const Tokens& prompt, const ScopeView& scope) co
     const std::shared_lock lock(mutex_);
     const auto model = models_.find(scope.model);
     if (model == models_.end()) return {};
-    return match_all(query(prompt, scope), *model->second, digester_, nodes_, seats_, boundaries_, checkpoints_);
+    return match_all(query(prompt, scope), *model->second, digester_, nodes_, seats_, pinned_blocks_);
 }
 
 std::vector<u64> Index::chunk_keys(const Tokens& prompt, const ScopeView& scope, u64 chunk) const {
@@ -173,7 +173,7 @@ u64 Index::pin(u64 id, const Tokens& prompt, const ScopeView& scope) {
     const Query asked = query(prompt, scope);
     const std::unique_lock lock(mutex_);
     Holder* holder = get(id);
-    const u64 cut = holder->cut();
+    const u32 cut = holder->cut();
     Pin pin{holder, holder->seat, cut, {}, std::nullopt};
     Prefixes prefixes(asked, digester_, cut);
     const u64 count = prompt.count / cut, stride = cut / prefixes.unit();
@@ -186,7 +186,7 @@ u64 Index::pin(u64 id, const Tokens& prompt, const ScopeView& scope) {
     }
     const u64 last = prompt.count == 0 ? 0 : (prompt.count - 1) / cut;
     if (last > 0) pin.checkpoint = pin.boundaries[last - 1];
-    promise(pin);
+    pinned_blocks_.add(pin.boundaries, pin.checkpoint, pin.seat, cut);
     if (++static_cast<ModelHolders*>(holder->model)->pins[holder] == 1) place(holder);
     const u64 number = next_pin_++;
     pins_.emplace(number, std::move(pin));
@@ -201,29 +201,19 @@ void Index::unpin(u64 number) {
     pins_.erase(found);
 }
 
-void Index::promise(const Pin& pin) {
-    boundaries_.add(pin.boundaries, pin.seat, pin.cut);
-    if (pin.checkpoint) checkpoints_.add(*pin.checkpoint, pin.seat);
-}
-
-void Index::withdraw(const Pin& pin) {
-    boundaries_.remove(pin.boundaries, pin.seat, pin.cut);
-    if (pin.checkpoint) checkpoints_.remove(*pin.checkpoint, pin.seat);
-}
-
 void Index::move_pins(const Holder& holder) {
     const auto& pinned = static_cast<const ModelHolders*>(holder.model)->pins;
     if (pinned.count(&holder) == 0) return;
     for (auto& [number, pin] : pins_) {
         if (pin.holder != &holder || pin.seat == holder.seat) continue;
-        withdraw(pin);
+        pinned_blocks_.remove(pin.boundaries, pin.checkpoint, pin.seat, pin.cut);
         pin.seat = holder.seat;
-        promise(pin);
+        pinned_blocks_.add(pin.boundaries, pin.checkpoint, pin.seat, pin.cut);
     }
 }
 
 void Index::release(const Pin& pin) {
-    withdraw(pin);
+    pinned_blocks_.remove(pin.boundaries, pin.checkpoint, pin.seat, pin.cut);
     auto& pins = static_cast<ModelHolders*>(pin.holder->model)->pins;
     if (--pins[pin.holder] != 0) return;
     pins.erase(pin.holder);
@@ -238,7 +228,7 @@ void Index::place(const Holder* holder) {
 Stats Index::stats() const {
     const std::shared_lock lock(mutex_);
     Stats stats{holders_.size(), 0, 0, pins_.size(), 0, nodes_.size()};
-    stats.bytes = pages_.bytes() + pin_pages_.bytes() + nodes_.bytes() + seats_.bytes() + boundaries_.bytes() + checkpoints_.bytes() + departed_.bytes();
+    stats.bytes = pages_.bytes() + pin_pages_.bytes() + nodes_.bytes() + seats_.bytes() + pinned_blocks_.bytes() + departed_.bytes();
     for (const auto& [id, holder] : holders_) {
         stats.entries += holder->entries();
         stats.parked += holder->parked();

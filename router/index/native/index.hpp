@@ -56,7 +56,7 @@ struct Dump {
 class Index {
 public:
     explicit Index(u64 seed)
-        : digester_(seed), nodes_(pages_), seats_(nodes_), boundaries_(pin_pages_), checkpoints_(pin_pages_) {}
+        : digester_(seed), nodes_(pages_), seats_(nodes_), pinned_blocks_(pin_pages_) {}
 
     const Digester& digester() const { return digester_; }
 
@@ -92,15 +92,13 @@ private:
     struct Pin {
         Holder* holder;
         Seat seat;  // seat of the holder when the prompt was pinned
-        u64 cut;
+        u32 cut;
         std::vector<u64> boundaries;
         std::optional<u64> checkpoint;
     };
 
     Holder* get(u64 holder) const;
     Query query(const Tokens& prompt, const ScopeView& scope) const;
-    void promise(const Pin& pin);
-    void withdraw(const Pin& pin);
     void release(const Pin& pin);
     void place(const Holder* holder);
     // Move the pins of a holder to its new seat, after it forgot its blocks.
@@ -117,8 +115,7 @@ private:
     Nodes nodes_;
     Seats seats_;
     RemovedBlocks departed_;
-    Boundaries boundaries_;
-    PinnedBlocks checkpoints_;
+    PinnedBlocks pinned_blocks_;
     std::map<std::string, std::unique_ptr<ModelHolders>, std::less<>> models_;
     std::unordered_map<u64, std::unique_ptr<Holder>> holders_;
     std::unordered_map<u64, Pin> pins_;

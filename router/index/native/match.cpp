@@ -78,8 +78,9 @@ bool AnyMatcher::has(const Holder& holder, u32 ordinal, const View& view, u64 po
     }
     if (!view.pins) return false;
     const Group* group = ordinal < holder.groups.size() ? &holder.groups[ordinal] : nullptr;
-    if (group != nullptr && group->role() == Role::State) return c_.checkpoints.has(c_.prefixes.at(position), holder.seat);
-    return !(group != nullptr && group->sparse) && c_.boundaries.has(c_.prefixes.at(position), holder.seat);
+    const bool is_state = group != nullptr && group->role() == Role::State;
+    if (group != nullptr && group->sparse && !is_state) return false;
+    return c_.pinned_blocks.has(c_.prefixes.at(position), holder.seat, is_state ? PinnedBlocks::kCheckpoint : PinnedBlocks::kBoundary);
 }
 
 Match AnyMatcher::match(const Holder& holder) {
@@ -160,7 +161,7 @@ bool AnyMatcher::resumes_at(const Holder& holder, u32 ordinal, const View& view,
     if (what == Role::Full) return true;
     if (what == Role::State) return holds_any(holder, ordinal, view, p, own);
     const Group& group = holder.groups[ordinal];
-    if (view.pins && group.sparse && c_.checkpoints.has(c_.prefixes.at(p), holder.seat)) return true;
+    if (view.pins && group.sparse && c_.pinned_blocks.has(c_.prefixes.at(p), holder.seat, PinnedBlocks::kCheckpoint)) return true;
     const u64 window = *group.window;
     // The next token looks back window - 1 tokens; in a chunk, to the chunk's start.
     const u64 first = what == Role::Chunk ? p - p % window : p > window - 1 ? p - (window - 1) : 0;
@@ -256,13 +257,13 @@ void ModelHolders::stand(const Holder* holder, const HolderPosition& standing, b
 }
 
 std::vector<Match> match_all(const Query& query, const ModelHolders& model, const Digester& digester, const Nodes& nodes,
-                             const Seats& seats, const Boundaries& boundaries, const PinnedBlocks& checkpoints) {
+                             const Seats& seats, const PinnedBlocks& pinned_blocks) {
     const std::vector<u32> lengths = lengths_in_use(model);
     if (query.count < 2 || lengths.empty()) return {};
     u64 unit = 0;
     for (u32 length : lengths) unit = std::gcd(unit, u64{length});
     Prefixes prefixes(query, digester, unit);
-    const Context context{query, model, nodes, seats, boundaries, checkpoints, lengths, unit, query.count - 1, prefixes};
+    const Context context{query, model, nodes, seats, pinned_blocks, lengths, unit, query.count - 1, prefixes};
     std::vector<Match> matches;
     for (const auto& [length, alike] : model.alike) {
         match_planes(context, length, alike, matches);

@@ -102,8 +102,7 @@ struct KeyMemo {
 };
 
 std::vector<Match> match_all(const Query& query, const ModelHolders& model, const Digester& digester, const Nodes& nodes,
-                             const Seats& seats, const Boundaries& boundaries, const PinnedBlocks& checkpoints);
-
+                             const Seats& seats, const PinnedBlocks& pinned_blocks);
 
 // -- shared by match.cpp and match_planes.cpp --
 
@@ -157,8 +156,7 @@ struct Context {
     const ModelHolders& model;
     const Nodes& nodes;
     const Seats& seats;
-    const Boundaries& boundaries;
-    const PinnedBlocks& checkpoints;
+    const PinnedBlocks& pinned_blocks;
     const std::vector<u32> lengths;  // block lengths in use, ascending
     const u64 unit;                  // their greatest common divisor
     const u64 limit;                 // longest usable prefix: the last token is always computed

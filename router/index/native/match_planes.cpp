@@ -71,12 +71,13 @@ private:
 
     u64 key(u64 step) const { return c_.prefixes.numbered(step * stride_); }
 
-    // Boundaries of prompts in flight lie scattered: the one some steps ahead is asked for early.
-    template <class Of>
-    void promise(const Of& promises, u64 step, u64* words) const {
+    // Add the seats with a boundary or a checkpoint of a prompt in flight at this step to these words.
+    void add_pinned(u64 step, u64* boundaries, u64* checkpoints) const {
         const u64 ahead = step + PinnedBlocks::kAhead;
-        if (ahead * length_ <= c_.limit) promises.prefetch(key(ahead));
-        promises.each(key(step), [&](u32 word, u64 bits) { words[word] |= bits; });
+        if (ahead * length_ <= c_.limit) c_.pinned_blocks.prefetch(key(ahead));
+        c_.pinned_blocks.each(key(step), [&](u32 kind, u32 word, u64 bits) {
+            (kind == PinnedBlocks::kBoundary ? boundaries : checkpoints)[word] |= bits;
+        });
     }
 
     // -- full attention alone --------------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ private:
 
     void walk_plain(const Words& members) {
         const u32 first_slot = layouts_.begin()->first[0].ordinal * kTiers;
-        Words reach = members, gpu = members, pinned = members, held(words_), held_gpu(words_), held_pinned(words_);
+        Words reach = members, gpu = members, pinned = members, held(words_), held_gpu(words_), held_pinned(words_), unused(words_);
         const u64 steps = c_.limit / length_;
         u64 step = 1, more = 1;
         const Presence nobody, *before = &nobody;  // who holds the block before, where nobody goes on by a promise alone
@@ -114,7 +115,7 @@ private:
                 u64 asked = 0;  // who could go on by a promise alone: nobody, along a prefix that is resident
                 for (std::size_t word = 0; word < words_; ++word) asked |= pinned[word] & ~held[word] & pinning_[word];
                 if (asked != 0) {
-                    promise(c_.boundaries, step, held_pinned.data());
+                    add_pinned(step, held_pinned.data(), unused.data());
                     before = &nobody;
                 }
             }
@@ -178,9 +179,8 @@ private:
         }
         if (!pins_) return;
         checkpoint_.resize(at + words_, 0);
-        promise(c_.checkpoints, step, &checkpoint_[at]);
         boundary_.assign(words_, 0);
-        promise(c_.boundaries, step, boundary_.data());
+        add_pinned(step, boundary_.data(), &checkpoint_[at]);
         for (Plane& plane : planes_) {
             for (std::size_t word = 0; word < words_; ++word) plane.held[kPinned][at + word] = plane.held[kAll][at + word];
         }

@@ -202,8 +202,8 @@ public:
         return find(key, length);
     }
 
-    // Add a presence of a block; returns the node.
-    u32 add(u64 key, u32 end, u32 length, Seat seat, u32 slot) {
+    // Return the node of a block; a new one needs a presence at once.
+    u32 find_or_make(u64 key, u32 end, u32 length) {
         const Table::HashSlot spot = table_.spot(hash(key, length));
         u32 id = find(spot, key, length);
         if (id == 0) {
@@ -211,30 +211,33 @@ public:
             pool_[id] = Node{key, Presence(), end, length};
             table_.insert(spot, Entry{id, spot.hash});
         }
-        add(id, seat, slot);
         return id;
     }
 
-    void add(u32 id, Seat seat, u32 slot) {
-        if (!pool_[id].presence.add(seat, slot, heap_)) ++again_[again_key(id, seat, slot)];
+    // Add a presence; returns whether it is the first of its kind.
+    bool add(u32 id, Seat seat, u32 slot) {
+        const bool is_first = pool_[id].presence.add(seat, slot, heap_);
+        if (!is_first) ++again_[again_key(id, seat, slot)];
+        return is_first;
     }
 
-    // Remove a presence; the node is freed with its last one.
-    void remove(u32 id, Seat seat, u32 slot) {
+    // Remove a presence, and the node with its last one; returns whether the presence was the last of its kind.
+    bool remove(u32 id, Seat seat, u32 slot) {
         if (!again_.empty()) {
             const auto again = again_.find(again_key(id, seat, slot));
             if (again != again_.end()) {
                 if (--again->second == 0) again_.erase(again);
-                return;
+                return false;
             }
         }
         Node& node = pool_[id];
         node.presence.remove(seat, slot, heap_);
-        if (!node.presence.empty()) return;
+        if (!node.presence.empty()) return true;
         const u32 h = hash(node.key, node.length);
         table_.erase(table_.find(h, [&](const Entry& it) { return it.id == id; }));
         node.length = 0;  // marks a freed node
         pool_.free(id);
+        return true;
     }
 
     std::size_t bytes() const { return pool_.bytes() + table_.bytes() + heap_ + again_.size() * 64; }
