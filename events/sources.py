@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from events.types import DecodeError
+from options.addresses import bracket_host
 
 DEFAULT_PORT = 5557
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "::", "[::]", ""})
@@ -114,7 +115,7 @@ def resolve_endpoint(endpoint: str, host: str) -> str:
     advertised_host, _, port = authority.rpartition(":")
     if advertised_host not in _WILDCARD_HOSTS:
         return endpoint
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{bracket_host(host)}:{port}"
 
 
 def parse_endpoint_host(endpoint: str) -> str | None:

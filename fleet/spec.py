@@ -13,6 +13,8 @@ from enum import Enum
 
 import msgspec
 
+from options.addresses import bracket_host
+
 NAMESPACE = "blockcast"
 """Ray namespace of all fleets."""
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$"
@@ -108,13 +110,13 @@ def _plan_router(
     """
     port = spec.router_port + slot if spec.router_port else allocate_ports(1)
     admin_address = f"127.0.0.1:{allocate_ports(1)}"
-    peer_address = f"tcp://{_format_url_host(host)}:{allocate_ports(1)}"
+    peer_address = f"tcp://{bracket_host(host)}:{allocate_ports(1)}"
     listen_host = spec.router_host or host
     # A router that listens on the loopback interface alone is not reached at its node's address.
     reachable_host = listen_host if listen_host == "127.0.0.1" else host
     has_tls = any(flag.partition("=")[0] == "--tls-cert" for flag in spec.router_flags)
     scheme = "https" if has_tls else "http"
-    url = f"{scheme}://{_format_url_host(reachable_host)}:{port}"
+    url = f"{scheme}://{bracket_host(reachable_host)}:{port}"
     worker_texts = [",".join(f"{key}={value}" for key, value in worker.items()) for worker in workers]
     address_flags = ["--host", listen_host, "--port", str(port), "--admin", admin_address, "--peer-bind", peer_address]
     return Launch(
@@ -128,7 +130,7 @@ def _plan_router(
 
 def _plan_worker(spec: FleetSpec, host: str, allocate_ports: PortAllocator) -> Launch:
     """Return the launch of a worker. vLLM gets the addresses of its events by flags; our engine chooses its own."""
-    url_host = _format_url_host(host)
+    url_host = bracket_host(host)
     port = allocate_ports(1)
     url = f"http://{url_host}:{port}"
     worker: WorkerSettings = {"url": url, "id": f"{url_host}:{port}", "send_key": 1}
@@ -142,10 +144,6 @@ def _plan_worker(spec: FleetSpec, host: str, allocate_ports: PortAllocator) -> L
         for key, first_port in (("events", first_events_port), ("replay", first_replay_port)):
             worker[key] = ";".join(f"tcp://{url_host}:{first_port + rank}" for rank in range(rank_count))
     return Launch(command=command, url=url, health_url=f"{url}/health", worker_settings=worker)
-
-
-def _format_url_host(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def parse_rank_count(command: tuple[str, ...]) -> int:

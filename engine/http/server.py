@@ -28,6 +28,7 @@ from engine.http.generate import STATE
 from engine.http.state import RETRY_AFTER_S, ServerState, make_not_running_error, make_unavailable_error
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDeadError
+from options.addresses import bracket_host
 from options.system import raise_file_limit
 from options.tls import make_server_context
 from prompts import RequestError, Tokenizer, TokenizerError
@@ -346,7 +347,7 @@ def print_startup(
     """Print what was started. A script may wait for the last line."""
     info = state.info
     host, port = listener.getsockname()[:2]
-    url_host = f"[{host}]" if ":" in host else host
+    url_host = bracket_host(host)
     print(f"model     {', '.join(state.model_names)} ({info.dtype} on {info.device}, {info.max_model_len} tokens)")
     if engine_config.simulate is not None:
         scale = "" if engine_config.time_scale == 1 else f", {engine_config.time_scale:g} times as long"

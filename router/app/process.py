@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import aiohttp
 
 from options import ConfigError
+from options.addresses import bracket_host
 from options.system import raise_file_limit
 from options.tls import make_client_context
 from router.admin.dashboard import Dashboard
@@ -202,7 +203,7 @@ class RouterProcess:
 
     def _print_address(self, port: int) -> None:
         scheme = "https" if self._config.tls_cert is not None else "http"
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        host = bracket_host(self._config.host)
         log.info("policy %s, listening on %s://%s:%d", self._config.core.policy, scheme, host, port)
         print(f"router listening on {scheme}://{host}:{port}", flush=True)
 

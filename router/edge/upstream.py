@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
+from options.addresses import get_default_port
 from router.http.fair_scheduler import FairScheduler
 from router.http.response import ResponseHeadParser
 
@@ -44,7 +45,7 @@ class Endpoint:
         parts = urlsplit(url)
         assert parts.hostname is not None
         is_tls = parts.scheme == "https"
-        port = parts.port or (443 if is_tls else 80)
+        port = parts.port or get_default_port(parts.scheme)
         return cls(
             parts.hostname,
             port,

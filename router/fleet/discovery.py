@@ -23,6 +23,7 @@ import msgspec
 from events.sources import DEFAULT_PORT, EventSource, make_default_source, parse_endpoint_host
 from events.types import DecodeError
 from options import ConfigError
+from options.addresses import bracket_host, get_default_port
 from router.decide.load import EngineLoad
 from router.decide.workers import (
     BLOCKCAST,
@@ -289,7 +290,7 @@ def normalise_url(url: str) -> str:
         raise ConfigError(f"worker url: got one with a user in it for {parts.hostname!r}, expected http://host:port")
     if not _is_valid_host(parts.hostname) or not url.isprintable() or " " in url:
         raise ConfigError(f"worker url: got {url!r}: nothing can have that address, expected http://host:port")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    host = bracket_host(parts.hostname)
     host_port = host if port is None else f"{host}:{port}"
     return f"{parts.scheme}://{host_port}{parts.path.rstrip('/').removesuffix('/v1')}"
 
@@ -312,9 +313,8 @@ def _is_valid_host(host: str) -> bool:
 def derive_worker_id(url: str) -> str:
     """Return the id of a worker without a given one: host:port (and path) of its normalised URL."""
     parts = urlsplit(url)
-    default_port = 443 if parts.scheme == "https" else 80
-    host = f"[{parts.hostname}]" if parts.hostname and ":" in parts.hostname else parts.hostname
-    return f"{host}:{parts.port or default_port}{parts.path}"
+    port = parts.port or get_default_port(parts.scheme)
+    return f"{bracket_host(parts.hostname or '')}:{port}{parts.path}"
 
 
 def make_configured_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
@@ -387,8 +387,7 @@ def _may_give_kv(flag: WorkerFlag) -> bool:
 
 
 def _make_bootstrap_address(url: str) -> str:
-    host = urlsplit(url).hostname or ""
-    return f"{f'[{host}]' if ':' in host else host}:{BOOTSTRAP_PORT}"
+    return f"{bracket_host(urlsplit(url).hostname or '')}:{BOOTSTRAP_PORT}"
 
 
 async def _resolve_addresses(host: str) -> set[str]:

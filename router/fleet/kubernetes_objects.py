@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from events.types import DecodeError
+from options.addresses import bracket_host
 
 LINE_BYTES_MAX = 16 << 20
 """Longest event of a watch; etcd stores no object of over 1.5 MiB."""
@@ -122,7 +123,7 @@ def read_slice(raw: bytes, port: str | None) -> EndpointReadiness:
         conditions = endpoint.conditions
         is_ready = conditions.ready is not False and not conditions.terminating
         for host in endpoint.addresses[:1]:  # the others are the same endpoint
-            addresses[_join_host_port(host, ports[0])] = is_ready
+            addresses[f"{bracket_host(host)}:{ports[0]}"] = is_ready
     return addresses
 
 
@@ -133,7 +134,7 @@ def read_pod(raw: bytes, ports: Iterable[int]) -> EndpointReadiness:
         return {}
     is_pod_ready = any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions)
     is_ready = is_pod_ready and pod.metadata.deletion_timestamp is None
-    return {_join_host_port(pod.status.pod_ip, port): is_ready for port in ports}
+    return {f"{bracket_host(pod.status.pod_ip)}:{port}": is_ready for port in ports}
 
 
 def read_pool(raw: bytes) -> tuple[str, tuple[int, ...]]:
@@ -202,10 +203,6 @@ class ObjectCache:
 def _object_key(raw: msgspec.Raw) -> str:
     meta = _decode(bytes(raw), _ObjectWithMeta).metadata
     return str(meta.uid or meta.name)
-
-
-def _join_host_port(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _decode(raw: bytes, kind: Any) -> Any:

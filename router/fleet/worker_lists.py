@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
 from options import ConfigError
+from options.addresses import bracket_host, get_default_port
 from router.fleet.discovery import WorkerFlag, derive_worker_id, parse_worker_flag
 
 log = logging.getLogger("router")
@@ -74,7 +75,7 @@ async def watch_host_name(template: WorkerFlag, every_s: float, update: WorkerLi
     http://10.0.0.1:8000 and http://10.0.0.2:8000. A failed resolution is logged and changes nothing.
     """
     parts = urlsplit(template.url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
+    port = parts.port or get_default_port(parts.scheme)
     while True:
         try:
             address_infos = await asyncio.get_running_loop().getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
@@ -94,5 +95,4 @@ async def watch_host_name(template: WorkerFlag, every_s: float, update: WorkerLi
 
 def _make_url(parts: SplitResult, address: str, port: int) -> str:
     """Return the URL of `parts` with an address in place of its host; IPv6 addresses get brackets."""
-    host = f"[{address}]" if ":" in address else address
-    return f"{parts.scheme}://{host}:{port}{parts.path}"
+    return f"{parts.scheme}://{bracket_host(address)}:{port}{parts.path}"

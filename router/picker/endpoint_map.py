@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from options.addresses import bracket_host, get_default_port
 from router.decide.workers import Worker
 
 log = logging.getLogger("router")
@@ -51,7 +52,7 @@ class EndpointMap:
         ip = address.host if address.is_ip else self._ip_by_host_name.get(address.host)
         if ip is None:
             return None
-        return f"[{ip}]:{address.port}" if ":" in ip else f"{ip}:{address.port}"
+        return f"{bracket_host(ip)}:{address.port}"
 
     def get_worker_id(self, endpoint: str) -> str | None:
         """Return the id of the worker at an endpoint; None if there is none."""
@@ -135,4 +136,4 @@ def _parse_url(url: str) -> _Address:
         is_ip = True
     except ValueError:
         is_ip = False
-    return _Address(host, parts.port or (443 if parts.scheme == "https" else 80), is_ip)
+    return _Address(host, parts.port or get_default_port(parts.scheme), is_ip)

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
+from options.addresses import bracket_host
 from router.picker.ext_proc_stream import UnexpectedMessage
 from router.picker.pick_exchange import PickerState
 from router.picker.picker_client import PickerApplication, PickerClient
@@ -149,7 +150,7 @@ class PickerServer:
 
 def _bind(server: grpc.aio.Server, host: str, port: int, certificate: tuple[bytes, bytes] | None, flag: str) -> int:
     """Bind a server to an address and return the port. Raises OSError, which names the flag of the address."""
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = f"{bracket_host(host)}:{port}"
     try:
         if certificate is None:
             return int(server.add_insecure_port(address))
