@@ -22,6 +22,7 @@ from router.decide.messages import Decision, Enqueue, Forward, Refuse, RouteRequ
 from router.decide.output_lengths import OutputLengths
 from router.decide.queue import QueuePosition, RequestQueue
 from router.decide.registry import WorkerRegistry
+from router.decide.speed import WorkTotals
 from router.decide.target import InFlightRequest, Target
 from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferLinks
@@ -31,6 +32,8 @@ QUEUE_FULL_MESSAGE: Final = "The router's queue is full, or this key waits there
 QUEUED_TRIES_MAX: Final = 24
 """Queued requests that are tried at each first token and each tick."""
 QUEUED_TRY_INTERVAL_S: Final = 0.05
+OTHERS_SHARE_MAX: Final = 0.5
+"""Greatest share of other prompts in the wait for a first token from which the time of a KV transfer is learned."""
 
 
 class PrefillLeg(msgspec.Struct, eq=False):
@@ -54,8 +57,10 @@ class Attempt(msgspec.Struct, eq=False):
     transfer_bytes: float = 0.0
     """Bytes that move for the attempt, with those that move beside them at the same time."""
     transfer_started_s: float = 0.0
+    transfer_start_totals: WorkTotals | None = None
+    """Work totals of the worker when the transfer started; None if there is no transfer so far."""
     observed_transfer_s: float | None = None
-    """Duration of the transfer; None if the first token waited for something else too."""
+    """Duration of the transfer; None if the first token rather waited for something else."""
     has_transfer_failed: bool = False
 
     def list_in_flight(self) -> list[InFlightRequest]:
@@ -342,6 +347,7 @@ class RequestPlacer:
         active_count = max(source.load.outgoing_transfers, in_flight.target.load.incoming_transfers)
         attempt.transfer_bytes = (1 + active_count) * transfer.tokens * source.transfer_facts.bytes_per_token
         attempt.transfer_started_s = now
+        attempt.transfer_start_totals = msgspec.structs.replace(in_flight.target.speed.work_totals)
         self._tracker.start_transfer(in_flight, transfer.transfer_s, now)
 
     def end_prefill_leg(
@@ -362,14 +368,18 @@ class RequestPlacer:
             self._start_transfer(attempt, now)
 
     def observe_transfer(self, attempt: Attempt, now: float) -> None:
-        """Measure the duration of a transfer at its request's first token, unless that waited for other prompts too."""
-        in_flight, target = attempt.in_flight, attempt.in_flight.target
-        if attempt.transfer_bytes <= 0.0 or attempt.decision.terms.slot_wait_s > 0.0:
+        """Measure the duration of a transfer at its request's first token, unless that waited more for other prompts.
+
+        Other prompts that the target computed meanwhile are taken to have been computed after the KV had come.
+        """
+        in_flight, target, start = attempt.in_flight, attempt.in_flight.target, attempt.transfer_start_totals
+        if start is None or attempt.transfer_bytes <= 0.0 or attempt.decision.terms.slot_wait_s > 0.0:
             return
         slowdown = attempt.decision.terms.slowdown
         compute_s = max(slowdown * in_flight.prefill_s, in_flight.prefill_s + target.step_s)
-        if not target.has_other_prefills(in_flight, now - compute_s):
-            attempt.observed_transfer_s = now - compute_s - attempt.transfer_started_s
+        waited_s, others_s = now - attempt.transfer_started_s - compute_s, slowdown * target.estimate_prefilled_s(start)
+        if others_s <= OTHERS_SHARE_MAX * waited_s:
+            attempt.observed_transfer_s = waited_s - others_s
 
     def record_transfer(self, attempt: Attempt, now: float) -> None:
         """Learn from the transfer of an attempt whose answer is complete, unless the transfer failed."""

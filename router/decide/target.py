@@ -353,12 +353,11 @@ class Target:
             return self.estimate_shortest_first_wait(prefill_s, wait_s)[0]
         return wait_s
 
-    def has_other_prefills(self, request: InFlightRequest, since_s: float) -> bool:
-        """Return whether the target may have computed other prompts than that of a request after `since_s`."""
-        queue = self.prefill_queue
-        if queue.oldest_since_s > since_s or self.peer_load.prefills.request_count:
-            return True
-        return any(other is not request for other in queue.requests)
+    def estimate_prefilled_s(self, start: WorkTotals) -> float:
+        """Return the time of the prefills that ended here since `start`, a copy of the work totals."""
+        speed, totals = self.speed, self.speed.work_totals
+        prefill_s = speed.prefill_rate * (totals.uncached_tokens - start.uncached_tokens)
+        return prefill_s + speed.quadratic_rate * (totals.quadratic_work - start.quadratic_work)
 
     def compute_overdue_ratio(self, now: float) -> float:
         """Return the time that the current prefill has taken so far, divided by its expected time."""

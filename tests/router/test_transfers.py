@@ -528,19 +528,20 @@ def test_a_router_learns_a_slow_network_from_first_tokens() -> None:
 
 
 def test_a_router_learns_how_long_pulls_of_few_bytes_wait_for_the_engines() -> None:
-    """Most pulls begin behind other prompts; those whose prompt was the only one at the end show their time."""
+    """Another prompt is computed first each time: its prefill is no part of the pull."""
     facts = replace(PULLS, bytes_per_token=1e3)
     core, index = make_fleet(a=facts, b=facts)
     index.store(core.workers["a"].holders[0], PROMPT[:390])
+    before_s = core.registry.get_targets("b")[0].estimate_prefill_s(50, 0)
     for number in range(8):
         now = 60.0 * number
         make_busy(core, "a", now, count=30)
-        core.route(request("before", None, prompt_tokens=100, worker="b"), now)
+        core.route(request("before", None, prompt_tokens=50, worker="b"), now)
         decision = route(core, "r", PROMPT, now, worker="b")
         assert decision.transfer is not None
-        core.record_first_token("before", now + 0.1)
+        core.record_first_token("before", now + before_s)
         compute_s = decision.terms.slowdown * decision.terms.prefill_s
-        core.record_first_token("r", now + 0.18 + compute_s)
+        core.record_first_token("r", now + before_s + 0.18 + compute_s)
         for ended in ("before", "r"):
             core.finish_request(ended, None, now + 2.0)
         for busy in range(30):
