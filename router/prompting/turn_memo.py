@@ -147,7 +147,8 @@ def read_plain_turn(
         text = content.strip()
         if not text or content.startswith(BILLING_LINE):
             return None
-        before, _, after = content.partition(text)
+        text_start = len(content) - len(content.lstrip())  # a search for the text would compare all of it
+        before, after = content[:text_start], content[text_start + len(text) :]
         if len(before) > EDGE_CHARS_MAX or len(after) > EDGE_CHARS_MAX:
             return None
         for marker in markers:
