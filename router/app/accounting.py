@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 from prompts.routing import API_KIND_BY_PATH
+from router.decide.messages import RouteRequest
 from router.edge.proxy import Proxy
 from router.edge.request_context import RequestContext
 
@@ -38,7 +39,7 @@ class RequestAccounting:
         route, decision, usage = context.route, context.decision, context.usage
         ended_requests = metrics.get_ended(
             path=context.request.path if context.request.path in API_KIND_BY_PATH else "other",
-            model=self._find_known_model(context),
+            model=self._find_known_model(route) if decision is None or route is None else route.model,
             outcome=context.outcome,
             worker="" if decision is None else decision.worker,
             stream="true" if context.is_streaming else "false",
@@ -58,13 +59,10 @@ class RequestAccounting:
             metrics.reported_prompt_tokens += usage.prompt_tokens or 0
             metrics.reported_cached_tokens += usage.cached_tokens or 0
 
-    def _find_known_model(self, context: RequestContext) -> str:
-        """Return the model of a request, or "unknown": names that clients make up must not become labels of metrics."""
-        route = context.route
-        if route is None:
-            return "unknown"
-        is_placed = context.decision is not None
-        return route.model if is_placed or self._proxy.core.resolve_model(route.model) is not None else "unknown"
+    def _find_known_model(self, route: RouteRequest | None) -> str:
+        """Return the model of an unplaced request, or "unknown": clients must not make up labels of metrics."""
+        is_known = route is not None and self._proxy.core.resolve_model(route.model) is not None
+        return route.model if route is not None and is_known else "unknown"
 
     def _count_tokens_of_key(self, context: RequestContext) -> None:
         """Count the tokens of an answered request for its API key, unless the answer is an error.

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from router.edge.upstream import Endpoint, UpstreamConnection, UpstreamPool
 from router.http.headers import ProtocolError
-from router.http.response import ResponseHead
+from router.http.response import MAX_INTERIM_RESPONSES, ResponseHead, parse_response_head
 
 
 class AttemptOwner(Protocol):
@@ -42,7 +42,10 @@ class AttemptOwner(Protocol):
 class Attempt:
     """The user of one connection to a worker, for one request."""
 
-    __slots__ = ("_connecting", "_connection", "_head_buffer", "_method", "_owner", "_pool", "head", "is_resend")
+    __slots__ = (
+        "_connecting", "_connection", "_head_buffer", "_interim_count", "_method", "_owner", "_pool", "head",
+        "is_resend",
+    )  # fmt: skip
 
     def __init__(self, owner: AttemptOwner, pool: UpstreamPool, method: str, *, is_resend: bool = False) -> None:
         """`method`: of the request. `is_resend`: use a new connection, as a kept-alive one broke under the request."""
@@ -53,6 +56,8 @@ class Attempt:
         self._connection: UpstreamConnection | None = None
         self._head_buffer = b""
         """Bytes of a head that is incomplete."""
+        self._interim_count = 0
+        """Interim responses before the answer."""
         self.head: ResponseHead | None = None
         """Head of the answer; None until the owner accepts one."""
         self.is_resend = is_resend
@@ -140,10 +145,8 @@ class Attempt:
     def _read_head(self, data: bytes) -> tuple[ResponseHead | None, bytes]:
         """Return the final head and the bytes after it; (None, b"") while the head is incomplete."""
         buffer = self._head_buffer + data if self._head_buffer else data
-        connection = self._connection
-        assert connection is not None
         while True:
-            parsed_head = connection.head_parser.parse(buffer, self._method)
+            parsed_head = parse_response_head(buffer, self._method)
             if parsed_head is None:
                 self._head_buffer = buffer
                 return None, b""
@@ -152,6 +155,9 @@ class Attempt:
                 return head, buffer
             if head.status == 101:
                 raise ProtocolError("101 to a request that offered no upgrade")
+            self._interim_count += 1
+            if self._interim_count > MAX_INTERIM_RESPONSES:
+                raise ProtocolError(f"more than {MAX_INTERIM_RESPONSES} interim answers")
 
     def upstream_lost(self, reason: str) -> None:
         """Tell the owner that the worker's connection ended."""

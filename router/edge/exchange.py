@@ -141,8 +141,9 @@ class Exchange:
         return self._response_head is not None and self.context.progress.first_byte_at_s is not None
 
     def _start_attempt(self, decision: Decision, *, is_resend: bool = False) -> None:
+        self.context.progress.sent_at_s = None
         if self._attempt is not None:
-            self._close_attempt()
+            self._attempt.close()
         attempt = self._attempt = Attempt(self, self._proxy.pool, self.context.request.method, is_resend=is_resend)
         target = self._proxy.workers.get_endpoint(decision.worker)
         if target is None:
@@ -594,13 +595,10 @@ class Exchange:
         is_fetching = prefill is not None and prefill.is_computed and prefill.is_taken and self._response_head is None
         if is_fetching and self.context.is_done and self._attempt is not None:
             self._attempt.close_after_answer()  # a fetch of KV that is cut off leaves some of it kept
-        self._close_attempt()
+        self.context.progress.sent_at_s = None
+        if self._attempt is not None:
+            self._attempt.close()
         if prefill is not None:
             prefill.close()
             if prefill.holds_kv and self.context.decision is not None:
                 prefill.give_kv_back(self.context.decision)
-
-    def _close_attempt(self) -> None:
-        self.context.progress.sent_at_s = None
-        if self._attempt is not None:
-            self._attempt.close()

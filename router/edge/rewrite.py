@@ -6,7 +6,7 @@ Decides which headers are removed and which are added; all others are forwarded 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -56,7 +56,7 @@ _RESPONSE_HEADERS_REMOVED = frozenset((
 ))  # fmt: skip
 
 
-class WorkerHeaders(NamedTuple):
+class WorkerHeaders(msgspec.Struct, frozen=True, gc=False):
     """Headers that the router sets on a request to a worker."""
 
     trace_id: bytes
@@ -99,10 +99,10 @@ def build_request_head(
     `headers` replaces.
     `path`: path for the worker, with its query; None for that of the client.
     """
-    trace_id, authorization, traceparent, rank, allowed_headers = headers
+    authorization, traceparent, rank = headers.authorization, headers.traceparent, headers.rank
     removed_headers = _REMOVED_HEADERS[2 * (authorization is not None) + (traceparent is not None)]
-    if allowed_headers:
-        removed_headers -= {name.encode() for name in allowed_headers if rank is None or name != RANK_HEADER}
+    if headers.allowed_headers:
+        removed_headers -= {name.encode() for name in headers.allowed_headers if rank is None or name != RANK_HEADER}
     added_lines = length_line = b""
     if traceparent is not None:
         added_lines = b"traceparent: %b\r\n" % traceparent
@@ -115,7 +115,8 @@ def build_request_head(
         length_line = b"content-length: %b\r\n" % str(body_bytes).encode()
     return b"%b %b%b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
         request.method.encode(), endpoint.path_prefix, request.target if path is None else path,
-        endpoint.authority, trace_id, request.headers.join_lines_without(removed_headers), added_lines, length_line,
+        endpoint.authority, headers.trace_id, request.headers.join_lines_without(removed_headers), added_lines,
+        length_line,
     )  # fmt: skip
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from prompts.errors import bad_value
 from router.http.request import HttpRequest
@@ -56,7 +58,7 @@ class RoutingHeaders:
             self.wants_explanation = _parse_integer_header(request, b"x-blockcast-explain", 0, 1) == 1
 
 
-class ResolvedModel(NamedTuple):
+class ResolvedModel(msgspec.Struct, frozen=True, gc=False):
     """The model that a request names, as workers serve it."""
 
     name: str

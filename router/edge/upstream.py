@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 
 from options.addresses import get_default_port
 from router.http.fair_scheduler import FairScheduler
-from router.http.response import ResponseHeadParser
 
 JOIN_BYTES_MAX: Final = 64 * 1024
 """Size up to which copying a body is cheaper than a vectored write."""
@@ -95,7 +94,6 @@ class UpstreamConnection(asyncio.Protocol):
         "_pool",
         "_unread_data",
         "_unsent_pieces",
-        "head_parser",
         "idle_since_s",
         "request_count",
         "target",
@@ -109,7 +107,6 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport: Any = None
         """Transport of asyncio or uvloop, which have no common type; None while the connection is closed."""
         self.user: UpstreamUser | None = None
-        self.head_parser = ResponseHeadParser()
         self.request_count = 0
         """Requests sent so far: a connection that breaks on a later request may just have been idle for too long."""
         self._unread_data = b""

@@ -75,7 +75,7 @@ class ChunkedBody:
         """
         position, data_end = 0, len(data)
         while position < data_end and not self.is_complete:
-            if self.is_between_chunks:
+            if self.remaining_bytes == BETWEEN_CHUNKS and not self._partial_line and not self._is_in_trailers:
                 position = self._read_complete_chunks(data, position, payload)
                 if position == data_end:
                     break

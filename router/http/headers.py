@@ -57,14 +57,17 @@ class HeaderBlock:
         """Return every value of `name` (lower-case), in order."""
         return [line[len(name) + 1 :].strip(b" \t\r\n") for line_name, line in self._lines if line_name == name]
 
+    def read_connection_options(self) -> set[bytes]:
+        """Return the options of all `Connection` headers in lower case: `close`, `keep-alive`, or names of headers."""
+        return {option.strip(b" \t") for option in b",".join(self.get_all(b"connection")).lower().split(b",")}
+
     def join_lines_without(self, names: frozenset[bytes]) -> bytes:
         """Return the lines of all headers but `names` (lower-case) and those that a `Connection` header names.
 
         A `Connection` header lists headers that are meant for this connection only.
         """
         if b"connection" in self.first_line_by_name:
-            connection_options = b",".join(self.get_all(b"connection")).lower().split(b",")
-            names = names | ({option.strip(b" \t") for option in connection_options} - _ALWAYS_FORWARDED)
+            names = names | (self.read_connection_options() - _ALWAYS_FORWARDED)
         return b"".join([line for name, line in self._lines if name not in names])
 
 
@@ -94,3 +97,11 @@ def parse_framing(headers: HeaderBlock) -> tuple[bool, int | None]:
     if len(content_lengths) != 1 or not _LENGTH_PATTERN.match(content_lengths[0]):
         raise ProtocolError("bad content-length: expected one number")
     return False, int(content_lengths[0])
+
+
+def wants_keep_alive(headers: HeaderBlock, *, is_http_1_0: bool) -> bool:
+    """Return whether the sender of a message wants to use the connection again (RFC 9112 section 9.3)."""
+    if b"connection" not in headers.first_line_by_name:
+        return not is_http_1_0
+    options = headers.read_connection_options()
+    return b"close" not in options and (b"keep-alive" in options or not is_http_1_0)

@@ -18,7 +18,14 @@ from typing import Final
 from prompts.errors import RequestError
 from router.http.chunked import BodyTooLarge, ChunkedBody
 from router.http.config import HttpLimits
-from router.http.headers import LINES_PATTERN, TOKEN_PATTERN, HeaderBlock, ProtocolError, parse_framing
+from router.http.headers import (
+    LINES_PATTERN,
+    TOKEN_PATTERN,
+    HeaderBlock,
+    ProtocolError,
+    parse_framing,
+    wants_keep_alive,
+)
 
 _HEAD_PATTERN = re.compile(
     rb"(?:\r\n)?(" + TOKEN_PATTERN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n(" + LINES_PATTERN + rb")\r\n"
@@ -276,7 +283,7 @@ class RequestParser:
             raise BadRequest(431, f"more than {self._limits.headers_max} headers")
         request = HttpRequest(match[1].decode(), match[2], match[2].partition(b"?")[0].decode("ascii"), headers)
         request.is_http_1_0 = match[3] == b"1.0"
-        request.keep_alive = _wants_keep_alive(headers, is_http_1_0=request.is_http_1_0)
+        request.keep_alive = wants_keep_alive(headers, is_http_1_0=request.is_http_1_0)
         host_count = len(headers.get_all(b"host"))
         if host_count != 1 and not (request.is_http_1_0 and host_count == 0):
             raise BadRequest(400, "exactly one Host header is needed")
@@ -324,14 +331,3 @@ class RequestParser:
 
     def _make_too_large_error(self) -> BadRequest:
         return BadRequest(413, f"request body over {self._limits.body_bytes_max} bytes")
-
-
-def _wants_keep_alive(headers: HeaderBlock, *, is_http_1_0: bool) -> bool:
-    """Return whether the client wants to use the connection again (RFC 9112 section 9.3)."""
-    if b"connection" not in headers.first_line_by_name:
-        return not is_http_1_0
-    connection_header = b",".join(headers.get_all(b"connection")).lower()
-    options = {option.strip(b" \t") for option in connection_header.split(b",")}
-    if b"close" in options:
-        return False
-    return b"keep-alive" in options or not is_http_1_0

@@ -11,7 +11,7 @@ import re
 from typing import Final, Protocol
 
 from router.http.chunked import ChunkedBody
-from router.http.headers import LINES_PATTERN, HeaderBlock, ProtocolError, parse_framing
+from router.http.headers import LINES_PATTERN, HeaderBlock, ProtocolError, parse_framing, wants_keep_alive
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_INTERIM_RESPONSES: Final = 32
@@ -88,47 +88,14 @@ class ResponseHead:
         self.headers = headers
         self.content_length: int | None = None
         """Value of content-length, which an answer to HEAD has without a body."""
-        self.body: BodyFraming = LengthBody(0)
+        self.body: BodyFraming
+        """Set by `parse_response_head`."""
         self.is_chunked = False
         self.keep_alive = True
 
 
-class ResponseHeadParser:
-    """Parser of the answers' heads on one connection. It limits how many interim answers precede one answer."""
-
-    __slots__ = ("_interim_count",)
-
-    def __init__(self) -> None:
-        self._interim_count = 0
-        """Interim responses since the last answer."""
-
-    def parse(self, data: bytes, method: str) -> tuple[ResponseHead, bytes] | None:
-        """Return the head of the answer to a `method` request, and the bytes after the head.
-
-        None while the head is incomplete. Raises `ProtocolError`.
-        """
-        parsed_head = _parse_head(data)
-        if parsed_head is None:
-            return None
-        head, head_end = parsed_head
-        self._interim_count = self._interim_count + 1 if head.status < 200 else 0
-        if self._interim_count > MAX_INTERIM_RESPONSES:
-            raise ProtocolError(f"more than {MAX_INTERIM_RESPONSES} interim answers")
-        if head.status < 200 or head.status in (204, 304) or method == "HEAD":
-            head.body = LengthBody(0)
-            head.is_chunked = False
-        elif head.is_chunked:
-            head.body = ChunkedBody()
-        elif head.content_length is not None:
-            head.body = LengthBody(head.content_length)
-        else:
-            head.keep_alive = False
-            head.body = CloseDelimitedBody()
-        return head, data[head_end:]
-
-
-def _parse_head(data: bytes) -> tuple[ResponseHead, int] | None:
-    """Parse a response head. Return it and the offset of the body; None if the head is incomplete.
+def parse_response_head(data: bytes, method: str) -> tuple[ResponseHead, bytes] | None:
+    """Return the head of the answer to a `method` request, and the bytes after the head; None if it is incomplete.
 
     The body's framing follows RFC 9112 section 6.3. Raises ProtocolError if the head is malformed or too long.
     """
@@ -142,8 +109,16 @@ def _parse_head(data: bytes) -> tuple[ResponseHead, int] | None:
         raise ProtocolError("this is not the head of an HTTP/1.x response")
     headers = HeaderBlock(match[4])
     head = ResponseHead(int(match[3]), match[2], headers)
-    connection_options = b",".join(headers.get_all(b"connection")).lower()
-    is_http_1_1 = match[1] == b"1"
-    head.keep_alive = b"close" not in connection_options and (is_http_1_1 or b"keep-alive" in connection_options)
+    head.keep_alive = wants_keep_alive(headers, is_http_1_0=match[1] == b"0")
     head.is_chunked, head.content_length = parse_framing(headers)
-    return head, head_end
+    if head.status < 200 or head.status in (204, 304) or method == "HEAD":
+        head.body = LengthBody(0)
+        head.is_chunked = False
+    elif head.is_chunked:
+        head.body = ChunkedBody()
+    elif head.content_length is not None:
+        head.body = LengthBody(head.content_length)
+    else:
+        head.keep_alive = False
+        head.body = CloseDelimitedBody()
+    return head, data[head_end:]

@@ -36,7 +36,7 @@ from router.fleet.peers import LearnedSpeed, LoadMessage, PeerLoads, TargetLoad
 from router.http.config import HttpLimits
 from router.http.headers import ProtocolError
 from router.http.request import BadRequest, RequestParser
-from router.http.response import ResponseHeadParser
+from router.http.response import parse_response_head
 from router.index.protocol import HolderId
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,11 +150,11 @@ def _requests(data: bytes) -> None:
 
 
 def _answer(data: bytes) -> None:
-    parser, buffer, body = ResponseHeadParser(), b"", None
+    buffer, body = b"", None
     for piece in _pieces(data):
         buffer += piece
         if body is None:
-            parsed = parser.parse(buffer, "POST")
+            parsed = parse_response_head(buffer, "POST")
             if parsed is None:
                 continue
             body, buffer = parsed[0].body, parsed[1]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.http.chunked import MAX_TRAILER_BYTES, ChunkedBody
 from router.http.headers import HeaderBlock, ProtocolError
-from router.http.response import LengthBody, ResponseHeadParser
+from router.http.response import LengthBody, parse_response_head
 
 contents = st.lists(st.binary(min_size=1, max_size=40), max_size=8)
 sizes_as_sent = st.sampled_from(["%x", "%X", "0%x", "%x;name=value"])
@@ -90,9 +90,8 @@ def test_what_a_head_means_after_head_is_not_what_it_means_after_get() -> None:
         b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n",
     )
     for sent, kind in ((chunked, ChunkedBody), (sized, LengthBody)):
-        parser = ResponseHeadParser()
         for method in ("HEAD", "GET", "HEAD", "POST"):
-            found = parser.parse(sent, method)
+            found = parse_response_head(sent, method)
             assert found is not None
             head, rest = found
             assert (rest, head.keep_alive, head.content_length) == (b"", True, 7 if kind is LengthBody else None)
