@@ -404,7 +404,7 @@ class RequestPlacer:
         self.end_prefill_leg(attempt, now, is_computed=False)
         self._counters["failed_transfers"] += 1
         decision.predicted_cached_tokens = decision.terms.resident_tokens
-        self._tracker.end_transfer(in_flight, now, decision.predicted_cached_tokens)
+        self._tracker.fail_transfer(in_flight, decision.predicted_cached_tokens, now)
 
     def record_answer(self, active_request: ActiveRequest, completion_tokens: int | None, now: float) -> None:
         """Learn from a whole answer how long answers are and how fast its worker is."""

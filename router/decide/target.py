@@ -90,9 +90,8 @@ class InFlightRequest:
         target, now = self.target, self.sent_at_s
         self.prefill_s = target.estimate_prefill_s(self.prompt_tokens, self.cached_tokens)
         wait_s = target.estimate_wait_before_s(self.prefill_s, now)
-        self.expected_ttft_s = target.slowdown * (wait_s + self.prefill_s)
-        if self.arrival_s > target.slowdown * wait_s:
-            self.expected_ttft_s += self.arrival_s - target.slowdown * wait_s
+        # The target computes earlier prompts while the KV moves, so the longer of the two waits counts.
+        self.expected_ttft_s = max(self.arrival_s, target.slowdown * wait_s) + target.slowdown * self.prefill_s
         self.send_index = target.prefill_queue.next_send_index
 
     @property

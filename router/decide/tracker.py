@@ -227,31 +227,39 @@ class LoadTracker:
         self._estimate_count += 1
         heapq.heappush(self._estimated_arrivals, (now + transfer_s, self._estimate_count, request))
 
-    def end_transfer(self, request: InFlightRequest, now: float, cached_tokens: int | None = None) -> None:
-        """End the wait of a request for KV, and add the request to its target's prefill queue.
-
-        `cached_tokens`: length of the prefix that is cached without that KV, if the transfer failed.
-        """
-        target = request.target
-        if request.phase is RequestPhase.TRANSFER:
-            request.phase, request.sent_at_s = RequestPhase.PREFILL, now
-            if request.is_kv_moving and request.source is not None:
-                request.is_kv_moving = False
-                target.load.incoming_transfers -= 1
-                request.source.load.outgoing_transfers -= 1
-            target.record_queue_progress(now)
-            request.send_index = target.prefill_queue.next_send_index
-            target.prefill_queue.add(request)
-            if request.on_arrival is not None and self.targets.get(target.name) is target:
-                request.on_arrival()
-        elif cached_tokens is None or request.phase is not RequestPhase.PREFILL:
+    def end_transfer(self, request: InFlightRequest, now: float) -> None:
+        """End the wait of a request for KV, if it waits for any: it joins its target's prefill queue."""
+        if request.phase is not RequestPhase.TRANSFER:
             return
-        if cached_tokens is not None:
-            request.cached_tokens = cached_tokens
+        target = request.target
+        request.phase, request.sent_at_s = RequestPhase.PREFILL, now
+        if request.is_kv_moving and request.source is not None:
+            request.is_kv_moving = False
+            target.load.incoming_transfers -= 1
+            request.source.load.outgoing_transfers -= 1
+        target.record_queue_progress(now)
+        request.send_index = target.prefill_queue.next_send_index
+        target.prefill_queue.add(request)
+        if request.on_arrival is not None and self.targets.get(target.name) is target:
+            request.on_arrival()
+        self._reprice_prefill(request, now)  # the target's speed may have been learned while the request waited
+
+    def fail_transfer(self, request: InFlightRequest, cached_tokens: int, now: float) -> None:
+        """Have the target of a request without a first token compute all but `cached_tokens`: its KV does not come."""
+        if not request.has_no_first_token:
+            return
+        request.cached_tokens = cached_tokens
+        if request.phase is RequestPhase.TRANSFER:
+            self.end_transfer(request, now)
+        else:
+            self._reprice_prefill(request, now)
+
+    def _reprice_prefill(self, request: InFlightRequest, now: float) -> None:
+        """Recompute the prefill times in the queue of a request's target, and the request's share of utilisation."""
+        target, old_prefill_s = request.target, request.prefill_s
         self._mark_changed(target)
-        expected_prefill_s = request.prefill_s
         target.prefill_queue.reprice(target.speed)
-        self._add_utilisation(target, request.prefill_s - expected_prefill_s, now)
+        self._add_utilisation(target, request.prefill_s - old_prefill_s, now)
         target.recompute_queue()
 
     def has_free_target(self, max_wait_s: float, now: float) -> bool:
@@ -409,7 +417,11 @@ class LoadTracker:
         return output_tokens
 
     def _observe_steps(self, request: InFlightRequest, step_count: int, now: float) -> None:
-        """Learn from `step_count` decode steps of a stream, and from the prefills of its target in the same time."""
+        """Learn how long a decode step takes, from the last `step_count` tokens of a stream and their time.
+
+        Prefills of other prompts lengthen steps, so those of the same time are part of the observation. Work that no
+        router sent is not known well enough, so nothing is learned beside it.
+        """
         target, start_totals = request.target, request.decode_start_totals
         if start_totals is None or step_count < OBSERVED_STEPS_MIN or self.targets.get(target.name) is not target:
             return
