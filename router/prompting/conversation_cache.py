@@ -11,7 +11,6 @@ import secrets
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import msgspec
@@ -19,6 +18,7 @@ import xxhash
 
 from prompts.routing import ApiKind, RoutingRequest
 from prompts.schemas import Message
+from router.prompting.chat_outline import Outline
 from router.prompting.placeholder_messages import RenderedPlaceholders
 
 BODY_BYTES_MIN = 1024
@@ -36,8 +36,6 @@ PREFIX_LENGTHS: Final = [
 """Lengths of the prefixes of bodies under whose digests boundaries are stored: eight for each doubling."""
 BOUNDARIES_MAX = 4
 """Most boundaries of a conversation."""
-LOCAL_FIELDS = 2
-"""Number of the last fields of `CachedConversation`, which are not sent to another process."""
 _BOUNDARY_BYTES = 4000
 """Estimated bytes of a boundary, besides its rendered placeholders and messages as long as these."""
 _DECODED_BYTES_PER_BYTE = 4
@@ -85,11 +83,8 @@ class CachedConversation(msgspec.Struct, eq=False):
     """Messages of the chat that are not from the array: 1 if the body has a system text beside it."""
     opening_messages: list[Message]
     """The chat's messages up to the first that is not the system's."""
-    message_fingerprints: bytes
-    """Fingerprints of the messages up to the last boundary, FINGERPRINT_BYTES each."""
-    tool_fingerprints: bytes
-    """Fingerprints of the tools, which `template_digest` covers too."""
-    options_digest: int
+    outline: Outline
+    """Fingerprints of the messages up to the last boundary, and of the tools."""
     boundaries: list[Boundary]
     """Boundaries in the order of their offsets."""
     token_ids: array[int]
@@ -107,15 +102,11 @@ class CachedConversation(msgspec.Struct, eq=False):
     first_message_digest: int | None = None
     """Digest of the first user message (router/prompting/sessions.py)."""
 
-    def __reduce__(self) -> tuple[Callable[..., CachedConversation], tuple[object, ...]]:
-        """Pickle the entry without the fields from `model` on, which belong to one process."""
-        return CachedConversation, msgspec.structs.astuple(self)[:-LOCAL_FIELDS]
-
     @property
     def memory_bytes(self) -> int:
         """Estimated memory of this entry."""
         size_bytes = self.token_ids.itemsize * len(self.token_ids)
-        size_bytes += len(self.message_fingerprints) + len(self.tool_fingerprints) + 1000
+        size_bytes += len(self.outline.messages) + len(self.outline.tools) + 1000
         size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.rendered.text) for boundary in self.boundaries])
         if self.bare_request is not None:
             size_bytes += _DECODED_BYTES_PER_BYTE * (self.messages_start + self.end_bytes)

@@ -146,15 +146,9 @@ class Continuation(NamedTuple):
 
     def outline(self) -> Outline | None:
         """Outline the whole chat; None if the new part depends on the template, as a late system message does."""
-        conversation = self.conversation
         if _depends_on_template(self.tail.request):
             return None
-        fingerprints = conversation.message_fingerprints[: FINGERPRINT_BYTES * self.boundary.message_count]
-        return Outline(
-            fingerprints + fingerprint_messages(self.tail.new_messages),
-            conversation.tool_fingerprints,
-            conversation.options_digest,
-        )
+        return _extend_outline(self.conversation.outline, self.boundary, self.tail.new_messages)
 
 
 def is_cacheable(kind: ApiKind | None, body_bytes: int) -> bool:
@@ -200,9 +194,7 @@ def cache_conversation(
         template_digest=template_digest,
         system_message_count=system_message_count,
         opening_messages=messages[: whole.opening_message_count],
-        message_fingerprints=chat_outline.messages[: FINGERPRINT_BYTES * boundaries[-1].message_count],
-        tool_fingerprints=chat_outline.tools,
-        options_digest=chat_outline.options_digest,
+        outline=_extend_outline(chat_outline, boundaries[-1], []),
         boundaries=boundaries,
         token_ids=whole.token_ids,
         end_bytes=len(body) - location.end,
@@ -275,8 +267,7 @@ def _choose_trailing_counts(whole: _WholeConversation) -> list[int]:
 def _count_messages_before(whole: _WholeConversation, trailing_count: int, template: ChatTemplate) -> int | None:
     """Count the chat's messages that were made from all but the last `trailing_count` messages of the body.
 
-    The counts differ in Anthropic's format, in which one message of the body may become several of the chat. Return
-    None if a message of the chat was made from messages on both sides, so that the chat cannot be cut there.
+    Return None if a message of the chat was made from messages on both sides, so that the chat cannot be cut there.
     """
     if whole.kind == "chat":
         return len(whole.location.message_ends) - trailing_count
@@ -284,8 +275,16 @@ def _count_messages_before(whole: _WholeConversation, trailing_count: int, templ
     tail = _read_tail(whole.kind, whole.location.start, body_end, whole.body, template)
     if tail is None or tail.system_message_count != whole.system_message_count:
         return None
-    count = len(whole.messages) - len(tail.new_messages)
-    return count if whole.messages[count:] == tail.new_messages else None
+    return _count_before_tail(whole.messages, tail)
+
+
+def _count_before_tail(messages: list[Message], tail: _BodyTail) -> int | None:
+    """Count the messages of a chat before those of a tail of its body; None if the chat does not end with these.
+
+    In Anthropic's format one message of a body may become several of the chat, or several may become one.
+    """
+    count = len(messages) - len(tail.new_messages)
+    return count if count >= 0 and messages[count:] == tail.new_messages else None
 
 
 def continue_conversation(
@@ -368,8 +367,11 @@ def _find_next_boundary(
     body_end = message_ends[-trailing_count - 1]
     new_count: int | None = len(message_ends) - trailing_count
     if conversation.kind != "chat":
-        new_count = _count_new_messages(conversation, tail, body, body_end, template)
-    if new_count is None:
+        last_tail = _read_tail(conversation.kind, conversation.messages_start, body_end, body, template)
+        if last_tail is None or not _has_same_inputs(conversation, last_tail):
+            return None
+        new_count = _count_before_tail(tail.new_messages, last_tail)
+    if not new_count:
         return None
     cut = rendered_tail.new_messages.cut(new_count, rendered_tail.text)
     if cut is None or not cut.position:
@@ -393,22 +395,6 @@ def _choose_next_trailing_count(conversation: CachedConversation, boundary: Boun
     return TRAILING_MESSAGES if changes_last_messages or boundary.trailing_count == TRAILING_MESSAGES else 1
 
 
-def _count_new_messages(
-    conversation: CachedConversation, tail: _BodyTail, body: bytes, body_end: int, template: ChatTemplate
-) -> int | None:
-    """Count the chat's new messages that were made from the messages of a body before the offset `body_end`.
-
-    The body is in Anthropic's format, in which one message may become several of the chat. Return None if a message of
-    the chat was made from messages on both sides of the offset.
-    """
-    last_tail = _read_tail(conversation.kind, conversation.messages_start, body_end, body, template)
-    if last_tail is None or last_tail.template_digest != conversation.template_digest:
-        return None
-    new_count = len(tail.new_messages) - len(last_tail.new_messages)
-    is_between_messages = tail.new_messages[new_count:] == last_tail.new_messages
-    return new_count if 0 < new_count < len(tail.new_messages) and is_between_messages else None
-
-
 def _make_successor(continuation: Continuation, next_boundary: Boundary, body: bytes) -> CachedConversation:
     """Make the cache entry of a continued body: the cached conversation with its new messages and one boundary more.
 
@@ -422,24 +408,21 @@ def _make_successor(continuation: Continuation, next_boundary: Boundary, body: b
         is_first_needed = bool(turn_starts) and turn_starts[-1] == 0
         boundaries.pop(1 if is_first_needed else 0)
     new_count = next_boundary.message_count - boundary.message_count
-    fingerprints = conversation.message_fingerprints[: FINGERPRINT_BYTES * boundary.message_count]
-    return CachedConversation(
-        kind=conversation.kind,
-        messages_start=conversation.messages_start,
-        template_digest=conversation.template_digest,
-        system_message_count=conversation.system_message_count,
-        opening_messages=conversation.opening_messages,
-        message_fingerprints=fingerprints + fingerprint_messages(tail.new_messages[:new_count]),
-        tool_fingerprints=conversation.tool_fingerprints,
-        options_digest=conversation.options_digest,
+    return msgspec.structs.replace(
+        conversation,
+        outline=_extend_outline(conversation.outline, boundary, tail.new_messages[:new_count]),
         boundaries=[*boundaries, next_boundary],
         token_ids=continuation.token_ids,
         end_bytes=len(body) - tail.messages_end,
         end_digest=_digest_end(body, tail.messages_end),
         bare_request=tail.chat.replace(messages=None) if conversation.kind == "chat" else None,
-        keeps_messages_as_sent=conversation.keeps_messages_as_sent,
-        model=conversation.model,
     )
+
+
+def _extend_outline(outline: Outline, boundary: Boundary, new_messages: list[Message]) -> Outline:
+    """Return the outline of the messages before a boundary and of new ones after it."""
+    cached_fingerprints = outline.messages[: FINGERPRINT_BYTES * boundary.message_count]
+    return outline._replace(messages=cached_fingerprints + fingerprint_messages(new_messages))
 
 
 def _digest_template_inputs(template: ChatTemplate, chat: RoutingRequest, system_message_count: int) -> bytes:

@@ -29,7 +29,6 @@ from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reading import cache_conversation, is_cacheable
 from router.prompting.encode import (
     PromptSize,
-    RenderedPrompt,
     build_tokenize_request,
     count_further_tokens,
     is_within_bounds,
@@ -74,7 +73,7 @@ class ReadResult(NamedTuple):
     first_message_digest: int | None = None
     """Digest of the first user message (router/prompting/sessions.py)."""
     conversation: CachedConversation | None = None
-    """Conversation to be cached, without its token ids, which are `result`."""
+    """Conversation to be cached."""
     size: PromptSize | None = None
     """Size of the body's prompts; None if a worker tokenises the first."""
     further_tokens: Sequence[int] = ()
@@ -283,22 +282,11 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
         tokenize_request = None if task.remote_model is None else build_tokenize_request(request, task.remote_model)
         return result._replace(result=tokenize_request)
     conversation = None
-    if task.is_cached and token_ids is prompt.token_ids:  # not truncated
-        conversation = _cache_conversation(request, body, prompt, tokenizer)
+    is_truncated = token_ids is not prompt.token_ids
+    if task.is_cached and not is_truncated and tokenizer is not None and is_cacheable(request.kind, len(body)):
+        conversation = cache_conversation(request, body, prompt, BoundaryRenderer(tokenizer))
     return result._replace(
         result=token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids),
         conversation=conversation,
         size=measure_prompts(prompt.token_ids, request, task.tokens_max, further_tokens, is_exact=prompt.is_whole),
     )
-
-
-def _cache_conversation(
-    request: RoutingRequest, body: bytes, prompt: RenderedPrompt, tokenizer: Tokenizer | None
-) -> CachedConversation | None:
-    """Return the cache entry of a body without its token ids, which the router gets anyway; None if there is none."""
-    if tokenizer is None or tokenizer.chat_template is None or not is_cacheable(request.kind, len(body)):
-        return None
-    conversation = cache_conversation(request, body, prompt, BoundaryRenderer(tokenizer))
-    if conversation is not None:
-        conversation.token_ids = array(ID_TYPE)
-    return conversation

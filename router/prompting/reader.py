@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing_of_kind
-from prompts.tokenizer import ID_TYPE, Tokenizer
+from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import Match
 from router.prompting.conversation_reader import (
@@ -276,8 +275,6 @@ class PromptReader:
             token_ids = truncate_prompt(all_ids, request, target.tokens_max)
         else:
             token_ids = result.result
-        if conversation is not None and token_ids is not None:
-            conversation.token_ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
         return ReadBody(
             request=request,
             target=target,

@@ -20,6 +20,7 @@ from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_routing_of_kind
 from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
+from router.prompting.chat_outline import Outline
 from router.prompting.conversation_cache import (
     BODY_BYTES_MIN,
     BOUNDARIES_MAX,
@@ -344,7 +345,7 @@ def make_conversation(*body_ends: int, token_count: int = 0) -> CachedConversati
     """An entry with boundaries, of which nothing else is looked at."""
     boundaries = [Boundary(end, 0, 3, 0, 0, NO_PLACEHOLDERS, True, 1) for end in body_ends]
     ids = array("I", range(token_count))
-    return CachedConversation("chat", 0, b"", 0, [], b"", b"", 0, boundaries, ids, 0, 0, None, False)
+    return CachedConversation("chat", 0, b"", 0, [], Outline(b""), boundaries, ids, 0, 0, None, False)
 
 
 def test_the_cache_is_bounded() -> None:
