@@ -14,7 +14,14 @@ import msgspec
 
 from prompts.errors import RequestError
 from prompts.responses import get_response_id_of_item
-from prompts.routing import RoutingFields, RoutingRequest, check_object, convert_source_to_chat, make_routing_request
+from prompts.routing import (
+    ApiKind,
+    RoutingFields,
+    RoutingRequest,
+    check_object,
+    convert_source_to_chat,
+    make_routing_request,
+)
 from prompts.schemas import decode_json
 from prompts.tokenizer import Tokenizer
 
@@ -65,42 +72,22 @@ def is_within_bounds(body: bytes) -> bool:
     return object_count <= OBJECTS_MAX and object_count + body_without_strings.count(b",") <= VALUES_MAX
 
 
-class _RawRoutingFields(msgspec.Struct):
-    """Undecoded fields of a large body that decide where the request goes. Other fields are skipped.
-
-    Their defaults are the JSON that stands for "not sent".
-    """
-
-    model: msgspec.Raw = msgspec.Raw(b"null")
-    messages: msgspec.Raw = msgspec.Raw(b"null")
-    cache_salt: msgspec.Raw = msgspec.Raw(b"null")
-    priority: msgspec.Raw = msgspec.Raw(b"null")
-    stream: msgspec.Raw = msgspec.Raw(b"null")
-    user: msgspec.Raw = msgspec.Raw(b"null")
-    prompt_cache_key: msgspec.Raw = msgspec.Raw(b"null")
-    metadata: msgspec.Raw = msgspec.Raw(b"null")
-    truncate_prompt_tokens: msgspec.Raw = msgspec.Raw(b"null")
-    previous_response_id: msgspec.Raw = msgspec.Raw(b"null")
-    max_tokens: msgspec.Raw = msgspec.Raw(b"null")
-    max_completion_tokens: msgspec.Raw = msgspec.Raw(b"null")
-    max_output_tokens: msgspec.Raw = msgspec.Raw(b"null")
-    n: msgspec.Raw = msgspec.Raw(b"null")
-    min_tokens: msgspec.Raw = msgspec.Raw(b"null")
-    ignore_eos: msgspec.Raw = msgspec.Raw(b"null")
-    stop: msgspec.Raw = msgspec.Raw(b"null")
-    stop_token_ids: msgspec.Raw = msgspec.Raw(b"null")
-
-
-_routing_decoder = msgspec.json.Decoder(_RawRoutingFields)
-_json_decoder = msgspec.json.Decoder()
-_SMALL_FIELDS = tuple(
-    name for name in _RawRoutingFields.__struct_fields__ if name not in ("messages", "previous_response_id")
-)
-_ROUTING_FIELDS = (
-    "model", "cache_salt", "priority", "stream", "user", "prompt_cache_key", "metadata_user_id",
-    "truncate_prompt_tokens", "output_tokens_max", "output_tokens_min",
+_SMALL_FIELDS = (
+    "model", "cache_salt", "priority", "stream", "user", "prompt_cache_key", "metadata", "truncate_prompt_tokens",
+    "max_tokens", "max_completion_tokens", "n", "min_tokens", "ignore_eos", "stop", "stop_token_ids",
 )  # fmt: skip
-"""Fields of a RoutingRequest that `read_routing_fields` returns."""
+"""Fields of RoutingFields that `read_large_request` decodes."""
+_NULL_JSON = msgspec.Raw(b"null")
+_RawFields = msgspec.defstruct(
+    "_RawFields",
+    [
+        (name, msgspec.Raw, _NULL_JSON)
+        for name in (*_SMALL_FIELDS, "max_output_tokens", "messages", "previous_response_id")
+    ],
+)
+"""Undecoded fields of a large body that decide where the request goes. Other fields are skipped."""
+_raw_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_RawFields)
+_json_decoder = msgspec.json.Decoder()
 
 
 class PromptSize(msgspec.Struct, frozen=True):
@@ -283,25 +270,22 @@ def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
     return msgspec.json.encode({"model": model, "prompt": first_prompt, "add_special_tokens": adds_special_tokens})
 
 
-def read_routing_fields(body: bytes) -> dict[str, Any]:
-    """Return the fields of a RoutingRequest that can be read before the prompt, and `has_messages`, by their names.
+def read_large_request(body: bytes, kind: ApiKind | None) -> RoutingRequest:
+    """Read the fields of a body by which it can be routed before its prompt is read. Only small ones are decoded.
 
-    A large body is routed by them if its prompt cannot be read. Only these small fields are decoded. Raises
-    RequestError if the body is no JSON object.
+    `kind` is the API of the body's path, None if the body decides. Raises RequestError if the body is no JSON object.
     """
     check_object(body)
-    fields = decode_json(_routing_decoder, body)
-    values = {name: _decode_small_value(getattr(fields, name)) for name in _SMALL_FIELDS}
-    output_tokens_max = values.pop("max_output_tokens")  # what Responses call it
-    if values["max_tokens"] is None:
-        values["max_tokens"] = output_tokens_max
-    request = make_routing_request("other", RoutingFields(**values))
-    previous_id = _decode_small_value(fields.previous_response_id)
-    return {
-        **{name: getattr(request, name) for name in _ROUTING_FIELDS},
-        "stored_response_id": previous_id if isinstance(previous_id, str) else _find_referenced_response(body),
-        "has_messages": bytes(memoryview(fields.messages)[:1]) == b"[",
-    }
+    raw_fields = decode_json(_raw_decoder, body)
+    fields = RoutingFields(**{name: _decode_small_value(getattr(raw_fields, name)) for name in _SMALL_FIELDS})
+    if fields.max_tokens is None:
+        fields.max_tokens = _decode_small_value(raw_fields.max_output_tokens)  # the name in the Responses API
+    if kind is None:
+        has_messages = bytes(memoryview(raw_fields.messages)[:1]) == b"["
+        kind = "chat" if has_messages else "completion"
+    previous_id = _decode_small_value(raw_fields.previous_response_id)
+    stored_response_id = previous_id if isinstance(previous_id, str) else _find_referenced_response(body)
+    return make_routing_request(kind, fields).replace(stored_response_id=stored_response_id)
 
 
 def _find_referenced_response(body: bytes) -> str | None:

@@ -14,7 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,8 +33,8 @@ from router.prompting.encode import (
     count_further_tokens,
     is_within_bounds,
     measure_prompts,
+    read_large_request,
     read_prompt,
-    read_routing_fields,
     truncate_prompt,
 )
 from router.prompting.fields import FieldSpans, locate_fields
@@ -187,12 +187,11 @@ class PromptWorkerPool:
         self, process: WorkerProcess, body: Sequence[bytes], kind: ApiKind | None
     ) -> tuple[RoutingRequest, FieldSpans]:
         try:
-            fields, spans = await process.call(START_S_MAX, _inspect_body, body)
+            inspection: tuple[RoutingRequest, FieldSpans] = await process.call(START_S_MAX, _inspect_body, body, kind)
         except RequestError:
             self.counts["refused"] += 1
             raise
-        has_messages = fields.pop("has_messages")
-        return RoutingRequest(kind=kind or ("chat" if has_messages else "completion"), **fields), spans
+        return inspection
 
     async def _run_task(self, process: WorkerProcess, task: ReadTask) -> ReadResult:
         await process.call(START_S_MAX, _load_tokenizer, task.tokenizer_folder)
@@ -223,12 +222,14 @@ class WorkerState:
         self.body = b""
 
 
-def _inspect_body(state: WorkerState, pieces: Sequence[bytes]) -> tuple[dict[str, Any], FieldSpans]:
-    """Return the decoded fields of a body that routing needs, and the spans of all fields."""
+def _inspect_body(
+    state: WorkerState, pieces: Sequence[bytes], kind: ApiKind | None
+) -> tuple[RoutingRequest, FieldSpans]:
+    """Return what routing needs of a body before its prompt is read, and the spans of all fields."""
     body = b"".join(pieces)
-    fields, spans = read_routing_fields(body), locate_fields(body)
+    request, spans = read_large_request(body, kind), locate_fields(body)
     state.body = body
-    return fields, spans
+    return request, spans
 
 
 def _load_tokenizer(state: WorkerState, folder: str | None) -> None:

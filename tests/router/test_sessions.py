@@ -18,7 +18,7 @@ from router.decide.workers import ServedModel, WorkerSpec
 from router.decide.working_set import WorkingSets
 from router.index import make_index
 from router.index.protocol import Scope
-from router.prompting.encode import read_routing_fields
+from router.prompting.encode import read_large_request
 from router.prompting.sessions import MAX_NAME_CHARS, NAME_SOURCES, NameSource, Session, SessionNames
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "sessions.md"
@@ -64,9 +64,8 @@ def test_every_name_stands_in_the_docs(row: NameSource) -> None:
 
 @pytest.mark.parametrize("row", [row for row in NAME_SOURCES if row.location == "body"], ids=lambda row: row.name)
 def test_a_large_body_that_a_helper_reads_tells_the_same(row: NameSource) -> None:
-    fields = read_routing_fields(body_with(row.name, "v"))
-    del fields["has_messages"]
-    assert SessionNames.make_session({}, RoutingRequest(kind="chat", **fields)) == Session("v")
+    request = read_large_request(body_with(row.name, "v"), "chat")
+    assert SessionNames.make_session({}, request) == Session("v")
 
 
 def test_the_first_that_is_there_counts_and_the_operators_come_before() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prompts.errors import RequestError
 from prompts.routing import parse_routing
-from router.prompting.encode import read_routing_fields
+from router.prompting.encode import read_large_request
 from router.prompting.fields import apply_edits, locate_fields
 from router.tenancy.config import TenancyConfig
 from router.tenancy.model_names import ModelNames
@@ -160,5 +160,5 @@ def test_numbers_and_flags_are_read_as_workers_read_them(
     data = json.dumps({"model": "tiny", "prompt": [1], **fields}).encode()
     parsed = parse_routing("/v1/completions", data)
     assert (parsed.stream, parsed.output_tokens_max, parsed.output_tokens_min) == (stream, most, least)
-    told = read_routing_fields(data)
-    assert (told["stream"], told["output_tokens_max"], told["output_tokens_min"]) == (stream, most, least)
+    large = read_large_request(data, "completion")
+    assert (large.stream, large.output_tokens_max, large.output_tokens_min) == (stream, most, least)

@@ -30,8 +30,8 @@ from router.prompting.encode import (
     NAME_BYTES_MAX,
     is_light,
     is_within_bounds,
+    read_large_request,
     read_prompt,
-    read_routing_fields,
     truncate_prompt,
 )
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
@@ -222,7 +222,7 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
 )
 def test_values_are_counted_before_they_are_built(body: bytes, within: bool) -> None:
     assert is_within_bounds(body) is within
-    assert read_routing_fields(body)["model"] is None
+    assert read_large_request(body, None).model is None
 
 
 def test_encoding_stops_where_the_context_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,11 +348,13 @@ def test_small_chunks_are_read_in_turns(edge: Any, monkeypatch: pytest.MonkeyPat
 
 def test_long_names_are_cut() -> None:
     """What nobody is called is not carried about."""
-    fields = read_routing_fields(b'{"model":"%b","user":%b}' % (b"m" * 10**6, b"[" * 500 + b"]" * 500))
-    assert len(fields["model"]) <= NAME_BYTES_MAX + 1
-    assert fields["user"] is None
+    body = b'{"model":"%b","user":%b}' % (b"m" * 10**6, b"[" * 500 + b"]" * 500)
+    request = read_large_request(body, None)
+    assert request.model is not None
+    assert len(request.model) <= NAME_BYTES_MAX + 1
+    assert request.user is None
     with pytest.raises(RequestError, match="priority: got"):
-        read_routing_fields(b'{"priority":%b}' % (b"9" * 10**6))
+        read_large_request(b'{"priority":%b}' % (b"9" * 10**6), None)
 
 
 HEAP = """
