@@ -6,7 +6,7 @@ from array import array
 from itertools import accumulate
 from typing import Final, Literal, NamedTuple
 
-from router.prompting.chat_outline import (
+from router.prompting.outline import (
     FINGERPRINT_BYTES,
     FINGERPRINT_FIELDS,
     HAS_BILLING_LINE,

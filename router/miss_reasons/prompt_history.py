@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from router.decide.messages import RouteRequest
 from router.index.protocol import Scope
 from router.miss_reasons.differences import SYSTEM, is_side_request, unpack_fingerprints
-from router.prompting.chat_outline import ROLE_BITS, Outline
+from router.prompting.outline import ROLE_BITS, Outline
 
 BRANCHES_MAX: Final = 4
 """Most conversations under one session's name: agents make requests for titles and summaries in between."""

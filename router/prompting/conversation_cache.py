@@ -18,7 +18,7 @@ import xxhash
 
 from prompts.routing import ApiKind, RoutingRequest
 from prompts.schemas import Message
-from router.prompting.chat_outline import Outline
+from router.prompting.outline import Outline
 from router.prompting.placeholder_messages import RenderedPlaceholders
 
 BODY_BYTES_MIN = 1024

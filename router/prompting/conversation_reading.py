@@ -23,7 +23,6 @@ from prompts.routing import ApiKind, RoutingRequest, convert_source_to_chat, has
 from prompts.schemas import Message
 from prompts.tokenizer import ID_TYPE
 from router.prompting.boundary_rendering import BoundaryRenderer, NewMessages, TemplateInputs
-from router.prompting.chat_outline import FINGERPRINT_BYTES, Outline
 from router.prompting.conversation_cache import (
     BODY_BYTES_MAX,
     BODY_BYTES_MIN,
@@ -32,7 +31,7 @@ from router.prompting.conversation_cache import (
     CachedConversation,
 )
 from router.prompting.encode import OBJECTS_MAX, RenderedPrompt, count_openings
-from router.prompting.outline import fingerprint_messages, outline_chat
+from router.prompting.outline import FINGERPRINT_BYTES, Outline, fingerprint_messages, outline_chat
 from router.prompting.placeholder_messages import PlaceholderMessages, is_system_message
 
 TAIL_BYTES_MAX, TAIL_BRACKETS_MAX = 256 << 10, 2048

@@ -23,7 +23,6 @@ from prompts.routing import ApiKind, RoutingRequest, parse_routing_of_kind
 from prompts.tokenizer import ID_TYPE, Tokenizer, TokenizerError
 from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
 from router.prompting.boundary_rendering import BoundaryRenderer
-from router.prompting.chat_outline import Outline
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reading import cache_conversation, is_cacheable
@@ -39,7 +38,7 @@ from router.prompting.encode import (
 )
 from router.prompting.fields import FieldSpans, locate_fields
 from router.prompting.media import MediaPrompt, read_media
-from router.prompting.outline import outline_chat
+from router.prompting.outline import Outline, outline_chat
 from router.prompting.sessions import digest_first_user_message
 
 log = logging.getLogger("router")

@@ -8,13 +8,12 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from prompts.routing import RoutingRequest
-from router.prompting.chat_outline import Outline
 from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reading import Continuation
 from router.prompting.encode import PromptSize
 from router.prompting.fields import FieldSpans
 from router.prompting.media import MediaPrompt
-from router.prompting.outline import outline_chat
+from router.prompting.outline import Outline, outline_chat
 from router.prompting.sessions import digest_first_user_message
 
 Target = TypeVar("Target", bound="PromptTarget")

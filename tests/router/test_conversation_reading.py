@@ -20,7 +20,6 @@ from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_routing_of_kind
 from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
-from router.prompting.chat_outline import Outline
 from router.prompting.conversation_cache import (
     BODY_BYTES_MIN,
     BOUNDARIES_MAX,
@@ -32,7 +31,7 @@ from router.prompting.conversation_cache import (
 from router.prompting.conversation_reader import ATTEMPTS_MAX, CHECK_BYTES_PER_S, ConversationReader
 from router.prompting.conversation_reading import Continuation, cache_conversation
 from router.prompting.encode import RenderedPrompt, read_prompt, truncate_prompt
-from router.prompting.outline import outline_chat
+from router.prompting.outline import Outline, outline_chat
 from router.prompting.placeholder_messages import (
     FILLER,
     MESSAGES_MAX,

@@ -22,7 +22,7 @@ from router.miss_reasons.attribution import Placement, RemovedPrefix, find_first
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, NO_LOSS
 from router.miss_reasons.prompt_history import AnalyzedPrompt
-from router.prompting.chat_outline import Outline
+from router.prompting.outline import Outline
 
 INDEX = make_index(seed=3)
 BLOCK, CHUNK = 4, 16

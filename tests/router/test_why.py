@@ -32,8 +32,7 @@ from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.differences import classify_difference, find_added_system_prompt
 from router.miss_reasons.explanation import GROUPS, NO_LOSS, MissExplanation
 from router.miss_reasons.prompt_history import AnalyzedPrompt
-from router.prompting.chat_outline import HAS_THOUGHTS, Outline
-from router.prompting.outline import _fingerprint_message, fingerprint_messages, outline_chat
+from router.prompting.outline import HAS_THOUGHTS, Outline, _fingerprint_message, fingerprint_messages, outline_chat
 from router.prompting.sessions import digest_first_user_message
 
 BLOCK = 16

@@ -19,7 +19,7 @@ from router.miss_reasons.attribution import MissFacts, Placement, RemovedPrefix
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation, UncachedRange
 from router.miss_reasons.prompt_history import AnalyzedPrompt
-from router.prompting.chat_outline import Outline
+from router.prompting.outline import Outline
 
 Message = tuple[int, int, int, int, int]
 SYSTEM, USER, ASSISTANT = 0, 1, 2
