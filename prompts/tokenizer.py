@@ -54,8 +54,9 @@ class Tokenizer:
         with_fast_encoder: bool = True,
     ) -> None:
         """Wrap a loaded tokenizer; build the fast encoder for it, if there can be one."""
-        self._hf_tokenizer = hf_tokenizer
-        self._template = template
+        self.hf_tokenizer = hf_tokenizer
+        """The library's tokenizer, also for incremental decoding. It must not be changed."""
+        self.chat_template = template
         self.named_tokens = named_tokens
         """Name in the config (`bos_token`, `eos_token` ...) -> text of the token."""
         self.eos_token_ids = eos_token_ids
@@ -107,7 +108,7 @@ class Tokenizer:
         """Return the ids of a text as an array of `ID_TYPE`. Raises RequestError for a lone surrogate."""
         try:
             if self._fast_encoder is None:
-                return array(ID_TYPE, encode_plain(self._hf_tokenizer, text, add_special_tokens=add_special_tokens))
+                return array(ID_TYPE, encode_plain(self.hf_tokenizer, text, add_special_tokens=add_special_tokens))
             ids = array(ID_TYPE)
             ids.frombytes(self._fast_encoder.encode(text, add_special_tokens=add_special_tokens))
             return ids
@@ -117,20 +118,20 @@ class Tokenizer:
     @cached_property
     def cut_tokens(self) -> CutTokens:
         """Added tokens before which any text may be cut."""
-        return find_cut_tokens(self._hf_tokenizer)
+        return find_cut_tokens(self.hf_tokenizer)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of ids. Incomplete or wrong UTF-8 becomes U+FFFD, and unknown ids are left out."""
-        return str(self._hf_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+        return str(self.hf_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def render_chat_text(self, request: ChatPrompt) -> str:
         """Return the prompt's text by the chat template. Raises RequestError."""
-        if self._template is None:
+        if self.chat_template is None:
             raise RequestError(
                 "this model has no chat template: start the server with --chat-template, or use /v1/completions",
                 param="messages",
             )
-        return render_chat(self._template, request)
+        return render_chat(self.chat_template, request)
 
     def encode_chat(self, request: ChatPrompt) -> list[int]:
         """Return the prompt ids of a chat, up to its first image. Raises RequestError."""
@@ -165,21 +166,12 @@ class Tokenizer:
 
     def id_to_token(self, token_id: int) -> str | None:
         """Return the token of an id as the vocabulary spells it (`Ġthe`); None for an unknown id."""
-        token: str | None = self._hf_tokenizer.id_to_token(token_id)
+        token: str | None = self.hf_tokenizer.id_to_token(token_id)
         return token
 
     def token_to_id(self, token: str) -> int | None:
-        token_id: int | None = self._hf_tokenizer.token_to_id(token)
+        token_id: int | None = self.hf_tokenizer.token_to_id(token)
         return token_id
-
-    @property
-    def hf_tokenizer(self) -> HfTokenizer:
-        """The library's tokenizer, for incremental decoding. It must not be changed."""
-        return self._hf_tokenizer
-
-    @property
-    def chat_template(self) -> ChatTemplate | None:
-        return self._template
 
     def _named_token_id(self, name: str) -> int | None:
         token = self.named_tokens.get(name)
