@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from prompts.chat_rendering import BILLING_LINE, render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError, bad_value
-from prompts.history.anthropic_blocks import MEDIA_PART, convert_block, find_media_kind, is_hosted_block
+from prompts.provider_history import MEDIA_PART, convert_block, find_media_kind, is_hosted_block
 from prompts.schemas import (
     COUNT_MAX,
     MAX_STOPS,

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from prompts.errors import RequestError, bad_value
-from prompts.history.hosted_tools import format_hosted_call
+from prompts.provider_history import format_hosted_call
 from prompts.schemas import (
     COUNT_MAX,
     Count,

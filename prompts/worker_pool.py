@@ -18,7 +18,6 @@ import socket
 import subprocess
 import sys
 import time
-import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +29,6 @@ T = TypeVar("T")
 WorkerSetup = tuple[Callable[..., Any], tuple[Any, ...]]
 """Function of a module and its arguments. Each process calls it once, and passes the result to every task."""
 
-AFFINITY_BYTES = 2048
-"""Bodies that agree in so many first bytes are given to the same process."""
 NICE = 5
 """Niceness of the processes: large bodies wait for small ones."""
 _BOOTSTRAP = (
@@ -141,13 +138,13 @@ class WorkerPool:
         self._waiters: dict[str, deque[asyncio.Future[WorkerProcess]]] = {}
         """Calls that wait for a process, by tenant, the next one first."""
 
-    async def run(self, body_prefix: bytes, work: Callable[[WorkerProcess], Awaitable[T]], tenant: str = "") -> T:
+    async def run(self, work: Callable[[WorkerProcess], Awaitable[T]], tenant: str = "") -> T:
         """Wait for a free process, call `work` with it, and return the result.
 
-        Bodies that begin like `body_prefix` go to the same process if it is free. Tenants take turns. The process is
-        killed if `work` is cancelled, or if it raises another error than RequestError.
+        Tenants take turns. The process is killed if `work` is cancelled, or if it raises another error than
+        RequestError.
         """
-        process = await self._acquire(body_prefix, tenant)
+        process = await self._acquire(tenant)
         is_reusable = False
         try:
             result = await work(process)
@@ -162,9 +159,8 @@ class WorkerPool:
                 process.kill()
             self._release(process)
 
-    async def _acquire(self, body_prefix: bytes, tenant: str) -> WorkerProcess:
-        usual_process = self.processes[zlib.crc32(body_prefix[:AFFINITY_BYTES]) % len(self.processes)]
-        for process in (usual_process, *self.processes):
+    async def _acquire(self, tenant: str) -> WorkerProcess:
+        for process in self.processes:
             if not process.is_busy:
                 process.is_busy = True
                 return process

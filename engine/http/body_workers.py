@@ -83,9 +83,7 @@ class BodyReader:
     async def _read_in_process(self, parse: BodyParser[T], data: bytes) -> T:
         """Parse a body in another process, which is ended if it takes too much time or memory. Raises RequestError."""
         try:
-            return await self._process_pool.run(
-                data, lambda process: process.call(READ_S_MAX, _parse_body, parse, data)
-            )
+            return await self._process_pool.run(lambda process: process.call(READ_S_MAX, _parse_body, parse, data))
         except WorkerProcessError as error:
             log.warning("a body of %d bytes could not be read: %s", len(data), error)
             raise RequestError("the body takes more time or memory to read than it may", param=None) from error
@@ -112,7 +110,7 @@ class BodyReader:
             raise RequestError(f"{param}: too long, expected at most {GRAMMAR_CHARS_MAX} characters", param=param)
         try:
             checked_constraint: Constraint = await self._compiler_pool.run(
-                b"", lambda process: process.call(GRAMMAR_S_MAX, _check_with_time_limit, constraint)
+                lambda process: process.call(GRAMMAR_S_MAX, _check_with_time_limit, constraint)
             )
         except WorkerProcessError as error:
             log.warning("a grammar of %d characters could not be compiled: %s", len(lark), error)

@@ -132,7 +132,7 @@ class PromptWorkerPool:
 
         self._add_waiting(tenant, body_bytes)
         try:
-            result = await self.processes.run(body[0], work, tenant)
+            result = await self.processes.run(work, tenant)
         except WorkerProcessError as error:
             self.counts["failed"] += 1
             log.warning("a body of %d bytes could not be read: %s", body_bytes, error)
@@ -172,7 +172,7 @@ class PromptWorkerPool:
         """Outline a whole chat in a worker process; None if that fails."""
         try:
             outline: Outline | None = await self.processes.run(
-                body[0], lambda process: process.call(self._config.seconds_max, _outline_body, body, kind)
+                lambda process: process.call(self._config.seconds_max, _outline_body, body, kind)
             )
         except (WorkerProcessError, RequestError):
             return None

@@ -130,9 +130,9 @@ def test_keys_take_turns_at_the_helpers() -> None:
             async def note(process: WorkerProcess) -> None:
                 order.append(party)
 
-            await worker_pool.processes.run(b"", note, party)
+            await worker_pool.processes.run(note, party)
 
-        holding = [asyncio.create_task(worker_pool.processes.run(b"", occupy, "a")) for _ in range(2)]
+        holding = [asyncio.create_task(worker_pool.processes.run(occupy, "a")) for _ in range(2)]
         await asyncio.sleep(0)
         waiting = [asyncio.create_task(take("a")) for _ in range(24)]
         await asyncio.sleep(0)

@@ -1,14 +1,17 @@
-"""Text for blocks of Anthropic's Messages that OpenAI's chats do not have.
+"""Text for parts of a conversation that OpenAI's chats do not have: documents, search results, tools of a provider.
 
-Documents and search results become texts with a title. Of tools that Anthropic's servers ran (`server_tool_use`,
-`web_search_tool_result` ...) in an earlier turn, a model reads the calls and their results. No I/O.
+Documents and search results become texts with a title. Our engine runs no tools as a provider's servers do
+(`server_tool_use`, `web_search_call` ...), but a conversation may have begun at a server that does. The model then
+reads the calls and their results. No I/O.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from prompts.history.hosted_tools import format_hosted_call
+import msgspec
+
 from prompts.schemas import Message
 
 Block = dict[str, Any]
@@ -85,3 +88,25 @@ def _format_hosted_block(block: Block) -> str:
         fields = {name: value for name, value in block.items() if name != "type"}
     block_type = str(block.get("type"))
     return format_hosted_call(block_type, fields) or f"[{block_type}]"
+
+
+def format_hosted_call(kind: str, fields: Mapping[str, Any]) -> str | None:
+    """Return a line with the readable fields of a block or an item; None if it has none."""
+    readable_fields = _readable_fields(fields)
+    for name, value in readable_fields.items():
+        if isinstance(value, dict):
+            readable_fields[name] = _readable_fields(value)
+        elif isinstance(value, list):
+            readable_fields[name] = [_readable_fields(part) if isinstance(part, dict) else part for part in value]
+    return f"[{kind}: {msgspec.json.encode(readable_fields).decode()}]" if readable_fields else None
+
+
+def _readable_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that a model can read: not those that only the provider can read, and no images."""
+    return {
+        name: value
+        for name, value in fields.items()
+        if value is not None
+        and not name.startswith("encrypted")
+        and not (isinstance(value, str) and value.startswith("data:"))
+    }
