@@ -371,8 +371,9 @@ class EventFeed:
             except zmq.Again:
                 break
             received_bytes += sum(len(frame) for frame in messages[-1])
-        # ZeroMQ reports the end of a connection before messages of the next one can be received. So without a report,
-        # all messages came on the known connection. Otherwise that is uncertain, and replay brings the messages again.
+        # ZeroMQ reports the end of a connection before messages of the next one can be received. So without a report
+        # now, all messages came on the known connection. Otherwise they are dropped, and the replay that follows a new
+        # connection brings them again. On a bound socket each message itself tells its connection.
         had_connection_event = self._read_monitor(subscription)
         if had_connection_event and not subscription.is_bound:
             return

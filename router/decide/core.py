@@ -262,8 +262,9 @@ class RouterCore:
     ) -> list[Instruction]:
         """Record that no KV came for a request in flight: its worker computes the prompt itself.
 
-        The attempt goes on, and the source gets the request no more. `is_pair_fault`: no transfer between the two
-        workers is planned for a while. `may_be_crash`: the request may have crashed the source.
+        The attempt goes on, and the source gets the request no more. `is_pair_fault`: the two workers failed, so no
+        transfer between them is planned for a while; else only this request was refused. `may_be_crash`: the request
+        may have crashed the source.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None:

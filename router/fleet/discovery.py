@@ -390,6 +390,14 @@ def _make_bootstrap_address(url: str) -> str:
     return f"{bracket_host(urlsplit(url).hostname or '')}:{BOOTSTRAP_PORT}"
 
 
+async def _is_on_host(endpoint: str, worker_host: str) -> bool:
+    """Return whether an event endpoint is on a worker's host: it has the same name, or an IP address in common."""
+    host = parse_endpoint_host(endpoint)
+    if host is None or host.lower() == worker_host:
+        return host is not None
+    return bool(await _resolve_addresses(worker_host) & await _resolve_addresses(host))
+
+
 async def _resolve_addresses(host: str) -> set[str]:
     """Return the IP addresses of a host; empty if its name cannot be resolved."""
     try:
@@ -528,15 +536,9 @@ class Prober:
         allows it.
         """
         worker_host = urlsplit(flag.url).hostname or ""
-        addresses: set[str] | None = None
         for source in sources:
             for endpoint in list_endpoints(source):
-                host = parse_endpoint_host(endpoint)
-                if host is not None and host.lower() == worker_host:
-                    continue
-                if addresses is None:
-                    addresses = await _resolve_addresses(worker_host)
-                if host is None or not addresses & await _resolve_addresses(host):
+                if not await _is_on_host(endpoint, worker_host):
                     raise DecodeError(
                         f"/kv_event_sources: rank {source.data_parallel_rank}: {endpoint[:80]!r} is not on "
                         f"{worker_host}, the worker's own host; events=ENDPOINT for this worker, or "

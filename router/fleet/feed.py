@@ -189,11 +189,11 @@ class IndexFeed:
             return {}
         first_known_by_rank: dict[int, int] = {}
         for stream in self._streams_by_worker[worker_id]:
-            if stream.last_seq is None or stream.complete_from == 0 or not stream.can_use_peer_snapshot:
+            if stream.last_seq is None or not stream.can_use_peer_snapshot:
                 continue
-            if stream.complete_from is None:
+            if stream.complete_from is None:  # the last batch was lost with all before it
                 first_known_by_rank[stream.rank] = stream.last_seq + 1
-            else:
+            elif stream.complete_from > 0:  # at 0 all resident blocks are known
                 first_known_by_rank[stream.rank] = stream.complete_from
         return first_known_by_rank
 
