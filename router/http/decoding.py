@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from prompts.errors import RequestError, bad_value
+from router.http.body_pieces import BodyPieces
 from router.http.fair_scheduler import FairScheduler
 from router.http.request import HttpRequest
 
@@ -25,7 +26,6 @@ except ImportError:
 INPUT_SLICE_BYTES: Final = 64 << 10
 OUTPUT_SLICE_BYTES: Final = 256 << 10
 """Most bytes read and produced in one turn; they take about a millisecond."""
-PIECE_BYTES: Final = 1 << 20
 MAX_MEMBERS: Final = 64
 """Most members of a gzip body, or frames of a zstd body; clients send one."""
 ZSTD_WINDOW_LOG: Final = 23
@@ -118,8 +118,7 @@ class BodyDecoder:
         self._member_count = 1
         self._unconsumed = b""
         """Input that the stream has not taken."""
-        self._complete_pieces: list[bytes] = []
-        self._partial_piece = bytearray()
+        self._body = BodyPieces()
         self.decoded_bytes = 0
 
     @property
@@ -130,9 +129,7 @@ class BodyDecoder:
     @property
     def pieces(self) -> tuple[bytes, ...]:
         """Pieces of the body as far as it is decoded, at least one."""
-        if self._complete_pieces and not self._partial_piece:
-            return tuple(self._complete_pieces)
-        return (*self._complete_pieces, bytes(self._partial_piece))
+        return self._body.to_tuple()
 
     def decode_slice(self) -> bool:
         """Decode one more slice of the body; return whether the body is decoded completely.
@@ -159,10 +156,7 @@ class BodyDecoder:
         if self.decoded_bytes > self._max_bytes:
             message = f"request body over {self._max_bytes} bytes, decoded"
             raise RequestError(message, param=None, code="bad_http", status=413)
-        self._partial_piece += output
-        if len(self._partial_piece) >= PIECE_BYTES:
-            self._complete_pieces.append(bytes(self._partial_piece))
-            self._partial_piece.clear()
+        self._body.append(output)
 
     def _start_member(self) -> bool:
         """Start to decode the next gzip member or zstd frame; return False if no input follows."""

@@ -16,6 +16,7 @@ import re
 from typing import Final
 
 from prompts.errors import RequestError
+from router.http.body_pieces import BodyPieces
 from router.http.chunked import BodyTooLarge, ChunkedBody
 from router.http.config import HttpLimits
 from router.http.headers import (
@@ -33,8 +34,6 @@ _HEAD_PATTERN = re.compile(
 _HEAD_END = b"\r\n\r\n"
 _FORBIDDEN_PATTERN = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
 """Bytes that no head may contain."""
-PIECE_BYTES: Final = 1 << 20
-"""Size of the pieces in which a long body is kept and forwarded, so that it is never copied as a whole."""
 BYTES_PER_TURN: Final = 16 << 10
 """Bytes of a chunked body that are parsed in one turn, as chunks may be tiny and others wait."""
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"PATCH", b"DELETE", b"OPTIONS", b"QUERY", b"TRACE"))
@@ -85,7 +84,7 @@ class RequestParser:
     """Parser of the requests on one connection. `feed` takes received bytes; then call `next_request` until None."""
 
     __slots__ = (
-        "_body_buffer",
+        "_body",
         "_body_remaining_bytes",
         "_chunked_body",
         "_has_new_head",
@@ -93,7 +92,6 @@ class RequestParser:
         "_is_continue_expected",
         "_is_finished",
         "_limits",
-        "_pieces",
         "_position",
         "_request",
         "_unread_data",
@@ -117,9 +115,8 @@ class RequestParser:
         self._body_remaining_bytes = 0
         """Bytes to come of a body of known length."""
         self._chunked_body: ChunkedBody | None = None
-        self._pieces: list[bytes] = []
-        """Complete pieces of the body. The next piece grows in `_body_buffer`."""
-        self._body_buffer = bytearray()
+        self._body: BodyPieces | None = None
+        """Pieces of an incomplete body; None if no body is being read."""
 
     @property
     def has_more(self) -> bool:
@@ -135,7 +132,8 @@ class RequestParser:
     def buffered_bytes(self) -> int:
         """Number of bytes that the parser keeps."""
         unread_bytes = len(self._unread_data) - self._position
-        return unread_bytes + len(self._head_buffer) + len(self._body_buffer) + sum(map(len, self._pieces))
+        body_bytes = 0 if self._body is None else self._body.byte_count
+        return unread_bytes + len(self._head_buffer) + body_bytes
 
     @property
     def is_empty(self) -> bool:
@@ -153,7 +151,7 @@ class RequestParser:
 
         True at most once for each request.
         """
-        has_body_begun = bool(self._body_buffer or self._pieces)
+        has_body_begun = self._body is not None and self._body.byte_count > 0
         is_waiting = self._is_continue_expected and self._request is not None and not has_body_begun
         self._is_continue_expected = False
         return is_waiting
@@ -164,7 +162,8 @@ class RequestParser:
         self._unread_data = b""
         self._position = 0
         self._head_buffer = bytearray()
-        self._body_buffer = bytearray()
+        if self._body is not None:
+            self._body.growing = bytearray()
         self._request = self._chunked_body = None
 
     def discard_piece(self) -> bool:
@@ -172,9 +171,10 @@ class RequestParser:
 
         One at a time, because freeing many at once takes long.
         """
-        if self._pieces:
-            self._pieces.pop()
-        return bool(self._pieces)
+        pieces = [] if self._body is None else self._body.complete
+        if pieces:
+            pieces.pop()
+        return bool(pieces)
 
     def feed(self, data: bytes) -> None:
         """Take bytes from the client, to be parsed by `next_request`."""
@@ -196,9 +196,9 @@ class RequestParser:
                 if self._request is None:
                     request = self._read_head()
                 elif self._chunked_body is None:
-                    request = self._read_length_body()
+                    request = self._read_length_body(self._request)
                 else:
-                    request = self._read_chunked_body(self._chunked_body)
+                    request = self._read_chunked_body(self._request, self._chunked_body)
                     break
         except ProtocolError as error:
             self._is_finished = True
@@ -238,7 +238,7 @@ class RequestParser:
             return request
         self._request, self._has_new_head = request, True
         self._is_continue_expected = b"expect" in request.headers.first_line_by_name and not request.is_http_1_0
-        self._body_remaining_bytes = body_bytes
+        self._body, self._body_remaining_bytes = BodyPieces(), body_bytes
         self._chunked_body = (
             ChunkedBody(self._limits.body_bytes_max, self._limits.head_bytes_max) if is_chunked else None
         )
@@ -295,38 +295,28 @@ class RequestParser:
 
     # Bodies -------------------------------------------------------------------------------------------------------
 
-    def _read_length_body(self) -> HttpRequest | None:
+    def _read_length_body(self, request: HttpRequest) -> HttpRequest | None:
         """Take fed bytes of a body of known length; return the request if its body is complete."""
+        assert self._body is not None
         body_bytes = self._unread_data[self._position : self._position + self._body_remaining_bytes]
         self._position += len(body_bytes)
         self._body_remaining_bytes -= len(body_bytes)
-        self._body_buffer += body_bytes
-        self._complete_piece()
-        return None if self._body_remaining_bytes else self._pop_complete_request()
+        self._body.append(body_bytes)
+        return None if self._body_remaining_bytes else self._complete_request(request, self._body)
 
-    def _read_chunked_body(self, chunked_body: ChunkedBody) -> HttpRequest | None:
+    def _read_chunked_body(self, request: HttpRequest, chunked_body: ChunkedBody) -> HttpRequest | None:
         """Parse at most BYTES_PER_TURN of a chunked body; return the request if its body is complete."""
+        assert self._body is not None
         self._position += chunked_body.feed(
-            self._unread_data[self._position : self._position + BYTES_PER_TURN], self._body_buffer
+            self._unread_data[self._position : self._position + BYTES_PER_TURN], self._body.growing
         )
-        self._complete_piece()
-        return self._pop_complete_request() if chunked_body.is_complete else None
+        self._body.end_piece()
+        return self._complete_request(request, self._body) if chunked_body.is_complete else None
 
-    def _complete_piece(self) -> None:
-        """Begin a new piece of the body if the last one is large enough."""
-        if len(self._body_buffer) >= PIECE_BYTES:
-            self._pieces.append(bytes(self._body_buffer))
-            self._body_buffer = bytearray()
-
-    def _pop_complete_request(self) -> HttpRequest:
-        """Return the current request with its body, and make the parser ready for the next head."""
-        request = self._request
-        assert request is not None
-        if self._body_buffer or not self._pieces:
-            self._pieces.append(bytes(self._body_buffer))
-        request.pieces = tuple(self._pieces)
-        self._request = self._chunked_body = None
-        self._pieces, self._body_buffer = [], bytearray()
+    def _complete_request(self, request: HttpRequest, body: BodyPieces) -> HttpRequest:
+        """Return the request with its body, and make the parser ready for the next head."""
+        request.pieces = body.to_tuple()
+        self._request = self._chunked_body = self._body = None
         return request
 
     def _make_too_large_error(self) -> BadRequest:

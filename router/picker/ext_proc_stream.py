@@ -21,7 +21,7 @@ from typing import Protocol
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from prompts.errors import RequestError
-from router.http.request import PIECE_BYTES as BODY_PIECE_BYTES
+from router.http.body_pieces import BodyPieces
 from router.http.request import HttpRequest
 from router.picker.messages import (
     BUFFERED,
@@ -113,9 +113,8 @@ class ExtProcStream:
         self._responses: list[Response] = []
         self._request: HttpRequest | None = None
         self._request_mode = self._response_mode = DUPLEX
-        self._pieces: list[bytes] = []
-        """Complete pieces of the request's body, as far as it has come."""
-        self._partial_piece = bytearray()
+        self._body = BodyPieces()
+        """Body of the request, as far as it has come."""
         self._body_bytes = 0
         self._is_head_answered = False
         """Whether Envoy was told to go on after the head, before a worker was chosen."""
@@ -245,10 +244,7 @@ class ExtProcStream:
         self._body_bytes += len(body.body)
         if self._body_bytes > self._body_bytes_max:
             raise RequestError(f"request body over {self._body_bytes_max} bytes", param=None, status=413)
-        self._partial_piece += body.body
-        if len(self._partial_piece) >= BODY_PIECE_BYTES:
-            self._pieces.append(bytes(self._partial_piece))
-            self._partial_piece = bytearray()
+        self._body.append(body.body)
         self._handler.charge_body_bytes(self._body_bytes)
         is_last = body.end_of_stream or body.end_of_stream_without_message
         if is_last or self._request_mode == BUFFERED:  # a buffered body comes in one message
@@ -264,10 +260,8 @@ class ExtProcStream:
 
     def _complete(self, request: HttpRequest) -> None:
         """Hand the complete request to the handler, which chooses."""
-        if self._partial_piece or not self._pieces:
-            self._pieces.append(bytes(self._partial_piece))
-        self._original_pieces = request.pieces = tuple(self._pieces)
-        self._pieces, self._partial_piece = [], bytearray()
+        self._original_pieces = request.pieces = self._body.to_tuple()
+        self._body = BodyPieces()
         self.phase = Phase.CHOOSING
         self._handler.request_complete(request)
 
@@ -314,4 +308,4 @@ class ExtProcStream:
 
     def _release_body(self) -> None:
         """Forget the body, which was sent."""
-        self._pieces, self._partial_piece, self._original_pieces = [], bytearray(), ()
+        self._body, self._original_pieces = BodyPieces(), ()

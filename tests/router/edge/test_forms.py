@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prompts.errors import RequestError
-from router.http.request import PIECE_BYTES
+from router.http.body_pieces import PIECE_BYTES
 from router.prompting.fields import apply_edits
 from router.prompting.forms import MAX_PARTS, MAX_VALUE_BYTES, read_form
 from router.tenancy.config import TenancyConfig

@@ -22,8 +22,9 @@ from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, parse_routing
 from prompts.tokenizer import Tokenizer
 from router.edge.upstream import UpstreamConnection
+from router.http.body_pieces import PIECE_BYTES
 from router.http.config import HttpLimits
-from router.http.request import BYTES_PER_TURN, PIECE_BYTES, HttpRequest, RequestParser
+from router.http.request import BYTES_PER_TURN, HttpRequest, RequestParser
 from router.prompting import encode, prompt_worker_pool
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.encode import (

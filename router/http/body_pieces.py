@@ -1,0 +1,41 @@
+"""Bytes of a body that arrives in parts, in pieces, so that a long body is never copied as a whole."""
+
+from __future__ import annotations
+
+from typing import Final
+
+PIECE_BYTES: Final = 1 << 20
+"""Least size of the pieces in which a long body is kept and forwarded, but for the last one."""
+
+
+class BodyPieces:
+    """The pieces of a body as far as it has come: complete ones, and one that grows."""
+
+    __slots__ = ("complete", "growing")
+
+    def __init__(self) -> None:
+        self.complete: list[bytes] = []
+        self.growing = bytearray()
+        """Piece to which further bytes are appended; call `end_piece` after that."""
+
+    @property
+    def byte_count(self) -> int:
+        """Number of bytes that have come."""
+        return sum(map(len, self.complete)) + len(self.growing)
+
+    def append(self, data: bytes) -> None:
+        """Add the next bytes of the body."""
+        self.growing += data
+        self.end_piece()
+
+    def end_piece(self) -> None:
+        """Begin a new piece if the growing one is large enough."""
+        if len(self.growing) >= PIECE_BYTES:
+            self.complete.append(bytes(self.growing))
+            self.growing = bytearray()
+
+    def to_tuple(self) -> tuple[bytes, ...]:
+        """Return the pieces, at least one."""
+        if self.complete and not self.growing:
+            return tuple(self.complete)
+        return (*self.complete, bytes(self.growing))
