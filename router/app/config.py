@@ -207,7 +207,10 @@ class ProcessConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EppConfig(ProcessConfig):
-    """Settings of `router epp`: `port` is for gRPC, and HTTP serves metrics and admin routes only."""
+    """Settings of `router epp`, which chooses workers for Envoy's requests; Envoy itself forwards them.
+
+    `port` is the gRPC port at which Envoy asks. HTTP serves metrics and admin routes only.
+    """
 
     port: Annotated[int, Meta(ge=0, le=65535), Flag(),
         "Port of the endpoint picker (gRPC); 0 lets the system choose."] = 9002

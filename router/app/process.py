@@ -176,8 +176,12 @@ class RouterProcess:
         return RouterApp(self.pipeline.proxy, self._make_worker_routes(), self._local_routes, guard)
 
     def _make_timers(self) -> Timers:
-        """Return the periodic work of the process. The names of the steps are those of crashes in the metrics."""
-        proxy, pipeline, cluster = self.pipeline.proxy, self.pipeline, self.cluster
+        """Return the periodic work of the process: ticks for what is urgent, sweeps a few times a second for the rest.
+
+        A step's name labels its crashes in the metrics.
+        """
+        pipeline, cluster = self.pipeline, self.cluster
+        proxy = pipeline.proxy
         timers = Timers(proxy.now, self._config.edge.timeouts.sweep_s, proxy.metrics.record_crash)
         timers.add_tick_step("peers", cluster.exchange_loads)
         timers.add_tick_step("core", proxy.tick_core)

@@ -73,7 +73,7 @@ class RequestPipeline:
 def _make_proxy(
     config: ProcessConfig, index: PrefixIndex, worker_tls: ssl.SSLContext | None, now: Callable[[], float]
 ) -> Proxy:
-    """Return the part that decides and forwards requests."""
+    """Return the proxy: the core that chooses workers, the connections to workers, and the metrics."""
     worker_api_key = config.worker_api_key
     proxy = Proxy(
         RouterCore(index, config.core, seed=config.seed),

@@ -27,7 +27,10 @@ from router.shadow.request_log import LogLine, read_log
 
 
 class CopyPlacer:
-    """Places copies of requests without sending them, so that the router's choice for each is known."""
+    """Places copies of another balancer's requests without sending them.
+
+    The report compares these choices with the other balancer's own.
+    """
 
     def __init__(self, reader: RequestReader, proxy: Proxy) -> None:
         self._reader = reader

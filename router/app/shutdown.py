@@ -51,7 +51,8 @@ class Shutdown:
     async def drain(self, stop_picker: Callable[[float], Awaitable[None]] | None) -> None:
         """Take requests for `unready_s` more, then give those in flight `shutdown_s` to end.
 
-        `stop_picker` stops the endpoint picker, and is given the seconds that its streams have to end.
+        `stop_picker` stops the endpoint picker of `router epp`, and is given the seconds that its streams have to end.
+        The picker's requests come over gRPC, so no HTTP connection shows that they are in flight: the proxy does.
         """
         await self._wait_unready()
         self._addresses.for_each_listener(Listener.stop_listening)
@@ -65,7 +66,7 @@ class Shutdown:
                 break
             await asyncio.sleep(POLL_S)
         self._addresses.for_each_listener(Listener.abort)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the event loop tells the connections that they are closed
 
     async def _wait_unready(self) -> None:
         """Take requests while load balancers find out that `/readyz` answers 503."""

@@ -28,11 +28,11 @@ OLD_IDLE, OLD_BUSY = 60, 300
 
 
 class HeapTrimmer:
-    """Returns freed memory to the system, because glibc keeps it and a process would stay large after one attack.
+    """Returns freed memory to the system, because glibc keeps it and a process would stay large after one burst.
 
-    It asks glibc every TRIM_S while the process is larger than it was at the start. Each time that gives little back,
-    the pause doubles; it ends when the process has grown. A thread asks, as it may take tens of milliseconds. With
-    another C library nothing is done.
+    It asks glibc every TRIM_S while the process is larger than it was at the start. If little comes back, it asks half
+    as often from then on, until the process has grown. A thread asks, as it may take tens of milliseconds. With another
+    C library nothing is done.
     """
 
     def __init__(self, executor: Executor) -> None:

@@ -57,7 +57,8 @@ class Tracing:
         Return None if the request is not traced. The client's `traceparent`, if there is one, decides that, and else
         chance. The state is the span, and the time since 1970 at which the process's clock was 0.
         """
-        request, parent_context = context.request, None
+        request = context.request
+        parent_context = None
         traceparent_match = _TRACEPARENT.match(request.get_header(b"traceparent") or b"")
         if traceparent_match is not None:
             if not int(traceparent_match[3], 16) & 1:

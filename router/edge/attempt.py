@@ -30,7 +30,10 @@ class AttemptOwner(Protocol):
         """Take further bytes of the answer's body."""
 
     def attempt_lost(self, reason: str, *, is_stale: bool) -> None:
-        """Handle the end of the connection. `is_stale`: an idle connection was closed while the request was written."""
+        """Take the answer as complete if its body may end with the connection; else handle the failure.
+
+        `is_stale`: an idle connection was closed while the request was written.
+        """
 
     def attempt_malformed(self, error: ProtocolError) -> None:
         """Handle an answer that is not HTTP."""

@@ -294,16 +294,18 @@ class MissReasonsRecorder:
 
 
 class FactsAdapter:
-    """Looks up facts about workers and tokens for the analyzer, which knows neither the core nor tokenizers."""
+    """Answers the analyzer's questions about workers and tokens, as it knows neither the core nor tokenizers."""
 
     def __init__(self, core: RouterCore, tokenizer: Callable[[str], Tokenizer | None]) -> None:
         """`tokenizer` returns the tokenizer of a model."""
         self._core, self._tokenizer = core, tokenizer
 
     def last_emptied_s(self, worker_id: str) -> float | None:
+        """Return when a worker last lost its whole cache; None if it never did."""
         return self._core.cache_state.cleared_at_s.get(worker_id)
 
     def is_thinking(self, model: str, ids: Sequence[int]) -> bool:
+        """Guess by its words whether a text holds an assistant's reasoning, which templates drop from later turns."""
         tokenizer = self._tokenizer(model)
         if tokenizer is None:
             return False
