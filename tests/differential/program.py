@@ -65,6 +65,7 @@ class EventFeedOnLoop:
 
     publisher_by_endpoint: dict[str, Publisher]
     ignored_message_count = fault_count = 0
+    has_accepted_publisher = False
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
