@@ -184,7 +184,8 @@ class Chooser:
         shortlist, matches = self._make_shortlist(candidates, prompt_query, load_order)
         sources, best_sources = self._find_sources(request, excluded_sources), []
         if sources and prompt_query is not None:
-            matches = self._cache_state.match(prompt_query)  # those of a shortlist lack most sources
+            if matches is None or not _has_best_sources(load_order, sources):
+                matches = self._cache_state.match(prompt_query)
             best_sources = find_best_sources(sources, matches)
         pool_load = load_order.pool_load if load_order is not None else sum_loads(candidates)
         request_facts = self._gather_request_facts(
@@ -474,6 +475,17 @@ class Chooser:
             decision.candidates = sorted(choice.terms, key=lambda candidate: candidate.cost)
             decision.not_eligible = self._registry.find_ineligibility_reasons(request)
         return decision
+
+
+def _has_best_sources(load_order: LoadOrder | None, sources: Sequence[Target]) -> bool:
+    """Return whether the matches of a pool's shortlist show the best sources for a transfer.
+
+    They show the longest cached prefixes of the pool, and pulls need no more. Prefills are also planned at sources with
+    little load, whatever these have cached.
+    """
+    if load_order is None or any(map(can_prefill, sources)):
+        return False
+    return all(source.holder in load_order.targets for source in sources)
 
 
 class Placement(NamedTuple):

@@ -277,6 +277,21 @@ def test_a_large_pool_knows_what_its_prefill_workers_have() -> None:
     assert (decision.transfer.source, decision.predicted_cached_tokens) == ("q", 300)
 
 
+def test_a_large_pool_looks_a_prompt_up_once_where_workers_pull(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"w{number}" for number in range(40)]
+    core, index = make_core(names, CONFIG)
+    for name in names:
+        core.add_worker(spec(name, transfer=PULLS), 0.0)
+        make_busy(core, name, 0.0, count=8 if name == "w7" else 1)
+    index.store(core.workers["w7"].holders[0], PROMPT[:390])
+    match, calls = index.match, []
+    monkeypatch.setattr(index, "match", lambda *args: calls.append(args) or match(*args))
+    decision = route(core, "r", PROMPT, 0.0)
+    assert decision.transfer is not None
+    assert decision.transfer.source == "w7"
+    assert len(calls) == 1
+
+
 def test_both_workers_are_compared_with_what_was_predicted_of_them() -> None:
     """The cached tokens of the answer are those of the prefill, so they say nothing about the decoding worker."""
     core, index = make_split_fleet()
