@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 MaskWords = npt.NDArray[np.uint32]
 ALL_ALLOWED = 0xFFFFFFFF
 """Word of a mask that allows all its 32 tokens."""
-SHORT_ROW_DIVISOR = 32
-"""On a CPU sampling reads only the allowed tokens of a row if they are fewer than one in so many."""
 
 
 @dataclass(slots=True)
@@ -65,15 +63,6 @@ class MaskRequest:
 
 
 @dataclass(slots=True)
-class ShortRows:
-    """Rows with few allowed tokens. Their logits are not masked, because `Sampler` reads only the allowed ones."""
-
-    logits_rows: list[int]
-    allowed_ids: npt.NDArray[np.int64]
-    """[short rows, tokens]: allowed tokens of each row by rising id, padded with -1."""
-
-
-@dataclass(slots=True)
 class TokenMasks:
     """The masks of one step's constrained rows."""
 
@@ -81,7 +70,6 @@ class TokenMasks:
     """Rows of the logits that have a mask."""
     bits: MaskWords
     """[masks, words]: a bit for each token, set if the token may be drawn."""
-    short_rows: ShortRows
     failures: dict[int, str]
     """Row of the logits -> reason why the answer cannot go on; the token drawn in that row means nothing."""
 
@@ -129,14 +117,12 @@ class Masks:
         return self._thread.submit(self._compute_masks, requests, read_last_tokens)
 
     def apply(self, logits: Tensor, masks: TokenMasks) -> None:
-        """Set the logits [rows, vocab] of forbidden tokens to -inf, in place, except in short rows."""
-        short_rows = set(masks.short_rows.logits_rows)
-        full_rows = [i for i, row in enumerate(masks.logits_rows) if row not in short_rows]
-        if not full_rows:
+        """Set the logits [rows, vocab] of forbidden tokens to -inf, in place."""
+        if not masks.logits_rows:
             return
-        mask_bytes = copy_to_device(masks.bits[full_rows].view(np.uint8).reshape(-1), self._device)
-        summands = self._summands_by_byte.index_select(0, mask_bytes.int()).view(len(full_rows), -1)
-        logits_rows = copy_to_device(np.array(masks.logits_rows, np.int64)[full_rows], self._device)
+        mask_bytes = copy_to_device(masks.bits.view(np.uint8).reshape(-1), self._device)
+        summands = self._summands_by_byte.index_select(0, mask_bytes.int()).view(len(masks.logits_rows), -1)
+        logits_rows = copy_to_device(np.array(masks.logits_rows, np.int64), self._device)
         logits.index_add_(0, logits_rows, summands[:, : self._vocab_size])
 
     def close(self) -> None:
@@ -175,23 +161,7 @@ class Masks:
             if failure is not None:
                 failures[request.logits_row] = failure
         logits_rows = [request.logits_row for request in masked_requests]
-        return TokenMasks(logits_rows, bits, self._find_short_rows(logits_rows, bits), failures)
-
-    def _find_short_rows(self, logits_rows: list[int], bits: MaskWords) -> ShortRows:
-        """Return the rows that allow few tokens, with these tokens; on a GPU none, as it gains nothing there.
-
-        `bits`: a mask for each of `logits_rows`, with one bit a token.
-        """
-        ids_by_row: dict[int, npt.NDArray[np.int64]] = {}
-        if self._device.type == "cpu":
-            for logits_row, row_bits in zip(logits_rows, bits.view(np.uint8)):
-                is_allowed = np.unpackbits(row_bits, count=self._vocab_size, bitorder="little").view(np.bool_)
-                if 0 < SHORT_ROW_DIVISOR * np.count_nonzero(is_allowed) <= self._vocab_size:
-                    ids_by_row[logits_row] = np.flatnonzero(is_allowed)
-        allowed_ids = np.full((len(ids_by_row), max(map(len, ids_by_row.values()), default=0)), -1, np.int64)
-        for padded_ids, ids in zip(allowed_ids, ids_by_row.values()):
-            padded_ids[: len(ids)] = ids
-        return ShortRows(list(ids_by_row), allowed_ids)
+        return TokenMasks(logits_rows, bits, failures)
 
     def _advance_matcher(self, state: _MatcherState, new_tokens: list[int]) -> bool:
         """Let the row's grammar matcher read the new tokens. Return False while the row reasons, which needs no mask.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from engine.cache.spec import ceil_div
 from engine.execution.logprobs import compute_token_logprobs
-from engine.execution.masks import MaskRequest, Masks, ShortRows, TokenMasks
+from engine.execution.masks import MaskRequest, Masks, TokenMasks
 from engine.execution.penalties import Penalties, PenaltyRows, PenaltyStep, has_penalties, make_penalty_rows
 from engine.types import Request, SamplingParams, Sequence
 from kernels import Kernels
@@ -219,11 +219,7 @@ class Sampler:
         batch = inputs.batch
         adjusted_logits = self._adjust_logits(logits, inputs) if batch.has_adjustments else logits
         settings = replace(batch.settings, uniforms=inputs.uniforms, has_masked_logits=inputs.token_masks is not None)
-        short_rows = None if inputs.token_masks is None else inputs.token_masks.result().short_rows
-        if short_rows is not None and short_rows.logits_rows:
-            tokens = self._draw_with_short_rows(adjusted_logits, settings, short_rows)
-        else:
-            tokens = self._draw(adjusted_logits, settings)
+        tokens = self._draw(adjusted_logits, settings)
         if batch.penalties is not None:
             assert inputs.penalties is not None
             self._penalties.count_sampled(tokens, batch.penalties, inputs.penalties)
@@ -237,21 +233,6 @@ class Sampler:
             logits = logits.index_select(0, batch.device_logprob_rows)
             tokens = tokens.index_select(0, batch.device_logprob_rows)
         return compute_token_logprobs(logits, tokens, max(batch.logprob_counts))
-
-    def _draw_with_short_rows(self, logits: Tensor, settings: DrawSettings, short_rows: ShortRows) -> Tensor:
-        """Draw the token of each row, [rows]. Of short rows only the few allowed logits are read, which is faster."""
-        short_row_numbers = set(short_rows.logits_rows)
-        full_rows = [row for row in range(len(logits)) if row not in short_row_numbers]
-        tokens = torch.empty(len(logits), dtype=torch.int64)
-        if full_rows:
-            tokens[full_rows] = self._draw(logits[full_rows], settings.select_rows(full_rows))
-        rows, padded_ids = torch.tensor(short_rows.logits_rows), torch.from_numpy(short_rows.allowed_ids)
-        is_padding = padded_ids < 0
-        ids = padded_ids.clamp(min=0)
-        short_logits = logits[rows[:, None], ids].masked_fill_(is_padding, float("-inf"))
-        columns = self._draw(short_logits, settings.select_rows(rows))
-        tokens[rows] = ids.gather(1, columns[:, None])[:, 0]
-        return tokens
 
     def make_batch(self, sequences: list[Sequence], rows: list[int]) -> SamplingBatch:
         """Collect the sampling parameters of sequences. `rows`: the table row of each, where its state is kept."""

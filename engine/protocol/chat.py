@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
@@ -113,11 +114,12 @@ class ChatFormatter(OpenAIFormatter):
             return b""
         first_chunk = self._format_first_chunk(choice) if self._is_first_delta(choice) else b""
         if self._is_text_only and delta.finish_reason is None and not delta.tool_calls:
-            return (
-                first_chunk
-                + self._format_text_chunk(choice, delta.reasoning, is_reasoning=True)
-                + self._format_text_chunk(choice, delta.text)
-            )
+            if not delta.reasoning and not delta.text:
+                return first_chunk
+            if delta.reasoning and delta.text:  # each in a chunk of its own, as some clients read only one field
+                reasoning_delta = Delta(reasoning=delta.reasoning, reasoning_content=delta.reasoning)
+                first_chunk += self._format_chunk(choice, ChatChunkChoice(index=choice.index, delta=reasoning_delta))
+                delta = replace(delta, reasoning="")
         chunk_choice = ChatChunkChoice(
             index=choice.index,
             delta=_make_chat_delta(delta, choice),
@@ -174,10 +176,6 @@ class ChatFormatter(OpenAIFormatter):
         return self._format_chunk(
             choice, chunk_choice, prompt_token_ids=self._get_visible_ids(self._generation.prompts[0])
         )
-
-    def _make_text_choice(self, choice: Choice, text: str, is_reasoning: bool) -> ChatChunkChoice:
-        delta = Delta(reasoning=text, reasoning_content=text) if is_reasoning else Delta(content=text)
-        return ChatChunkChoice(index=choice.index, delta=delta)
 
     def _format_prompt_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
         if choice.index == 0:  # all choices have one prompt

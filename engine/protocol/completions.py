@@ -61,8 +61,8 @@ class CompletionFormatter(OpenAIFormatter):
         text, is_first = delta.text, self._is_first_delta(choice)
         if is_first:
             text = self._prepend_prompt(choice, text)
-        if self._is_text_only and delta.finish_reason is None:
-            return self._format_text_chunk(choice, text)
+        if self._is_text_only and delta.finish_reason is None and not text:
+            return b""
         chunk_choice = CompletionChoice(
             index=choice.index,
             text=text,
@@ -102,9 +102,6 @@ class CompletionFormatter(OpenAIFormatter):
     def _prepend_prompt(self, choice: Choice, text: str) -> str:
         generation = self._generation
         return self._prompt_texts[choice.index // generation.n] + ("" if generation.is_echo_only else text)
-
-    def _make_text_choice(self, choice: Choice, text: str, is_reasoning: bool) -> CompletionChoice:
-        return CompletionChoice(index=choice.index, text=text)
 
     def _format_prompt_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
         body = self._body

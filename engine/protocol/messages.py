@@ -17,7 +17,6 @@ from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks
 from engine.protocol.generation import Generation
 from prompts.errors import RequestError
 
-_PLACEHOLDER = "\ue000text\ue000"
 _encoder = msgspec.json.Encoder()
 
 
@@ -70,8 +69,6 @@ class MessagesFormatter:
         self._generation = generation
         self._choice = generation.choices[0]
         self._blocks = ContentBlocks()
-        self._delta_template: tuple[int, bytes, bytes] | None = None
-        """Index of the current block, and the bytes before and after the text of its deltas."""
         self._has_begun = False
 
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
@@ -102,7 +99,7 @@ class MessagesFormatter:
         """Return the events that tell a client of a change of a block."""
         action, block, text = event
         if action == "delta":
-            return self._format_text_delta(block, text)
+            return _format_block_delta(block, text)
         if action == "start":
             content_block = _make_content_block(block, "")
             return format_event("content_block_start", index=block.index, content_block=content_block)
@@ -111,14 +108,6 @@ class MessagesFormatter:
             signature_delta = {"type": "signature_delta", "signature": uuid.uuid4().hex}
             events = format_event("content_block_delta", index=block.index, delta=signature_delta)
         return events + format_event("content_block_stop", index=block.index)
-
-    def _format_text_delta(self, block: ContentBlock, text: str) -> bytes:
-        """Return the event of a piece of text. All but the text is encoded once for each block, as there are many."""
-        if self._delta_template is None or self._delta_template[0] != block.index:
-            before, after = _format_block_delta(block, _PLACEHOLDER).split(_encoder.encode(_PLACEHOLDER))
-            self._delta_template = block.index, before, after
-        _, before, after = self._delta_template
-        return before + _encoder.encode(text) + after
 
     def _make_message(self, blocks: list[ContentBlock]) -> MessageResponse:
         """Return the message with these blocks. Its usage is that of the answer so far."""

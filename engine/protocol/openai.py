@@ -1,8 +1,7 @@
 """Parts that the answers of OpenAI's endpoints have in common, whole and as chunks of a stream. No I/O.
 
-A chunk with nothing but text, the usual one, is a JSON string between constant parts. The parts come from encoding the
-struct that every other chunk uses, so both ways give the same JSON. Fields that only vLLM has (`token_ids`,
-`prompt_token_ids`, `prompt_logprobs`) are left out unless the request asks for them.
+Fields that only vLLM has (`token_ids`, `prompt_token_ids`, `prompt_logprobs`) are left out unless the request asks for
+them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from engine.types import TokenLogprobs, count_logprobs
 from prompts import ChatRequest, CompletionRequest, RequestError
 
 SSE_DONE = b"data: [DONE]\n\n"
-_PLACEHOLDER = "\ue000text\ue000"
-"""Text of the chunk whose JSON is cut into constant parts."""
 encoder = msgspec.json.Encoder()
 StopReason = str | int | None
 
@@ -63,10 +60,7 @@ class OpenAIFormatter:
             stream_options and stream_options.continuous_usage_stats
         )
         self._is_text_only = not (has_logprobs or self._includes_ids or self._has_continuous_usage)
-        self._text_chunk_parts: dict[tuple[int, bool], list[bytes]] = {}
-        """Bytes before and after the text of a chunk with nothing but text, by (index of the choice, is it
-        reasoning).
-        """
+        """Whether chunks have text alone, so that none is sent while all text is held back."""
         self._begun_choices: set[int] = set()
         self._prompt_logprobs: defaultdict[int, list[bytes]] = defaultdict(list)
         """`prompt_logprobs` of each choice that shows any."""
@@ -113,24 +107,6 @@ class OpenAIFormatter:
         return encode_sse(
             self.chunk_type(**generation.make_common_fields(), choices=[chunk_choice], usage=usage, **fields)
         )
-
-    def _format_text_chunk(self, choice: Choice, text: str, *, is_reasoning: bool = False) -> bytes:
-        """Return a chunk with nothing but text; empty bytes for an empty text.
-
-        All but the text is encoded once for each choice, because most chunks of a stream are such.
-        """
-        if not text:
-            return b""
-        choice_key = (choice.index, is_reasoning)
-        parts = self._text_chunk_parts.get(choice_key)
-        if parts is None:
-            chunk = self._format_chunk(choice, self._make_text_choice(choice, _PLACEHOLDER, is_reasoning))
-            parts = self._text_chunk_parts[choice_key] = chunk.split(encoder.encode(_PLACEHOLDER))
-        return encoder.encode(text).join(parts)
-
-    def _make_text_choice(self, choice: Choice, text: str, is_reasoning: bool) -> Struct:
-        """Return the choice of a chunk with nothing but text."""
-        raise NotImplementedError
 
     def _is_first_delta(self, choice: Choice) -> bool:
         is_first = choice.index not in self._begun_choices
