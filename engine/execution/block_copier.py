@@ -8,11 +8,8 @@ is the same as if the copies were performed one by one.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from itertools import groupby
 
 import torch
@@ -35,10 +32,8 @@ class BlockCopier:
         """
         self._device = buffer
         self._is_gpu = buffer.device.type != "cpu"
-        if self._is_gpu or not host_units:
-            self._host = torch.empty(host_units * stride, dtype=torch.uint8, pin_memory=host_units > 0)
-        else:
-            self._host = _allocate_large_pages(host_units * stride)
+        # Zeros, so that the system gives the memory now and not within a step.
+        self._host = torch.zeros(host_units * stride, dtype=torch.uint8, pin_memory=self._is_gpu and host_units > 0)
         self._stride = stride
         self._blocks_per_unit_and_bytes = [
             (spec.blocks_per_unit(g), spec.block_bytes(g)) for g in range(len(spec.groups))
@@ -56,12 +51,10 @@ class BlockCopier:
     def execute(self, block_copies: Iterable[BlockCopy]) -> None:
         """Perform the copies in order. On a GPU, only queue them, in order with the steps of the current stream."""
         for direction, copies in groupby(block_copies, lambda copy: copy.direction):
-            if not self._is_gpu:
-                self._copy_on_cpu(direction, copies)
-            elif direction is CopyDirection.TO_HOST:
+            if self._is_gpu and direction is CopyDirection.TO_HOST:
                 self._stage_to_host(copies)
             else:
-                self._queue_to_device(direction, copies)
+                self._copy(direction, copies)
 
     def get_block_bytes(self, kind: int) -> int:
         """Return the bytes of a block's content, as `read_blocks` returns them."""
@@ -88,47 +81,26 @@ class BlockCopier:
             target.copy_(source[start : start + len(target)])
             start += len(target)
 
-    def _copy_on_cpu(self, direction: CopyDirection, block_copies: Iterable[BlockCopy]) -> None:
-        """Copy blocks by their addresses, which takes a fraction of the time of copying slices of tensors."""
-        start_s = time.perf_counter()
-        target_memory = self._host if direction is CopyDirection.TO_HOST else self._device
-        source_memory = self._host if direction is CopyDirection.FROM_HOST else self._device
-        target_address, source_address = target_memory.data_ptr(), source_memory.data_ptr()
-        target_bytes, source_bytes = target_memory.numel(), source_memory.numel()
-        for kind, source, target, _ in block_copies:
-            target_range, source_range = self._byte_range(kind, target), self._byte_range(kind, source)
-            is_inside_target = target_range.start >= 0 and target_range.stop <= target_bytes
-            is_inside_source = source_range.start >= 0 and source_range.stop <= source_bytes
-            if not (is_inside_target and is_inside_source):
-                raise AssertionError(f"{direction}: block {source} or {target} of kind {kind} lies outside its memory")
-            ctypes.memmove(
-                target_address + target_range.start,
-                source_address + source_range.start,
-                target_range.stop - target_range.start,
-            )
-        if direction is not CopyDirection.WITHIN_DEVICE:
-            self.copy_s += time.perf_counter() - start_s
-
-    def _byte_range(self, kind: int, block: BlockId) -> slice:
-        """Return where a block lies in a memory, in bytes."""
+    def _block_view(self, memory: Tensor, kind: int, block: BlockId) -> Tensor:
+        """View the bytes of a block in one of the two memories."""
         per_unit, size = self._blocks_per_unit_and_bytes[kind]
         start = block // per_unit * self._stride + block % per_unit * size
-        return slice(start, start + size)
+        assert 0 <= start <= len(memory) - size, f"block {block} of kind {kind} lies outside its memory"
+        return memory[start : start + size]
 
-    def _block_view(self, memory: Tensor, kind: int, block: BlockId) -> Tensor:
-        return memory[self._byte_range(kind, block)]
-
-    def _queue_to_device(self, direction: CopyDirection, block_copies: Iterable[BlockCopy]) -> None:
-        """Queue copies to the GPU on the current stream."""
-        source_memory = self._device
-        if direction is CopyDirection.FROM_HOST:
-            source_memory = self._host
+    def _copy(self, direction: CopyDirection, block_copies: Iterable[BlockCopy]) -> None:
+        """Copy blocks; on a GPU, queue the copies on the current stream."""
+        start_s = time.perf_counter()
+        source_memory = self._host if direction is CopyDirection.FROM_HOST else self._device
+        target_memory = self._host if direction is CopyDirection.TO_HOST else self._device
+        if self._is_gpu and direction is CopyDirection.FROM_HOST:
             # Earlier copies to the host must be complete before the host memory is read.
             torch.cuda.current_stream(self._device.device).wait_stream(self._copy_stream)
         for kind, source, target, _ in block_copies:
-            self._block_view(self._device, kind, target).copy_(
-                self._block_view(source_memory, kind, source), non_blocking=True
-            )
+            source_block = self._block_view(source_memory, kind, source)
+            self._block_view(target_memory, kind, target).copy_(source_block, non_blocking=True)
+        if not self._is_gpu and direction is not CopyDirection.WITHIN_DEVICE:
+            self.copy_s += time.perf_counter() - start_s
 
     def _stage_to_host(self, block_copies: Iterable[BlockCopy]) -> None:
         """Copy blocks to a staging buffer, in order with the steps, and from there to the host on the copy stream.
@@ -164,17 +136,3 @@ class BlockCopier:
             copy_event.record(self._copy_stream)
         self._staging_events = [self._staging_events[1], copy_event]
         self._staging.reverse()
-
-
-def _allocate_large_pages(size: int) -> Tensor:
-    """Allocate [size] zero bytes, in large pages if the kernel has them, and touch them now instead of within a step.
-
-    A block that was not used for long is copied a third faster from large pages. Raises RuntimeError without memory.
-    """
-    try:
-        memory = mmap.mmap(-1, size)
-    except (OSError, OverflowError) as error:
-        raise RuntimeError(f"{size} bytes of host memory: {error}") from error
-    with suppress(OSError):  # a kernel without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8).zero_()
