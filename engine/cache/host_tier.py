@@ -2,9 +2,10 @@
 
 Host memory has a pool of its own, of the same units and kinds, for nodes of the same prefix tree. A block that the
 device evicts is planned to be copied here (`demote`). A block that a request finds here is planned to be copied back
-(`plan_load`). Both go into one list of copies, which a step does first and in order. So memory that is given up in a
-plan may be used again in the same plan. A block is in one of the two pools: the host's copy is dropped once the device
-has a computed one (`discard_duplicate`). The state of a running sequence is not such a copy (`unpin_state`).
+(`plan_loads`). Both go into one list of copies, which a step does first and in order. So memory that is given up in a
+plan may be used again in the same plan. Until the step of a load is committed, the device's block is pending, like a
+block that is computed. A block is in one of the two pools: the host's copy is dropped once the device has a computed
+one (`discard_duplicate`). The state of a running sequence is not such a copy (`unpin_state`).
 
 A copy to the host is planned before the block's memory on the device is written again, and at the latest when the plan
 is complete (`plan_copies`).
@@ -16,7 +17,7 @@ to the memory that the block was copied from, or is still to be copied from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import mul
 from typing import NamedTuple
 
@@ -37,6 +38,24 @@ class HostUsage(NamedTuple):
     """Bytes that steps were planned to copy to host memory since the start."""
     loaded_bytes: int = 0
     """Bytes that steps were planned to copy back since the start."""
+
+
+class HostHit(NamedTuple):
+    """A block of a prompt's cached prefix that only host memory has."""
+
+    group: int
+    node: Node
+    host_block: Block
+    """Block of host memory, which is pinned."""
+
+
+class HostLoad(NamedTuple):
+    """A copy of one block from host memory to the device."""
+
+    block: Block
+    """Target on the device."""
+    host_block: Block
+    """Source in host memory, which is pinned until the load is over."""
 
 
 class HostTier:
@@ -61,6 +80,8 @@ class HostTier:
         """Host blocks that are still to be copied from a unit of the device that this plan evicted, by unit."""
         self._planned_stores: list[Block] = []
         """Host blocks that the step being planned fills."""
+        self.planned_loads: list[HostLoad] = []
+        """Loads of the step being planned, parents first."""
         self._stored_blocks_by_kind = [0] * len(blocks_per_unit)
         self._loaded_blocks_by_kind = [0] * len(blocks_per_unit)
         """Copies that were planned since the start, by kind."""
@@ -152,12 +173,40 @@ class HostTier:
         self._pool.acquire(host_block)
         return host_block
 
-    def plan_load(self, host_block: Block, target: Block) -> None:
-        """Plan to copy a pinned block to the device's `target` with this step."""
+    def plan_loads(self, loads: Iterable[HostLoad]) -> None:
+        """Plan to copy pinned blocks to the device with this step, parents first."""
+        for load in loads:
+            self.plan_load_copy(load)
+            self.planned_loads.append(load)
+
+    def plan_load_copy(self, load: HostLoad) -> None:
+        """Plan the copy of a load alone: the caller then names the device's block and unpins the host's."""
+        target, host_block = load
         self.flush_before_overwrite(target)
         self._plan_copy(host_block)
         self._block_copies.append(BlockCopy(host_block.kind, host_block.id, target.id, CopyDirection.FROM_HOST))
         self._loaded_blocks_by_kind[host_block.kind] += 1
+
+    def take_planned_loads(self) -> list[HostLoad]:
+        """Return the loads of the complete plan, and begin a new list for the next plan."""
+        loads, self.planned_loads = self.planned_loads, []
+        return loads
+
+    def commit_loads(self, loads: Sequence[HostLoad]) -> None:
+        """Announce the blocks of loads that are done."""
+        for block, host_block in loads:
+            if block.node is not None:
+                self._tree.commit(block)
+                self.finish_promotion(host_block)
+            else:  # the state of a sequence, or the cache was reset meanwhile
+                self.unpin_state(host_block)
+
+    def rollback_loads(self, loads: Sequence[HostLoad]) -> None:
+        """Take back loads that were not done, children first."""
+        for block, host_block in reversed(loads):
+            if block.node is not None:
+                self._tree.detach_pending(block)
+            self.unpin(host_block)
 
     def unpin(self, host_block: Block) -> None:
         """Give up one hold of a block. A block without a name is free then, so its planned copy is cancelled."""

@@ -26,8 +26,7 @@ from engine.cache.block_hasher import BlockHasher, NoNames
 from engine.cache.blocks import Block, BlockKey, Node
 from engine.cache.event_log import StepEvents
 from engine.cache.eviction_order import LruEviction
-from engine.cache.host_loads import HostHit, HostLoads
-from engine.cache.host_tier import HostTier, HostUsage
+from engine.cache.host_tier import HostHit, HostLoad, HostTier, HostUsage
 from engine.cache.learned_order import LearnedEviction
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_matcher import PrefixMatcher
@@ -90,7 +89,6 @@ class KVCache:
         self._block_copies: list[BlockCopy] = []
         """Copies of the plan being made."""
         self.host_tier = HostTier(host_unit_count, spec, self.tree, self._eviction.host_order, self._block_copies)
-        self._loads = HostLoads(self.host_tier, self.tree)
         self._states: StateCheckpoints | NoStates = NoStates()
         if spec.state is not None:
             self._states = StateCheckpoints(
@@ -99,7 +97,7 @@ class KVCache:
         self.pulled = PulledBlocks(
             self.pool, self.tree, self._states, self.host_tier, self._matcher, self._hasher, self._block_copies
         )
-        self._steps = StepLog(spec, self._hasher, self.tree, self.pool, self._states, self.host_tier, self._loads)
+        self._steps = StepLog(spec, self._hasher, self.tree, self.pool, self._states, self.host_tier)
         self._blocks_by_sequence: dict[Sequence, SequenceBlocks] = {}
 
     # ------------------------------------------------------------------ questions
@@ -173,7 +171,7 @@ class KVCache:
         seq_blocks = SequenceBlocks(seq, len(self._groups), is_detached=not self._hasher.names_blocks)
         host_hits = self._acquire_prefix(seq_blocks, nodes)
         state_loads = self._states.create_state(seq, state_source)  # holds its source before blocks are allocated
-        self._loads.plan([*self._allocate_for_loads(seq_blocks, nodes, host_hits), *state_loads])
+        self.host_tier.plan_loads([*self._allocate_for_loads(seq_blocks, nodes, host_hits), *state_loads])
         seq_blocks.rewrite_tables()
         seq_blocks.nodes = nodes
         seq_blocks.committed_block_count = len(nodes)
@@ -206,12 +204,12 @@ class KVCache:
 
     def _allocate_for_loads(
         self, seq_blocks: SequenceBlocks, nodes: list[Node], host_hits: list[HostHit]
-    ) -> list[tuple[Block, Block]]:
-        """Allocate a pending device block for each host hit. Returns (device block, host block) pairs.
+    ) -> list[HostLoad]:
+        """Allocate a pending device block for each host hit. Returns the loads that fill them.
 
         An allocation may evict blocks, and so remove some of `nodes` from the tree. These are replaced in the list.
         """
-        block_pairs: list[tuple[Block, Block]] = []
+        loads: list[HostLoad] = []
         for group, node, host_block in host_hits:
             block = self._allocate(group)
             assert block is not None, "admitted without room for what is loaded"
@@ -222,8 +220,8 @@ class KVCache:
                 node = nodes[node.depth] = new_node
             self.tree.attach(node, block)
             seq_blocks.blocks_by_group[group][node.depth] = block
-            block_pairs.append((block, host_block))
-        return block_pairs
+            loads.append(HostLoad(block, host_block))
+        return loads
 
     def _plan_checkpoints(self, seq: Sequence, matched_block_count: int) -> None:
         """Plan a checkpoint at the end of the prompt's cached part, and one at its last block boundary."""

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.cache.blocks import Block, BlockKey, Node, StateBlock
-from engine.cache.host_tier import HostTier
+from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.spec import ceil_div
@@ -57,13 +57,6 @@ class StateSource(NamedTuple):
     """Node whose checkpoint is in host memory."""
     should_copy: bool = True
     """Whether the checkpoint is copied. If not, it becomes the sequence's own state, as nothing else holds it."""
-
-
-class StateLoad(NamedTuple):
-    """A state that is to be copied from host memory."""
-
-    block: Block
-    host_block: Block
 
 
 @dataclass(slots=True)
@@ -126,7 +119,7 @@ class StateCheckpoints:
         has_room_for_copy = self._pool.can_allocate([*kv_counts, state_count + 1])
         return StateSource(checkpoint, should_copy=checkpoint.ref_count > 0 or has_room_for_copy)
 
-    def create_state(self, seq: Sequence, source: StateSource) -> list[StateLoad]:
+    def create_state(self, seq: Sequence, source: StateSource) -> list[HostLoad]:
         """Give `seq` a state, which this step restores from its source, or zeroes. There must be room for it.
 
         Returns the copy from host memory that it needs, if any.
@@ -145,7 +138,7 @@ class StateCheckpoints:
             block = self._allocate(self._kind)
             assert isinstance(block, StateBlock), "admitted without room for its state"
             state = _SequenceState(block, checkpoint, needs_init=not host_blocks)
-            loads = [StateLoad(block, host_block) for host_block in host_blocks]
+            loads = [HostLoad(block, host_block) for host_block in host_blocks]
         self._state_by_sequence[seq] = state
         seq.state_unit = state.block.unit.index
         return loads
@@ -249,7 +242,11 @@ class StateCheckpoints:
             self._commit_chunk(chunk.seq, chunk.start, chunk.end)
 
     def _commit_chunk(self, seq: Sequence, start: int, end: int) -> None:
-        """Announce the checkpoint that a chunk took, if any, and evict the rolling checkpoint that it replaces."""
+        """Announce the checkpoint that the tokens [start, end) of a sequence left, if any.
+
+        While an answer grows, it leaves a checkpoint after every block, and only the last one is worth its memory: the
+        one before it is evicted. This last one is the sequence's rolling checkpoint.
+        """
         state = self._state_by_sequence[seq]
         self._release_source(state)
         checkpoint = state.pending_checkpoint_by_end.pop(end, None)
@@ -261,13 +258,16 @@ class StateCheckpoints:
         self._tree.commit(checkpoint)
         replaced_checkpoint, state.rolling_checkpoint = state.rolling_checkpoint, None
         is_decode = end > seq.prompt_len and end - start == 1
-        if is_decode and replaced_checkpoint is not None and replaced_checkpoint.node is not None:
-            is_in_use = replaced_checkpoint.is_shared or replaced_checkpoint.ref_count > 0
-            if not is_in_use:
-                self._tree.evict(replaced_checkpoint, keep_on_host=False)
+        if is_decode and replaced_checkpoint is not None:
+            self._evict_unless_used(replaced_checkpoint)
         self.release_new_checkpoint(checkpoint)
         if is_decode:
             state.rolling_checkpoint = checkpoint
+
+    def _evict_unless_used(self, checkpoint: StateBlock) -> None:
+        """Evict a checkpoint that is still named, unless other sequences have reached it or hold it."""
+        if checkpoint.node is not None and not checkpoint.is_shared and not checkpoint.ref_count:
+            self._tree.evict(checkpoint, keep_on_host=False)
 
     def release_new_checkpoint(self, checkpoint: StateBlock) -> None:
         """Release a checkpoint that was just announced, so that it becomes cached. The one before it is superseded."""
@@ -370,7 +370,7 @@ class NoStates:
     def find_source(self, nodes: list[Node], block_counts: list[int]) -> StateSource:
         return StateSource()
 
-    def create_state(self, seq: Sequence, source: StateSource) -> list[StateLoad]:
+    def create_state(self, seq: Sequence, source: StateSource) -> list[HostLoad]:
         return []
 
     def plan_checkpoint(self, seq: Sequence, block_count: int, hash_: int) -> None:

@@ -18,8 +18,7 @@ from typing import NamedTuple
 
 from engine.cache.block_hasher import BlockHasher
 from engine.cache.blocks import Block, Node
-from engine.cache.host_loads import HostLoad, HostLoads
-from engine.cache.host_tier import HostTier
+from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.sequence_blocks import PendingMerge, SequenceBlocks
@@ -65,7 +64,6 @@ class StepLog:
         pool: UnitPool,
         states: StateCheckpoints | NoStates,
         host_tier: HostTier,
-        loads: HostLoads,
     ) -> None:
         self._block_size = spec.block_size
         self._groups = range(len(spec.groups))
@@ -74,7 +72,6 @@ class StepLog:
         self._pool = pool
         self._states = states
         self._host_tier = host_tier
-        self._loads = loads
         self._planning_step = PendingStep()
         self._steps_in_flight: deque[PendingStep] = deque()
         self._untrusted_blocks: list[Block] = []
@@ -104,7 +101,7 @@ class StepLog:
                 self._states.save_checkpoint(seq, None, end)
             return
         self._assign_nodes(seq_blocks, full_count)
-        load_count = len(self._loads.planned_loads)
+        load_count = len(self._host_tier.planned_loads)
         self._planning_step.finished_blocks.append(
             FinishedBlocks(seq_blocks, named_count, len(seq_blocks.nodes), load_count)
         )
@@ -116,7 +113,7 @@ class StepLog:
         step, self._planning_step = self._planning_step, PendingStep()
         step.chunks = chunks
         step.host_stores = self._host_tier.take_planned_stores()
-        step.host_loads = self._loads.take_planned()
+        step.host_loads = self._host_tier.take_planned_loads()
         self._steps_in_flight.append(step)
 
     def detach(self, seq_blocks: SequenceBlocks) -> None:
@@ -136,10 +133,10 @@ class StepLog:
         announced_count = 0
         for seq_blocks, start, end, load_count in step.finished_blocks:
             # A computed block may follow a loaded one in its prefix, so loads that were planned before it come first.
-            self._loads.commit(step.host_loads[announced_count:load_count])
+            self._host_tier.commit_loads(step.host_loads[announced_count:load_count])
             announced_count = max(announced_count, load_count)
             self._commit_blocks(seq_blocks, start, end)
-        self._loads.commit(step.host_loads[announced_count:])
+        self._host_tier.commit_loads(step.host_loads[announced_count:])
         for seq_blocks, end in step.end_by_unnamed_sequence.items():
             if seq_blocks.seq not in ended_sequences and not seq_blocks.is_detached:
                 self._name_and_commit(seq_blocks, end)
@@ -159,12 +156,12 @@ class StepLog:
         self._states.rollback(step.chunks)
         remaining_load_count = len(step.host_loads)
         for seq_blocks, start, end, load_count in reversed(step.finished_blocks):
-            self._loads.rollback(step.host_loads[load_count:remaining_load_count])
+            self._host_tier.rollback_loads(step.host_loads[load_count:remaining_load_count])
             remaining_load_count = min(remaining_load_count, load_count)
             for block in reversed(list(seq_blocks.iter_pending_blocks(start, end))):
                 self._tree.detach_pending(block)
             del seq_blocks.nodes[start:]
-        self._loads.rollback(step.host_loads[:remaining_load_count])
+        self._host_tier.rollback_loads(step.host_loads[:remaining_load_count])
         for seq_blocks, start, _, _ in step.finished_blocks:  # after the blocks that descend from them
             seq_blocks.drop_merges(self._pool, start)
         self._untrusted_host_blocks += step.host_stores
@@ -233,4 +230,4 @@ class StepLog:
     def list_pinned_host_blocks(self) -> list[Block]:
         """Return the blocks of host memory that loads hold, one entry for each load."""
         loads_in_flight = [load for step in self._steps_in_flight for load in step.host_loads]
-        return [load.host_block for load in loads_in_flight + self._loads.planned_loads]
+        return [load.host_block for load in loads_in_flight + self._host_tier.planned_loads]

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from engine.cache.blocks import Block, Node
+from engine.cache.host_tier import HostLoad
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_KIND
 from engine.transfer.messages import SentBlock, WantedBlock
@@ -136,7 +137,7 @@ class BlockExchange:
         new_blocks = self._allocate(prompt, items)
         for new_block in new_blocks:
             if new_block.host_block is not None:
-                cache.host_tier.plan_load(new_block.host_block, new_block.block)
+                cache.host_tier.plan_load_copy(HostLoad(new_block.block, new_block.host_block))
         memory.execute(cache.pulled.take_copies())
         _write_contents(memory, items, new_blocks, contents)
         self._name(prompt, new_blocks)

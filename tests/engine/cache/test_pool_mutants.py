@@ -17,8 +17,7 @@ from engine.cache.attention_windows import AttentionWindows
 from engine.cache.blocks import BlockKey, Node
 from engine.cache.event_log import STORED, EventLog
 from engine.cache.eviction_queue import AdaptiveEviction
-from engine.cache.host_loads import HostLoad, HostLoads
-from engine.cache.host_tier import HostTier
+from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.kv_cache import KVCache
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
@@ -253,7 +252,7 @@ def host_copy_never_made(patch: Patch) -> None:
 
 
 def host_copy_never_read(patch: Patch) -> None:
-    patch.setattr(HostTier, "plan_load", lambda self, host_block, target: None)
+    patch.setattr(HostTier, "plan_load_copy", lambda self, load: None)
 
 
 def host_moves_after_all_others(patch: Patch) -> None:
@@ -337,15 +336,15 @@ def host_block_leaked_by_a_failed_step(patch: Patch) -> None:
 
 
 def loaded_block_announced_when_planned(patch: Patch) -> None:
-    real = HostLoads.take_planned
+    real = HostTier.take_planned_loads
 
-    def take_planned(self: HostLoads) -> list[HostLoad]:
+    def take_planned(self: HostTier) -> list[HostLoad]:
         planned = real(self)
         for load in planned:
             self._tree.event_log.record_stored(load.block.kind, load.host_block.node)  # type: ignore[arg-type]
         return planned
 
-    patch.setattr(HostLoads, "take_planned", take_planned)
+    patch.setattr(HostTier, "take_planned_loads", take_planned)
 
 
 def state_resumed_on_nothing(patch: Patch) -> None:
