@@ -1,12 +1,11 @@
 """bf16 matrices in the layouts that a CPU multiplies fastest.
 
 A matrix in rows is repacked inside every multiplication, which with few tokens takes longer than the multiplication
-itself. Three ways to multiply packed matrices are used, each where it is the fastest:
+itself. Two ways to multiply packed matrices are used, each where it is the fastest:
 
 - native products (kernels/cpu/native/product.hpp): with older AVX-512 and AVX2, where oneDNN emulates bf16 and is four
   times slower; with AVX512-BF16 and one thread, for few tokens;
-- oneDNN with its blocked formats: with AMX, or AVX512-BF16 and several threads;
-- fp32 for very small products, which take less time than entering oneDNN.
+- oneDNN with its blocked formats: with AMX, or AVX512-BF16 and several threads.
 
 A packed matrix can only be used for multiplication.
 """
@@ -19,19 +18,12 @@ from importlib.util import find_spec
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 HAS_NATIVE = find_spec("kernels.cpu._native") is not None
 """Whether the native operations are installed. They are built on request (BLOCKCAST_KERNELS=ON, README.md)."""
 if HAS_NATIVE:
     from kernels.cpu import _native
-
-SMALL_MATRIX_ELEMS = 160_000
-"""Most elements of a matrix that is also kept in fp32."""
-MAX_SMALL_PRODUCTS = 300_000
-"""Most multiplications for which fp32 is faster, conversions included: measured on a core with AVX-512 bf16."""
-
 
 OUTPUTS_PER_PANEL = 64
 """Outputs that are adjacent in a native matrix."""
@@ -47,19 +39,8 @@ class NativeMatrix:
     num_inputs: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockedMatrix:
-    """A matrix in oneDNN's layout. A small one is also kept in fp32, for few rows."""
-
-    blocked_weight: Tensor
-    """Weight [outputs, inputs] in oneDNN's layout."""
-    fp32_weight: Tensor | None
-    """Weight [outputs, inputs] in fp32; None for a large matrix."""
-    max_fp32_rows: int
-    """Most rows of x for which `fp32_weight` is faster."""
-
-
-PackedMatrix = NativeMatrix | BlockedMatrix
+PackedMatrix = NativeMatrix | Tensor
+"""A matrix in the layout of the native products, or a weight [outputs, inputs] in oneDNN's layout."""
 
 
 @cache
@@ -104,20 +85,14 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
         return None
     with torch.inference_mode():
         # The second argument is the expected number of input rows, on which the layout does not depend.
-        blocked_weight = cast(Tensor, torch.ops.mkldnn._reorder_linear_weight.default(weight, 16))
-        if weight.numel() > SMALL_MATRIX_ELEMS:
-            return BlockedMatrix(blocked_weight, None, 0)
-        return BlockedMatrix(blocked_weight, weight.float(), MAX_SMALL_PRODUCTS // weight.numel())
+        return cast(Tensor, torch.ops.mkldnn._reorder_linear_weight.default(weight, 16))
 
 
 def multiply_packed(x: Tensor, matrix: PackedMatrix, bias: Tensor | None) -> Tensor:
     """Return x @ W^T + bias, with W as `pack_matrix` packed it. x: [tokens, inputs]. Returns [tokens, outputs]."""
     if isinstance(matrix, NativeMatrix):
         return _multiply_native(x, matrix, bias)
-    if x.shape[0] <= matrix.max_fp32_rows:
-        assert matrix.fp32_weight is not None
-        return F.linear(x.float(), matrix.fp32_weight, None if bias is None else bias.float()).to(x.dtype)
-    return cast(Tensor, _linear(x, matrix.blocked_weight, bias, "none", _NO_SCALARS, ""))
+    return cast(Tensor, _linear(x, matrix, bias, "none", _NO_SCALARS, ""))
 
 
 def _multiply_native(x: Tensor, matrix: NativeMatrix, bias: Tensor | None) -> Tensor:

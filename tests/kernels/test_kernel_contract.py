@@ -12,7 +12,7 @@ import torch
 
 from kernels import Kernels, PagedKV, RaggedBatch, select_kernels
 from kernels.cpu import packed
-from kernels.cpu.packed import BlockedMatrix, NativeMatrix, multiply_packed, pack_matrix, should_use_native_products
+from kernels.cpu.packed import NativeMatrix, multiply_packed, pack_matrix, should_use_native_products
 from kernels.reference.backend import ReferenceKernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -357,7 +357,7 @@ def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """The layout of packed matrices."""
     if request.param == "oneDNN":
         monkeypatch.setattr(packed, "should_use_native_products", lambda: False)
-        yield BlockedMatrix
+        yield torch.Tensor
         return
     chosen = "avx2" if request.param == "2 threads" else request.param
     if chosen not in INSTRUCTION_SETS:
@@ -365,7 +365,7 @@ def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(2 if request.param == "2 threads" else 1)
     packed._native.use(chosen)
-    yield NativeMatrix if should_use_native_products() else BlockedMatrix
+    yield NativeMatrix if should_use_native_products() else torch.Tensor
     torch.set_num_threads(threads)
     packed._native.use(INSTRUCTION_SETS[0])
 
