@@ -39,16 +39,16 @@ class SchedulerTotals:
 
 
 class ActiveRequests:
-    """Keeps the requests that have not ended: in the waiting queue, or in `running` while they hold blocks."""
+    """Moves requests between the waiting queue and the running ones, which hold blocks of the cache, to their end."""
 
     def __init__(
         self, cache: KVCache, waiting: PrefillQueue, totals: SchedulerTotals, steps_in_flight: deque[StepInFlight]
     ) -> None:
+        """All four are the scheduler's own, and shared with it: it admits to the cache, and plans and applies steps."""
         self._cache = cache
         self._waiting = waiting
         self._totals = totals
         self._steps_in_flight = steps_in_flight
-        """The scheduler's own list, which the scheduler changes."""
         self.running: list[RequestEntry] = []
         """Ordered by (priority, arrival)."""
         self.ended_sequences: set[Sequence] = set()

@@ -72,12 +72,11 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     another rank ends.
     """
     name, folder = locate_model_files(config)
-    # The small files are read first: reading the weights may take minutes, and errors should come before.
     if config.simulate is None:
         from engine.loading import load_executor
         from engine.models import HfConfig
 
-        HfConfig.read(folder)
+        HfConfig.read(folder)  # for its errors, because reading the weights may take minutes
     else:
         from engine.simulation.executor import load_executor
     if tokenizer is None:
@@ -95,11 +94,8 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         transfers = _start_transfers(config, folder, scheduler.cache, executor)
         if transfers is not None:
             close_on_error.callback(transfers.close)
-        publisher = None
-        if config.kv_events.is_enabled:
-            groups = tuple(make_group_infos(executor.cache_spec))
-            publisher = EventPublisher(config.kv_events, model=name, block_size=config.block_size, groups=groups)
-        close_on_error.pop_all()
+        publisher = _make_publisher(config, name, executor.cache_spec)
+        close_on_error.pop_all()  # from here on `AssembledEngine` closes the parts
     core = EngineCore(
         scheduler,
         runner,
@@ -117,6 +113,14 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         kv_transfer_port=None if transfers is None else transfers.port,
     )
     return AssembledEngine(core, info, publisher, executor, grammars)
+
+
+def _make_publisher(config: EngineConfig, model_name: str, spec: CacheSpec) -> EventPublisher | None:
+    """Open the sockets for the cache's events; None if no events are published."""
+    if not config.kv_events.is_enabled:
+        return None
+    groups = tuple(make_group_infos(spec))
+    return EventPublisher(config.kv_events, model=model_name, block_size=config.block_size, groups=groups)
 
 
 def _describe_model(config: EngineConfig, name: str, folder: Path, executor: Executor, token_limit: int) -> CoreInfo:

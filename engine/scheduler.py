@@ -110,8 +110,9 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step: decodes first, then prompts that were begun, then waiting requests.
 
-        A plan with chunks must be applied or failed; an empty plan needs neither. None: nothing can be planned before
-        the step in flight is applied.
+        A plan with chunks must be applied or failed; an empty plan needs neither. None: memory ran out, and a sequence
+        of the step in flight would have to be preempted, so that step must be applied first. Admission comes last: it
+        preempts nobody.
         """
         assert len(self._steps_in_flight) < 2, "schedule() with two steps in flight"
         self._share_prefixes_with_arrivals()

@@ -99,7 +99,8 @@ class FlashAttention3:
         """Return nothing, because no context is copied."""
 
     def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
-        k, v = view_overlapping_pages(kv, layer)
+        """Return the prompts' attention over their contexts in the pool, in the shape of q."""
+        k, v = view_overlapping_pages(kv, layer)  # so that a block may begin at any row
         out: Tensor = self._attend(
             q,
             k,

@@ -60,11 +60,14 @@ class DrawSettings:
 
 
 def draw(logits: Tensor, settings: DrawSettings) -> Tensor:
-    """Draw the token of each row, [rows] int64. The host waits for the device. logits: [rows, vocab], not changed."""
+    """Draw the token of each row, [rows] int64. The host waits for the device. logits: [rows, vocab], not changed.
+
+    The likeliest token of every row is found first. In rows that draw at random, the drawn token then replaces it.
+    """
     values = logits.float()
     peak, tokens = values.max(-1)  # the first of equal ones
     random_rows = settings.random_rows or _group_rows(settings, values.shape[1])
-    if not math.isfinite(peak.sum().item()):  # NaN is the greatest of all
+    if not math.isfinite(peak.sum().item()):  # a row has NaN, which `max` takes for the greatest, or nothing finite
         values = values.nan_to_num(nan=float("-inf"), posinf=MAX_LOGIT, neginf=float("-inf"))
         peak, tokens = values.max(-1)
         random_rows = _drop_empty_rows(random_rows, (peak > float("-inf")).tolist())
@@ -72,7 +75,7 @@ def draw(logits: Tensor, settings: DrawSettings) -> Tensor:
         (random_rows.unfiltered_rows, _draw_unfiltered),
         (random_rows.filtered_rows, _draw_filtered),
     ):
-        if len(rows) == len(tokens):
+        if len(rows) == len(tokens):  # all rows at once, without copies
             return draw_rows(values, peak, settings)
         if rows:
             tokens[rows] = draw_rows(values[rows], peak[rows], settings.select_rows(rows))

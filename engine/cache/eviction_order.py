@@ -43,10 +43,11 @@ class TreeHooks:
 
 
 class EvictionOrder(TreeHooks, ABC):
-    """Decides which cached block of a memory pool is evicted next. The pool reports every change of a block's state.
+    """Decides which cached block of a memory pool is evicted next. The pool reports every change of a block's use.
 
-    A block is named if a node of the prefix tree stands for its tokens, and cached if it is named but no sequence
-    holds it. A block is of one kind: of an attention group (full or sliding window), or a recurrent state.
+    The life of a block: a sequence holds it; once it is full, a node of the prefix tree names it; when no sequence
+    holds it any more, it is cached (`mark_cached`), until a prompt uses it again (`mark_used`) or it is evicted
+    (`mark_freed`). A block is of one kind: of one of the attention groups, or a recurrent state.
     """
 
     @abstractmethod

@@ -43,10 +43,12 @@ class LearnedDeviceOrder(_LearnedOrder):
     """Decides which block leaves the device next: one of the conversation that is least likely to return.
 
     The learned queue holds what can leave the prefix tree without breaking a path: its leaves, and superseded states,
-    which a later state of the same conversation replaces. If the queue is empty, the oldest block goes.
+    which a later state of the same conversation replaces. If the queue is empty, the oldest block goes. States are the
+    last kind of a node's blocks, full attention is the first.
     """
 
     def mark_cached(self, block: Block) -> None:
+        """See `EvictionOrder`. Only superseded states and full-attention blocks enter the learned queue."""
         self._age_order.mark_cached(block)
         assert block.node is not None
         if not isinstance(block, StateBlock):
@@ -63,6 +65,7 @@ class LearnedDeviceOrder(_LearnedOrder):
             self._eviction.device_queue.remove(block.node)
 
     def mark_evicted(self, node: Node, kind: int) -> None:
+        """See `TreeHooks`. The path that ended with a full-attention block ends with its parent now."""
         if kind != FULL_KIND:
             self._eviction.requeue_state(node)
         else:

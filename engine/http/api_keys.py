@@ -26,7 +26,10 @@ class ApiKeys:
             )
 
     def check_admin(self, headers: Mapping[str, str]) -> None:
-        """Raise RequestError unless the headers have the operator's key: 401 for another key, 403 if there is none."""
+        """Raise RequestError unless the headers have the operator's key: 401 for another key.
+
+        Without an operator's key, nobody may call these routes if there are clients' keys (403), and else everybody.
+        """
         if self._admin_keys:
             if not _has_key(headers, self._admin_keys):
                 raise RequestError(

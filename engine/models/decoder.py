@@ -156,7 +156,8 @@ class CausalLM:
     def forward(self, token_ids: Tensor, context: ForwardContext, selected_tokens: Tensor | None = None) -> Tensor:
         """Compute the hidden states after the last norm, [tokens, hidden], and fill the cache at the batch's positions.
 
-        `selected_tokens`: indices of the rows that are returned; None: all.
+        `selected_tokens`: indices of the rows that are returned; None: all. The other rows are needed as long as tokens
+        see each other, and so are dropped after the last attention or recurrent layer.
         """
         x = self.vocabulary.look_up(token_ids)
         if self.config.embedding_scale != 1.0:
@@ -164,10 +165,11 @@ class CausalLM:
         residual: Tensor | None = None
         for index, block in enumerate(self.blocks):
             x, residual = block(x, residual, context, selected_tokens if index == self._last_mixer_index else None)
-            if len(x) == 0:
+            if len(x) == 0:  # no row is asked for, and the cache is filled
                 return x
         assert residual is not None
-        return self.norm.add(x, residual, context)[0]
+        normed, _ = self.norm.add(x, residual, context)
+        return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Compute logits in the model's dtype: [rows, hidden] -> [rows, vocab].
@@ -269,21 +271,21 @@ def build_dense_decoder(
     mlps: Sequence[MakeMixer] | None = None,
     residual_scale: float = 1.0,
 ) -> CausalLM:
-    """Build a decoder of the plain family: every block is attention and a gated MLP, with Llama's names.
+    """Build a decoder as Llama is: every block is attention and then a gated MLP, with Llama's names of the weights.
 
     `window_by_layer`: sliding window of each layer; None: that of `attention`. `mlps`: replace the gated MLPs.
     """
     config.require_supported("hidden_act", "silu", "silu")
 
-    def get_attention_builder(window: int | None) -> MakeMixer:
+    def make_attention_builder(window: int | None) -> MakeMixer:
         return lambda scope: Attention(scope.enter_scope("self_attn"), replace(attention, window=window))
 
-    if mlps is None:
+    def make_gated_mlp(scope: WeightScope) -> GatedMLP:
         intermediate_size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
-        mlps = [
-            lambda scope: GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, intermediate_size, bias)
-        ] * decoder.num_layers
-    window_by_layer = [attention.window] * decoder.num_layers if window_by_layer is None else window_by_layer
-    return build_alternating_decoder(
-        root, decoder, list(map(get_attention_builder, window_by_layer)), mlps, residual_scale=residual_scale
-    )
+        return GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, intermediate_size, bias)
+
+    if window_by_layer is None:
+        window_by_layer = [attention.window] * decoder.num_layers
+    attentions = [make_attention_builder(window) for window in window_by_layer]
+    mlps = [make_gated_mlp] * decoder.num_layers if mlps is None else mlps
+    return build_alternating_decoder(root, decoder, attentions, mlps, residual_scale=residual_scale)

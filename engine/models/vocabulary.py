@@ -28,7 +28,7 @@ class Vocabulary:
         vocab_size: int,
         hidden_size: int,
     ) -> None:
-        """Declare the matrices: the embedding in the scope of the decoder, the head beside the decoder.
+        """Declare the matrices. In a checkpoint the embedding is a part of the decoder's body, and the head is not.
 
         `head_name`: name of the head's weight; None: the head is the embedding.
         """
@@ -38,8 +38,8 @@ class Vocabulary:
         ((self._first_token, self._end_token),) = rows.ranges  # a rank's rows are always one range
         self.embedding: Weight = body_scope.declare_weight(embedding_name, (rows, hidden_size))
         self.head = self.embedding if head_name is None else root_scope.declare_weight(head_name, (rows, hidden_size))
-        self.head.is_linear = True
-        self.head.is_embedding = head_name is None
+        self.head.is_linear = True  # it is multiplied, and may be packed for that
+        self.head.is_embedding = head_name is None  # then its rows are read, too, and the plain matrix is kept
 
     def look_up(self, token_ids: Tensor) -> Tensor:
         """Look up embeddings, [tokens] -> [tokens, hidden]. All ranks get the same.

@@ -9,9 +9,9 @@ import re
 
 import msgspec
 
-_BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_STRING_BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _HIGH, _LOW = r"[dD][89abAB][0-9a-fA-F]{2}", r"[dD][c-fC-F][0-9a-fA-F]{2}"
-_UNIT = re.compile(
+_CHARS_OR_ESCAPE = re.compile(
     rf'[^"\\]+|\\u(?P<pair>{_HIGH}\\u{_LOW})|\\u(?P<high>{_HIGH})(?=.{{6}}|[^\\]|\\[^u])|\\u(?!{_HIGH})(?P<code>[0-9a-fA-F]{{4}})'
     r"|\\(?P<escape>[^u])|(?P<wrong>\\u)(?![0-9a-fA-F]{4})(?=.{4})",
     re.DOTALL,
@@ -38,22 +38,23 @@ class CustomInputDecoder:
         return "".join(self._texts)
 
     def push(self, piece: str) -> str:
-        """Decode the next piece of the arguments. Return the text that it adds."""
+        """Take the next piece of the call's JSON. Return the text that it adds to the tool's input.
+
+        What may still grow into another character, such as half of an escape, is kept for the next piece.
+        """
         if self._has_ended:
             return ""
         self._pending_text += piece
         pos = 0
         if not self._has_begun:
-            match = _BEGIN.match(self._pending_text)
+            match = _STRING_BEGIN.match(self._pending_text)
             if match is None:
                 return ""
             self._has_begun, pos = True, match.end()
         texts = []
-        unit = _UNIT.match(self._pending_text, pos)
-        while unit is not None:
-            texts.append(_decode_unit(unit))
-            pos = unit.end()
-            unit = _UNIT.match(self._pending_text, pos)
+        while (match := _CHARS_OR_ESCAPE.match(self._pending_text, pos)) is not None:
+            texts.append(_decode_match(match))
+            pos = match.end()
         self._has_ended = self._pending_text.startswith('"', pos)
         self._pending_text = self._pending_text[pos:]
         self._texts += texts
@@ -78,16 +79,16 @@ class CustomInputDecoder:
         return text
 
 
-def _decode_unit(unit: re.Match[str]) -> str:
-    """Return the text of one match of `_UNIT`: plain characters, or one escape of JSON."""
-    kind = unit.lastgroup
+def _decode_match(match: re.Match[str]) -> str:
+    """Return the text of one match of `_CHARS_OR_ESCAPE`: plain characters, or one escape of JSON."""
+    kind = match.lastgroup
     if kind is None:
-        return unit[0]
+        return match[0]
     if kind == "pair":
-        high, _, low = unit["pair"].partition("\\u")
+        high, _, low = match["pair"].partition("\\u")
         return chr(0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00)
     if kind == "escape":
-        return _ESCAPES.get(unit["escape"], unit["escape"])
-    if kind == "code" and not 0xDC00 <= int(unit["code"], 16) < 0xE000:
-        return chr(int(unit["code"], 16))
-    return unit[0] if kind == "wrong" else "\ufffd"  # half of a surrogate pair is no character
+        return _ESCAPES.get(match["escape"], match["escape"])
+    if kind == "code" and not 0xDC00 <= int(match["code"], 16) < 0xE000:
+        return chr(int(match["code"], 16))
+    return match[0] if kind == "wrong" else "\ufffd"  # half of a surrogate pair is no character

@@ -212,17 +212,18 @@ def read_name(source: GrowingText) -> Steps[str | None]:
 
 
 def read_named_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
-    """Read a call `f{...}`, `f[ARGS]{...}` or `f[CALL_ID]id[ARGS]{...}`; return whether it is complete.
+    """Read a call `f{...}`, `f[ARGS]{...}` or `f[CALL_ID]id[ARGS]{...}`, and add it to the delta.
 
-    The model's call id is skipped, because the engine gives each call an id of its own.
+    The model's call id is skipped, because the engine gives each call an id of its own. Markers may come in any order.
+    Returns whether the call is complete. If it is not even begun, the text that was taken is still held.
     """
     name = yield from read_name(source)
     if name is None:
         return False
-    has_id = False
+    expects_id = False
     while char := (yield from source.peek()):
         id_match = NAME_PATTERN.match(source.text, source.position)
-        if id_match is not None and has_id:
+        if id_match is not None and expects_id:
             source.take(id_match.end())
         elif char in SPACE:
             source.take_spaces()
@@ -235,7 +236,7 @@ def read_named_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTy
             marker = yield from source.peek_any((ARGUMENTS_MARKER, ID_MARKER))
             if not marker:
                 return False
-            has_id = marker == ID_MARKER
+            expects_id = marker == ID_MARKER
             source.take(source.position + len(marker))
     return False
 

@@ -206,21 +206,22 @@ class OutputParser:
         return True
 
     def _read_region(self, format: ToolCallFormat) -> Steps[None]:
-        """Take calls and their markup, up to the first text that is neither.
+        """Read a region, which is tool calls and the markup around them, up to the first text that is neither.
 
-        Held markup that no call follows becomes text again.
+        Such as `<tool_call>{"name": "f"}</tool_call>`, or `[f(a=1), g()]`. What was taken since the last call is held:
+        if no call follows it, it was no markup, and becomes text of the answer again.
         """
         source = self._source
         has_call = is_in_array = False
         while True:
             char = yield from source.peek_after_spaces(SPACE + ",;" if has_call else SPACE)
             marker = yield from source.peek_any(format.region_markers)
-            if marker and marker not in format.readers:
+            if marker and marker not in format.readers:  # it closes the region, or opens another one
                 self._take_region_marker(marker, format, has_call=has_call)
                 if marker == format.close_marker:
                     return
                 has_call = is_in_array = False
-            elif has_call and self._ends_within(format.close_marker):
+            elif has_call and self._ends_within(format.close_marker):  # the answer was cut in its last marker
                 source.stop_holding()
                 source.take_all()
                 return

@@ -7,6 +7,8 @@ here.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from engine.types import BlockCopy, BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
@@ -44,39 +46,53 @@ class PlanMessage(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     block_copies: list[BlockCopy]
 
 
+class _SentChunk(NamedTuple):
+    """Facts that the other ranks have of a sequence, from the last plan."""
+
+    chunk_index: int
+    """Index of its chunk in the plan, by which the next plan refers to it."""
+    table_version: int
+    table_lengths: list[int]
+
+
 class PlanEncoder:
-    """Encodes step plans for the other ranks, as changes against the plan before."""
+    """Encodes step plans for the other ranks, as changes against the plan before.
+
+    Of a block table only the blocks after those that were sent go out, unless earlier ones were replaced since.
+    """
 
     def __init__(self) -> None:
-        self._last_sent: dict[Sequence, tuple[int, int, list[int]]] = {}
-        """Sequence of the last plan -> (index of its chunk, its `table_version`, lengths of its block tables)."""
+        self._last_sent: dict[Sequence, _SentChunk] = {}
 
     def encode(self, plan: StepPlan) -> PlanMessage:
         """Return the message of the next plan."""
-        last_sent, self._last_sent = self._last_sent, {}
-        chunks = []
-        for index, chunk in enumerate(plan.chunks):
-            seq = chunk.seq
-            previous_index, sent_version, kept_lengths = last_sent.get(seq) or (None, None, [])
-            if sent_version != seq.table_version:  # blocks were replaced, so the tables are sent whole
-                kept_lengths = [0] * len(seq.block_tables)
-            table_changes = [
-                TableChange(kept_blocks, table[kept_blocks:])
-                for kept_blocks, table in zip(kept_lengths, seq.block_tables, strict=True)
-            ]
-            self._last_sent[seq] = (index, seq.table_version, [len(table) for table in seq.block_tables])
-            chunks.append(
-                ChunkMessage(
-                    previous_index=previous_index,
-                    start=chunk.start,
-                    token_ids=seq.token_ids[chunk.start : chunk.end],
-                    tables=table_changes,
-                    state_unit=seq.state_unit,
-                    should_sample=chunk.should_sample,
-                    logprob_prompt_len=None if seq.request.params.prompt_logprobs is None else seq.prompt_len,
-                )
-            )
+        last_sent = self._last_sent
+        self._last_sent = {
+            chunk.seq: _SentChunk(index, chunk.seq.table_version, [len(table) for table in chunk.seq.block_tables])
+            for index, chunk in enumerate(plan.chunks)
+        }
+        chunks = [_encode_chunk(chunk, last_sent.get(chunk.seq)) for chunk in plan.chunks]
         return PlanMessage(chunks, plan.state_restores, plan.state_resets, plan.state_checkpoints, plan.block_copies)
+
+
+def _encode_chunk(chunk: Chunk, sent: _SentChunk | None) -> ChunkMessage:
+    """Return the message of a chunk. `sent`: what the last plan said of its sequence; None: nothing."""
+    seq = chunk.seq
+    kept_lengths = [0] * len(seq.block_tables)
+    if sent is not None and sent.table_version == seq.table_version:  # else blocks were replaced
+        kept_lengths = sent.table_lengths
+    return ChunkMessage(
+        previous_index=None if sent is None else sent.chunk_index,
+        start=chunk.start,
+        token_ids=seq.token_ids[chunk.start : chunk.end],
+        tables=[
+            TableChange(kept_blocks, table[kept_blocks:])
+            for kept_blocks, table in zip(kept_lengths, seq.block_tables, strict=True)
+        ],
+        state_unit=seq.state_unit,
+        should_sample=chunk.should_sample,
+        logprob_prompt_len=None if seq.request.params.prompt_logprobs is None else seq.prompt_len,
+    )
 
 
 class PlanDecoder:

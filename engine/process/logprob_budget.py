@@ -14,12 +14,14 @@ LOGPROBS_MAX = 6 << 20
 
 
 class LogprobBudget:
-    """Bounds the logprobs that one process holds. Invariant: `held_count` is the sum over all open shares."""
+    """Bounds the logprobs that one process holds for answers. Each request counts its own in a `LogprobShare`."""
 
     def __init__(self, request_max: int = REQUEST_LOGPROBS_MAX, total_max: int = LOGPROBS_MAX) -> None:
+        """`request_max`: most logprobs of one request; `total_max`: of all requests together."""
         self.request_max = request_max
         self.total_max = total_max
         self.held_count = 0
+        """Logprobs of all shares that are not closed."""
 
     def check_prompts(self, count: int) -> None:
         """Raise RequestError 400 if the `count` logprobs of a request's prompts are more than it may hold."""
@@ -39,7 +41,10 @@ class LogprobShare:
         self._held_count = 0
 
     def acquire(self, count: int) -> None:
-        """Hold `count` more logprobs. Raises RequestError: 400 if the request holds too many, 503 if all do."""
+        """Count `count` more logprobs, until they are sent (`release`) or the share is closed.
+
+        Raises RequestError: 400 if this request would hold too many, 503 if all requests together would.
+        """
         budget = self._budget
         if self._held_count + count > budget.request_max:
             raise RequestError(

@@ -217,20 +217,24 @@ def _read_chat_body(
     token_ids, text = _encode_prompt(body, tokenizer)
     prompt_field = "input" if path == "/v1/responses" else "messages"
     prompt = _truncate_prompt(prompt_field, token_ids, body, limits, path)
-    parser_config = make_parser_config(body, text, limits)
-    last_message = {name: value for name, value in body.messages[-1].items() if name in ("role", "content")}
-    is_echoed = body.echo and isinstance(last_message.get("content"), str)
-    if not is_echoed:
-        last_message.pop("content", None)
+    parser_config = make_parser_config(body, text, limits)  # the prompt's end says whether the answer begins to reason
     grammars = {name: tool for name, tool in tools.items() if tool.syntax is not None}
     constraint = build_constraint(body, tokenizer, limits, reasoning_token_ids(parser_config, tokenizer), grammars)
     return ParsedRequest(
-        body=_strip_large_fields(body, messages=[last_message]),
+        body=_strip_large_fields(body, messages=[_keep_answered_fields(body)]),
         prompts=[prompt],
         parser_config=parser_config,
         constraint=constraint,
         kv_source=_read_kv_source(body, limits),
     )
+
+
+def _keep_answered_fields(body: ChatRequest) -> dict[str, Any]:
+    """Return what the answer to a chat needs of the last message: its role, and its text if `echo` repeats that."""
+    last_message = body.messages[-1]
+    content = last_message.get("content")
+    is_echoed = body.echo and isinstance(content, str)
+    return {"role": last_message["role"], **({"content": content} if is_echoed else {})}
 
 
 def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tuple[int | None, int | None]:

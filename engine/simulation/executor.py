@@ -62,7 +62,10 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
 
 
 class SimulatedModel:
-    """Stands for a model: makes runners that sleep, and has no memory. Implements `engine.core.Model`."""
+    """Stands for a model: its runner sleeps instead of computing. Implements `engine.core.Model`.
+
+    Its blocks have no content. They can still be moved to peers if SPEC says how many bytes they would have.
+    """
 
     def __init__(self, config: EngineConfig, spec: SimulationSpec, tokenizer: Tokenizer) -> None:
         self._config, self._spec, self._tokenizer = config, spec, tokenizer

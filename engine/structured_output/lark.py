@@ -134,7 +134,11 @@ class _LarkWriter:
             raise RequestError(message, param=path) from None
 
     def write_json_schema(self, path: str, format: Format, depth: int) -> str:
-        """Return an expression of values that match a schema, in the style that the format names."""
+        """Return an expression in Lark of the values that match a schema.
+
+        `style` says how they are written: "json", "qwen_xml" (Qwen3-Coder's parameters), or "python" (arguments of a
+        call, which only our own formats ask for).
+        """
         schema = format.get("json_schema")
         if not isinstance(schema, (dict, bool)):
             raise bad_value(f"{path}.json_schema", schema, "a JSON schema")

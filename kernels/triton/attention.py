@@ -31,7 +31,12 @@ def store_kv(
     k_ptr, v_ptr, cache_ptr, slots_ptr, k_token_stride, k_head_stride, v_token_stride, v_head_stride, layer_row,
     DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Store the K and V of one token in the row of its slot; a negative slot is padding. One program a token."""
+    """Store the K and V of one token in the cache. One program a token.
+
+    k, v: [tokens, kv heads, DIM]. The cache has rows of ROW = kv heads * DIM elements; a block has BLOCK_SIZE rows of
+    K of its first layer, as many of V, then those of the next layer. slots: [tokens], the row for a token's K in the
+    first layer; a negative slot is padding. layer_row: rows from the first layer to this one.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     element = tl.arange(0, BLOCK)
@@ -103,6 +108,10 @@ def decode_attention(
     goes to part [sequences, heads, splits, dim], and the log2 of its softmax sum to part_scale [sequences, heads,
     splits]. Then `combine_splits` combines the parts. A long context is split so that few sequences still fill the
     device.
+
+    GROUP query heads share a KV head; BLOCK_M and BLOCK_D are GROUP and DIM, padded to what a matrix product takes.
+    table: [blocks, sequences], a block's first row; lens: [sequences], the contexts' lengths. `store_kv` explains ROW
+    and layer_row, `dot` explains PRECISION and WIDE.
     """
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -135,7 +144,7 @@ def decode_attention(
         acc, weight_sum, peak = attend_tile(
             acc, weight_sum, peak, q, cache_ptr, table_ptr + seq, table_block, key_start, end, query_positions,
             kv_head * DIM, layer_row,
-            scale, dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, True, PRECISION, WIDE,
+            scale, dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, MASKED=True, PRECISION=PRECISION, WIDE=WIDE,
         )  # fmt: skip
     weight_sum = tl.where(weight_sum > 0.0, weight_sum, 1.0)
     acc = acc / weight_sum[:, None]
@@ -220,13 +229,13 @@ def prefill_attention(
             acc, weight_sum, peak = attend_tile(
                 acc, weight_sum, peak, q, cache_ptr, table_ptr, table_block, key_start, end, query_positions,
                 kv_head * DIM, layer_row,
-                scale, dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, False, PRECISION, WIDE,
+                scale, dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, MASKED=False, PRECISION=PRECISION, WIDE=WIDE,
             )  # fmt: skip
     for key_start in range(masked_start, end, BLOCK_N):
         acc, weight_sum, peak = attend_tile(
             acc, weight_sum, peak, q, cache_ptr, table_ptr, table_block, key_start, end, query_positions,
             kv_head * DIM, layer_row, scale,
-            dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, True, PRECISION, WIDE,
+            dim, DIM, ROW, BLOCK_SIZE, BLOCK_N, WINDOW, MASKED=True, PRECISION=PRECISION, WIDE=WIDE,
         )  # fmt: skip
     acc = acc / tl.where(weight_sum > 0.0, weight_sum, 1.0)[:, None]
     target = out_ptr + (token[:, None] * heads + head[:, None]) * DIM + dim[None, :]

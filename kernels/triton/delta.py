@@ -146,7 +146,14 @@ def scan_delta_chunks(
 ):  # fmt: skip
     """Carry the state through a prompt's chunks, in their order, and write the outputs.
 
-    The grid is (sequences, value heads, value blocks). The state stays in registers from chunk to chunk.
+    The grid is (sequences, value heads, value blocks). The state S [KEY, VALUE] stays in registers. With a_t the sum of
+    the decays (logs) from the chunk's start to token t, q and k of unit length, and q divided by sqrt(KEY), a chunk is
+
+        update = new_v - new_k S;   out_t = exp(a_t) q_t S + inner_t update
+        S <- exp(a_end) S + sum_t exp(a_end - a_t) k_t^T update_t
+
+    new_v [tokens, heads, VALUE], new_k [tokens, heads, KEY] and inner [tokens, heads, CHUNK] are what
+    `prepare_delta_chunks` has left. q, k: [tokens, key heads, KEY]. decay: [tokens, heads]. out: as new_v.
     """
     seq = first_seq + tl.program_id(0)
     head = tl.program_id(1)

@@ -40,9 +40,9 @@ def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
     """
     rank_config, _, key_rows = shard_attention(scope.shard, config)
     query_and_gate_rows = scope.shard.split(config.num_heads, "attention heads", 2 * rank_config.head_dim)
-    query_rows = rank_config.num_heads * rank_config.head_dim
-    kv_rows = key_rows.held_size
-    gate_start = query_rows + 2 * kv_rows
+    query_count, kv_count = rank_config.num_heads * rank_config.head_dim, key_rows.held_size
+    key_start, value_start, gate_start = query_count, query_count + kv_count, query_count + 2 * kv_count
+    row_count = gate_start + query_count
 
     def split_heads(tensor: Tensor) -> Tensor:
         """View q_proj as [heads, 2, head_dim, ...]: the second axis is the query or the gate."""
@@ -58,13 +58,13 @@ def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
         q_name = f"q_proj.{parameter}"
         q_shape: tuple[Extent, ...] = (query_and_gate_rows, *columns)
         kv_shape: tuple[Extent, ...] = (key_rows, *columns)
-        parts = [
-            scope.describe_tensor(q_name, q_shape, (slice(0, query_rows),), take_queries),
-            scope.describe_tensor(f"k_proj.{parameter}", kv_shape, (slice(query_rows, query_rows + kv_rows),)),
-            scope.describe_tensor(f"v_proj.{parameter}", kv_shape, (slice(query_rows + kv_rows, gate_start),)),
-            scope.describe_tensor(q_name, q_shape, (slice(gate_start, gate_start + query_rows),), take_gates),
+        parts = [  # q_proj is read twice, once for the queries and once for the gates
+            scope.describe_tensor(q_name, q_shape, (slice(0, key_start),), take_queries),
+            scope.describe_tensor(f"k_proj.{parameter}", kv_shape, (slice(key_start, value_start),)),
+            scope.describe_tensor(f"v_proj.{parameter}", kv_shape, (slice(value_start, gate_start),)),
+            scope.describe_tensor(q_name, q_shape, (slice(gate_start, row_count),), take_gates),
         ]
-        return scope.declare_combined((gate_start + query_rows, *columns), parts)
+        return scope.declare_combined((row_count, *columns), parts)
 
     return Linear.from_weights(
         declare_stacked("weight", rank_config.hidden_size), declare_stacked("bias") if rank_config.qkv_bias else None
