@@ -257,10 +257,6 @@ class Kernels(Protocol):
         """
         ...
 
-    def relu_squared(self, x: Tensor) -> Tensor:
-        """Return relu(x) ** 2."""
-        ...
-
     def norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return rms_norm(x) * weight * silu(gate), over the last axis. x and gate: [..., dim]; weight: [dim]."""
         ...

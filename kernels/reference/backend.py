@@ -113,9 +113,6 @@ class ReferenceKernels:
                 out[token] += weight * (down[expert] @ self.silu_and_mul(gate_up[expert] @ x[token]))
         return out
 
-    def relu_squared(self, x: Tensor) -> Tensor:
-        return F.relu(x).square()
-
     def norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         normalized_x = self.rms_norm(x, weight, eps).to(get_accumulation_dtype(x.dtype))
         return (normalized_x * F.silu(gate.to(normalized_x.dtype))).to(x.dtype)

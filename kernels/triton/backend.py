@@ -237,21 +237,18 @@ class TritonKernels:
         return out
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
-        return self._activate(x, x.shape[-1] // 2, "silu")
+        return self._activate_gated(x, is_gelu=False)
 
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
-        return self._activate(x, x.shape[-1] // 2, "gelu")
+        return self._activate_gated(x, is_gelu=True)
 
-    def relu_squared(self, x: Tensor) -> Tensor:
-        return self._activate(x, x.shape[-1], "relu squared")
-
-    def _activate(self, x: Tensor, size: int, kind: str) -> Tensor:
-        """Launch `rows.activate_rows`, which explains `kind`. `size`: columns of the result."""
-        rows = x.reshape(-1, x.shape[-1])
+    def _activate_gated(self, x: Tensor, *, is_gelu: bool) -> Tensor:
+        """Launch `rows.activate_rows`: the activation of the first half of each row, times the second half."""
+        rows, size = x.reshape(-1, x.shape[-1]), x.shape[-1] // 2
         out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
         block = min(round_up_to_power_of_two(size, 16), 2048)
         row_kernels.activate_rows[(rows.shape[0], triton.cdiv(size, block))](
-            rows, out, rows.stride(0), SIZE=size, KIND=kind, BLOCK=block
+            rows, out, rows.stride(0), SIZE=size, GELU=is_gelu, BLOCK=block
         )
         return out
 

@@ -105,22 +105,18 @@ def rotate_rows(
 
 
 @triton.jit
-def activate_rows(x_ptr, out_ptr, x_row_stride, SIZE: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """Apply an activation to SIZE columns of each row. The grid is (rows, column blocks).
+def activate_rows(x_ptr, out_ptr, x_row_stride, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute activation(first half) * second half of each row of x, [rows, 2 * SIZE]. Grid: (rows, column blocks).
 
-    KIND: "silu" and "gelu" (with tanh) give activation(first half of x) * second half; "relu squared" relu(x) ** 2.
+    The activation is silu, or gelu (with tanh) if GELU. One program computes BLOCK columns of a row of out.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
     x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(tl.float32)
-    if KIND == "relu squared":
-        x = tl.maximum(x, 0.0)
-        out = x * x
-    else:
-        up = tl.load(x_ptr + row * x_row_stride + SIZE + column, mask=mask, other=0.0).to(tl.float32)
-        sigmoid_input = x
-        if KIND == "gelu":  # x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))
-            sigmoid_input = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        out = x / (1.0 + tl.exp(-sigmoid_input)) * up
+    up = tl.load(x_ptr + row * x_row_stride + SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    sigmoid_input = x
+    if GELU:  # x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))
+        sigmoid_input = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+    out = x / (1.0 + tl.exp(-sigmoid_input)) * up
     tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -125,7 +125,7 @@ def test_a_pool_whose_blocks_were_moved_can_be_given_back() -> None:
 @pytest.mark.parametrize("way", CopyDirection)
 @pytest.mark.parametrize(("source", "target"), [(-1, 0), (0, -1), (16, 0), (0, 16), (1 << 40, 0)])
 def test_a_move_beyond_the_memory_is_not_done(way: CopyDirection, source: int, target: int) -> None:
-    """Copies go by addresses, which nothing else bounds; four units hold fewer than sixteen blocks."""
+    """Four units hold fewer than sixteen blocks."""
     model, dtype = load_model(cached_model(Recipe()))
     spec = model.make_cache_spec(4, dtype)
     runner = ModelRunner(

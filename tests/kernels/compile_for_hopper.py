@@ -119,7 +119,6 @@ def rows(ops: TritonKernels, dtype: torch.dtype) -> None:
         ops.norm_and_rotate(x.view(8, 32, 128), torch.empty(32, 128, dtype=dtype), 1e-6, False, turn, turn)
     ops.silu_and_mul(x)
     ops.gelu_tanh_and_mul(x)
-    ops.relu_squared(x)
 
 
 def experts(ops: TritonKernels, dtype: torch.dtype, tokens: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, build_alternating_decoder, read_attention_config
@@ -98,7 +99,7 @@ class SquaredReluMLP:
         self.down = Linear(scope, {"down_proj": hidden_size}, inner, bias)
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
-        return self.down(context.ops.relu_squared(self.up(x)))
+        return self.down(F.relu(self.up(x)).square())
 
 
 def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
