@@ -41,7 +41,7 @@ public:
     void step() {
         const u64 action = below(64);
         if (holders_.empty() || (action == 0 && holders_.size() < 80)) {
-            holders_.push_back(index_.add_holder("w", below(4) ? "m" : "n"));
+            holders_.push_back(index_.add_holder(below(4) ? "m" : "n"));
         } else if (action == 1 && below(8) == 0) {
             const std::size_t at = below(holders_.size());
             index_.remove_holder(holders_[at]);
@@ -70,7 +70,7 @@ public:
     // Everything given back: nothing may be left.
     bool drained() {
         for (u64 holder : holders_) index_.remove_holder(holder);
-        const u64 last = index_.add_holder("last", "m");
+        const u64 last = index_.add_holder("m");
         const u8 empty[] = {0x93, 0xcb, 0, 0, 0, 0, 0, 0, 0, 0, 0x90, 0xc0};
         for (std::size_t i = 0; i < 1'000'000 && index_.stats().nodes != 0; ++i) index_.ingest(last, empty, sizeof empty);
         const Stats stats = index_.stats();

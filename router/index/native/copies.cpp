@@ -27,12 +27,8 @@ std::vector<u32> Holder::homes() const {
 std::optional<u32> Holder::home(const std::vector<u32>& homes, const u64* names, std::size_t count) const {
     if (homes.empty()) return std::nullopt;
     for (std::size_t i = 0; i < count; ++i) {
-        const NameEntry* entry = find(names[i]);
-        if (entry == nullptr) continue;
-        auto best = homes.end();
-        each_slot(*entry, links_, [&](u32, u32 meta) {
-            best = std::min(best, std::find(homes.begin(), homes.end(), slot_of(meta) / kTiers));
-        });
+        const auto holds = [&](u32 ordinal) { return find_fastest(names[i], ordinal) != nullptr; };
+        const auto best = std::find_if(homes.begin(), homes.end(), holds);
         if (best != homes.end()) return *best;
     }
     return homes.front();
@@ -75,16 +71,9 @@ void Holder::store_copies(const Batch& batch, const Stored& event, Report& repor
 
 // As the group holds the name on its fastest tier; else as the event says; else as the group's last event said. 0: unknown.
 u64 Holder::length_of_copy(u64 name, u32 ordinal, u32 told) const {
-    u32 fastest = ~u32{0}, length = 0;
-    if (const NameEntry* entry = find(name)) {
-        each_slot(*entry, links_, [&](u32 node, u32 meta) {
-            if (slot_of(meta) / kTiers != ordinal || slot_of(meta) > fastest) return;
-            fastest = slot_of(meta);
-            length = nodes_[node].length;
-        });
-    }
+    if (const NameEntry* entry = find_fastest(name, ordinal)) return nodes_[entry->node].length;
+    if (told != 0) return told;
     const Group& group = groups[ordinal];
-    if (length != 0 || told != 0) return length != 0 ? length : told;
     return group.heard || group.declared ? group.block_size.value_or(0) : 0;
 }
 

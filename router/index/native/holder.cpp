@@ -109,27 +109,7 @@ u32 Holder::cut() const {
     return static_cast<u32>(held != 0 ? held : told != 0 ? told : 16);
 }
 
-// A run of blocks goes into one slot with one length: they are counted together, by `settle`.
-void Holder::count_fresh(u32 slot, u32 length) {
-    if (fresh_ != 0 && (fresh_slot_ != slot || fresh_length_ != length)) settle();
-    fresh_slot_ = slot;
-    fresh_length_ = length;
-    ++fresh_;
-}
-
-void Holder::settle() {
-    if (fresh_ == 0) return;
-    entries_ += fresh_;
-    adjust_length(fresh_slot_, fresh_length_, static_cast<int>(fresh_));
-    fresh_ = 0;
-}
-
 void Holder::count_length(u32 slot, u32 length, int by) {
-    settle();
-    adjust_length(slot, length, by);
-}
-
-void Holder::adjust_length(u32 slot, u32 length, int by) {
     if (!groups[slot / kTiers].count(length, by)) return;
     ++shape_;
     u64& users = model->lengths[length];
@@ -142,7 +122,6 @@ void Holder::adjust_length(u32 slot, u32 length, int by) {
 void Holder::forget_blocks() {
     ++changes_;
     ++shape_;
-    settle();
     parking_.clear();
     for (Group& group : groups) {
         for (const auto& [length, names] : group.lengths) {
@@ -150,15 +129,14 @@ void Holder::forget_blocks() {
         }
         group.lengths.clear();
     }
-    entries_ = 0;
     if (names_.size() <= kForgottenAtOnce) {
-        PendingCleanup few{std::move(names_), std::move(links_), seat};
+        PendingCleanup few{std::move(names_), seat};
         while (seats_.drain_some(few)) {
         }
         return;
     }
-    seats_.retire(PendingCleanup{std::move(names_), std::move(links_), seat});
-    seat = seats_.take(this);
+    seats_.retire(PendingCleanup{std::move(names_), seat});
+    seat = seats_.take();
 }
 
 // Everything on one tier left.
@@ -190,7 +168,7 @@ void Holder::clear() {
 
 void Holder::leave() {
     forget_blocks();
-    seats_.retire(PendingCleanup{Names(pages_), Links(), seat});
+    seats_.retire(PendingCleanup{Names(pages_), seat});
 }
 
 // -- names ------------------------------------------------------------------------------------------------------------
@@ -206,38 +184,16 @@ void Holder::add(u64 name, const NamePosition& place, u32 slot, u32 length, u32 
     Names::HashSlot spot = names_.spot(NameTraits::hash_of(name));
     NameEntry* entry = find(spot, name);
     if (entry != nullptr && (nodes_[entry->node].key != place.key || nodes_[entry->node].end != place.end)) {
-        forget_name(entry);  // the engine gave the name to another block: the newest word counts
+        forget_name(name);  // the engine gave the name to another block: the newest word counts
         entry = nullptr;
         spot = names_.spot(spot.hash);
     }
-    const auto first_in_slot = [&] {
-        count_fresh(slot, length);
-        const u32 node = nodes_.find_or_make(place.key, static_cast<u32>(place.end), length);
-        nodes_.add(node, seat, slot);
-        return node;
-    };
-    if (entry == nullptr) {
-        const u32 node = first_in_slot();
-        names_.insert(spot, NameEntry{name, node, slot << 23 | copies});
-    } else if ((entry->meta & kMany) == 0) {
-        if (slot_of(entry->meta) == slot) return again(entry->node, entry->meta, place, slot, length, copies);
-        const u32 other = links_.allocate(), own = links_.allocate();
-        links_[other] = Link{entry->node, entry->meta, 0};
-        links_[own] = Link{first_in_slot(), slot << 23 | copies, other};
-        entry->node = links_[own].node;
-        entry->meta = kMany | own;
-    } else {
-        for (u32 at = entry->meta & ~kMany; at != 0; at = links_[at].next) {
-            if (slot_of(links_[at].meta) != slot) continue;
-            again(links_[at].node, links_[at].meta, place, slot, length, copies);
-            entry->node = links_[entry->meta & ~kMany].node;
-            return;
-        }
-        const u32 own = links_.allocate();
-        links_[own] = Link{first_in_slot(), slot << 23 | copies, entry->meta & ~kMany};
-        entry->node = links_[own].node;
-        entry->meta = kMany | own;
-    }
+    if (entry != nullptr && slot_of(entry->meta) != slot) entry = find(name, slot);
+    if (entry != nullptr) return again(entry->node, entry->meta, place, slot, length, copies);
+    const u32 node = nodes_.find_or_make(place.key, static_cast<u32>(place.end), length);
+    nodes_.add(node, seat, slot);
+    count_length(slot, length, +1);
+    names_.insert(spot, NameEntry{name, node, slot << 23 | copies});
 }
 
 // The name is stored in the slot already: another copy, or the same block announced with another length.
@@ -262,83 +218,46 @@ bool Holder::keeps(u32& meta, std::optional<u32> left) const {
 }
 
 bool Holder::remove(u64 name, u32 slot, std::optional<u32> left) {
-    NameEntry* entry = find(name);
+    NameEntry* entry = find(name, slot);
     if (entry == nullptr) return false;
-    const auto last_in_slot = [&](u32 node) {
-        --entries_;
-        count_length(slot, nodes_[node].length, -1);
-        // What leaves a window does so all the time, and nothing is lost by it.
-        const Role role = groups[slot / kTiers].role();
-        if (role == Role::Full || role == Role::State) departed_.note(nodes_[node].key, id);
-        nodes_.remove(node, seat, slot);
-    };
-    if ((entry->meta & kMany) == 0) {
-        if (slot_of(entry->meta) != slot) return false;
-        if (keeps(entry->meta, left)) return true;
-        last_in_slot(entry->node);
-        names_.erase(entry);
-        return true;
-    }
-    const u32 head = entry->meta & ~kMany;
-    for (u32 before = 0, at = head; at != 0; before = at, at = links_[at].next) {
-        if (slot_of(links_[at].meta) != slot) continue;
-        if (keeps(links_[at].meta, left)) return true;
-        last_in_slot(links_[at].node);
-        const u32 after = links_[at].next;
-        links_.free(at);
-        if (before != 0) {
-            links_[before].next = after;
-        } else if (after != 0) {
-            entry->meta = kMany | after;
-            entry->node = links_[after].node;
-        } else {
-            names_.erase(entry);
-        }
-        return true;
-    }
-    return false;
+    if (keeps(entry->meta, left)) return true;
+    // What leaves a window does so all the time, and nothing is lost by it.
+    const Role role = groups[slot / kTiers].role();
+    if (role == Role::Full || role == Role::State) departed_.note(nodes_[entry->node].key, id);
+    erase(entry);
+    return true;
 }
 
-void Holder::forget_name(NameEntry* entry) {
-    each_slot(*entry, links_, [&](u32 node, u32 meta) {
-        --entries_;
-        count_length(slot_of(meta), nodes_[node].length, -1);
-        nodes_.remove(node, seat, slot_of(meta));
-    });
-    if (entry->meta & kMany) {
-        for (u32 at = entry->meta & ~kMany; at != 0;) {
-            const u32 next = links_[at].next;
-            links_.free(at);
-            at = next;
-        }
-    }
+void Holder::forget_name(u64 name) {
+    while (NameEntry* entry = find(name)) erase(entry);
+}
+
+void Holder::erase(NameEntry* entry) {
+    const u32 slot = slot_of(entry->meta);
+    count_length(slot, nodes_[entry->node].length, -1);
+    nodes_.remove(entry->node, seat, slot);
     names_.erase(entry);
 }
 
 // -- seats -------------------------------------------------------------------------------------------------------------
 
-Seat Seats::take(Holder* owner) {
+Seat Seats::take() {
     if (!free_.empty()) {
         const Seat seat = free_.back();
         free_.pop_back();
-        owners_[seat] = owner;
         return seat;
     }
-    if (owners_.size() > kSeatMax) throw std::length_error("the index is full: too many holders");
-    owners_.push_back(owner);
-    return static_cast<Seat>(owners_.size() - 1);
+    if (count_ > kSeatMax) throw std::length_error("the index is full: too many holders");
+    return count_++;
 }
 
 void Seats::retire(PendingCleanup estate) {
-    owners_[estate.seat] = nullptr;
     estates_.push_back(std::move(estate));
 }
 
 bool Seats::drain_some(PendingCleanup& estate) {
     return estate.names.drain_some([&](const NameEntry& entry) {
-        Holder::each_slot(entry, estate.links, [&](u32 node, u32 meta) {
-            nodes_.remove(node, estate.seat, Holder::slot_of(meta));
-        });
+        nodes_.remove(entry.node, estate.seat, Holder::slot_of(entry.meta));
     });
 }
 
@@ -352,8 +271,8 @@ bool Seats::settle_some() {
 }
 
 std::size_t Seats::bytes() const {
-    std::size_t sum = owners_.capacity() * sizeof(Holder*);
-    for (const PendingCleanup& estate : estates_) sum += estate.names.bytes() + estate.links.bytes();
+    std::size_t sum = free_.capacity() * sizeof(Seat);
+    for (const PendingCleanup& estate : estates_) sum += estate.names.bytes();
     return sum;
 }
 

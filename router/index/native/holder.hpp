@@ -59,15 +59,11 @@ struct NamePosition {
     u64 end = 0;
 };
 
-// A name with its node and copies in one slot, or the head of a list of Links for a name in several slots.
+// A name in one slot, with its node and the number of copies there. A name in several slots has several entries.
 struct NameEntry {
     u64 name;
-    u32 node;  // 0 = empty entry
-    u32 meta;  // slot << 24 | copies, or kMany | id of the first Link
-};
-
-struct Link {
-    u32 node, meta, next;
+    u32 node;
+    u32 meta;  // slot << 23 | copies
 };
 
 struct NameTraits {
@@ -75,7 +71,6 @@ struct NameTraits {
     static u32 hash(const NameEntry& entry) { return hash_of(entry.name); }
 };
 
-using Links = Pool<Link>;
 using Names = SegmentedTable<NameEntry, NameTraits>;
 
 // Blocks that wait for their parent or for the first of their names.
@@ -134,10 +129,9 @@ struct Model {
     std::map<u32, u64> lengths;  // block length -> number of (holder, group) that use it
 };
 
-// Names and links of a cleared holder, which are removed from the nodes in small steps.
+// Names of a cleared holder, which are removed from the nodes in small steps.
 struct PendingCleanup {
     Names names;
-    Links links;
     Seat seat = 0;
 };
 
@@ -186,7 +180,7 @@ class Seats {
 public:
     explicit Seats(Nodes& nodes) : nodes_(nodes) {}
 
-    Seat take(Holder* owner);
+    Seat take();
     void retire(PendingCleanup estate);
     // Do one small step of cleanup; returns false where nothing is left.
     bool settle_some();
@@ -195,15 +189,14 @@ public:
     void settle(std::size_t names) {
         for (owed_ = estates_.empty() ? 0 : owed_ + names; owed_ >= kNamesAStep; owed_ -= kNamesAStep) settle_some();
     }
-    Holder* owner(Seat seat) const { return seat < owners_.size() ? owners_[seat] : nullptr; }
-    std::size_t count() const { return owners_.size(); }
+    std::size_t count() const { return count_; }
     std::size_t bytes() const;
 
 private:
     Nodes& nodes_;
     static constexpr std::size_t kNamesAStep = 450;  // average number of names in a segment
     std::size_t owed_ = 0;
-    std::vector<Holder*> owners_;
+    Seat count_ = 0;
     std::vector<Seat> free_;
     std::vector<PendingCleanup> estates_;
 };
@@ -233,13 +226,12 @@ private:
 
 class Holder {
 public:
-    Holder(u64 id, std::string name, Model* model, const Digester& digester, Pages& pages, Nodes& nodes, Seats& seats,
+    Holder(u64 id, Model* model, const Digester& digester, Pages& pages, Nodes& nodes, Seats& seats,
            RemovedBlocks& departed)
-        : id(id), name(std::move(name)), model(model), seat(seats.take(this)), digester_(digester), pages_(pages),
+        : id(id), model(model), seat(seats.take()), digester_(digester), pages_(pages),
           nodes_(nodes), seats_(seats), departed_(departed), names_(pages) {}
 
     const u64 id;
-    const std::string name;
     Model* const model;
     Seat seat;
     bool reannounces = false;
@@ -268,8 +260,8 @@ public:
     // Block length at whose multiples a prompt in flight will be resumable.
     u32 cut() const;
 
-    u64 entries() const { return entries_; }
-    std::size_t bytes() const { return names_.bytes() + links_.bytes() + parking_.bytes() + sizeof *this; }
+    u64 entries() const { return names_.size(); }
+    std::size_t bytes() const { return names_.bytes() + parking_.bytes() + sizeof *this; }
     std::size_t parked() const { return parking_.blocks(); }
 
     // Number that changes with the holder's names.
@@ -279,21 +271,15 @@ public:
     // Call visit(name, node id, slot, copies) for one part of the table; returns false for the last part.
     template <class Visit>
     bool each_name(std::size_t part, Visit visit) const {
-        return names_.each_of(part, [&](const NameEntry& entry) { each_slot(entry, links_, [&](u32 node, u32 meta) {
-            visit(entry.name, node, slot_of(meta), meta & kCopies);
-        }); });
+        return names_.each_of(part, [&](const NameEntry& entry) {
+            visit(entry.name, entry.node, slot_of(entry.meta), entry.meta & kCopies);
+        });
     }
 
 private:
     friend class Seats;
-    static constexpr u32 kMany = 1u << 31, kCopies = (1u << 23) - 1;
-    static u32 slot_of(u32 meta) { return meta >> 23 & kSlotMax; }
-
-    template <class Visit>  // visit(node id, meta)
-    static void each_slot(const NameEntry& entry, const Links& links, Visit visit) {
-        if ((entry.meta & kMany) == 0) return visit(entry.node, entry.meta);
-        for (u32 at = entry.meta & ~kMany; at != 0; at = links[at].next) visit(links[at].node, links[at].meta);
-    }
+    static constexpr u32 kCopies = (1u << 23) - 1;
+    static u32 slot_of(u32 meta) { return meta >> 23; }
 
     // Each block touches two random places in memory, which are prefetched kAhead blocks before: its name's entry while
     // the payload is read (`expect`), and its node while the tokens are hashed.
@@ -303,7 +289,6 @@ private:
 
     // Account for changed blocks: clean up old seats, and release the lock if it is time.
     void worked(std::size_t blocks) {
-        settle();
         seats_.settle(2 * blocks);
         turn_->pay(blocks);
     }
@@ -334,6 +319,18 @@ private:
     std::vector<u64> attach(const ParkedRun& run);
 
     NameEntry* find(u64 name) const { return find(names_.spot(NameTraits::hash_of(name)), name); }
+    NameEntry* find(u64 name, u32 slot) const {
+        return names_.find(NameTraits::hash_of(name), [&](const NameEntry& entry) {
+            return entry.name == name && slot_of(entry.meta) == slot;
+        });
+    }
+    // Return the entry of a name on the fastest tier of a group; null where the group does not hold it.
+    NameEntry* find_fastest(u64 name, u32 ordinal) const {
+        for (u32 tier = 0; tier < kTiers; ++tier) {
+            if (NameEntry* entry = find(name, ordinal * kTiers + tier)) return entry;
+        }
+        return nullptr;
+    }
     NameEntry* find(const Names::HashSlot& spot, u64 name) const {
         return names_.find(spot, [&](const NameEntry& entry) { return entry.name == name; });
     }
@@ -341,11 +338,9 @@ private:
     void again(u32& node, u32& meta, const NamePosition& place, u32 slot, u32 length, u32 copies);
     bool remove(u64 name, u32 slot, std::optional<u32> left = std::nullopt);
     bool keeps(u32& meta, std::optional<u32> left) const;
-    void forget_name(NameEntry* entry);
+    void forget_name(u64 name);
+    void erase(NameEntry* entry);
     void count_length(u32 slot, u32 length, int by);
-    void count_fresh(u32 slot, u32 length);
-    void adjust_length(u32 slot, u32 length, int by);
-    void settle();
     bool has_room(u32 ordinal, u32 length, std::size_t count) const;
     u32 ordinal(const std::optional<std::int64_t>& key);
     std::optional<u32> find_ordinal(const std::optional<std::int64_t>& key) const;
@@ -356,15 +351,11 @@ private:
     Seats& seats_;
     RemovedBlocks& departed_;
     Names names_;
-    Links links_;
     Parking parking_;
     BatchNames taught_;
     std::vector<NamePosition> places_;    // position of each name of the batch, in runs that are resolved
     std::vector<bool> resolved_;   // whether each stored event of the batch is resolved
-    u64 full_stores_ = 0, batch_ = 0, entries_ = 0, changes_ = 0, shape_ = 0;
-    // New names that `groups` and `entries_` do not count yet; 0 between events.
-    u64 fresh_ = 0;
-    u32 fresh_slot_ = 0, fresh_length_ = 0;
+    u64 full_stores_ = 0, batch_ = 0, changes_ = 0, shape_ = 0;
     bool teaching_ = true;
     LockSlice* turn_ = nullptr;  // set while a batch is applied
 };

@@ -196,13 +196,9 @@ std::optional<NamePosition> Holder::start_of(const Batch& batch, const Stored& e
 // The length of a block that is not full yet, named at a finer boundary than the full blocks before it (vLLM's partial
 // blocks): it begins where the last full one ends. For any other run, its block size.
 u32 Holder::length_of_partial(const Stored& event, u32 slot) const {
-    const NameEntry* entry = event.names.count == 1 && event.skipped.count != 0 && event.has_ancestor ? find(event.ancestor) : nullptr;
-    u64 full = 0;
-    if (entry != nullptr) {
-        each_slot(*entry, links_, [&](u32 node, u32 meta) {
-            if (slot_of(meta) == slot) full = nodes_[node].length;
-        });
-    }
+    if (event.names.count != 1 || event.skipped.count == 0 || !event.has_ancestor) return event.block_size;
+    const NameEntry* entry = find(event.ancestor, slot);
+    const u64 full = entry == nullptr ? 0 : nodes_[entry->node].length;
     const u64 whole = event.skipped.count + event.block_size;
     return event.block_size < full && whole <= full ? static_cast<u32>(whole) : event.block_size;
 }

@@ -19,7 +19,7 @@ Query Index::query(const Tokens& prompt, const ScopeView& scope) const {
     return Query{prompt.data, prompt.count, start, prompt.memo};
 }
 
-u64 Index::add_holder(std::string name, const std::string& model) {
+u64 Index::add_holder(const std::string& model) {
     const std::lock_guard writer(ingest_mutex_);
     const std::unique_lock lock(mutex_);
     auto& entry = models_[model];
@@ -29,7 +29,7 @@ u64 Index::add_holder(std::string name, const std::string& model) {
         entry->start = digester_.text(3, {Text(model)});
     }
     const u64 id = next_holder_++;
-    auto holder = std::make_unique<Holder>(id, std::move(name), entry.get(), digester_, pages_, nodes_, seats_, departed_);
+    auto holder = std::make_unique<Holder>(id, entry.get(), digester_, pages_, nodes_, seats_, departed_);
     entry->holders.push_back(holder.get());
     holders_.emplace(id, std::move(holder));
     return id;

@@ -60,7 +60,7 @@ public:
 
     const Digester& digester() const { return digester_; }
 
-    u64 add_holder(std::string name, const std::string& model);
+    u64 add_holder(const std::string& model);
     void remove_holder(u64 holder);
     void clear(u64 holder);
     void declare_groups(u64 holder, const std::vector<Group>& groups);

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <memory>
 #include <new>
-#include <utility>
 #include <vector>
 
 #if defined(__linux__)
@@ -66,17 +65,8 @@ private:
 template <class Item>
 class Pool {
 public:
-    Pool() = default;
-    Pool(Pool&& other) noexcept { swap(other); }
-    Pool& operator=(Pool&& other) noexcept {
-        Pool gone(std::move(*this));
-        swap(other);
-        return *this;
-    }
-
     Item& operator[](u32 id) { return chunks_[id / kChunk][id % kChunk]; }
     const Item& operator[](u32 id) const { return chunks_[id / kChunk][id % kChunk]; }
-    void prefetch(u32 id) const { __builtin_prefetch(&chunks_[id / kChunk][id % kChunk]); }
 
     u32 allocate() {
         if (free_ != 0) {
@@ -102,12 +92,6 @@ public:
     std::size_t bytes() const { return chunks_.size() * kChunk * sizeof(Item); }
 
 private:
-    void swap(Pool& other) {
-        std::swap(chunks_, other.chunks_);
-        std::swap(free_, other.free_);
-        std::swap(next_, other.next_);
-    }
-
     static constexpr u32 kChunk = 4096;
     struct Free {
         void operator()(Item* items) const { std::free(items); }
