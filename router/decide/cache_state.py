@@ -84,6 +84,11 @@ class CacheState:
     """
 
     def __init__(self, index: PrefixIndex, config: CoreConfig, working_sets: WorkingSets) -> None:
+        """Begin without targets.
+
+        A prompt that ends stays pinned for `config.pin_grace_s`, until the events about it have come. `working_sets`
+        says which targets lack room; running prompts are compared in chunks of as many tokens as theirs.
+        """
         self._index = index
         self._pin_grace_s, self._cost_config = config.pin_grace_s, config.cost
         self.working_sets = working_sets
@@ -170,7 +175,12 @@ class CacheState:
     def find_cache_hits(
         self, prompt: PromptQuery, candidates: Sequence[Target], matches: dict[HolderId, Match] | None = None
     ) -> list[CandidateFacts]:
-        """Return what each candidate will have cached of a prompt. `matches`: result of the index, if known."""
+        """Return for each candidate the length of the prompt's prefix that it will have cached when the request runs.
+
+        `cached_tokens` includes the prompts of running requests, `resident_tokens` only what events say is there. An
+        approximate cache counts a prompt from its sending on and so knows one number for both. `matches`: result of the
+        index, if it was asked already.
+        """
         if matches is None:
             matches = self.match(prompt)
         approximate_caches = self._approximate_caches
@@ -180,11 +190,11 @@ class CacheState:
             match = matches.get(target.holder)
             if approximate_caches and target.name in approximate_caches:
                 cached_tokens = approximate_caches[target.name].count_cached_tokens(keys)
-                hits.append(CandidateFacts(cached_tokens, cached_tokens))
+                hits.append(CandidateFacts(cached_tokens=cached_tokens, resident_tokens=cached_tokens))
             elif match is None:
                 hits.append(CandidateFacts())
             else:
-                facts = CandidateFacts(match.pinned_tokens, match.tokens)
+                facts = CandidateFacts(cached_tokens=match.pinned_tokens, resident_tokens=match.tokens)
                 if match.tokens != match.gpu_tokens:
                     facts.tier_load_s = estimate_tier_load_s(match, self._cost_config) * target.speed.tier_load.factor
                 hits.append(facts)

@@ -260,11 +260,11 @@ class RouterCore:
     def fail_transfer(
         self, request_id: str, now: float, *, is_pair_fault: bool = True, may_be_crash: bool = False
     ) -> list[Instruction]:
-        """Record that no KV came for a request in flight: its worker computes the prompt itself.
+        """Record that the KV from another worker will not come: the request's own worker computes the prompt.
 
-        The attempt goes on, and the source gets the request no more. `is_pair_fault`: the two workers failed, so no
-        transfer between them is planned for a while; else only this request was refused. `may_be_crash`: the request
-        may have crashed the source.
+        The attempt goes on, and the request gets no KV from that source again. `is_pair_fault`: the transfer itself
+        failed, so the router avoids this pair of workers for a while; False if the source refused this request alone.
+        `may_be_crash`: the source broke down on the request. A request that may have crashed too many workers fails.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None:

@@ -229,28 +229,26 @@ class WorkerRegistry:
 
     def find_ineligibility_reasons(self, request: RouteRequest) -> dict[str, str]:
         """Return worker -> reason why it is no candidate, for explanations."""
-        reasons: dict[str, str] = {}
-        for worker in self.workers.values():
-            reason = _find_ineligibility_reason(worker, request.model, request.role)
-            if reason is None and not self._fits_context(
-                worker.worker_id, request.model, _count_needed_tokens(request)
-            ):
-                reason = "context too short"
-            elif reason is None and request.role is None and _computes_prefills_only(worker):
-                reason = "computes prefills only"
-            elif reason is None and not self._has_partner(worker, request.model):
-                reason = "no worker computes prompts for it"
-            elif reason is None and request.worker not in (None, worker.worker_id):
-                reason = "another worker is pinned"
-            elif (
-                reason is None
-                and request.allowed_workers is not None
-                and worker.worker_id not in request.allowed_workers
-            ):
-                reason = "not among the gateway's endpoints"
-            if reason is not None:
-                reasons[worker.worker_id] = reason
-        return reasons
+        reasons = {name: self._find_ineligibility_reason(worker, request) for name, worker in self.workers.items()}
+        return {name: reason for name, reason in reasons.items() if reason is not None}
+
+    def _find_ineligibility_reason(self, worker: Worker, request: RouteRequest) -> str | None:
+        """Return the first reason why a worker is no candidate for a request; None if it is one."""
+        model, role = request.model, request.role
+        reason = _find_unavailable_reason(worker, model, role)
+        if reason is not None:
+            return reason
+        if not self._fits_context(worker.worker_id, model, _count_needed_tokens(request)):
+            return "context too short"
+        if role is None and _computes_prefills_only(worker):
+            return "computes prefills only"
+        if not self._has_partner(worker, model):
+            return "no worker computes prompts for it"
+        if request.worker not in (None, worker.worker_id):
+            return "another worker is pinned"
+        if request.allowed_workers is not None and worker.worker_id not in request.allowed_workers:
+            return "not among the gateway's endpoints"
+        return None
 
     def compute_retry_after_s(self, now: float) -> float:
         """Return the time until a broken worker will be tried again."""
@@ -265,7 +263,7 @@ class WorkerRegistry:
         model, role = key
         pool: list[Target] = []
         context_limits: list[int] = []
-        workers = [w for w in self.workers.values() if _find_ineligibility_reason(w, model, role) is None]
+        workers = [w for w in self.workers.values() if _find_unavailable_reason(w, model, role) is None]
         if role is None:
             workers = [worker for worker in workers if not _computes_prefills_only(worker)] or workers
         workers = [worker for worker in workers if self._has_partner(worker, model)]
@@ -354,7 +352,7 @@ def _count_needed_tokens(request: RouteRequest) -> int:
     return (request.longest_prompt_tokens or request.prompt_tokens) + 1
 
 
-def _find_ineligibility_reason(worker: Worker, model: str, role: str | None) -> str | None:
+def _find_unavailable_reason(worker: Worker, model: str, role: str | None) -> str | None:
     """Return the reason why a worker takes no requests for a model and role now, or None."""
     if model not in worker.models:
         return f"does not serve {model}"
