@@ -182,13 +182,17 @@ std::optional<NamePosition> Holder::place_of(u64 name) const {
 
 void Holder::add(u64 name, const NamePosition& place, u32 slot, u32 length, u32 copies) {
     Names::HashSlot spot = names_.spot(NameTraits::hash_of(name));
-    NameEntry* entry = find(spot, name);
-    if (entry != nullptr && (nodes_[entry->node].key != place.key || nodes_[entry->node].end != place.end)) {
+    const NameEntry* known = nullptr;  // an entry of the name in any slot
+    NameEntry* entry = names_.find(spot, [&](const NameEntry& other) {
+        if (other.name != name) return false;
+        known = &other;
+        return slot_of(other.meta) == slot;
+    });
+    if (known != nullptr && (nodes_[known->node].key != place.key || nodes_[known->node].end != place.end)) {
         forget_name(name);  // the engine gave the name to another block: the newest word counts
         entry = nullptr;
         spot = names_.spot(spot.hash);
     }
-    if (entry != nullptr && slot_of(entry->meta) != slot) entry = find(name, slot);
     if (entry != nullptr) return again(entry->node, entry->meta, place, slot, length, copies);
     const u32 node = nodes_.find_or_make(place.key, static_cast<u32>(place.end), length);
     nodes_.add(node, seat, slot);
