@@ -267,6 +267,12 @@ class CacheState:
         sharing_requests = arrivals / (shared.target_count + 1)
         return shared.chunk_count * self._chunk_tokens, sharing_requests / (sharing_requests + 1.0)
 
+    def count_running_tokens(self, prompt: PromptQuery, target: Target) -> int:
+        """Count the first tokens of a prompt that running requests hold in a target's KV cache, in whole chunks."""
+        assert target.load.running_chunk_counts is not None
+        keys = prompt.get_chunk_keys(self._chunk_tokens)
+        return self._chunk_tokens * target.load.running_chunk_counts.count_leading(keys, 1)
+
     def release_expired_pins(self, now: float) -> None:
         """Release the pins at the end of their grace period."""
         while self._grace_pins and self._grace_pins[0].release_s <= now:

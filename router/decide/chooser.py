@@ -369,6 +369,7 @@ class Chooser:
             candidate_facts = self._cache_state.find_cache_hits(prompt_query, targets, matches)
             if self._cache_state.working_sets.may_overflow(prompt_query.prompt_tokens, request_facts.now):
                 self._add_pressures(prompt_query, targets, candidate_facts)
+            self._add_memory_waits(prompt_query, request_facts.output_tokens, targets, candidate_facts)
         if queued_ahead_s:
             for target, facts in zip(targets, candidate_facts):
                 facts.queued_ahead_s = queued_ahead_s.get(target.name, 0.0)
@@ -422,6 +423,20 @@ class Chooser:
         )
         for overflow_share, target, facts in zip(overflow_shares, targets, candidate_facts):
             facts.pressure_s = overflow_share * target.estimate_prefill_s(prompt_tokens, 0)
+
+    def _add_memory_waits(
+        self,
+        prompt_query: PromptQuery,
+        output_tokens: float,
+        targets: list[Target],
+        candidate_facts: list[CandidateFacts],
+    ) -> None:
+        """Set the time until each target has room in its KV memory for the prompt and the answer."""
+        tokens = prompt_query.prompt_tokens + output_tokens
+        for target, facts in zip(targets, candidate_facts):
+            if tokens > target.free_kv_tokens:
+                needed_tokens = tokens - self._cache_state.count_running_tokens(prompt_query, target)
+                facts.memory_wait_s = target.estimate_memory_wait_s(needed_tokens)
 
     def _add_media_hits(
         self, request: RouteRequest, targets: list[Target], candidate_facts: list[CandidateFacts], now: float

@@ -163,7 +163,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     slowdown: float
     """Factor by which running decodes stretch a prefill."""
     slot_wait_s: float
-    """Wait for a sequence slot (max_num_seqs) if all slots are in use."""
+    """Wait for a sequence slot (max_num_seqs) if all are in use, or for room in the KV memory."""
     tier_load_s: float
     """Time to fetch the part of the cached prefix that lies on slower tiers."""
     output_tokens: float

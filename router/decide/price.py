@@ -58,6 +58,8 @@ class CandidateFacts(msgspec.Struct, eq=False):
     """Time to fetch the part of the cached prefix that lies on slower tiers."""
     pressure_s: float = 0.0
     """Prefill that will be computed again because the worker lacks room for all prompts that live there."""
+    memory_wait_s: float = 0.0
+    """Time until enough of what runs there has ended for the request to fit into the KV memory."""
     queued_ahead_s: float = 0.0
     """Prefill that the router has queued for the worker and will send before this request."""
     transfer: Transfer | None = None
@@ -83,14 +85,17 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
     if candidate.arriving_tokens > hit_tokens:
         hit_tokens = candidate.arriving_tokens
 
-    # ttft: the wait for a sequence slot, the prefill that goes first and its own, and loads from slower tiers.
+    # ttft: the wait for a slot and KV memory, the prefill that goes first and its own, and loads from slower tiers.
     prefill_s = speed.estimate_prefill_s(prompt_tokens, hit_tokens)
     queue_s = target.estimate_queue_s(request.now)
     if queue_s and target.prefill_queue.is_shortest_first:  # longer prompts wait for this one
         queue_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, queue_s)
         congestion += overtaken_count
     queue_s += candidate.queued_ahead_s
-    ttft_s = target.slot_wait_s + slowdown * (queue_s + prefill_s) + candidate.tier_load_s
+    slot_wait_s = target.slot_wait_s
+    if candidate.memory_wait_s > slot_wait_s:
+        slot_wait_s = candidate.memory_wait_s
+    ttft_s = slot_wait_s + slowdown * (queue_s + prefill_s) + candidate.tier_load_s
     if candidate.arrival_s > slowdown * queue_s:
         ttft_s += candidate.arrival_s - slowdown * queue_s
 
@@ -142,7 +147,7 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
         prefill_s=computed_s,
         queue_s=queue_s,
         slowdown=slowdown,
-        slot_wait_s=target.slot_wait_s,
+        slot_wait_s=slot_wait_s,
         tier_load_s=candidate.tier_load_s,
         output_tokens=output_tokens,
         decode_requests=decode_request_count,

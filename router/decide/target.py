@@ -386,6 +386,18 @@ class Target:
         """Return the time until a share, at most 1, of the requests here has ended."""
         return share * self.load.mean_remaining_output_tokens * self.step_s if self.total_request_count else 0.0
 
+    def estimate_memory_wait_s(self, needed_tokens: float) -> float:
+        """Return the time until so many tokens of the KV memory are free. A request frees all that it holds at its end.
+
+        That of one request is the mean of what the requests here hold.
+        """
+        missing_tokens = needed_tokens - self.free_kv_tokens
+        if missing_tokens <= 0.0 or not self.total_request_count or self.capacity.kv_tokens is None:
+            return 0.0
+        missing_share = min(missing_tokens / (self.capacity.kv_tokens - self.free_kv_tokens), 1.0)
+        ending_requests = math.ceil(missing_share * self.total_request_count)
+        return self.estimate_drain_s(ending_requests / self.total_request_count)
+
     def make_external_peer_load(self) -> PeerLoad:
         """Return `external_load` in the form of another router's load."""
         external = self.external_load

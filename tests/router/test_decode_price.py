@@ -232,6 +232,33 @@ def test_a_copy_of_a_shared_prefix_is_worth_less_where_memory_is_full_and_what_i
     assert free_shares[0] < 0.1 < 0.7 < free_shares[1]
 
 
+def test_a_request_that_does_not_fit_into_the_memory_waits_for_whole_requests_to_end() -> None:
+    """Two answers hold 8,000 of 10,000 tokens. What a running prompt holds already needs no more room."""
+    core = pool(2, cache_tokens=10_000)
+    for i in range(2):
+        core.route(RouteRequest(f"r{i}", "m", SCOPE, [i] * 4000, 4000, worker="w0"), 0.0)
+        core.record_first_token(f"r{i}", 1.0)
+
+    def price_new_prompt(first_id: int, prompt_tokens: int) -> tuple[float, float]:
+        ids = [first_id] * prompt_tokens
+        placement = core.route(RouteRequest("new", "m", SCOPE, ids, prompt_tokens), 2.0, explain=True)
+        core.abort_request("new", 2.0)
+        assert isinstance(placement, Forward)
+        assert placement.decision.candidates is not None
+        terms = {terms.worker: terms for terms in placement.decision.candidates}
+        assert terms["w0"].ttft_s > terms["w0"].slot_wait_s
+        assert terms["w1"].slot_wait_s == 0.0
+        return terms["w0"].slot_wait_s, terms["w0"].output_tokens
+
+    target = core.tracker.targets["w0"]
+    assert target.free_kv_tokens == 2000
+    wait_s, output_tokens = price_new_prompt(9, 3000)
+    assert wait_s == pytest.approx(output_tokens * target.step_s / 2), "one of two has to end, and frees 4,000 tokens"
+    assert price_new_prompt(9, 7000)[0] == pytest.approx(output_tokens * target.step_s)
+    assert price_new_prompt(9, 1000)[0] == 0.0
+    assert price_new_prompt(1, 4100)[0] == 0.0
+
+
 @given(st.lists(st.integers(-5, 10**12), max_size=100))
 def test_expected_lengths_stay_within_reason(answer_lengths: list[int]) -> None:
     lengths = OutputLengths()

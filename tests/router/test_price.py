@@ -65,7 +65,9 @@ def write_out(
             queue_s += max(waiting_s[0] - progress_s, 0.2 * progress_s) - waiting_s[0]
     left_tokens = sum(request.output_tokens for request in requests) / len(requests) if requests else 256.0
     slot_s = max(0, count + 1 - slots) / slots * left_tokens * step_s if count else 0.0
-    ttft_s = slot_s + slowdown * (queue_s + cache.queued_ahead_s + prefill_s) + cache.tier_load_s
+    ttft_s = (
+        max(slot_s, cache.memory_wait_s) + slowdown * (queue_s + cache.queued_ahead_s + prefill_s) + cache.tier_load_s
+    )
     ttft_s += max(0.0, cache.arrival_s - slowdown * (queue_s + cache.queued_ahead_s))
 
     output = priced.output_tokens
@@ -117,7 +119,7 @@ def sent(draw_prompt: st.SearchStrategy[int]) -> st.SearchStrategy[Sent]:
     output_tokens=st.floats(1.0, 4000.0),
     shares=st.tuples(*[st.floats(0.0, 1.0)] * 4),
     congestion=st.floats(0.1, 50.0),
-    waits_s=st.tuples(*[st.floats(0.0, 3.0)] * 3),
+    waits_s=st.tuples(*[st.floats(0.0, 3.0)] * 4),
     arrival_s=st.just(0.0) | st.floats(0.0, 3.0),
     can_move_prefill=st.booleans(),
     slots=st.integers(1, 8),
