@@ -389,14 +389,16 @@ class Target:
     def estimate_memory_wait_s(self, needed_tokens: float) -> float:
         """Return the time until so many tokens of the KV memory are free. A request frees all that it holds at its end.
 
-        That of one request is the mean of what the requests here hold.
+        Each request is assumed to hold as much as the mean of those here.
         """
-        missing_tokens = needed_tokens - self.free_kv_tokens
-        if missing_tokens <= 0.0 or not self.total_request_count or self.capacity.kv_tokens is None:
+        request_count = self.total_request_count
+        if needed_tokens <= self.free_kv_tokens or self.capacity.kv_tokens is None or not request_count:
             return 0.0
-        missing_share = min(missing_tokens / (self.capacity.kv_tokens - self.free_kv_tokens), 1.0)
-        ending_requests = math.ceil(missing_share * self.total_request_count)
-        return self.estimate_drain_s(ending_requests / self.total_request_count)
+        held_tokens = self.capacity.kv_tokens - self.free_kv_tokens
+        if held_tokens <= 0.0:  # nothing that ends frees memory: the request is larger than the cache
+            return 0.0
+        missing_share = min((needed_tokens - self.free_kv_tokens) / held_tokens, 1.0)
+        return self.estimate_drain_s(math.ceil(missing_share * request_count) / request_count)
 
     def make_external_peer_load(self) -> PeerLoad:
         """Return `external_load` in the form of another router's load."""

@@ -257,6 +257,8 @@ def test_a_request_that_does_not_fit_into_the_memory_waits_for_whole_requests_to
     assert price_new_prompt(9, 7000)[0] == pytest.approx(output_tokens * target.step_s)
     assert price_new_prompt(9, 1000)[0] == 0.0
     assert price_new_prompt(1, 4100)[0] == 0.0
+    core.tracker.targets["w1"].capacity.kv_tokens = 10
+    assert price_new_prompt(9, 100)[0] == 0.0, "nobody is there to wait for, if larger than the whole cache of w1"
 
 
 @given(st.lists(st.integers(-5, 10**12), max_size=100))
