@@ -269,9 +269,8 @@ class CacheState:
 
     def count_running_tokens(self, prompt: PromptQuery, target: Target) -> int:
         """Count the first tokens of a prompt that running requests hold in a target's KV cache, in whole chunks."""
-        assert target.load.running_chunk_counts is not None
         keys = prompt.get_chunk_keys(self._chunk_tokens)
-        return self._chunk_tokens * target.load.running_chunk_counts.count_leading(keys, 1)
+        return self._chunk_tokens * self._running_chunks.count_leading(target, keys)
 
     def release_expired_pins(self, now: float) -> None:
         """Release the pins at the end of their grace period."""
@@ -348,6 +347,14 @@ class RunningChunks:
             if not chunk.prompt_count:
                 del self._chunks[key]
         return duplicates
+
+    def count_leading(self, target: Target, keys: Sequence[int]) -> int:
+        """Return how many of a prompt's chunks, from the first on, run on a target."""
+        for i, key in enumerate(keys):
+            chunk = self._chunks.get(key)
+            if chunk is None or target not in chunk.count_by_target:
+                return i
+        return len(keys)
 
     def find_shared_prefix(self, keys: Sequence[int]) -> SharedPrefix:
         """Return the longest prefix of a prompt with these chunks that SHARED_RUNNING_MIN running prompts have."""
