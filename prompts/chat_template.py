@@ -6,7 +6,6 @@ function of its arguments, except where a template asks for the date (`strftime_
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -90,21 +89,6 @@ def _needs_system_first(source: str, seconds_max: float) -> bool:
     return False
 
 
-_SAMPLE_TOOLS: list[Message] = [
-    {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
-]
-_SAMPLE_CALL = {"type": "function", "id": "call00000", "function": {"name": "f", "arguments": {}}}
-_SAMPLE_MESSAGES: list[Message] = [
-    {"role": "system", "content": "a"},
-    {"role": "user", "content": "b"},
-    {"role": "assistant", "content": "", "tool_calls": [_SAMPLE_CALL]},
-    {"role": "tool", "content": "c", "tool_call_id": "call00000"},
-    {"role": "assistant", "content": "d"},
-    {"role": "user", "content": "e"},
-]
-"""Messages by which a template shows whether it keeps its limits."""
-
-
 class ChatTemplate:
     """The templates of one model: usually one, sometimes several by name (`default`, `tool_use`, `rag`).
 
@@ -120,19 +104,10 @@ class ChatTemplate:
         """Whether templates get messages as before transformers 5.23: with nulls, and with reasoning under one name."""
         for source in self._templates.values():
             _compile_template(source)
-        self._seconds_max = math.inf
+        self.seconds_max = math.inf
+        """Most CPU time of a rendering. Once a rendering takes longer, `is_bounded` becomes false."""
         self.is_bounded = True
-        """Whether the templates have kept the time limit so far, if there is one."""
-
-    def set_time_limit(self, seconds_max: float) -> None:
-        """Limit the CPU time of each rendering, and try the templates out on sample messages.
-
-        Once a template takes longer, `is_bounded` becomes false, and `render` refuses all chats.
-        """
-        self._seconds_max = seconds_max
-        for tools in (None, _SAMPLE_TOOLS):
-            with contextlib.suppress(RequestError):  # raised for a template that refuses these messages, too
-                self.render(_SAMPLE_MESSAGES, tools=tools)
+        """Whether all renderings have kept the time limit. If not, `render` refuses all chats."""
 
     def select_source(self, override: str | None = None, *, has_tools: bool = False) -> str:
         """Return the template of a request. `override` is a template's text or the name of one of the model's."""
@@ -160,7 +135,7 @@ class ChatTemplate:
         """Return whether one of the templates refuses a system message after another message, by vLLM's test."""
         self._check_bounded()
         sources = (self.select_source(has_tools=has_tools) for has_tools in (False, True))
-        return any(_needs_system_first(source, self._seconds_max) for source in sources)
+        return any(_needs_system_first(source, self.seconds_max) for source in sources)
 
     def _check_bounded(self) -> None:
         if not self.is_bounded:
@@ -224,7 +199,7 @@ class ChatTemplate:
 
     def _render(self, template: _CompiledTemplate, context: dict[str, Any]) -> str:
         try:
-            return template.render(context, self._seconds_max)
+            return template.render(context, self.seconds_max)
         except RenderLimitError as error:
             if template.source in self._templates.values():  # not a client's own
                 self.is_bounded = False

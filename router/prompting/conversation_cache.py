@@ -50,8 +50,6 @@ class Boundary(msgspec.Struct, frozen=True, eq=False):
 
     body_end: int
     """Bytes of the body before it."""
-    bracket_count: int
-    """Opening brackets and braces in the body before it."""
     message_count: int
     """Messages of the chat before it."""
     token_count: int

@@ -30,7 +30,7 @@ from router.prompting.conversation_cache import (
     Boundary,
     CachedConversation,
 )
-from router.prompting.encode import OBJECTS_MAX, RenderedPrompt, count_openings
+from router.prompting.encode import RenderedPrompt, count_openings
 from router.prompting.outline import FINGERPRINT_BYTES, Outline, fingerprint_messages, outline_chat
 from router.prompting.placeholder_messages import PlaceholderMessages, is_system_message
 
@@ -237,7 +237,6 @@ def _make_first_boundaries(whole: _WholeConversation, renderer: BoundaryRenderer
         boundaries.append(
             Boundary(
                 body_end=body_end,
-                bracket_count=count_openings(whole.body, body_end),
                 message_count=message_count,
                 token_count=token_count,
                 char_count=cut.position,
@@ -300,8 +299,6 @@ def continue_conversation(
     than the messages changed (tools, options), or if the template may write the cached messages otherwise now.
     `further_differs`: the body is known to differ from the cached one before its next boundary.
     """
-    if boundary.bracket_count > OBJECTS_MAX - TAIL_BRACKETS_MAX:
-        return None
     tail = _read_chat_tail(conversation, boundary, body, renderer.template) or _read_tail(
         conversation.kind, conversation.messages_start, boundary.body_end, body, renderer.template
     )
@@ -377,7 +374,6 @@ def _find_next_boundary(
         return None
     return Boundary(
         body_end=body_end,
-        bracket_count=boundary.bracket_count + count_openings(body[boundary.body_end : body_end]),
         message_count=boundary.message_count + new_count,
         token_count=0,
         char_count=boundary.char_count + cut.position,

@@ -53,9 +53,9 @@ _ITEM_REFERENCE = re.compile(
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
 
 
-def count_openings(text: bytes, end: int | None = None) -> int:
-    """Return the number of opening brackets and braces in the first `end` bytes: at least that of lists and objects."""
-    return text.count(b"[", 0, end) + text.count(b"{", 0, end)
+def count_openings(text: bytes) -> int:
+    """Return the number of opening brackets and braces, which is at least that of lists and objects."""
+    return text.count(b"[") + text.count(b"{")
 
 
 def is_light(body: bytes) -> bool:

@@ -5,6 +5,7 @@ Forms are parsed as by Starlette, on which vLLM and SGLang are built. Files are 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from email.message import Message
 
@@ -30,15 +31,17 @@ def is_form(content_type: bytes | None) -> bool:
 def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequest, FormSpans]:
     """Read the fields of a form by which it is routed, or which the router changes; return them and their places.
 
-    Raises RequestError for a malformed form, for a field that comes twice, and for a long value of such a field.
+    Fields of other names, and files, are skipped. Raises RequestError for a malformed form, for a field that comes
+    twice, and for a long value of such a field.
     """
+    body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
     boundary = _parse_header_parameters(content_type).get("boundary", "").encode("latin-1", "replace")
     if not 0 < len(boundary) <= MAX_BOUNDARY_BYTES:
         raise RequestError("content-type: a form needs a boundary", param=None)
     value_by_field: dict[str, str] = {}
     span_by_field: dict[str, tuple[int, int]] = {}
-    for start, end in _iter_part_spans(pieces, b"--" + boundary):
-        part_head, separator, _ = _slice_pieces(pieces, start, min(end, start + MAX_HEAD_BYTES)).partition(_HEAD_END)
+    for start, end in _iter_part_spans(body, b"--" + boundary):
+        part_head, separator, _ = body[start : min(end, start + MAX_HEAD_BYTES)].partition(_HEAD_END)
         if not separator:
             raise RequestError(
                 f"the form has a part without an end of its headers in {MAX_HEAD_BYTES} bytes", param=None
@@ -52,11 +55,11 @@ def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequ
         if end - value_start > MAX_VALUE_BYTES:
             raise RequestError(f"{name}: the form's value has more than {MAX_VALUE_BYTES} bytes", param=name)
         span_by_field[name] = value_start, end
-        value_by_field[name] = _slice_pieces(pieces, value_start, end).decode("utf-8", "replace")
+        value_by_field[name] = body[value_start:end].decode("utf-8", "replace")
     return read_form_fields(value_by_field), FormSpans(span_by_field, 0)
 
 
-def _iter_part_spans(pieces: Sequence[bytes], delimiter: bytes) -> Iterator[tuple[int, int]]:
+def _iter_part_spans(body: bytes, delimiter: bytes) -> Iterator[tuple[int, int]]:
     """Yield the start and end of each part of a form, its headers included.
 
     A delimiter counts if it begins a line and ends it; `--` after it closes the form. Raises RequestError if the form
@@ -64,45 +67,19 @@ def _iter_part_spans(pieces: Sequence[bytes], delimiter: bytes) -> Iterator[tupl
     """
     part_start: int | None = None
     part_count = 0
-    for offset in _iter_offsets(pieces, delimiter):
-        delimiter_end = offset + len(delimiter)
-        previous_bytes = _slice_pieces(pieces, max(offset - 2, 0), offset)
-        next_bytes = _slice_pieces(pieces, delimiter_end, delimiter_end + 2)
-        begins_line = offset == 0 or previous_bytes == b"\r\n"
+    for match in re.finditer(re.escape(delimiter), body):
+        next_bytes = body[match.end() : match.end() + 2]
+        begins_line = match.start() == 0 or body.endswith(b"\r\n", 0, match.start())
         if not begins_line or next_bytes not in (b"\r\n", b"--"):
             continue
         if part_start is not None:
-            yield part_start, offset - 2
+            yield part_start, match.start() - 2
         if next_bytes == b"--":
             return
-        part_start, part_count = delimiter_end + 2, part_count + 1
+        part_start, part_count = match.end() + 2, part_count + 1
         if part_count > MAX_PARTS:
             raise RequestError(f"the form has more than {MAX_PARTS} parts", param=None)
     raise RequestError("the form does not end with its boundary", param=None)
-
-
-def _iter_offsets(pieces: Sequence[bytes], pattern: bytes) -> Iterator[int]:
-    """Yield the offsets of a pattern, also across the edges of pieces."""
-    offset, overlap = 0, b""
-    for piece in pieces:
-        text = overlap + piece
-        position = text.find(pattern)
-        while position >= 0:
-            yield offset - len(overlap) + position
-            position = text.find(pattern, position + 1)
-        offset += len(piece)
-        overlap = text[-(len(pattern) - 1) :]
-
-
-def _slice_pieces(pieces: Sequence[bytes], start: int, end: int) -> bytes:
-    parts = []
-    for piece in pieces:
-        if start < len(piece) and end > 0:
-            parts.append(piece[max(start, 0) : end])
-        start, end = start - len(piece), end - len(piece)
-        if end <= 0:
-            break
-    return b"".join(parts)
 
 
 def _parse_field_name(part_head: bytes) -> str | None:

@@ -236,7 +236,7 @@ class ModelTokenizers:
     def _read_folder(self, folder: Path) -> Tokenizer:
         tokenizer = Tokenizer.load(folder, self._chat_template)
         if self._render_s_max is not None and tokenizer.chat_template is not None:
-            tokenizer.chat_template.set_time_limit(self._render_s_max)
+            tokenizer.chat_template.seconds_max = self._render_s_max
         return tokenizer
 
     async def _detect_render_mode(self, model: str, worker: RemoteWorker) -> None:

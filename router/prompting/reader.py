@@ -198,14 +198,6 @@ class PromptReader:
                 return read
         return self._begin_whole_read(body_to_read)
 
-    async def read_body(
-        self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
-        is_wanted: Callable[[], bool] = _always, tenant: str = "",
-    ) -> ReadBody[Target]:  # fmt: skip
-        """Read a body as `begin_read` does, and wait for it."""
-        read = self.begin_read(body, kind, make_target, is_wanted, tenant)
-        return read if isinstance(read, ReadBody) else await read
-
     def _begin_whole_read(
         self, body_to_read: _BodyToRead[Target]
     ) -> ReadBody[Target] | Coroutine[Any, Any, ReadBody[Target]]:

@@ -14,8 +14,8 @@ import msgspec
 from prompts.errors import RequestError
 from prompts.routing import parse_routing_of_kind
 from router.prompting.boundary_rendering import BoundaryRenderer
-from router.prompting.conversation_cache import BOUNDARIES_MAX, ConversationCache
-from router.prompting.conversation_reading import Continuation, cache_conversation, continue_conversation
+from router.prompting.conversation_reader import ConversationReader
+from router.prompting.conversation_reading import cache_conversation
 from router.prompting.encode import read_prompt
 
 CACHE_BYTES = 8 << 20
@@ -113,7 +113,7 @@ def _try_conversation(
     The problem is None if each prompt had the ids of a full read. A template may refuse the conversation; then there is
     no problem either. `fields` are further fields of the bodies.
     """
-    cache, hits = ConversationCache(CACHE_BYTES), 0
+    reader, hits = ConversationReader(CACHE_BYTES), 0
     for end, message in enumerate(conversation, 1):
         if message["role"] == "assistant" or end == 1:
             continue  # a request ends with a message of the user or of a tool
@@ -123,23 +123,16 @@ def _try_conversation(
             prompt = read_prompt(request, renderer.tokenizer)
         except RequestError:
             return None, hits
-        continuation = _continue_cached(cache, body, renderer)
+        matches = reader.find("chat", body)
+        continuation = reader.read(matches, body, renderer) if matches else None
         if continuation is None:
             cached = cache_conversation(request, body, prompt, renderer)
             if cached is not None:
-                cache.store(cached, body)
+                reader.cache.store(cached, body)
             continue
         hits += 1
         if list(continuation.token_ids) != list(prompt.token_ids or ()):
             return f"what is rendered behind message {continuation.boundary.message_count} differs", hits
         if continuation.successor is not None:
-            cache.store(continuation.successor, body, continuation.predecessor)
+            reader.cache.store(continuation.successor, body, continuation.predecessor)
     return None, hits
-
-
-def _continue_cached(cache: ConversationCache, body: bytes, renderer: BoundaryRenderer) -> Continuation | None:
-    for conversation, boundary in cache.find("chat", body, BOUNDARIES_MAX):
-        continuation = continue_conversation(conversation, boundary, body, renderer)
-        if continuation is not None:
-            return continuation
-    return None

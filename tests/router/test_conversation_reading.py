@@ -342,7 +342,7 @@ def test_an_empty_thought_is_another_kind_than_a_thought() -> None:
 
 def make_conversation(*body_ends: int, token_count: int = 0) -> CachedConversation:
     """An entry with boundaries, of which nothing else is looked at."""
-    boundaries = [Boundary(end, 0, 3, 0, 0, NO_PLACEHOLDERS, True, 1) for end in body_ends]
+    boundaries = [Boundary(end, 0, 3, 0, NO_PLACEHOLDERS, True, 1) for end in body_ends]
     ids = array("I", range(token_count))
     return CachedConversation("chat", 0, b"", 0, [], Outline(b""), boundaries, ids, 0, 0, None, False)
 
