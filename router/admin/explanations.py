@@ -58,7 +58,7 @@ class ExplanationRoutes:
         body: dict[str, Any] = decision.to_json_fields()
         del body["request_id"], body["decided_s"]
         body |= {"tokenized": prompt.token_ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
-        body["why"] = await self._reasons.explain(context)
+        body["why"] = self._reasons.explain(context)
         return Response(msgspec.json.encode(body))
 
     def _explain_request(self, request: HttpRequest, name: str) -> Response:

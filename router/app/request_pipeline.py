@@ -56,7 +56,7 @@ class RequestPipeline:
         self.request_reader.model_names = model_names if model_names.has_renames else None
         self.proxy.on_end.append(self.request_reader.stored_responses.record_ended_request)
         self.tenant_limits = TenantLimits(config.edge, self.proxy.metrics)
-        self.reasons = MissReasonsRecorder(config.miss_reasons, self.proxy, self.prompt_reader, self.worker_pool)
+        self.reasons = MissReasonsRecorder(config.miss_reasons, self.proxy, self.prompt_reader)
         if config.edge.api_keys:
             self.proxy.on_end.append(self.tenant_limits.remove_request)
         accounting = RequestAccounting(self.proxy, has_keys=bool(config.edge.api_keys), log_share=config.log_requests)

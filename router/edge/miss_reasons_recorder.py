@@ -6,7 +6,6 @@ request is analysed after the first byte of its answer was sent.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from array import array
@@ -30,7 +29,6 @@ from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation
 from router.miss_reasons.prompt_history import AnalyzedPrompt
 from router.miss_reasons.watched_conversations import WatchedConversations
-from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.read_body import ReadBody
 from router.prompting.reader import PromptReader
 from router.prompting.sessions import digest_name, shorten_name
@@ -49,25 +47,18 @@ class MissReasonsRecorder:
     It collects the facts of each request while its answer runs, and gives them to a MissAnalyzer.
     """
 
-    def __init__(
-        self,
-        config: MissReasonsConfig,
-        proxy: Proxy,
-        prompt_reader: PromptReader,
-        worker_pool: PromptWorkerPool,
-    ) -> None:
-        """Have `proxy` report first bytes and ends, if `config` enables the record. `worker_pool` makes outlines."""
+    def __init__(self, config: MissReasonsConfig, proxy: Proxy, prompt_reader: PromptReader) -> None:
+        """Have `proxy` report first bytes and ends, if `config` enables the record."""
         core, metrics = proxy.core, proxy.metrics
         self.analyzer = MissAnalyzer(config, core.index.count_common_tokens)
         metrics.cache_miss_requests = self.analyzer.requests_by_reason
         metrics.cache_miss_tokens = self.analyzer.tokens_by_reason
         metrics.reused_tokens = self.analyzer.reuse_sums
-        self._core, self._proxy, self._worker_pool = core, proxy, worker_pool
+        self._core, self._proxy = core, proxy
         self._facts = FactsAdapter(core, prompt_reader.tokenizers.get)
         self._chunk_tokens = core.cache_state.working_sets.chunk_tokens
         self._header_watches = WatchedConversations(config.ttl_s)
         self._operator_watches = WatchedConversations(config.ttl_s)
-        self._outline_tasks: set[asyncio.Task[None]] = set()
         if config.enabled:
             proxy.on_first_byte.append(self._on_first_byte)
             proxy.on_end.append(self._on_end)
@@ -120,13 +111,12 @@ class MissReasonsRecorder:
         prices: dict[str, Any] = msgspec.to_builtins({"terms": decision.terms, "most_cached": decision.most_cached})
         return render_explanation(request.explanation) | prices
 
-    async def explain(self, context: RequestContext) -> dict[str, Any] | None:
+    def explain(self, context: RequestContext) -> dict[str, Any] | None:
         """Explain why the prompt of a request that is not sent would not be cached."""
         body, route, decision = context.body, context.route, context.decision
         if not self.is_enabled or body is None or route is None or route.token_ids is None or decision is None:
             return None
         comparison = _make_comparison(context, body, self._choose_sampling(_get_conversation_keys(route, body)))
-        await self._outline(comparison)
         prompt = self._build_prompt(context, comparison, route)
         placement = self._make_placement(route, route.token_ids, decision)
         return render_explanation(self.analyzer.explain(prompt, placement, self._facts))
@@ -138,8 +128,8 @@ class MissReasonsRecorder:
             return
         sampling = Sampling(is_compared=True, is_sampled=True, has_unknown_history=False)
         comparison = _make_comparison(context, body, sampling)
-        comparison.ended_at_s = self._proxy.now()
-        self._compare(context, comparison, self._make_placement(route, route.token_ids, decision))
+        request = self._compare(context, comparison, self._make_placement(route, route.token_ids, decision))
+        self._record_end(context, request, self._proxy.now())
 
     def _choose_sampling(self, keys: Sequence[int]) -> Sampling:
         """Decide whether the requests of a conversation are compared: all of them, or none.
@@ -181,63 +171,23 @@ class MissReasonsRecorder:
                 context.miss_analysis = self.analyzer.record_placed(
                     context.name, route.session, len(route.token_ids), placement
                 )
-            elif isinstance(analysis, PendingComparison) and not analysis.has_started:
-                self._compare(context, analysis, placement)
+            elif isinstance(analysis, PendingComparison):
+                context.miss_analysis = self._compare(context, analysis, placement)
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without an explanation
             self._record_crash(error)
 
     def _on_end(self, context: RequestContext) -> None:
-        """Record the usage of a complete answer, or only its time if the comparison has yet to be made."""
+        """Record the usage of a complete answer."""
         analysis, context.miss_analysis = context.miss_analysis, None
-        if analysis is None or context.outcome != "status_200":
-            return
-        if isinstance(analysis, PendingComparison):
-            analysis.ended_at_s = self._proxy.now()
-        else:
+        if isinstance(analysis, AnalyzedRequest) and context.outcome == "status_200":
             self._record_end(context, analysis, self._proxy.now())
 
-    def _compare(self, context: RequestContext, comparison: PendingComparison, placement: Placement) -> None:
-        """Compare a prompt with the last one of its conversation, and record the request with the result.
-
-        A comparison needs the outline (digests of the messages). That of a large body is made in a worker process
-        first, so that the answer goes on meanwhile, and may even end before the comparison.
-        """
-        comparison.has_started, route = True, context.route
-        assert route is not None
-
-        def compare() -> None:
-            prompt = self._build_prompt(context, comparison, route)
-            is_sampled = comparison.sampling.is_sampled
-            request = self.analyzer.record_compared(prompt, placement, self._facts, is_sampled=is_sampled)
-            if comparison.ended_at_s is not None:
-                self._record_end(context, request, comparison.ended_at_s)
-            elif context.miss_analysis is comparison:
-                context.miss_analysis = request
-
-        if comparison.pieces is None:
-            compare()
-        else:
-            self._compare_after_outline(comparison, compare)
-
-    def _compare_after_outline(self, comparison: PendingComparison, compare: Callable[[], None]) -> None:
-        """Start a task that makes the missing outline in a worker process and then calls `compare`."""
-
-        async def outline_and_compare() -> None:
-            try:
-                await self._outline(comparison)
-                compare()
-            except Exception as error:  # noqa: BLE001  a boundary: the request goes on without an explanation
-                self._record_crash(error)
-
-        task = asyncio.get_running_loop().create_task(outline_and_compare())
-        self._outline_tasks.add(task)
-        task.add_done_callback(self._outline_tasks.discard)
-
-    async def _outline(self, comparison: PendingComparison) -> None:
-        """Make the outline of a large body in a worker process, if it is missing."""
-        if comparison.pieces is not None:
-            comparison.outline = await self._worker_pool.outline_body(*comparison.pieces)
-            comparison.pieces = None
+    def _compare(self, context: RequestContext, comparison: PendingComparison, placement: Placement) -> AnalyzedRequest:
+        """Compare a prompt with the last one of its conversation; record the request with the result, and return it."""
+        assert context.route is not None
+        prompt = self._build_prompt(context, comparison, context.route)
+        is_sampled = comparison.sampling.is_sampled
+        return self.analyzer.record_compared(prompt, placement, self._facts, is_sampled=is_sampled)
 
     def _record_end(self, context: RequestContext, request: AnalyzedRequest, ended_at_s: float) -> None:
         """Record the end of an answer, and log its explanation if requests are logged."""
@@ -319,7 +269,7 @@ class FactsAdapter:
 
 def _make_comparison(context: RequestContext, body: ReadBody[ResolvedModel], sampling: Sampling) -> PendingComparison:
     is_named = context.route is not None and context.route.session is not None
-    return PendingComparison(body, context.request.pieces, sampling, is_named=is_named)
+    return PendingComparison(body, sampling, is_named=is_named)
 
 
 def _get_conversation_keys(route: RouteRequest, body: ReadBody[ResolvedModel]) -> tuple[int, ...]:

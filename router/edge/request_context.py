@@ -36,24 +36,16 @@ class Sampling(NamedTuple):
 class PendingComparison:
     """A request with a prompt that is to be compared with the last one of its conversation once its answer begins.
 
-    It holds digests in place of messages, which are large. Only `pieces` holds text of the body.
+    It holds digests in place of messages, which are large.
     """
 
-    __slots__ = ("ended_at_s", "first_message_digest", "has_started", "outline", "pieces", "sampling")
+    __slots__ = ("first_message_digest", "outline", "sampling")
 
-    def __init__(
-        self, body: ReadBody[ResolvedModel], pieces: tuple[bytes, ...], sampling: Sampling, *, is_named: bool
-    ) -> None:
-        """`pieces`: bytes of the same body. `is_named`: its session has a name."""
+    def __init__(self, body: ReadBody[ResolvedModel], sampling: Sampling, *, is_named: bool) -> None:
+        """`is_named`: the session of the request has a name."""
         self.sampling = sampling
         self.outline = body.outline()
-        self.pieces = (pieces, body.request.kind) if body.is_outline_missing else None
-        """Bytes and kind of the body, if a worker process has to make its outline; None otherwise."""
         self.first_message_digest = None if is_named or body.request.kind != "chat" else body.digest_first_message()
-        self.has_started = False
-        """Whether the first byte of the answer came; the outline may still be missing."""
-        self.ended_at_s: float | None = None
-        """End of the answer, if that came before the outline was made; None otherwise."""
 
 
 @dataclass(slots=True)

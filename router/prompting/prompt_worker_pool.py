@@ -71,6 +71,8 @@ class ReadResult(NamedTuple):
     """Token ids, or the body of a `/tokenize` request; None if the prompt could not be read."""
     first_message_digest: int | None = None
     """Digest of the first user message (router/prompting/sessions.py)."""
+    outline: Outline | None = None
+    """Outline of a chat's messages."""
     conversation: CachedConversation | None = None
     """Conversation to be cached."""
     size: PromptSize | None = None
@@ -168,16 +170,6 @@ class PromptWorkerPool:
         assert self.waiting_bytes == sum(self._tenant_bytes.values())
         assert all(count > 0 for count in self._tenant_bytes.values())
 
-    async def outline_body(self, body: Sequence[bytes], kind: ApiKind) -> Outline | None:
-        """Outline a whole chat in a worker process; None if that fails."""
-        try:
-            outline: Outline | None = await self.processes.run(
-                lambda process: process.call(self._config.seconds_max, _outline_body, body, kind)
-            )
-        except (WorkerProcessError, RequestError):
-            return None
-        return outline
-
     def close_idle(self, now: float) -> None:
         """End processes that were idle for `idle_s`. `now` is `time.monotonic()`."""
         self.processes.close_idle(now - self._config.idle_s)
@@ -254,10 +246,6 @@ def _run_task(state: WorkerState, task: ReadTask) -> tuple[float, ReadResult, st
     return time.thread_time() - started_s, result, problem
 
 
-def _outline_body(state: WorkerState, pieces: Sequence[bytes], kind: ApiKind) -> Outline | None:
-    return outline_chat(parse_routing_of_kind(kind, b"".join(pieces)))
-
-
 def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerError | None) -> ReadResult:
     """Tokenise the prompt of a body, or prepare a request that asks a worker for its token ids.
 
@@ -275,6 +263,7 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
     further_tokens = count_further_tokens(request, tokenizer)
     result = ReadResult(
         first_message_digest=digest_first_user_message(request),
+        outline=outline_chat(request),
         further_tokens=further_tokens,
         media=read_media(request, body),
     )

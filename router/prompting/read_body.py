@@ -75,19 +75,16 @@ class ReadBody(msgspec.Struct, Generic[Target], eq=False):
     """The body's top-level fields as JSON, if known; they keep the body in memory."""
     first_message_digest: int | None = None
     """Digest of the first user message, once known."""
+    worker_outline: Outline | None = None
+    """Outline of the messages, if another process read them."""
     continuation: Continuation | None = None
     """The prompt as continued from a cached conversation."""
 
-    @property
-    def is_outline_missing(self) -> bool:
-        """Whether the messages cannot be outlined here, because another process read them."""
-        return self.spans is not None
-
     def outline(self) -> Outline | None:
-        """Outline the messages; None if the body is no chat, or another process has its messages."""
+        """Outline the messages; None if the body is no chat, or if its messages could not be read."""
         if self.continuation is not None:
             return self.continuation.outline()
-        return None if self.is_outline_missing else outline_chat(self.request)
+        return outline_chat(self.request) if self.worker_outline is None else self.worker_outline
 
     def digest_first_message(self) -> int:
         """Return the digest of the first user message, which names a conversation that has no other name."""

@@ -276,6 +276,7 @@ class PromptReader:
             spans=spans,
             fields=locate_raw_fields(body.pieces, spans),
             first_message_digest=result.first_message_digest,
+            worker_outline=result.outline,
         )
 
     def close(self) -> None:

@@ -331,7 +331,7 @@ class Edge:
         """All routes that `router run` answers itself, but for the dashboard and those of other routers."""
         self.fleet, self.feed = NoFleet(self.core, self.now), NoFeed()
         fleet, feed = cast(Any, self.fleet), cast(Any, self.feed)
-        reasons = MissReasonsRecorder(MissReasonsConfig(enabled=False), self.proxy, self.prompts, self.worker_pool)
+        reasons = MissReasonsRecorder(MissReasonsConfig(enabled=False), self.proxy, self.prompts)
         self.health = HealthRoutes(self.core, fleet, feed, self.now, 0.0)
         self.worker_list = WorkerListRoutes(self.proxy, fleet, self.prompts)
         self.explanations = ExplanationRoutes(self.proxy, reader, reasons)

@@ -97,7 +97,6 @@ def router(edge: Any, tmp_path: Path) -> Any:
             MissReasonsConfig(**{"share": 1.0, **settings}),
             edge.proxy,
             edge.prompts,
-            edge.worker_pool,
         )
         edge.ended = []
         edge.proxy.on_end.append(edge.ended.append)
@@ -161,7 +160,7 @@ def test_what_is_not_known_is_404_and_what_is_not_read_leaves_nothing(edge: Any,
         talk = Talk(edge, make_post)
         for settings, words in (({}, "x-request-id"), ({"enabled": False}, "--no-reasons")):
             edge.explanations._reasons = MissReasonsRecorder(
-                MissReasonsConfig(**{"share": 1.0, **settings}), edge.proxy, edge.prompts, edge.worker_pool,
+                MissReasonsConfig(**{"share": 1.0, **settings}), edge.proxy, edge.prompts,
             )  # fmt: skip
             status, refused = await talk.ask("nobody")
             assert status == 404
@@ -393,8 +392,8 @@ def test_conversations_without_a_name_are_told_apart_by_what_was_said_first() ->
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_request_that_ends_while_its_outline_is_made_elsewhere(
-    edge: Any, make_post: Any, router: Any, fails: bool
+def test_a_large_body_is_compared_by_the_outline_of_its_reader(
+    edge: Any, make_post: Any, router: Any, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     async def scenario() -> None:
         reasons = await router()
@@ -402,24 +401,14 @@ def test_a_request_that_ends_while_its_outline_is_made_elsewhere(
         for _ in range(2):
             talk.turn()
             await talk.send()
-        may_go, outline = asyncio.Event(), edge.worker_pool.outline_body
-
-        async def slow(*args: Any) -> Any:
-            await may_go.wait()
-            if fails:
-                raise RuntimeError("the helper is gone")
-            return await outline(*args)
-
-        edge.worker_pool.outline_body = slow
+        if fails:
+            monkeypatch.setattr(reasons.analyzer, "record_compared", None)
         talk.messages[1]["content"] = "Something else. " * 20
         talk.turn()
-        headers = [b"x-request-id: slow", b"x-claude-code-session-id: s"]
+        headers = [b"x-request-id: large", b"x-claude-code-session-id: s"]
         await edge.exchange(make_post(talk.body(), headers=headers))
-        assert (await talk.ask("slow"))[0] == 404
-        assert list(reasons._outline_tasks)
-        may_go.set()
-        await edge.until(lambda: not reasons._outline_tasks)
-        status, told = await talk.ask("slow")
+        assert edge.worker_pool.counts["read"]
+        status, told = await talk.ask("large")
         assert status == (404 if fails else 200)
         if not fails:
             assert told["reported_cached_tokens"] == 0
