@@ -23,7 +23,10 @@ that the rest of the prompt is found in the cache."""
 
 
 class ChatPrompt(Protocol):
-    """The fields of a request that its rendering depends on. ChatRequest and RoutingRequest have them."""
+    """A chat as it is rendered: the fields of a request by which a template's text is decided.
+
+    An engine renders a checked ChatRequest, and a router a RoutingRequest, which has only the fields that it needs.
+    """
 
     @property
     def messages(self) -> list[Message] | None: ...

@@ -90,10 +90,10 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
 
 
 class RoutingFields(msgspec.Struct):
-    """Fields of a chat or completion as they were sent, of any type.
+    """Fields of a chat or completion as they were sent, of any type; None stands for a field that was not sent.
 
-    `make_routing_request` checks their types. A body with a wrong type is not refused, because a worker may accept more
-    than a router knows.
+    The types are not declared, because decoding would then refuse a body with a wrong type, and a worker may accept
+    more than a router knows. `make_routing_request` takes the values that it can use.
     """
 
     model: Any = None

@@ -94,16 +94,10 @@ class _BodyTail(NamedTuple):
     """Messages of the chat after the boundary."""
     system_message_count: int
     template_digest: bytes
-    array_json: bytes
-    """JSON array of any message and the new messages."""
-    array_shift: int
-    """Offset in the body of that array, if it ended where the body's array ends."""
+    message_ends: list[int]
+    """Offsets in the body at which its new messages end."""
     messages_end: int
     """Offset in the body of the end of its array of messages."""
-
-    def find_message_ends(self) -> list[int]:
-        """Return the offsets in the body at which its new messages end."""
-        return _find_item_ends(self.array_json, self.array_shift)[1:]
 
 
 class _RenderedTail(NamedTuple):
@@ -357,11 +351,11 @@ def _find_next_boundary(
     if grown_bytes < max(GROWTH_BYTES_MIN, boundary.body_end // 32) or _depends_on_template(tail.request):
         return None
     trailing_count = _choose_next_trailing_count(conversation, boundary, further_differs=further_differs)
-    message_ends = tail.find_message_ends()
-    if len(message_ends) <= trailing_count:
+    body_message_count = len(tail.message_ends) - trailing_count
+    if body_message_count <= 0:
         return None
-    body_end = message_ends[-trailing_count - 1]
-    new_count: int | None = len(message_ends) - trailing_count
+    body_end = tail.message_ends[body_message_count - 1]
+    new_count: int | None = body_message_count
     if conversation.kind != "chat":
         last_tail = _read_tail(conversation.kind, conversation.messages_start, body_end, body, template)
         if last_tail is None or not _has_same_inputs(conversation, last_tail):
@@ -450,17 +444,22 @@ def _depends_on_template(request: RoutingRequest) -> bool:
 def _read_chat_tail(
     conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
 ) -> _BodyTail | None:
-    """Read a chat's messages after a boundary, without parsing its other fields.
+    """Read a chat's messages after a boundary without parsing its other fields, of which tools may be most of a body.
 
-    That is possible if the bytes after the messages are those of the cached body. Else, and for other APIs: None.
+    That is possible if the bytes after the messages are those of the cached body, which then means the same fields.
+    Else, and for other APIs, return None, and `_read_tail` reads the body.
     """
     bare_request, start, end = conversation.bare_request, boundary.body_end, len(body) - conversation.end_bytes
-    if bare_request is None or template.keeps_messages_as_sent != conversation.keeps_messages_as_sent:
+    if bare_request is None:  # the API is not that of chats
         return None
-    if not start <= end <= start + TAIL_BYTES_MAX or _digest_end(body, end) != conversation.end_digest:
+    if template.keeps_messages_as_sent != conversation.keeps_messages_as_sent:  # cached before workers were compared
+        return None
+    has_equal_end = start <= end and _digest_end(body, end) == conversation.end_digest
+    if not has_equal_end or end - start > TAIL_BYTES_MAX:
         return None
     # The body has a comma after the boundary: an empty object before it completes the array.
-    array_json = b"[{}%b]" % body[start:end]
+    array_start = b"[{}"
+    array_json = b"%b%b]" % (array_start, body[start:end])
     if count_openings(array_json) > TAIL_BRACKETS_MAX:
         return None
     try:
@@ -475,8 +474,7 @@ def _read_chat_tail(
         new_messages=messages[1:],
         system_message_count=conversation.system_message_count,
         template_digest=conversation.template_digest,
-        array_json=array_json,
-        array_shift=start - len(b"[{}"),
+        message_ends=_find_item_ends(array_json, start - len(array_start))[1:],
         messages_end=end,
     )
 
@@ -513,8 +511,7 @@ def _read_tail(
         new_messages=messages[system_message_count + 1 :],
         system_message_count=system_message_count,
         template_digest=_digest_template_inputs(template, chat, system_message_count),
-        array_json=short_body[location.start : location.end + 1],
-        array_shift=location.start + removed_bytes,
+        message_ends=[message_end + removed_bytes for message_end in location.message_ends[1:]],
         messages_end=location.end + removed_bytes,
     )
 

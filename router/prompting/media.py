@@ -32,7 +32,7 @@ class MediaPrompt(NamedTuple):
 
 def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
     """Return the conversation and size of a chat with media; None if it has no media."""
-    messages = _list_messages(request, body)
+    messages = _list_media_messages(request, body)
     char_count, medium_count = 0, 0
     for part in _iter_parts(messages):
         if isinstance(part, str):
@@ -46,10 +46,14 @@ def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
     return MediaPrompt(_digest_opening(messages), char_count // CHARS_PER_TOKEN + TOKENS_PER_MEDIUM * medium_count)
 
 
-def _list_messages(request: RoutingRequest, body: bytes) -> list[Any]:
-    """Return a body's messages as JSON values, the system prompt first; an empty list if the body has no media."""
+def _list_media_messages(request: RoutingRequest, body: bytes) -> list[Any]:
+    """Return the messages of a body with media as JSON values, the system prompt first.
+
+    Return an empty list if the body has no media; for the Messages and Responses APIs, which keep their parsed body in
+    `request.source`, only bodies without any word for media are sorted out.
+    """
     source = request.source
-    if source is None:
+    if source is None:  # a chat, whose parts were looked at when it was parsed
         return list(request.messages or ()) if request.has_media else []
     if not any(marker in body for marker in _MEDIA_MARKERS):
         return []  # a quick test, so that bodies without media are not converted

@@ -220,18 +220,23 @@ class ModelTokenizers:
             log.warning("no tokenizer for %s: %s", model, error)
             return
         if self._conversations.can_cache(tokenizer):
-            renderer = BoundaryRenderer(tokenizer)
-            problem = await loop.run_in_executor(self._executor, find_trial_problem, renderer)
-            if problem is None:
-                self._conversations.allow(model, renderer)
-            else:
-                self._conversations.forbid(model, problem)
-                log.info("conversations of %s are read whole: %s", model, problem)
+            await self._try_caching(model, tokenizer)
         self.tokenizer_by_model[model], self.folder_by_model[model] = tokenizer, str(folder)
         self.problems.pop(model, None)
         log.info("tokenizer of %s read from %s", model, folder)
         if tokenizer.chat_template is not None and not tokenizer.chat_template.is_bounded:
             log.info("chats of %s are rendered by worker processes: its template might take long", model)
+
+    async def _try_caching(self, model: str, tokenizer: Tokenizer) -> None:
+        """Try in a thread whether a template's conversations can be cached; allow or forbid that for the model."""
+        renderer = BoundaryRenderer(tokenizer)
+        loop = asyncio.get_running_loop()
+        problem = await loop.run_in_executor(self._executor, find_trial_problem, renderer)
+        if problem is None:
+            self._conversations.allow(model, renderer)
+        else:
+            self._conversations.forbid(model, problem)
+            log.info("conversations of %s are read whole: %s", model, problem)
 
     def _read_folder(self, folder: Path) -> Tokenizer:
         tokenizer = Tokenizer.load(folder, self._chat_template)

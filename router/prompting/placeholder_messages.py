@@ -60,7 +60,11 @@ class _Placeholder(NamedTuple):
 
 
 class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
-    """Short messages that stand for all messages of a conversation before a boundary, at least one of each kind."""
+    """Short messages that stand for all messages of a conversation before a boundary.
+
+    Messages have the same kind if a template cannot tell them apart but by their texts, as two questions. Each kind has
+    at least one placeholder.
+    """
 
     earlier_turns: tuple[_Placeholder, ...] = ()
     """Placeholders for messages before the last user message."""
@@ -69,7 +73,11 @@ class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def messages(self) -> list[Message]:
-        """The placeholder messages. A last turn that has the kinds of the turn before it also stands for that turn."""
+        """The placeholder messages.
+
+        A last turn that has the kinds of the turn before it stands for both, so that a conversation of equal turns has
+        the same placeholders after each turn: question, answer, question, answer become one question and one answer.
+        """
         earlier_turns, turn_length = self.earlier_turns, len(self.last_turn)
         earlier_kinds = [placeholder.kind for placeholder in earlier_turns[-turn_length:]]
         if earlier_kinds == [placeholder.kind for placeholder in self.last_turn]:
