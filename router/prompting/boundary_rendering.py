@@ -8,7 +8,6 @@ text, so that its ids do not depend on the text before it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from prompts.chat_rendering import render_chat
@@ -152,8 +151,7 @@ class BoundaryRenderer:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class NewMessages:
+class NewMessages(NamedTuple):
     """The new messages of a conversation: renders them, and finds where their text can be cut for the next turn.
 
     They are rendered after short placeholders that stand for the cached messages before them. For a few plain texts,

@@ -55,20 +55,14 @@ class FieldSpans(msgspec.Struct):
         names = list(self.span_by_field)
         first_kept_index = next((i for i, name in enumerate(names) if name not in removed_fields), len(names))
         edits: list[Edit] = []
-        if first_kept_index:
-            edits.append((self.content_start, self._get_key_start(names, first_kept_index), b""))
+        if first_kept_index == len(names) > 0:
+            edits.append((self.content_start, self.span_by_field[names[-1]][1], b""))
+        elif first_kept_index:
+            edits.append((self.content_start, self.key_start_by_field[names[first_kept_index]], b""))
         for previous_name, name in zip(names[first_kept_index:], names[first_kept_index + 1 :]):
             if name in removed_fields:
                 edits.append((self.span_by_field[previous_name][1], self.span_by_field[name][1], b""))
         return edits
-
-    def _get_key_start(self, names: list[str], field_index: int) -> int:
-        """Return the start of a field's name, or the end of the last value if there are no more."""
-        return (
-            self.key_start_by_field[names[field_index]]
-            if field_index < len(names)
-            else self.span_by_field[names[-1]][1]
-        )
 
 
 class FormSpans(FieldSpans):
