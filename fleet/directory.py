@@ -281,6 +281,7 @@ class DirectoryActor:
                 link.called_at_s, link.call = now, link.actor.report.remote(*lists)
 
     def _read_reports(self, now: float) -> None:
+        """Read the reports that have come, without waiting for others."""
         call_by_name = {name: link.call for name, link in self._link_by_member.items() if link.call is not None}
         if not call_by_name:
             return
@@ -291,7 +292,7 @@ class DirectoryActor:
                 self._read_report(self._state.member_by_name[name], call, now)
 
     def _read_report(self, member: Member, call: Any, now: float) -> None:
-        """Record what a member reports. If its actor died, the plan will start another one in its slot."""
+        """Record what a member reports, and follow its phase. If its actor died, the plan starts another one."""
         try:
             report: MemberReport = ray.get(call)
         except RayTaskError as error:
@@ -318,6 +319,7 @@ class DirectoryActor:
             self._has_unsaved_changes = True
 
     def _change_phase(self, action: PhaseChange, now: float) -> None:
+        """Move a member to the phase that the plan wants, and stop its program if it is to stop."""
         member = self._state.member_by_name[action.name]
         previous_phase, member.phase, member.phase_since_s = member.phase, action.phase, now
         self._record_event(f"{member.name}: {previous_phase.value} -> {action.phase.value}")

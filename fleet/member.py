@@ -16,7 +16,7 @@ import ray
 from fleet.guard import exit_with_parent
 from fleet.program import ProgramState, SupervisedProgram, TimedEvent, send_request
 from fleet.spec import FleetSpec, Launch, MemberKind, plan_launch
-from fleet.worker_list import AdminCall, ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
+from fleet.worker_list import ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
 
 
 class MemberReport(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class MemberActor:
     """Actor that keeps one program of a fleet running, a worker or a router, and reports about it."""
 
     def __init__(self, encoded_spec: bytes, kind: str, slot: int, workers: Sequence[ListedWorker] = ()) -> None:
-        """Start the program on this node. `workers` are those that a router knows from its start."""
+        """Start the program on this node. `workers` are those that a router knows when it starts."""
         exit_with_parent()
         self._spec = msgspec.json.decode(encoded_spec, type=FleetSpec)
         self._kind = MemberKind(kind)
@@ -57,30 +57,31 @@ class MemberActor:
 
     def report(self, workers: Sequence[ListedWorker] = (), peer_addresses: Sequence[str] = ()) -> MemberReport:
         """Return what is new. A router is first made to know exactly these workers and peers."""
-        program, events, status_by_worker = self._program.state, self._program.take_events(), None
         self._workers = workers
+        program, events, status_by_worker = self._program.state, self._program.take_events(), None
         if program.launch is not None and self._kind is MemberKind.ROUTER:
+            refusals = self._update_router(program.launch, peer_addresses)
+            events += [(time.time(), refusal) for refusal in refusals]
             status_by_worker = self._fetch_workers(program.launch)
-            if status_by_worker is not None:
-                calls = plan_admin_calls(workers, status_by_worker)
-                peers = sorted(set(peer_addresses) - {program.launch.peer_address})
-                if (program.launch, peers) != self._published_peers:
-                    calls.append(("PUT", "/peers", {"peers": peers}))
-                    self._published_peers = program.launch, peers
-                for call in calls:
-                    refusal = self._send_admin_call(program.launch, call)
-                    events += [(time.time(), refusal)] if refusal else []
-                if calls:
-                    status_by_worker = self._fetch_workers(program.launch)
         return MemberReport(program, self._node, events, status_by_worker)
 
-    def _send_admin_call(self, launch: Launch, call: AdminCall) -> str:
-        """Send a call to the router; return why it was refused, or an empty text."""
-        method, path, body = call
-        answer = send_request(method, launch.admin_url + path, body, self._spec.admin_key)
-        if answer.status in (200, 201, 404):  # 404: this router never had the worker, or has removed it already
-            return ""
-        return f"{method} {path}: {answer.status} {answer.content}"
+    def _update_router(self, launch: Launch, peer_addresses: Sequence[str]) -> list[str]:
+        """Make the router know the listed workers and these peers; return why calls were refused, a text for each."""
+        status_by_worker = self._fetch_workers(launch)
+        if status_by_worker is None:
+            return []
+        calls = plan_admin_calls(self._workers, status_by_worker)
+        peers = sorted(set(peer_addresses) - {launch.peer_address})
+        if (launch, peers) != self._published_peers:
+            calls.append(("PUT", "/peers", {"peers": peers}))
+        refusals = []
+        for method, path, body in calls:
+            answer = send_request(method, launch.admin_url + path, body, self._spec.admin_key)
+            if answer.status not in (200, 201, 404):  # 404: this router never had the worker, or has removed it already
+                refusals.append(f"{method} {path}: {answer.status} {answer.content}")
+            elif path == "/peers":
+                self._published_peers = launch, peers
+        return refusals
 
     def _fetch_workers(self, launch: Launch) -> dict[str, WorkerStatus] | None:
         """Return the router's workers; None if it does not answer. Raises ValueError if the answer is malformed."""
