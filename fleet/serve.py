@@ -25,7 +25,7 @@ import json
 import logging
 import time
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -57,9 +57,10 @@ class _WorkerPrice(NamedTuple):
 
 class _SentRequest(NamedTuple):
     worker_id: str
-    sent_at_s: float
     prefill_s: float
     """Predicted seconds of prefill."""
+    seen_at_s: float
+    """Time from which on the router's price has this prefill in it, or the prefill is done."""
 
 
 class BlockcastRouter(_Base):  # type: ignore[misc]
@@ -72,15 +73,11 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         timeout_s: float = 0.25,
         model: str = "",
         tokenizer: str = "",
-        **unknown_arguments: Any,
     ) -> None:
-        """Take the `request_router_kwargs` of the deployment. Raises ValueError for unknown ones.
+        """Take the `request_router_kwargs` of the deployment.
 
         `router` is the admin address of a `router run`. `model` and `tokenizer` are those of replicas without HTTP.
         """
-        if unknown_arguments:
-            accepted = "router, admin_key, timeout_s, model, tokenizer"
-            raise ValueError(f"request_router_kwargs: {sorted(unknown_arguments)} are not known: {accepted}")
         self._model, self._tokenizer = model, tokenizer
         self._admin_url, self._admin_key, self._timeout_s = router.rstrip("/"), admin_key, timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -91,11 +88,8 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         """Predicted seconds of prefill of a request on each worker, until the request is routed."""
         self._sent_requests: dict[str, _SentRequest] = {}
         """Requests in flight, by their ids."""
-        self._busy_until_s_by_worker: dict[str, float] = {}
-        """End of the prefill sent to each replica without HTTP."""
         self._last_sent_s_by_worker: dict[str, float] = {}
         """Time of the last request to each worker; among equals the longest unused comes first."""
-        self.route_query_counts: Counter[str] = Counter()
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -136,9 +130,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         price_by_worker: dict[str, _WorkerPrice] = {}
         try:
             price_by_worker = await asyncio.wait_for(self._query_route(body), self._timeout_s)
-            self.route_query_counts["answered"] += 1
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
-            self.route_query_counts["not answered"] += 1
             log.warning("%s: not asked: %r", self._admin_url, error)
         self._prefill_s_by_worker_by_request[_get_request_id(pending_request)] = {
             worker_id: price.prefill_s for worker_id, price in price_by_worker.items()
@@ -154,28 +146,23 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
             return
         worker_id, now = _get_worker_id(replica), time.monotonic()
         prefill_s = prefill_s_by_worker.get(worker_id, 0.0)
-        self._sent_requests[request_id] = _SentRequest(worker_id, now, prefill_s)
+        if "url" in (self._get_worker_settings(replica) or {}):
+            seen_at_s = now + METRICS_DELAY_S
+        else:  # the router reads no metrics of it: prefills are assumed to follow each other
+            earlier_ends_s = [sent.seen_at_s for sent in self._sent_requests.values() if sent.worker_id == worker_id]
+            seen_at_s = max([now, *earlier_ends_s]) + prefill_s
+        self._sent_requests[request_id] = _SentRequest(worker_id, prefill_s, seen_at_s)
         self._last_sent_s_by_worker[worker_id] = now
-        has_http = "url" in (self._get_worker_settings(replica) or {})
-        if not has_http:
-            busy_until_s = max(now, self._busy_until_s_by_worker.get(worker_id, now))
-            self._busy_until_s_by_worker[worker_id] = busy_until_s + prefill_s
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._sent_requests.pop(internal_request_id, None)
 
     def _sum_unseen_prefill_s(self) -> dict[str, float]:
         """Return the seconds of prefill, by worker, that were sent and that the router cannot know of yet."""
-        now = time.monotonic()
-        self._busy_until_s_by_worker = {
-            worker_id: until_s for worker_id, until_s in self._busy_until_s_by_worker.items() if until_s > now
-        }
-        prefill_s_by_worker = {worker_id: until_s - now for worker_id, until_s in self._busy_until_s_by_worker.items()}
+        now, prefill_s_by_worker = time.monotonic(), defaultdict[str, float](float)
         for request in self._sent_requests.values():
-            is_recent = now - request.sent_at_s < METRICS_DELAY_S
-            if is_recent and request.worker_id not in self._busy_until_s_by_worker:
-                earlier_prefill_s = prefill_s_by_worker.get(request.worker_id, 0.0)
-                prefill_s_by_worker[request.worker_id] = earlier_prefill_s + request.prefill_s
+            if request.seen_at_s > now:
+                prefill_s_by_worker[request.worker_id] += request.prefill_s
         return prefill_s_by_worker
 
     def _get_worker_settings(self, replica: RunningReplica) -> Mapping[str, Any] | None:
