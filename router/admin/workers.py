@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
 
 from prompts.errors import RequestError, bad_value
 from router.admin.json_body import decode_object
@@ -22,29 +21,6 @@ from router.index.protocol import IndexStats
 from router.prompting.reader import PromptReader
 
 log = logging.getLogger("router")
-
-_Positive = Annotated[int, Meta(ge=1)]
-
-
-class _NewWorker(Struct, forbid_unknown_fields=True):
-    """Types of the fields in the body of `POST /workers`. The fleet checks their values afterwards."""
-
-    url: str | UnsetType = UNSET
-    id: str | UnsetType = UNSET
-    events: str | UnsetType = UNSET
-    replay: str | UnsetType = UNSET
-    topic: str | UnsetType = UNSET
-    roles: str | UnsetType = UNSET
-    kv: str | UnsetType = UNSET
-    bootstrap: str | UnsetType = UNSET
-    cache_tokens: _Positive | UnsetType = UNSET
-    max_num_seqs: _Positive | UnsetType = UNSET
-    prefill_order: Literal["arrival", "shortest"] | UnsetType = UNSET
-    reannounce: Literal[0, 1] | UnsetType = UNSET
-    send_key: Literal[0, 1] | UnsetType = UNSET
-    model: str | UnsetType = UNSET
-    root: str | UnsetType = UNSET
-    block_size: _Positive | UnsetType = UNSET
 
 
 class WorkerListRoutes:
@@ -103,7 +79,6 @@ class WorkerListRoutes:
     async def _add_worker(self, request: HttpRequest, _: str) -> Response:
         settings = {key: _convert_whole_float(value) for key, value in decode_object(request.body).items()}
         try:
-            msgspec.convert(settings, _NewWorker, strict=False)
             worker_id = await self._fleet.add(settings)
         except ValueError as error:
             raise RequestError(str(error), param="url") from None
