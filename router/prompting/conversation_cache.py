@@ -35,7 +35,7 @@ PREFIX_LENGTHS: Final = [
 ]
 """Lengths of the prefixes of bodies under whose digests boundaries are stored: eight for each doubling."""
 BOUNDARIES_MAX = 4
-"""Most boundaries of a conversation."""
+"""Most boundaries of a conversation, and most that are tried for one body."""
 _BOUNDARY_BYTES = 4000
 """Estimated bytes of a boundary, besides its rendered placeholders and messages as long as these."""
 _DECODED_BYTES_PER_BYTE = 4

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from prompts.routing import ApiKind, RoutingRequest
 from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
-from router.prompting.conversation_cache import ConversationCache, Match
+from router.prompting.conversation_cache import BOUNDARIES_MAX, ConversationCache, Match
 from router.prompting.conversation_reading import Continuation, continue_conversation, is_cacheable
 
 log = logging.getLogger("router")
@@ -22,8 +22,6 @@ CHECK_INTERVAL = 64
 """One in this many continued prompts is also read whole, to compare the ids."""
 CHECK_BYTES_PER_S = 256 << 10
 """Most bytes a second that are read whole for checks: some 4 ms of CPU with Qwen3's template."""
-ATTEMPTS_MAX = 4
-"""Most boundaries that are tried for one body."""
 INLINE_BYTES_MAX = 8192
 """A body up to this size is read at once. It is cached only from MESSAGES_MIN messages on."""
 MESSAGES_MIN = 3
@@ -74,7 +72,7 @@ class ConversationReader:
 
     def find(self, kind: ApiKind, body: bytes) -> list[Match]:
         """Find cached boundaries up to which a body is equal, the furthest first; count a miss if there are none."""
-        matches = self.cache.find(kind, body, ATTEMPTS_MAX)
+        matches = self.cache.find(kind, body, BOUNDARIES_MAX)
         self.cache.misses += not matches
         return matches
 

@@ -28,7 +28,7 @@ from router.prompting.conversation_cache import (
     CachedConversation,
     ConversationCache,
 )
-from router.prompting.conversation_reader import ATTEMPTS_MAX, CHECK_BYTES_PER_S, ConversationReader
+from router.prompting.conversation_reader import CHECK_BYTES_PER_S, ConversationReader
 from router.prompting.conversation_reading import Continuation, cache_conversation
 from router.prompting.encode import RenderedPrompt, read_prompt, truncate_prompt
 from router.prompting.outline import Outline, outline_chat
@@ -386,10 +386,10 @@ def test_the_furthest_boundary_is_found_first() -> None:
         matches = cache.find("chat", shared + tail * 200, 4)
         assert [boundary.body_end for _, boundary in matches] == ends
     assert cache.find("messages", shared + b"a" * 200, 4) == []
-    many = make_conversation(*range(2000, 2000 + 20 * ATTEMPTS_MAX, 20))
+    many = make_conversation(*range(2000, 2000 + 20 * BOUNDARIES_MAX, 20))
     reader = ConversationReader(1 << 20)
     reader.cache.store(many, shared)
-    assert len(reader.find("chat", shared)) <= ATTEMPTS_MAX
+    assert len(reader.find("chat", shared)) <= BOUNDARIES_MAX
 
 
 def test_a_change_of_any_byte_before_a_boundary_is_found() -> None:
