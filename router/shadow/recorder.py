@@ -166,10 +166,11 @@ class Recorder:
             self._record_placed(request, worker, self.now())
 
     def _find_grown_cache(self, request: UnplacedRequest, cached_tokens: Mapping[str, int]) -> str | None:
-        """Return the worker that did not have all full blocks of the prompt cached at its arrival, and has them now.
+        """Find the worker that answered a request: its cache has gained the prompt since the request arrived.
 
-        If there are several, the cache that grew most counts. None if there is none, or if two grew by the same number
-        of tokens. `cached_tokens`: tokens that each target has now.
+        A cache has gained it if it lacked some full block of the prompt then, and has all of them now. Of several such
+        caches the one that gained most tokens counts, as an answer of another request explains a smaller gain. None if
+        there is no such cache, or if two gained equally many. `cached_tokens`: tokens that each target has now.
         """
         workers_by_growth: dict[int, list[str]] = {}
         for target in self.core.tracker.targets.values():
@@ -219,13 +220,16 @@ class Recorder:
     # Prompts --------------------------------------------------------------------------------------------------------
 
     def _observe(self, route: RouteRequest, at_s: float) -> ObservedRequest:
-        """Return a request without its worker, linked to the request that it continues."""
+        """Describe a request that arrived: the digests of its blocks, and the request that it continues.
+
+        Its worker is not known yet. A last block that the prompt does not fill gets the digest of the whole prompt.
+        """
         if not self.block:
             block_sizes = [worker.spec.block_size for worker in self.core.workers.values() if worker.spec.block_size]
             self.block = max(block_sizes, default=BLOCK_TOKENS)
         token_ids = array(ID_TYPE, route.token_ids or ())
         prompt_tokens, full_blocks = len(token_ids), len(token_ids) // self.block
-        # With one token more, as the index has no key for a prompt's last token.
+        # The index gives no key to a prompt's last token, which engines always compute. So one token is added.
         digests = self.core.index.chunk_keys(array(ID_TYPE, [*token_ids, 0]).tobytes(), route.scope, self.block)
         prompt_digest = xxhash.xxh3_64_intdigest(token_ids.tobytes())
         has_partial_block = prompt_tokens % self.block != 0

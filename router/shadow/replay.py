@@ -161,7 +161,7 @@ def _simulate_recorded_placement(
     cluster: ClusterConfig,
     workload: Workload,
 ) -> tuple[ClusterConfig, SimulationResult]:
-    """Simulate the recorded placement, and fit the workers' decode times to the recorded answers.
+    """Simulate the requests at their recorded workers, and fit the simulated decode times to the recorded answers.
 
     If decoding took 1.2 times as long as simulated, the simulation runs again with times 1.2 times as long, up to
     FIT_ROUNDS_MAX times. Returns the cluster with the fitted times, and the last result.
