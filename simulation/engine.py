@@ -70,10 +70,6 @@ class SimCache:
         self.on_move: Callable[[list[int], bool], None] | None = None
         """Called with blocks that moved, and whether they moved to host memory."""
 
-    def is_resident(self, block: int) -> bool:
-        """Return whether a block is in device or host memory."""
-        return block in self.reference_count_by_block or block in self.idle_blocks or block in self.host_blocks
-
     def count_cached_prefix(self, block_ids: list[int], max_blocks: int) -> int:
         """Count the blocks of the longest resident prefix, at most `max_blocks`."""
         reference_counts, idle_blocks, host_blocks = self.reference_count_by_block, self.idle_blocks, self.host_blocks
