@@ -396,7 +396,3 @@ def down(now: bool, timeout: float, name: str, address: str) -> None:
 
 def main(args: list[str] | None = None) -> None:
     cli.main(args=args if args is not None else sys.argv[1:], prog_name="fleet")
-
-
-if __name__ == "__main__":
-    main()

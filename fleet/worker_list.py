@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,39 +35,27 @@ AdminCall = tuple[str, str, dict[str, Any] | None]
 
 def parse_workers_page(page: Mapping[str, Any]) -> dict[str, WorkerStatus]:
     """Return worker id -> status from the body of `GET /workers`. Raises ValueError if the body is malformed."""
-    status_by_worker: dict[str, WorkerStatus] = {}
     try:
+        rows_by_worker = defaultdict[str, list[Mapping[str, Any]]](list)
         for rank_row in page["workers"]:
-            worker_id, rank_status = str(rank_row["worker_id"]), _parse_rank_row(rank_row)
-            earlier_status = status_by_worker.get(worker_id)
-            if earlier_status is not None:
-                rank_status = _merge_ranks(earlier_status, rank_status)
-            status_by_worker[worker_id] = rank_status
+            rows_by_worker[str(rank_row["worker_id"])].append(rank_row)
+        return {worker_id: _merge_ranks(rank_rows) for worker_id, rank_rows in rows_by_worker.items()}
     except (KeyError, TypeError) as error:
         raise ValueError(f"no list of workers: {error!r} in {str(page)[:200]}") from error
-    return status_by_worker
 
 
-def _parse_rank_row(rank_row: Mapping[str, Any]) -> WorkerStatus:
-    """Return the status of one rank from its row. Raises KeyError or TypeError if the row is malformed."""
-    state = str(rank_row["state"])
+def _merge_ranks(rank_rows: Sequence[Mapping[str, Any]]) -> WorkerStatus:
+    """Return the status of all ranks of a worker together: as busy as the busiest one. All ranks have one state.
+
+    Raises KeyError or TypeError if a row is malformed.
+    """
+    states = {str(row["state"]) for row in rank_rows}
     return WorkerStatus(
-        is_up=state == "up",
-        is_draining=state == "draining",
-        in_flight=int(rank_row.get("prefilling", 0)) + int(rank_row.get("decoding", 0)),
-        queue_s=float(rank_row.get("queue_s", 0.0)),
-        prefill_share=float(rank_row.get("utilisation", 0.0)),
-    )
-
-
-def _merge_ranks(first: WorkerStatus, second: WorkerStatus) -> WorkerStatus:
-    """Return the status of two ranks of a worker together: as busy as the busier one. All ranks have one state."""
-    return WorkerStatus(
-        is_up=second.is_up,
-        is_draining=second.is_draining,
-        in_flight=first.in_flight + second.in_flight,
-        queue_s=max(first.queue_s, second.queue_s),
-        prefill_share=max(first.prefill_share, second.prefill_share),
+        is_up="up" in states,
+        is_draining="draining" in states,
+        in_flight=sum(int(row.get("prefilling", 0)) + int(row.get("decoding", 0)) for row in rank_rows),
+        queue_s=max(float(row.get("queue_s", 0.0)) for row in rank_rows),
+        prefill_share=max(float(row.get("utilisation", 0.0)) for row in rank_rows),
     )
 
 
