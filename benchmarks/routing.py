@@ -72,8 +72,7 @@ CHAT_COLUMNS = {
     "E2E s": ("e2e", "{:.2f}"), "E2E p50": ("e2e_p50", "{:.2f}"), "E2E p99": ("e2e_p99", "{:.1f}"),
     "TTFT ms": ("ttft_mean", "{:.0f}"), "TTFT p50": ("ttft_p50", "{:.0f}"), "TTFT p99": ("ttft_p99", "{:.0f}"),
     "TPOT ms": ("tpot_mean", "{:.1f}"), "TPOT p50": ("tpot_p50", "{:.1f}"), "TPOT p99": ("tpot_p99", "{:.1f}"),
-    "hit": ("hit", "{:.2f}"), "seat waits": ("slot_wait_count", "{}"), "in vain": ("avoidable_slot_wait_count", "{}"),
-    "preempted": ("preemptions", "{}"), "busiest": ("busiest", "{:.2f}"),
+    "hit": ("hit", "{:.2f}"), "preempted": ("preemptions", "{}"), "busiest": ("busiest", "{:.2f}"),
 }  # fmt: skip
 _WORKLOADS: dict[str, Workload] = {}
 
@@ -121,8 +120,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     chats.add_argument("--own-tokens", type=int, default=50, help="of each question")
     chats.add_argument("--output-tokens", type=int, default=1000, help="mean length of an answer (exponential)")
     chats.add_argument("--rate", type=float, default=20.0, help="requests a second")
-    chats.add_argument("--sessions", choices=["poisson", "sequential"], default="poisson",
-                       help="sequential: a third of them one after the other, then the rest at --rate")  # fmt: skip
     chats.add_argument("--cache-tokens", type=int, default=200_000, help="KV cache of each worker")
     chats.add_argument("--seats", type=int, default=256, help="sequences that run at once on a worker (max_num_seqs)")
     arguments = parser.parse_args(argv)
@@ -220,11 +217,10 @@ def run_chat(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
         question_tokens=arguments.own_tokens,
         output_tokens=arguments.output_tokens,
         requests_per_s=arguments.rate,
-        sequential_request_count=count // 3 if arguments.sessions == "sequential" else 0,
         request_count=count,
     )
     workload = _WORKLOADS["chat"] = generate_chat("chat", shape, seed=arguments.seed)
-    skip = arguments.skip if arguments.skip is not None else shape.sequential_request_count or count // 5
+    skip = arguments.skip if arguments.skip is not None else count // 5
     options = replace(options, skip=skip, cache_blocks=arguments.cache_tokens // shape.block_size)
     settings = [Setting("chat", workers, 1.0, 1.0) for workers in arguments.workers]
     policies = dict.fromkeys(["oracle", *(arguments.policy or CHAT_POLICIES)])

@@ -67,9 +67,7 @@ def simulate_workloads(arguments: argparse.Namespace) -> dict[str, dict[str, flo
     """name -> what was predicted to be saved, and what was."""
     workloads = [read_trace(path, limit=arguments.limit, seed=arguments.seed) for path in arguments.trace] or [
         generate_tool_use("tool_use", seed=arguments.seed, max_requests=arguments.limit),
-        generate_chat(
-            "chat", ChatShape(20, 2000, 200, 200, arguments.rate, 0, arguments.limit, 32), seed=arguments.seed
-        ),
+        generate_chat("chat", ChatShape(20, 2000, 200, 200, arguments.rate, arguments.limit, 32), seed=arguments.seed),
         generate_users(arguments.users, arguments.limit, arguments.seed),
     ]
     slow = {} if arguments.slow_worker is None else {0: arguments.slow_worker}

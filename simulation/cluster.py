@@ -115,13 +115,6 @@ class SimulationResult:
     worker_by_request: dict[int, int] = field(default_factory=dict)
     prefilled_tokens_by_worker: list[int] = field(default_factory=list)
     """Prefilled tokens of each worker."""
-    slot_wait_count: int = 0
-    """Requests that waited for a free sequence slot."""
-    avoidable_slot_wait_count: int = 0
-    """Requests that waited longer for a slot than another worker would have taken.
-
-    That worker had a free slot when the request was sent, and would have had to compute the rest of its prefix.
-    """
     preemption_count: int = 0
     moved_tokens: int = 0
     """Number of tokens of KV that moved between workers."""
@@ -198,8 +191,6 @@ class Cluster:
         result.end_s = self.now
         counts = [worker.counts for worker in self.workers]
         result.prefilled_tokens_by_worker = [count.prefilled_tokens for count in counts]
-        result.slot_wait_count = sum(count.slot_waits for count in counts)
-        result.avoidable_slot_wait_count = sum(count.avoidable_slot_waits for count in counts)
         result.preemption_count = sum(count.preemptions for count in counts)
         return result
 
@@ -291,7 +282,7 @@ class Cluster:
             self._schedule_link_end()
 
     def _submit(self, request_index: int, worker_number: int) -> None:
-        """Give a request to a worker. If all its slots are taken, also note how fast the best free worker would be.
+        """Give a request to a worker.
 
         KV that was moved from a source worker counts as all tokens but the last, which is always computed.
         """
@@ -299,15 +290,6 @@ class Cluster:
         sequence = SimSequence(self.workload.requests[request_index], self.now)
         if request_index in self._source_hit_blocks_by_request:
             sequence.moved_tokens = sequence.request.prompt_tokens - 1
-        if worker.occupied_slot_count >= self.config.limits.max_sequences:
-            sequence.best_alternative_s = min(
-                (
-                    other_worker.compute_missing_prefill_s(sequence)
-                    for other_worker in self.workers
-                    if other_worker.occupied_slot_count < other_worker.limits.max_sequences
-                ),
-                default=None,
-            )
         worker.submit(sequence, self.now)
         self._schedule_wake(worker)
 

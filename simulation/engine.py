@@ -14,7 +14,6 @@ requests, not with tokens.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from bisect import insort
 from collections import OrderedDict, deque
@@ -214,11 +213,6 @@ class SimSequence:
     is_prefilled: bool = False
     has_first_token: bool = False
     """Whether the first token was seen."""
-    best_alternative_s: float | None = None
-    """Least prefill seconds at another worker with a free slot, if this worker had none when the request was sent.
-
-    None if this worker had a free slot or no worker had one.
-    """
 
     def __post_init__(self) -> None:
         self.prefill_tokens = self.request.prompt_tokens
@@ -243,10 +237,6 @@ class WorkerCounts:
     """Counters of a simulated engine."""
 
     prefilled_tokens: int = 0
-    slot_waits: int = 0
-    """Requests that waited for a sequence slot."""
-    avoidable_slot_waits: int = 0
-    """Requests that waited longer for a slot than their prefill at another worker would have taken."""
     preemptions: int = 0
 
 
@@ -284,8 +274,6 @@ class SimWorker:
         """Blocks of generated tokens, which the cache counts in `unnamed_blocks`."""
         self._generated_tokens = 0
         """Tokens that running sequences have generated since they began."""
-        self._last_slot_wait_s = -1.0
-        """Time at which a request last had to wait for a slot."""
         self._prefill_capacity_used = 0
         """Prompt tokens that steps computed, or could have computed while a request waited for a slot."""
         self._unused_prefill_tokens = 0
@@ -295,25 +283,6 @@ class SimWorker:
     @property
     def running_sequence_count(self) -> int:
         return len(self.prefilling_sequences) + len(self.decoding_heap)
-
-    @property
-    def occupied_slot_count(self) -> int:
-        """Number of slots that running requests take and waiting requests will take."""
-        return self.running_sequence_count + len(self.waiting_sequences)
-
-    def compute_missing_prefill_s(self, sequence: SimSequence) -> float:
-        """Return the time to prefill the tokens that neither the cache nor a request here has."""
-        block_ids, max_blocks = sequence.request.block_ids, (sequence.request.prompt_tokens - 1) // self.block_size
-        matching_blocks = self.cache.count_cached_prefix(block_ids, max_blocks)
-        for other_sequence in itertools.chain(self.prefilling_sequences, self.waiting_sequences):
-            other_block_ids = other_sequence.request.block_ids
-            comparable_blocks = min(len(other_block_ids), max_blocks)
-            while (
-                matching_blocks < comparable_blocks and other_block_ids[matching_blocks] == block_ids[matching_blocks]
-            ):
-                matching_blocks += 1
-        matching_tokens = matching_blocks * self.block_size
-        return self.step_times.compute_prefill_s(sequence.request.prompt_tokens - matching_tokens, matching_tokens)
 
     def submit(self, sequence: SimSequence, now: float) -> None:
         """Enqueue a request that arrives."""
@@ -380,7 +349,7 @@ class SimWorker:
         """Plan the next step, or run of decode-only steps, and set `wake_s` to its end."""
         if self.limits.is_preemptive:
             self._count_generated_blocks()
-        self._plan_chunks(now)
+        self._plan_chunks()
         decoding_count = len(self.decoding_heap)
         has_full_batch = bool(self.waiting_sequences) and self.running_sequence_count >= self.limits.max_sequences
         self._unused_prefill_tokens = max(self.step_times.step_tokens - decoding_count, 0) if has_full_batch else 0
@@ -403,7 +372,7 @@ class SimWorker:
             )
             self.wake_s = None
 
-    def _plan_chunks(self, now: float) -> None:
+    def _plan_chunks(self) -> None:
         """Fill the token budget of a step with chunks of prompts: first of running sequences, then of waiting ones."""
         token_budget = self.step_times.step_tokens - len(self.decoding_heap)
         prefilling_sequences = self.prefilling_sequences
@@ -411,11 +380,11 @@ class SimWorker:
             prefilling_sequences = sorted(prefilling_sequences, key=lambda sequence: sequence.queue_key)
         for sequence in prefilling_sequences:
             if self.limits.shortest_first:
-                token_budget = self._admit_waiting(token_budget, now, sequence.queue_key)
+                token_budget = self._admit_waiting(token_budget, sequence.queue_key)
             if token_budget <= 0:
                 break
             token_budget -= self._add_chunk(sequence, token_budget)
-        self._admit_waiting(token_budget, now)
+        self._admit_waiting(token_budget)
 
     def _add_chunk(self, sequence: SimSequence, token_budget: int) -> int:
         """Add a chunk of a prompt to the step, and return its number of tokens."""
@@ -434,36 +403,19 @@ class SimWorker:
             self.counts.prefilled_tokens += chunk_tokens
         return step_s
 
-    def _admit_waiting(self, token_budget: int, now: float, max_queue_key: float = math.inf) -> int:
+    def _admit_waiting(self, token_budget: int, max_queue_key: float = math.inf) -> int:
         """Start waiting sequences in order, while there is room and their queue key is below `max_queue_key`.
 
         Returns the rest of the token budget.
         """
         while token_budget > 0 and self.waiting_sequences and self.waiting_sequences[0].queue_key < max_queue_key:
             sequence = self.waiting_sequences[0]
-            if self.running_sequence_count >= self.limits.max_sequences:
-                self._last_slot_wait_s = now
-                break
-            if not self._admit(sequence):
+            if self.running_sequence_count >= self.limits.max_sequences or not self._admit(sequence):
                 break
             self.waiting_sequences.popleft()
-            # The sequence was waiting when all slots were last found in use.
-            waited_for_slot = not sequence.has_first_token and sequence.routed_at_s <= self._last_slot_wait_s
-            if waited_for_slot:
-                self._count_slot_wait(sequence, now)
             self.prefilling_sequences.append(sequence)
             token_budget -= self._add_chunk(sequence, token_budget)
         return token_budget
-
-    def _count_slot_wait(self, sequence: SimSequence, now: float) -> None:
-        """Count a request that waited for a slot, and whether another worker would have been faster."""
-        self.counts.slot_waits += 1
-        if sequence.best_alternative_s is not None:
-            prefill_here_s = self.step_times.compute_prefill_s(
-                sequence.prefill_tokens - sequence.computed_tokens, sequence.computed_tokens
-            )
-            alternative_s = sequence.best_alternative_s - prefill_here_s
-            self.counts.avoidable_slot_waits += now - sequence.routed_at_s > alternative_s
 
     def _cut_decode_run(self, now: float) -> None:
         """End a run of decode-only steps after its running step, so that a new request can join."""

@@ -220,9 +220,6 @@ class ChatShape:
     output_tokens: int = 1000
     """Mean length of an answer; lengths are exponential."""
     requests_per_s: float = 20.0
-    """Arrival rate after the sequential requests."""
-    sequential_request_count: int = 0
-    """Number of first requests that each wait for the answer of the previous one."""
     request_count: int = 6000
     block_size: int = 32
 
@@ -230,8 +227,8 @@ class ChatShape:
 def generate_chat(name: str, shape: ChatShape, *, seed: int) -> Workload:
     """Generate single-turn chats: each is one of the shared system prompts, followed by a question of its own.
 
-    A prompt is a list of block ids, and requests share KV cache where their first ids are equal. Sequential requests,
-    if any, come first, each as soon as the one before it is answered. The others arrive at random, at a mean rate.
+    A prompt is a list of block ids, and requests share KV cache where their first ids are equal. Requests arrive at
+    random, at a mean rate.
     """
     rng = random.Random(seed)
     shared_blocks = shape.system_tokens // shape.block_size
@@ -245,10 +242,7 @@ def generate_chat(name: str, shape: ChatShape, *, seed: int) -> Workload:
         question_ids = range(next_question_id, next_question_id + question_blocks)
         next_question_id += question_blocks
         output_tokens = max(1, round(rng.expovariate(1.0 / shape.output_tokens)))
-        if 0 < index < shape.sequential_request_count:
-            arrival_s = 0.0
-        else:
-            arrival_s += rng.expovariate(shape.requests_per_s)
+        arrival_s += rng.expovariate(shape.requests_per_s)
         request = SimRequest(
             index=index,
             session=index,
@@ -256,21 +250,9 @@ def generate_chat(name: str, shape: ChatShape, *, seed: int) -> Workload:
             prompt_tokens=prompt_tokens,
             output_tokens=output_tokens,
             block_ids=[*shared_ids, *question_ids],
-            previous_index=_find_previous_index(index, shape.sequential_request_count),
             block_size=shape.block_size,
         )
         request.final_block_ids = request.block_ids[: request.full_block_count]
         requests.append(request)
     description = f"{shape.request_count} requests, generated with seed {seed}"
     return Workload(name, requests, description, working_set_blocks=shape.system_prompt_count * shared_blocks)
-
-
-def _find_previous_index(index: int, sequential_request_count: int) -> int | None:
-    """Return the request that a generated request waits for; None if its arrival time is absolute.
-
-    A sequential request follows the one before it. All later requests follow the last sequential one: with two of them,
-    requests 0, 1, 2, 3 follow None, 0, 1, 1.
-    """
-    if index == 0 or sequential_request_count == 0:
-        return None
-    return min(index, sequential_request_count) - 1

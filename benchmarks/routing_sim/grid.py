@@ -72,7 +72,7 @@ class Point:
         rate, running = self.estimate_load()
         skip = min(int(max(2.0 * running, WARM_S * rate, 500)), WARM_MAX)
         block = 32 if self.system_tokens < 4000 else 128
-        shape = ChatShape(self.prompts, self.system_tokens, self.own_tokens, self.output_tokens, rate, 0, 0, block)
+        shape = ChatShape(self.prompts, self.system_tokens, self.own_tokens, self.output_tokens, rate, 0, block)
         return ChatShape(**{**asdict(shape), "request_count": skip + int(max(SCORED, min(running, SCORED * 2)))}), skip
 
     def __str__(self) -> str:
@@ -157,5 +157,4 @@ def summary(settings: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[s
         "better_in_both": {name: v["better_in_both"] for name, v in verdicts.items() if v["better_in_both"]},
         "over_worst": {name: ratios for name, ratios in over_limits.items() if ratios},
         "worst": worst,
-        "in_vain": {name: waits for name, row in settings.items() if (waits := row[OURS]["avoidable_slot_wait_count"])},
     }

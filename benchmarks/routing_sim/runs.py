@@ -87,8 +87,6 @@ class Score:
     tpot_p99: float = 0.0
     e2e_p50: float = 0.0
     e2e_p99: float = 0.0
-    slot_wait_count: int = 0
-    avoidable_slot_wait_count: int = 0
     preemptions: int = 0
     moved: float = 0.0
     """Tokens whose KV moved between workers, as a share of all prompt tokens."""
@@ -214,8 +212,6 @@ def score(result: SimulationResult, workload: Workload, skip: int | None) -> Sco
         tpot_p99=_percentile(tpot, 0.99),
         e2e_p50=_percentile(e2e, 0.5),
         e2e_p99=_percentile(e2e, 0.99),
-        slot_wait_count=result.slot_wait_count,
-        avoidable_slot_wait_count=result.avoidable_slot_wait_count,
         preemptions=result.preemption_count,
         moved=result.moved_tokens / max(1, sum(r.prompt_tokens for r in workload.requests)),
         busiest=max(request_counts.values(), default=0) / max(len(scored_requests), 1),

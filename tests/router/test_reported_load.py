@@ -274,7 +274,7 @@ def play(
 ) -> tuple[float, float]:
     """Eight workers of 32 seats; the first two get `direct` of the requests from elsewhere. (TTFT, end to end), mean
     seconds of the others after the first fifth. `say`: what worker i says in place of the truth, every 4 s."""
-    workload = sim.traces.generate_chat("told", sim.traces.ChatShape(4, 1000, 50, 200, rate, 0, count, 32), seed=1)
+    workload = sim.traces.generate_chat("told", sim.traces.ChatShape(4, 1000, 50, 200, rate, count, 32), seed=1)
     rng = random.Random(1)
     elsewhere = {r.index: rng.randrange(2) for r in workload.requests if rng.random() < direct}
 

@@ -530,7 +530,7 @@ def test_the_grid_draws_the_same_settings_and_loads_them_as_they_say(sim: Any) -
 
 def test_the_grid_says_where_ours_is_not_the_best(sim: Any) -> None:
     def row(ttft: float, tpot: float, e2e: float) -> dict[str, float]:
-        equal_metrics = {"ttft_p99": 2.0, "tpot_p99": 2.0, "avoidable_slot_wait_count": 0}
+        equal_metrics = {"ttft_p99": 2.0, "tpot_p99": 2.0}
         return {"ttft_mean": ttft, "tpot_mean": tpot, "e2e": e2e, **equal_metrics}
 
     other_rows = {name: row(2.0, 2.0, 8.0) for name in sim.runs.CHAT_POLICIES}
@@ -548,34 +548,10 @@ def test_the_grid_says_where_ours_is_not_the_best(sim: Any) -> None:
     assert summary["relative"]["oracle"]["e2e"] == 1.0
 
 
-@pytest.mark.parametrize(("answer", "vain"), [(200, 1), (20, 0)])
-def test_a_wait_for_a_seat_is_in_vain_where_another_has_one_and_the_prefix_is_worth_less(
-    sim: Any, answer: int, vain: int
-) -> None:
-    """Engines of one seat. The second request has the first one's prompt of 4,096 tokens (0.4 s) and is sent after it,
-    though another engine is free: worth it where the first soon ends, as with 20 tokens of 10 ms each."""
-
-    class First(sim.cluster.Router):  # type: ignore[misc, name-defined]
-        def route(self, request: Any, now: float) -> list[tuple[int, int]]:
-            return [(request.index, 0)]
-
-    ids = list(range(8))
-    requests = [request(sim, 0, ids, out=answer), request(sim, 1, [*ids, 99], at=0.5, out=4)]
-    service = StepTimes(0.0001, 1e12, 0.01, 0.0, 0.0, 8192)
-    limits = sim.engine.EngineLimits(1, is_preemptive=True)
-    worker = sim.cluster.WorkerConfig(service, 100)
-    config = sim.cluster.ClusterConfig([worker] * 2, limits=limits)
-    result = sim.cluster.Cluster(config, sim.workload.Workload("seats", requests, ""), [First()]).run()
-    assert (result.slot_wait_count, result.avoidable_slot_wait_count) == (1, vain)
-    one_worker_config = sim.cluster.ClusterConfig([worker], limits=limits)
-    result = sim.cluster.Cluster(one_worker_config, sim.workload.Workload("seats", requests, ""), [First()]).run()
-    assert (result.slot_wait_count, result.avoidable_slot_wait_count) == (1, 0), "nobody else has a seat"
-
-
 def test_ours_without_a_term_is_ours_again_afterwards(sim: Any) -> None:
     """`--ablate`: every term can be taken away, it matters to some request here, and comes back."""
     assert set(sim.runs.ABLATIONS) <= set(sim.runs.EXTRA)
-    chat = sim.traces.ChatShape(40, 1000, 50, 100, 30.0, 0, 300, 32)
+    chat = sim.traces.ChatShape(40, 1000, 50, 100, 30.0, 300, 32)
     workload = sim.traces.generate_chat("terms", chat, seed=3)
     options = sim.runs.Options(
         sim.grid.SERVICE.scale(2.0), sim.engine.EngineLimits(8, is_preemptive=True), skip=0, cache_blocks=250
