@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import msgspec
@@ -303,14 +302,6 @@ class SharedPrefix(NamedTuple):
     target_count: int = 0
 
 
-@dataclass(slots=True)
-class _RunningChunk:
-    """Number of running prompts that have a chunk: of all, and by target, where it is never 0."""
-
-    prompt_count: int = 0
-    count_by_target: dict[Target, int] = field(default_factory=dict)
-
-
 class RunningChunks:
     """Chunks of running prompts, with the prompts and targets of each.
 
@@ -318,59 +309,58 @@ class RunningChunks:
     """
 
     def __init__(self) -> None:
-        self._chunks: dict[int, _RunningChunk] = {}
+        self._counts_by_chunk: dict[int, dict[Target, int]] = {}
+        """Chunk -> target -> number of running prompts that have the chunk, never 0. Plain dicts, as a prompt of a
+        megabyte has thousands of chunks."""
 
     def add_prompt(self, target: Target, keys: Sequence[int]) -> int:
         """Count a prompt that begins to run on a target; return how many of its chunks ran there before."""
         duplicates = 0
         for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is None:
-                chunk = self._chunks[key] = _RunningChunk()
-            count = chunk.count_by_target.get(target, 0)
-            duplicates += count > 0
-            chunk.count_by_target[target] = count + 1
-            chunk.prompt_count += 1
+            counts = self._counts_by_chunk.get(key)
+            if counts is None:
+                self._counts_by_chunk[key] = {target: 1}
+            elif target in counts:
+                counts[target] += 1
+                duplicates += 1
+            else:
+                counts[target] = 1
         return duplicates
 
     def remove_prompt(self, target: Target, keys: Sequence[int]) -> int:
         """Forget a prompt that ended; return how many of its chunks still run on its target."""
         duplicates = 0
         for key in keys:
-            chunk = self._chunks[key]
-            chunk.prompt_count -= 1
-            chunk.count_by_target[target] -= 1
-            if chunk.count_by_target[target]:
+            counts = self._counts_by_chunk[key]
+            if counts[target] > 1:
+                counts[target] -= 1
                 duplicates += 1
+            elif len(counts) > 1:
+                del counts[target]
             else:
-                del chunk.count_by_target[target]
-            if not chunk.prompt_count:
-                del self._chunks[key]
+                del self._counts_by_chunk[key]
         return duplicates
 
     def count_leading(self, target: Target, keys: Sequence[int]) -> int:
         """Return how many of a prompt's chunks, from the first on, run on a target."""
         for i, key in enumerate(keys):
-            chunk = self._chunks.get(key)
-            if chunk is None or target not in chunk.count_by_target:
+            if target not in self._counts_by_chunk.get(key, ()):
                 return i
         return len(keys)
 
     def find_shared_prefix(self, keys: Sequence[int]) -> SharedPrefix:
         """Return the longest prefix of a prompt with these chunks that SHARED_RUNNING_MIN running prompts have."""
-        chunk_count, last_chunk = 0, None
+        chunk_count, last_counts = 0, dict[Target, int]()
         for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is None or chunk.prompt_count < SHARED_RUNNING_MIN:
+            counts = self._counts_by_chunk.get(key, {})
+            if sum(counts.values()) < SHARED_RUNNING_MIN:
                 break
-            chunk_count, last_chunk = chunk_count + 1, chunk
-        if last_chunk is None:
-            return SharedPrefix()
-        return SharedPrefix(chunk_count, last_chunk.prompt_count, len(last_chunk.count_by_target))
+            chunk_count, last_counts = chunk_count + 1, counts
+        return SharedPrefix(chunk_count, sum(last_counts.values()), len(last_counts))
 
     def list_counts(self) -> dict[tuple[int, Target], int]:
         """Return the number of prompts by chunk key and target, for tests."""
-        return {(key, target): n for key, chunk in self._chunks.items() for target, n in chunk.count_by_target.items()}
+        return {(key, target): n for key, counts in self._counts_by_chunk.items() for target, n in counts.items()}
 
 
 class ApproximateCache:
