@@ -74,11 +74,6 @@ class BufferCharge:
             self._budget.change(self.tenant, self.charged_bytes, new_bytes)
             self.charged_bytes = new_bytes
 
-    def move(self, tenant: str) -> None:
-        """Release the bytes of the old tenant; `update` charges them to the new one."""
-        self.release()
-        self.tenant = tenant
-
     def release(self) -> None:
         """Charge nothing any more."""
         if self.charged_bytes:

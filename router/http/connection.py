@@ -503,7 +503,8 @@ class ClientConnection(asyncio.Protocol):
         coding = get_body_coding(request) if request.has_body else None
         tenant = self._app.admit(self, request)
         if tenant != self._charge.tenant:
-            self._charge.move(tenant)
+            self._charge.release()  # the next update charges the bytes to the new tenant
+            self._charge.tenant = tenant
         return coding
 
     def _charge_buffered_bytes(self) -> None:

@@ -31,7 +31,7 @@ CORS_HEADERS: Final = frozenset((
 class CorsPolicy:
     """Decides which web pages may call this API, and tells browsers by response headers."""
 
-    def __init__(self, origins: Iterable[str] = ()) -> None:
+    def __init__(self, origins: Iterable[str]) -> None:
         self._origins = frozenset(origin.lower().encode() for origin in origins)
 
     def build_header_lines(self, request: HttpRequest, methods: Iterable[str] = ()) -> bytes:
@@ -39,8 +39,6 @@ class CorsPolicy:
 
         `methods`: methods of the path, for an OPTIONS request, by which a browser asks what is allowed.
         """
-        if not self._origins:
-            return b""
         origin = request.get_header(b"origin")
         allows_any = ANY_ORIGIN in self._origins
         if origin is None or not (allows_any or origin.lower() in self._origins):
