@@ -56,17 +56,18 @@ class EndpointMap:
 
     def get_worker_id(self, endpoint: str) -> str | None:
         """Return the id of the worker at an endpoint; None if there is none."""
-        if self._workers.keys() != self._indexed_worker_ids:
-            self._index_endpoints()
-        worker_id = self._worker_id_by_endpoint.get(endpoint)
-        if worker_id is None or self.get_endpoint(worker_id) != endpoint:  # its URL may have changed since
-            return None
-        return worker_id
+        return next(iter(self.find_worker_ids([endpoint])), None)
 
     def find_worker_ids(self, endpoints: Iterable[str]) -> frozenset[str]:
         """Return the ids of the workers at these endpoints. Unknown endpoints are left out."""
-        worker_ids = map(self.get_worker_id, endpoints)
-        return frozenset(worker_id for worker_id in worker_ids if worker_id is not None)
+        if self._workers.keys() != self._indexed_worker_ids:  # once for all endpoints: it looks at every worker
+            self._index_endpoints()
+        worker_ids = set()
+        for endpoint in endpoints:
+            worker_id = self._worker_id_by_endpoint.get(endpoint)
+            if worker_id is not None and self.get_endpoint(worker_id) == endpoint:  # its URL may have changed since
+                worker_ids.add(worker_id)
+        return frozenset(worker_ids)
 
     def refresh(self, now: float) -> None:
         """Resolve the host names of workers when it is time, and notice changed URLs."""
