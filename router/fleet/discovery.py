@@ -130,17 +130,18 @@ _HOST_LABEL_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])
 _ENDPOINT_PATTERN = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
 _WORKER_ID_PATTERN = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
 """Characters of a worker's id, which stands in headers and metrics."""
-_FLAG_KEYS = (
-    "url", "events", "replay", "topic", "id", "roles", "kv", "bootstrap", "cache_tokens", "max_num_seqs",
-    "prefill_order", "reannounce", "send_key", "model", "root", "block_size",
+TEXT_KEYS = (
+    "url", "events", "replay", "topic", "id", "roles", "kv", "bootstrap", "prefill_order", "model", "root",
 )  # fmt: skip
-"""Keys of `--worker`. The last three replace `url`."""
+"""Keys of `--worker` with a text."""
 _BOOTSTRAP_PATTERN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,255}):(?P<port>[1-9][0-9]{0,4})")
 BOOTSTRAP_PORT = 8998
 """Port where prefill workers of Mooncake and of SGLang are met, unless their operator chose another."""
 KV_FLAG_VALUES = tuple(dialect for dialect in KINDS_BY_DIALECT if dialect != BLOCKCAST)
 """Values of `kv=`: dialects of engines that do not say themselves that they move KV."""
 _NUMBER_KEYS = ("cache_tokens", "max_num_seqs", "block_size")
+_FLAG_KEYS = (*TEXT_KEYS, *_NUMBER_KEYS, "reannounce", "send_key")
+"""All keys of `--worker`. `model`, `root` and `block_size` replace `url`."""
 EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
 """Option that makes `vllm serve` or `engine serve` publish events."""
 

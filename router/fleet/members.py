@@ -26,6 +26,7 @@ from router.decide.workers import WorkerSpec
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import (
     EVENTS_FLAG,
+    TEXT_KEYS,
     Prober,
     WorkerFacts,
     WorkerFlag,
@@ -153,9 +154,10 @@ class Fleet:
 
     async def add(self, settings: dict[str, Any]) -> str:
         """Add a worker from a JSON object with the keys of `--worker` and return its id. Raises ConfigError."""
-        invalid_key = next((key for key, value in settings.items() if not isinstance(value, (str, int))), None)
-        if invalid_key is not None:
-            raise ConfigError(f"worker: {invalid_key} is {settings[invalid_key]!r}, expected a string")
+        for key, value in settings.items():
+            is_number = isinstance(value, int) and key not in TEXT_KEYS
+            if not (isinstance(value, str) or is_number):
+                raise ConfigError(f"worker: {key} is {value!r}, expected a string")
         flag = make_worker_flag({"send_key": "0", **{key: str(value) for key, value in settings.items()}})
         self.watch(flag, origin="operator")
         return flag.worker_id
