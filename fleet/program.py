@@ -36,6 +36,8 @@ HEALTH_CHECK_S = 2.0
 """Seconds between two health probes of a program that serves."""
 MAX_CALL_S = 5.0
 KILL_WAIT_S = 10.0
+OUTPUT_WAIT_S = 2.0
+"""Longest wait for the last lines of a program that has ended: a process that it left behind may hold them open."""
 STEADY_AFTER_S = 60.0
 """Time for which a program must have served, so that its end does not count as one more failure in a row."""
 RAY_VARIABLES = ("OMP_NUM_THREADS", "RAY_JOB_ID", "RAY_RAYLET_PID")
@@ -109,15 +111,24 @@ class ProgramRun:
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINE_COUNT))
     """Last lines that the program wrote."""
 
-    def forward_output(self) -> None:
-        """Copy the program's output to this process's stderr until the program ends."""
+    def wait_for_end(self) -> None:
+        """Forward the program's output until the program ends."""
+        assert self.process.stdin is not None
+        output_thread = threading.Thread(target=self._forward_output, daemon=True)
+        output_thread.start()
+        self.process.wait()
+        self.process.stdin.close()
+        output_thread.join(OUTPUT_WAIT_S)
+        self.has_ended.set()
+
+    def _forward_output(self) -> None:
+        """Copy the program's output to this process's stderr."""
         assert self.process.stdout is not None
-        with self.process:  # waits for its end, and closes its pipes
-            for line in self.process.stdout:
+        with self.process.stdout as output:
+            for line in output:
                 text = line.decode(errors="replace")
                 self.last_lines.append(text)
                 sys.stderr.write(text)
-        self.has_ended.set()
 
     def kill(self) -> None:
         """Kill the program with all its children, and wait for its end."""
@@ -130,7 +141,11 @@ class ProgramRun:
     def is_answering(self) -> bool:
         """Return whether the program answers, and, for our engines, whether the step loop behind it does."""
         answer = send_request("GET", self.launch.health_url)
-        return answer.status != 0 and float(answer.headers.get("x-core-silent-seconds") or 0) < MAX_CORE_SILENT_S
+        try:
+            core_silent_s = float(answer.headers.get("x-core-silent-seconds") or 0)
+        except ValueError:
+            return False
+        return answer.status != 0 and core_silent_s < MAX_CORE_SILENT_S
 
 
 class SupervisedProgram:
@@ -218,7 +233,7 @@ class SupervisedProgram:
                 env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )  # fmt: skip
             run = self._run = ProgramRun(launch, process)
-        threading.Thread(target=run.forward_output, daemon=True).start()
+        threading.Thread(target=run.wait_for_end, daemon=True).start()
         return run
 
     def _wait_until_serving(self, run: ProgramRun) -> bool:

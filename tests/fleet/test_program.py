@@ -87,6 +87,27 @@ def test_a_program_that_dies_is_started_again_elsewhere() -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_a_program_whose_guard_is_killed_is_started_again_though_its_child_lives_on() -> None:
+    leave_child = "import subprocess; child = subprocess.Popen(['sleep', '600'])\n"
+    with run_program(leave_child + SERVER) as program:
+        wait_until(lambda: program.state.launch)
+        first_launch = program.state.launch
+        pid = find_program(program)
+        (child,) = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        guard = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        try:
+            os.kill(guard, signal.SIGKILL)
+            wait_until(lambda: program.state.launch not in (None, first_launch))
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_program_whose_health_check_makes_no_sense_is_killed() -> None:
+    server = SERVER.replace('"Content-Length", "0"', '"X-Core-Silent-Seconds", "x"')
+    with run_program(server, hang_timeout_s=0.5) as program:
+        wait_until(lambda: program.state.hung_count == 1)
+
+
 def test_a_program_that_fails_waits_longer_and_longer_and_says_why() -> None:
     with run_program("import sys; sys.exit('no such model')") as program:
         wait_until(lambda: program.state.failure_count >= 3)
