@@ -132,7 +132,8 @@ class Exchange:
         prefill, self._prefill = self._prefill, None
         if prefill is not None:
             prefill.close()
-            prefill.times.cached_tokens = None  # what the other worker does not take is no hit
+        if self.context.prefill is not None:
+            self.context.prefill.is_dropped = True
         self._proxy.fail_transfer(self.context, outcome, reason, may_be_crash=may_be_crash)
 
     @property

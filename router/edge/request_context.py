@@ -58,6 +58,8 @@ class PrefillTimes:
     """Time of its complete answer; None if it failed or has not ended."""
     cached_tokens: int | None = None
     """Tokens of the prompt that were cached there, as the worker reports them."""
+    is_dropped: bool = False
+    """Whether the request's own worker had to compute the prompt after all."""
 
 
 class RequestContext:
@@ -139,9 +141,9 @@ class RequestContext:
         all KV that came from it.
         """
         self.usage = usage = self.progress.find_reported_usage()
-        if usage is not None and self.decision is not None and self.decision.is_split:
-            cached_tokens = None if self.prefill is None else self.prefill.cached_tokens
-            self.usage = ReportedUsage(usage.prompt_tokens, cached_tokens, usage.completion_tokens)
+        prefill, is_split = self.prefill, self.decision is not None and self.decision.is_split
+        if usage is not None and is_split and prefill is not None and not prefill.is_dropped:
+            self.usage = ReportedUsage(usage.prompt_tokens, prefill.cached_tokens, usage.completion_tokens)
 
     def is_wanted(self) -> bool:
         """Return whether a client waits for the answer."""

@@ -211,6 +211,37 @@ def test_the_hit_of_a_split_request_is_that_of_the_worker_that_computed_the_prom
     edge.run(scenario())
 
 
+@pytest.mark.parametrize("fails_at", ["p", "d"])
+def test_the_hit_of_a_request_whose_prefill_failed_is_that_of_the_worker_that_answers(
+    edge: Any, make_post: Any, fails_at: str
+) -> None:
+    """It computed the prompt itself, so that its report is no KV of another worker."""
+
+    async def scenario() -> None:
+        await edge.start()
+        usage = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 3}}
+        answer = edge.reply(json.dumps({"choices": [], "usage": usage, "kv_transfer_params": None}).encode())
+        broken = edge.reply(b"{}", b"500 broken")
+        without_kv = edge.gated(asyncio.Event()) if fails_at == "p" else broken
+
+        async def decode(request: Any, reader: Any, writer: Any) -> None:
+            await (without_kv if b"kv_transfer_params" in request.body else answer)(request, reader, writer)
+
+        await edge.worker(broken if fails_at == "p" else answer, "p", engine="vllm")
+        await edge.worker(decode, "d", engine="vllm")
+        facts = TransferFacts("g", frozenset((TransferKind.PREFILL,)), dialect="mooncake", engine_ids=("f00d",))
+        set_facts(edge, "p", facts)
+        plan(edge, TransferKind.PREFILL)
+        contexts: list[Any] = []
+        edge.proxy.on_end.append(contexts.append)
+        assert b"200 OK" in await edge.exchange(make_post(json.dumps(PROMPT).encode(), b"/v1/completions"))
+        await edge.settle()
+        assert contexts[0].usage == ReportedUsage(9, 3, 2)
+        assert sum(edge.metrics.transfers.outcomes[TransferKind.PREFILL.value, end] for end in ("error", "lost")) == 1
+
+    edge.run(scenario())
+
+
 def test_a_pull_names_its_source_under_the_fleets_key(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         facts = TransferFacts("g", frozenset((TransferKind.PULL,)), dialect="blockcast", address="[::1]:7001")
