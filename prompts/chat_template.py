@@ -17,9 +17,11 @@ import jinja2.ext
 from prompts.content_format import ContentFormat, detect_content_format
 from prompts.errors import RequestError
 from prompts.template_environment import (
+    RenderContext,
     RenderLimitError,
     TemplateEnvironment,
     find_time_formats,
+    is_in_time,
     make_environment,
     strftime_now,
 )
@@ -61,9 +63,12 @@ class _CompiledTemplate:
         Faster than Jinja's own `render`, which copies the globals for every request.
         """
         context = self._template.new_context({**self._globals, **variables}, shared=True)
+        assert isinstance(context, RenderContext)
         if seconds_max < math.inf:
-            context.set_time_limit(seconds_max)  # type: ignore[attr-defined]
-        return "".join(self._template.root_render_func(context))
+            context.set_time_limit(seconds_max)
+        text = "".join(self._template.root_render_func(context))
+        is_in_time(context, None)  # a single operation may have taken long
+        return text
 
 
 @lru_cache(maxsize=64)
@@ -207,7 +212,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
         except (
-            TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError, RecursionError, MemoryError,
+            TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError, RuntimeError, MemoryError,
         ) as error:  # fmt: skip
             # A template is a program over what the client sent: any of its failures is an answer to the client.
             reason = f"{type(error).__name__}: {error}"

@@ -39,6 +39,8 @@ def test_usual_templates_are_bounded_and_write_the_same(name: str) -> None:
         MANY + "{% for m in range(99999) if m == -1 %}{{ m }}{% endfor %}" + END,
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(90) }}",
         "{% macro f(n) %}" + MANY * 2 + END * 2 + "{% endmacro %}{% set a %}{{ f(1) }}{% endset %}",
+        "".join(f"{{% block b{i} %}}" + f"{{{{ self.b{i + 1}() }}}}" * 2 + "{% endblock %}" for i in range(40))
+        + "{% block b40 %}{% endblock %}",
     ],
 )
 def test_what_does_not_end_is_interrupted_and_not_rendered_again(source: str) -> None:
@@ -52,7 +54,15 @@ def test_what_does_not_end_is_interrupted_and_not_rendered_again(source: str) ->
 
 @pytest.mark.parametrize(
     "source",
-    ["{{ 'a' * 999999999 }}", "{{ 999999999 * messages }}", "{{ 10 ** 999999999 }}", "{% set x = 10 ** 999999999 %}"],
+    [
+        "{{ 'a' * 999999999 }}",
+        "{{ 999999999 * messages }}",
+        "{{ ('a'.encode() * 999999999) | length }}",
+        "{{ 10 ** 999999999 }}",
+        "{% set x = 10 ** 999999999 %}",
+        "{% set x = 9 ** 64 ** 64 ** 64 ** 64 %}",
+        "{% set x = 9 ** 64 %}" + "{% set x = x * x %}" * 30,
+    ],
 )
 def test_a_single_operation_that_takes_minutes_is_refused(source: str) -> None:
     template = limited_template("{% if messages | length == 3 %}" + source + "{% endif %}")
@@ -62,6 +72,32 @@ def test_a_single_operation_that_takes_minutes_is_refused(source: str) -> None:
     assert not template.is_bounded
     with pytest.raises(RequestError, match="too long"):
         template.needs_system_first()
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ range(99999) | map('center', 3) | map('length') | sum }}", "{{ '%9999999d' % 1 }}"]
+)
+def test_one_operation_that_took_long_is_not_rendered_again(source: str) -> None:
+    """It cannot be interrupted, and constant expressions are not computed when the template is read."""
+    template = limited_template(source, 1e-9)
+    with pytest.raises(RequestError, match="takes too long"):
+        template.render(MESSAGES)
+    assert not template.is_bounded
+
+
+def test_a_text_multiplied_by_a_text_is_an_error_of_this_request_alone() -> None:
+    template = limited_template("{{ messages[0].content * messages[0].content }}", 60.0)
+    with pytest.raises(RequestError, match="TypeError: can't multiply"):
+        template.render([{"role": "user", "content": "a" * 10_000}])
+    assert template.is_bounded
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ cycler() }}", "{% for k in messages[0] %}{{ dict.update(messages[0], {k ~ 'x': 1}) }}{% endfor %}"]
+)
+def test_whatever_a_template_raises_is_an_error_of_the_request(source: str) -> None:
+    with pytest.raises(RequestError, match="RuntimeError"):
+        ChatTemplate(source).render([{"role": "user", "content": "a"}])
 
 
 @pytest.mark.parametrize(
