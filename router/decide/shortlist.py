@@ -6,7 +6,7 @@ have as long a cached prefix; the prefix index finds the others. So the lowest p
 higher by at most the sum of
 
 * |(1 + congestion) * P - that of the typical request| * (largest slowdown in the pool - least)
-* the difference in `decode` between the request and the typical one
+* the differences in `decode` and in the wait for KV memory between the request and the typical one
 * changes of the target's load and progress of its oldest prefill since the target was sorted
 
 Pure: time is an argument. Invariant: `holders` is `_sorted_holders` without its keys, and `pool_load` is the sum of the
@@ -138,7 +138,10 @@ class LoadOrder:
         prompt_tokens = int(typical.prompt_tokens)
         half_done_at_s = queue.busy_since_s + 0.5 * queue.oldest_prefill_s * target.slowdown
         request = RequestFacts(min(now, half_done_at_s), prompt_tokens, typical.answer_tokens, utilisation_decay)
-        candidate = CandidateFacts(cached_tokens=prompt_tokens - int(typical.computed_tokens))
+        candidate = CandidateFacts(
+            cached_tokens=prompt_tokens - int(typical.computed_tokens),
+            memory_wait_s=target.estimate_memory_wait_s(typical.prompt_tokens + typical.answer_tokens),
+        )
         return price_worker(target, request, candidate, self._config).cost
 
     def check_invariants(self) -> None:

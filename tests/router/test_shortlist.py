@@ -216,6 +216,30 @@ def test_the_order_follows_loads_peers_and_time() -> None:
     assert len(core.tracker.load_orders[0].targets) == 59
 
 
+def test_workers_without_room_in_their_kv_memory_do_not_fill_the_shortlist() -> None:
+    """They have one request each, and so the least load, but a new request waits there until that one has ended."""
+    core = RouterCore(make_index(seed=1), CoreConfig(learn=LearnConfig(enabled=False)), seed=1)
+    rng = random.Random(1)
+
+    def make_new_request(name: str, tokens: int, **changes: Any) -> RouteRequest:
+        return RouteRequest(name, "m", SCOPE, [rng.randrange(2**32) for _ in range(tokens)], tokens, **changes)
+
+    for i in range(48):
+        is_full = i < RIVALS_MIN
+        cache_tokens, prompt_tokens, count = (10_000, 9_000, 1) if is_full else (1_000_000, 5_000, 6)
+        spec = WorkerSpec(f"w{i}", f"http://w{i}", models=(ServedModel("m", "m"),), cache_tokens=cache_tokens)
+        core.add_worker(spec, 0.0)
+        for number in range(count):
+            core.route(make_new_request(f"w{i} {number}", prompt_tokens, worker=f"w{i}"), 0.0)
+            core.record_first_token(f"w{i} {number}", 0.0)
+    placement = core.route(make_new_request("r", 2_000), 0.001, explain=True)
+    assert isinstance(placement, Forward)
+    decision = placement.decision
+    assert max(terms.slot_wait_s for terms in decision.candidates) > 1.0
+    assert decision.terms.slot_wait_s == 0.0
+    assert decision.terms.cost == min(terms.cost for terms in decision.candidates)
+
+
 def test_a_part_of_a_pool_is_priced_whole() -> None:
     core, rng = fleet(60, cached_by=60)
     placement = core.route(make_request("r", 1, rng, worker="w59"), 0.01)
