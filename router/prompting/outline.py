@@ -52,18 +52,19 @@ class Outline(NamedTuple):
 
 
 def outline_chat(request: RoutingRequest) -> Outline | None:
-    """Outline a chat; None if the request is no chat.
+    """Outline a chat; None if the request is no chat, or one that is nested too deeply to be digested.
 
     A body of the Messages or Responses API is outlined as the chat into which it is converted.
     """
-    if request.source is not None:
-        try:
+    try:
+        if request.source is not None:
             request = convert_source_to_chat(request, None, keeps_system_in_place=True)
-        except RequestError:
+        if request.messages is None:
             return None
-    if request.messages is None:
+        messages, tools = fingerprint_messages(request.messages), fingerprint_tools(request)
+        return Outline(messages, tools, digest_template_options(request))
+    except (RequestError, RecursionError):
         return None
-    return Outline(fingerprint_messages(request.messages), fingerprint_tools(request), digest_template_options(request))
 
 
 def fingerprint_messages(messages: list[Message]) -> bytes:
@@ -115,7 +116,8 @@ def _fingerprint_message(message: Mapping[str, Any]) -> _MessageFingerprint:
     role_number = _ROLES.get(role, 4) if isinstance(role, str) else 4
     is_system = role_number == 0
     has_billing_line = is_system and BILLING_LINE in str(content)
-    if len(message) == 2 and isinstance(content, str) and "<think>" not in content and not has_billing_line:
+    has_only_text = len(message) == 2 and "role" in message and not has_billing_line
+    if has_only_text and isinstance(content, str) and "<think>" not in content:
         digest = _digest_text(content)  # most messages come here
         return _MessageFingerprint(digest, digest, digest, role_number, len(content))
     text = _read_text(content, is_system=is_system)
