@@ -331,6 +331,9 @@ class DirectoryActor:
     def _remove_member(self, member: Member, reason: str) -> None:
         """Forget a member, and end its actor with its program."""
         del self._state.member_by_name[member.name]
+        if member.kind is MemberKind.ROUTER and member.slot >= self._state.router_target.count:
+            # A later router of this slot does not wait for a node that may have no room by then.
+            self._state.node_by_router_slot.pop(member.slot, None)
         self._record_event(f"{member.name}: gone: {reason.strip()[:2000]}")
         link = self._link_by_member.pop(member.name, None)
         if link is not None:

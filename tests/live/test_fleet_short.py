@@ -32,12 +32,12 @@ HANG_S = 4
 class Short:
     """`fleet` on a cluster of its own."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, cluster: Any) -> None:
+        self.cluster = cluster
         self.started_pids: set[int] = set()
 
     def __call__(self, *words: str) -> str:
-        command = [sys.executable, "-m", "fleet", words[0], "--address", self._address, *words[1:]]
+        command = [sys.executable, "-m", "fleet", words[0], "--address", self.cluster.address, *words[1:]]
         process = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT, check=False)
         assert process.returncode == 0, f"{words}\n{process.stdout}\n{process.stderr}"
         return process.stdout
@@ -87,7 +87,7 @@ def fleet() -> Iterator[Short]:
     try:
         cluster.add_node(num_cpus=4, include_dashboard=False, temp_dir=folder)
         ray.init(address=cluster.address, namespace="blockcast", log_to_driver=False, logging_level="error")
-        yield Short(cluster.address)
+        yield Short(cluster)
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -143,3 +143,27 @@ def test_a_life(fleet: Short) -> None:
     assert len(fleet.pids("engine") | fleet.pids("router")) == 2
     fleet("down", "--timeout", "120")
     assert not [pid for pid in fleet.started_pids if Path(f"/proc/{pid}").exists()], "a program outlives its fleet"
+
+
+def test_a_router_that_is_wanted_again_does_not_wait_for_its_old_node(fleet: Short) -> None:
+    fleet.cluster.add_node(num_cpus=4)
+    flags = ("--router-cpus", "4", "--router-host", "127.0.0.1", "--router-port", "0", "--replicas", "0")
+    fleet("up", "--simulate", SLOW, *flags, "--routers", "2", "--timeout", "120")
+    (old_node,) = {member["node"] for member in fleet.status()["members"] if member["slot"] == 1}
+    fleet("scale", "--routers", "1", "--timeout", "60")
+
+    @ray.remote(num_cpus=4)
+    class Occupant:
+        def begin(self) -> None:
+            """Answer once it has the node's CPUs."""
+
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(old_node, soft=False)
+    occupant = Occupant.options(scheduling_strategy=strategy).remote()
+    ray.get(occupant.begin.remote(), timeout=60)
+    fleet.cluster.add_node(num_cpus=4)
+    try:
+        fleet("scale", "--routers", "2", "--timeout", "60")
+        assert len({member["node"] for member in fleet.status()["members"]} - {old_node}) == 2
+    finally:
+        fleet("down", "--timeout", "60")
+        ray.kill(occupant)
