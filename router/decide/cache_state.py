@@ -148,9 +148,11 @@ class CacheState:
                 running_prompt.pin = None
 
     # A request's life --------------------------------------------------------------------------------------------
-    def prepare_query(self, ids: Sequence[int], scope: Scope, tokens: int) -> PromptQuery:
-        """Prepare a prompt for the methods below."""
-        return PromptQuery(self._index, self._index.prepare(ids), scope, tokens)
+    def prepare_query(
+        self, ids: Sequence[int], scope: Scope, tokens: int, similar_prompt: PreparedPrompt | None = None
+    ) -> PromptQuery:
+        """Prepare a prompt for the methods below. `similar_prompt`: one that may begin with the same tokens."""
+        return PromptQuery(self._index, self._index.prepare(ids, similar_prompt), scope, tokens)
 
     def make_shortlist(
         self, prompt: PromptQuery, order: LoadOrder

@@ -310,7 +310,9 @@ class Chooser:
     def _prepare_query(self, request: RouteRequest) -> PromptQuery | None:
         if request.token_ids is None:
             return None
-        return self._cache_state.prepare_query(request.token_ids, request.scope, request.prompt_tokens)
+        return self._cache_state.prepare_query(
+            request.token_ids, request.scope, request.prompt_tokens, request.similar_prompt
+        )
 
     def _make_shortlist(
         self, candidates: list[Target], prompt_query: PromptQuery | None, load_order: LoadOrder | None

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from router.index.protocol import Scope
+from router.index.protocol import PreparedPrompt, Scope
 
 
 class RouteRequest(msgspec.Struct, eq=False):
@@ -35,6 +35,8 @@ class RouteRequest(msgspec.Struct, eq=False):
     """Digest of the beginning of a conversation with media; None without media.
 
     Prompts with media cannot be matched. The router predicts that the worker of the previous turn has cached it."""
+    similar_prompt: PreparedPrompt | None = None
+    """The conversation's earlier prompt, which may begin with the same tokens."""
     output_tokens_max: int = 0
     """Upper bound of generated tokens; 0 if there is none. Most answers are much shorter."""
     output_tokens_min: int = 0

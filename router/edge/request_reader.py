@@ -189,12 +189,23 @@ class RequestReader:
         )  # fmt: skip
 
     def store_conversation(self, context: RequestContext) -> None:
-        """Store a routed prompt in the conversation cache, so that the next turn is tokenised from its end on."""
+        """Store a routed prompt in the conversation cache, so that the next turn is tokenised from its end on.
+
+        The next turn also takes the digests of the same blocks from the prompt as the index prepared it.
+        """
         body = context.body
         conversation = None if body is None else body.prompt.conversation
         if body is None or conversation is None:
             return
         conversation.model, conversation.first_message_digest = body.target.base_model, body.digest_first_message()
+        prompt_query = self._core.get_prompt_query(context.request_id)
+        if prompt_query is None:
+            conversation.prepared_prompt, conversation.prepared_prompt_bytes = None, 0
+        else:
+            token_ids = body.prompt.token_ids
+            borrowed_bytes = 0 if token_ids is conversation.token_ids else 4 * len(token_ids or ())
+            conversation.prepared_prompt = prompt_query.prepared_ids
+            conversation.prepared_prompt_bytes = prompt_query.prepared_ids.memory_bytes + borrowed_bytes
         self._prompt_reader.conversations.cache.store(conversation, body.body, body.prompt.predecessor)
 
     def build_route_request(self, context: RequestContext) -> RouteRequest:
@@ -230,6 +241,7 @@ class RequestReader:
             longest_prompt_tokens=size.longest_tokens if size.prompt_count > 1 else 0,
             is_counted=size.is_exact,
             media_conversation=media_conversation,
+            similar_prompt=None if body.continuation is None else body.continuation.conversation.prepared_prompt,
             output_tokens_max=1
             if body_request.kind == "other"
             else size.prompt_count * body_request.output_tokens_max,  # requests of other kinds generate nothing

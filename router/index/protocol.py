@@ -79,6 +79,10 @@ class IndexStats:
 class PreparedPrompt(Protocol):
     """Prompt for several calls, made by `PrefixIndex.prepare`. Later calls reuse what earlier ones computed."""
 
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the digests, and of the token ids if they were copied."""
+
     def __len__(self) -> int: ...
 
 
@@ -156,9 +160,10 @@ class PrefixIndex(Protocol):
         Names of blocks are resolved within a slice; a block that a later slice spells out waits for that slice.
         """
 
-    def prepare(self, token_ids: Sequence[int] | bytes) -> PreparedPrompt:
+    def prepare(self, token_ids: Sequence[int] | bytes, similar: PreparedPrompt | None = None) -> PreparedPrompt:
         """Prepare a prompt for several calls. The token ids may be borrowed and must not change meanwhile.
 
+        `similar`: a prompt that may begin with the same tokens. Their digests are taken from it, not computed again.
         Raises ValueError as `match` does.
         """
 

@@ -11,7 +11,7 @@ import secrets
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import xxhash
@@ -99,12 +99,16 @@ class CachedConversation(msgspec.Struct, eq=False):
     """Base model whose tokenizer and template read the conversation."""
     first_message_digest: int | None = None
     """Digest of the first user message (router/prompting/sessions.py)."""
+    prepared_prompt: Any = None
+    """The prompt as the index prepared it, with the digests of its blocks; None if the index did not read it."""
+    prepared_prompt_bytes: int = 0
+    """Memory of `prepared_prompt` besides `token_ids`."""
 
     @property
     def memory_bytes(self) -> int:
         """Estimated memory of this entry."""
         size_bytes = self.token_ids.itemsize * len(self.token_ids)
-        size_bytes += len(self.outline.messages) + len(self.outline.tools) + 1000
+        size_bytes += len(self.outline.messages) + len(self.outline.tools) + self.prepared_prompt_bytes + 1000
         size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.rendered.text) for boundary in self.boundaries])
         if self.bare_request is not None:
             size_bytes += _DECODED_BYTES_PER_BYTE * (self.messages_start + self.end_bytes)

@@ -50,7 +50,7 @@ class NaiveIndex:
         for end in range(1, len(tokens) + 1):
             self.resident[holder].add(tuple(tokens[:end]))
 
-    def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
+    def prepare(self, token_ids: Sequence[int], similar: None = None) -> Sequence[int]:
         return token_ids
 
     def chunk_keys(self, token_ids: Sequence[int] | bytes, scope: Scope, chunk_tokens: int) -> list[int]:

@@ -99,6 +99,15 @@ struct KeyMemo {
         keys.reserve(query.count / unit + 1);
         keys.push_back(start);
     }
+
+    // Copy the keys of another prompt that has the same first `shared` of `count` tokens.
+    void resume(const KeyMemo& other, std::size_t shared, std::size_t count) {
+        if (other.unit == 0) return;
+        start = other.start;
+        unit = other.unit;
+        keys.reserve(count / unit + 1);
+        keys.assign(other.keys.begin(), other.keys.begin() + static_cast<long>(std::min(other.keys.size(), shared / unit + 1)));
+    }
 };
 
 std::vector<Match> match_all(const Query& query, const ModelHolders& model, const Digester& digester, const Nodes& nodes,

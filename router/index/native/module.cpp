@@ -36,6 +36,7 @@ public:
 
     const u32* data() const { return data_; }
     std::size_t size() const { return size_; }
+    std::size_t copied_bytes() const { return owned_.capacity() * sizeof(u32); }
     // How many of the first ones are the same.
     std::size_t shared(const Ids& other) const {
         constexpr std::size_t kAtOnce = 512;
@@ -133,6 +134,20 @@ private:
 // A prompt that several calls are about. What one of them computes of it, the next ones find.
 struct Prompt {
     explicit Prompt(nb::handle source) : ids(source) {}
+
+    // Take the keys of another prompt for the first tokens that both have.
+    void resume(Prompt& similar) {
+        const nb::gil_scoped_release released;
+        const std::lock_guard alone(similar.mutex);
+        memo.resume(similar.memo, ids.shared(similar.ids), ids.size());
+    }
+
+    std::size_t bytes() {
+        const nb::gil_scoped_release released;
+        const std::lock_guard alone(mutex);
+        return memo.keys.capacity() * sizeof(u64) + ids.copied_bytes();
+    }
+
     const Ids ids;
     std::mutex mutex;
     KeyMemo memo;  // under the mutex
@@ -340,7 +355,9 @@ NB_MODULE(_native, module) {
         },
         nullptr);
 
-    nb::class_<Prompt>(module, "Prompt").def("__len__", [](const Prompt& prompt) { return prompt.ids.size(); });
+    nb::class_<Prompt>(module, "Prompt")
+        .def_prop_ro("memory_bytes", &Prompt::bytes)
+        .def("__len__", [](const Prompt& prompt) { return prompt.ids.size(); });
 
     nb::class_<Report>(module, "IngestReport")
         .def_ro("stored", &Report::stored)
@@ -410,7 +427,13 @@ NB_MODULE(_native, module) {
                  return new Ingesting(index, holder, payload, now_s);
              },
              nb::arg("holder"), nb::arg("payload"), nb::arg("now_s") = 0.0, nb::keep_alive<0, 1>())
-        .def("prepare", [](const Index&, nb::handle token_ids) { return new Prompt(token_ids); }, nb::arg("token_ids"))
+        .def("prepare",
+             [](const Index&, nb::handle token_ids, Prompt* similar) {
+                 auto prompt = std::make_unique<Prompt>(token_ids);
+                 if (similar != nullptr) prompt->resume(*similar);
+                 return prompt.release();
+             },
+             nb::arg("token_ids"), nb::arg("similar") = nb::none())
         .def("count_common_tokens", [](const Index&, nb::handle a, nb::handle b) { return Ids(a).shared(Ids(b)); }, nb::arg("token_ids"),
              nb::arg("others"))
         .def("match", &match, nb::arg("token_ids"), nb::arg("scope"), nb::arg("order") = nb::none(), nb::arg("max_rivals") = 1)

@@ -136,7 +136,7 @@ class ReferenceIndex:
             state.apply(events, report)
         return report
 
-    def prepare(self, token_ids: Sequence[int] | bytes) -> PreparedPrompt:
+    def prepare(self, token_ids: Sequence[int] | bytes, similar: PreparedPrompt | None = None) -> PreparedPrompt:
         return as_token_list(token_ids)
 
     def count_common_tokens(self, token_ids: Sequence[int], others: Sequence[int]) -> int:

@@ -46,6 +46,10 @@ SETTLE_S_MAX = 10.0
 """For what the end of a scenario takes at most, on a machine with much else to do."""
 
 
+class PreparedIds(list[int]):
+    memory_bytes = 0
+
+
 class EmptyIndex:
     """No worker holds anything; pins are counted."""
 
@@ -71,8 +75,8 @@ class EmptyIndex:
     def ingest(self, holder: HolderId, payload: bytes) -> IngestReport:
         return IngestReport()
 
-    def prepare(self, token_ids: Sequence[int]) -> Sequence[int]:
-        return token_ids
+    def prepare(self, token_ids: Sequence[int], similar: PreparedIds | None = None) -> PreparedIds:
+        return PreparedIds(token_ids)
 
     def count_common_tokens(self, token_ids: Sequence[int], others: Sequence[int]) -> int:
         return next((i for i, (a, b) in enumerate(zip(token_ids, others)) if a != b), min(len(token_ids), len(others)))
