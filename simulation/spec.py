@@ -53,13 +53,21 @@ CALL_ONE_TOOL_TURNS = (ScriptTurn(call=FIRST_TOOL), ScriptTurn())
 
 
 class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of SPEC; docs/how-to/simulate-a-fleet.md has their meaning."""
+    """Speed, cache and answers of a simulated engine, as a JSON object describes them.
+
+    A decode step takes step_s + decode_request_s * sequences + decode_context_s * tokens of all their contexts.
+    """
 
     prefill_s_per_token: Seconds
+    """Seconds of a prompt token with nothing before it."""
     quadratic_tokens: Annotated[float, Meta(gt=0.0)] = 1e9
+    """Tokens before a prompt token at which it takes twice that time; the time grows in proportion."""
     step_s: Seconds = 0.0
+    """Fixed seconds of each step."""
     decode_request_s: Seconds = 0.0
+    """Seconds that each decoding sequence adds to a step."""
     decode_context_s: Seconds = 0.0
+    """Seconds that each token in the context of a decoding sequence adds to a step."""
     kv_tokens: Count
     """Tokens that the cache holds, unless --num-gpu-blocks-override is given."""
     kv_bytes_per_token: Count | None = None
@@ -73,17 +81,17 @@ class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     answer_tokens: Count | None = None
     """Length of an answer, its end token included; None: as long as the request allows."""
     script: str | Annotated[tuple[ScriptTurn, ...], Meta(min_length=1, max_length=1024)] | None = None
-    """Scripted answers; None: words without meaning.
+    """What the engine answers, in one of four forms.
 
-    Either a text file with an answer a line, of which the prompt picks one, or turns, of which the conversation picks
-    one, or "tools", which stands for CALL_ONE_TOOL_TURNS.
+    None: words without meaning. A path: the answer is a line of this text file, always the same for the same prompt.
+    A list of turns: the first answer of a conversation is the first turn, and so on. "tools": CALL_ONE_TOOL_TURNS.
     """
     source: str = "given"
     """Origin of the numbers."""
 
     @property
     def script_turns(self) -> tuple[ScriptTurn, ...]:
-        """Turns of a script by turn; empty without one."""
+        """The turns that `script` lists or, as "tools", stands for; empty if it is a file or None."""
         if self.script == "tools":
             return CALL_ONE_TOOL_TURNS
         return self.script if isinstance(self.script, tuple) else ()

@@ -463,24 +463,38 @@ class Speed:
         return pool.members if has_pool_changed else changed_members
 
     def _update_factor(self) -> bool:
-        """Recompute how many times as long as its pool this target takes; return whether that factor changed.
-
-        It is the median of the recent ratios if that is clearly not 1, else 1. A target that was not observed for long
-        loses most of its ratios, so that it counts as its pool until new ones show otherwise.
-        """
-        pool, ratios, previous_factor = self.pool, self._recent_ratios, self.factor
-        unheard_count = pool.observation_count - self._last_observation_number
-        if previous_factor != 1.0 and unheard_count > _FORGOTTEN_AFTER * len(pool.members):
-            while len(ratios) > _TARGET_INTERVALS_MIN - _PROBES:
-                ratios.popleft()
-        self.factor = 1.0
-        if len(ratios) >= _TARGET_INTERVALS_MIN:
-            median_ratio = max(sorted(ratios)[len(ratios) // 2], 1.0 / _FASTER_MAX)
-            tolerance = _LEAVES_POOL_BEYOND if previous_factor == 1.0 else _RETURNS_TO_POOL_BELOW
-            if not _is_within(median_ratio, 1.0, tolerance):
-                is_same = _is_within(median_ratio, previous_factor, _MODEL_TOLERANCE)
-                self.factor = previous_factor if is_same else median_ratio
+        """Recompute this target's factor, 2.0 if work takes it twice as long as its pool; return whether it changed."""
+        previous_factor = self.factor
+        self._forget_old_ratios()
+        self.factor = self._choose_factor()
         return self.factor != previous_factor
+
+    def _forget_old_ratios(self) -> None:
+        """Drop most ratios of a target that was not observed for long, so that it is taken to be as fast as its pool.
+
+        A target that is thought slow gets few requests, so it could not show that it is fast again. _PROBES new ratios
+        are then enough for a factor of its own.
+        """
+        unheard_count = self.pool.observation_count - self._last_observation_number
+        if self.factor != 1.0 and unheard_count > _FORGOTTEN_AFTER * len(self.pool.members):
+            while len(self._recent_ratios) > _TARGET_INTERVALS_MIN - _PROBES:
+                self._recent_ratios.popleft()
+
+    def _choose_factor(self) -> float:
+        """Return the median of the recent ratios; 1.0 if there are few, or if the median is about 1.
+
+        Small changes are ignored. A factor of 1.0 stays until the median is far from 1, another factor until the median
+        is close to 1 again, and it stays the same number while the median is nearly equal to it.
+        """
+        ratios = self._recent_ratios
+        if len(ratios) < _TARGET_INTERVALS_MIN:
+            return 1.0
+        median_ratio = max(sorted(ratios)[len(ratios) // 2], 1.0 / _FASTER_MAX)
+        tolerance = _LEAVES_POOL_BEYOND if self.factor == 1.0 else _RETURNS_TO_POOL_BELOW
+        if _is_within(median_ratio, 1.0, tolerance):
+            return 1.0
+        is_same = _is_within(median_ratio, self.factor, _MODEL_TOLERANCE)
+        return self.factor if is_same else median_ratio
 
 
 def _is_within(ratio: float, other: float, tolerance: float) -> bool:

@@ -48,7 +48,11 @@ class RequestPhase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class InFlightRequest:
-    """One request that was sent to a target, as the target's load counts it."""
+    """One request that was sent to a target, as the target's load counts it.
+
+    It is first in its prefill, then decodes. Fields with `_at_s` are moments on the router's clock, those with another
+    `_s` are durations.
+    """
 
     target: Target
     prompt_tokens: int
@@ -81,10 +85,10 @@ class InFlightRequest:
     """Tokens of the prompt and of the answer so far, once the request decodes."""
     output_tokens: int = field(init=False, default=0)
     """Tokens of the answer that the edge has counted."""
-    decode_start_totals: WorkTotals | None = field(init=False, default=None)
-    """Work totals of the target when the answer was last learned from, or else at the first token."""
+    observed_totals: WorkTotals | None = field(init=False, default=None)
+    """Work of the target up to the last time that its speed was learned from this answer, at first its first token."""
     observed_output_tokens: int = field(init=False, default=1)
-    """Tokens of the answer at the time of `decode_start_totals`."""
+    """Tokens of the answer at the time of `observed_totals`."""
 
     def __post_init__(self) -> None:
         target, now = self.target, self.sent_at_s

@@ -324,7 +324,7 @@ class LoadTracker:
         totals.uncached_tokens += request.prompt_tokens - request.cached_tokens
         totals.quadratic_work += float(request.prompt_tokens**2 - request.cached_tokens**2)
         if request.is_streaming:
-            request.decode_start_totals = msgspec.structs.replace(totals)
+            request.observed_totals = msgspec.structs.replace(totals)
         target.recompute_decode_load()
         target.recompute_queue()
 
@@ -422,7 +422,7 @@ class LoadTracker:
         Prefills of other prompts lengthen steps, so those of the same time are part of the observation. Work that no
         router sent is not known well enough, so nothing is learned beside it.
         """
-        target, start_totals = request.target, request.decode_start_totals
+        target, start_totals = request.target, request.observed_totals
         if start_totals is None or step_count < OBSERVED_STEPS_MIN or self.targets.get(target.name) is not target:
             return
         target.advance_work_totals(now)
@@ -430,7 +430,7 @@ class LoadTracker:
         if elapsed_s <= 0.0:
             return
         observation = target.speed.work_totals.compute_work_since(start_totals, elapsed_s, step_count=step_count)
-        request.decode_start_totals = msgspec.structs.replace(target.speed.work_totals, updated_at_s=now)
+        request.observed_totals = msgspec.structs.replace(target.speed.work_totals, updated_at_s=now)
         request.observed_output_tokens = request.output_tokens
         if (
             not target.external_load

@@ -22,6 +22,7 @@ from router.http.request import HttpRequest
 
 _COMPLETIONS_PATH: Final = b"/v1/completions"
 _CHAT_PATH: Final = "/v1/chat/completions"
+_DONE_DATA: Final = b"[DONE]"
 _DONE_EVENT: Final = b"data: [DONE]\n\n"
 NEW_TOKENS_MIN: Final = 32
 """Tokens that a second worker must have added before a third one may continue the answer."""
@@ -330,30 +331,46 @@ class StreamContinuation:
             raise ProtocolError(f"an event of the worker that went on: {error!r}") from error
 
     def _convert_event(self, event: bytes) -> bytes:
-        """Return an event of the continuing worker, with the ids and fields of the first worker's events."""
+        """Return an event of the continuing worker as the first worker would have sent it, with that one's ids.
+
+        Return b"" for an event that the client does not need: it names the role again, or has nothing new.
+        """
         if event.startswith(b":"):
             return event + b"\n\n"  # a comment, which keeps connections alive
         data = event.removeprefix(b"data:").strip()
-        if data == _DONE_EVENT[6:-2]:
+        if data == _DONE_DATA:
             return _DONE_EVENT
         event_fields = msgspec.json.decode(data)
         assert self._event_template is not None
-        converted_event, choices = dict(self._event_template), []
+        choices: list[dict[str, Any]] = []
         for choice in event_fields["choices"]:
-            delta, finish_reason = _get_delta(choice, self._continues_as_chat), choice.get("finish_reason")
-            if "role" in delta or (not any(delta.values()) and finish_reason is None and not self._wants_token_ids):
+            converted_choice = self._convert_choice(choice, self._event_template["choices"][0])
+            if converted_choice is None:
                 return b""
-            converted_choice = dict(self._event_template["choices"][0])
-            converted_choice |= {"delta": delta} if self._is_chat else {"text": delta.get("content") or ""}
-            if finish_reason is not None:
-                converted_choice |= {"finish_reason": finish_reason, "stop_reason": choice.get("stop_reason")}
-            if self._wants_token_ids:
-                converted_choice["token_ids"] = choice.get("token_ids")
             choices.append(converted_choice)
-        converted_event["choices"] = choices
+        converted_event = {**self._event_template, "choices": choices}
         if event_fields.get("usage") is not None:
             converted_event["usage"] = self._convert_usage(event_fields["usage"])
         return b"data: " + msgspec.json.encode(converted_event) + b"\n\n"
+
+    def _convert_choice(self, choice: dict[str, Any], template: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a choice of an event with the fields of the first worker's; None if the client does not need it."""
+        delta, finish_reason = _get_delta(choice, self._continues_as_chat), choice.get("finish_reason")
+        if "role" in delta:
+            return None  # the first worker has sent it
+        if not any(delta.values()) and finish_reason is None and not self._wants_token_ids:
+            return None
+        converted_choice = dict(template)
+        if self._is_chat:
+            converted_choice["delta"] = delta
+        else:
+            converted_choice["text"] = delta.get("content") or ""
+        if finish_reason is not None:
+            converted_choice["finish_reason"] = finish_reason
+            converted_choice["stop_reason"] = choice.get("stop_reason")
+        if self._wants_token_ids:
+            converted_choice["token_ids"] = choice.get("token_ids")
+        return converted_choice
 
     def _convert_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the usage of the whole answer, from that of the continuation."""

@@ -22,7 +22,7 @@ class ResponseFilter:
         self.unframes = unframes
         """Whether the client gets the content without framing, as it does not understand chunks."""
         self.rechunks = False
-        """Whether the content is put into new chunks."""
+        """Whether the content is taken out of the worker's chunks and put into new ones."""
         self.takes_content = unframes
         """Whether `convert` takes the content of the body, without its framing."""
         self.stream: StreamContinuation | None = None
@@ -37,16 +37,20 @@ class ResponseFilter:
         *,
         is_stream: bool,
     ) -> None:
-        """Prepare for a worker's answer.
+        """Choose how a worker's answer is converted, now that its head has come.
 
-        `redacted_keys`: pattern of the fields that are blanked from now on; None changes nothing. `is_stream`: the
-        answer is a stream of which events can be recorded.
+        `continuation` records the tokens of the answer if it has a recorder. `redacted_keys`: pattern of the fields
+        whose values are blanked from now on; None keeps what an earlier answer set. `is_stream`: the answer is a stream
+        of which events can be recorded.
         """
-        self.stream = continuation if continuation is not None and continuation.recorder is not None else None
+        records_tokens = continuation is not None and continuation.recorder is not None
+        self.stream = continuation if records_tokens else None
         if redacted_keys is not None and _is_readable(head):
-            self._redactor = ResponseRedactor(redacted_keys, is_chunked=is_stream and self.stream is None)
+            # A stream that is not recorded stays in the worker's chunks, so its redactor has to skip their framing.
+            self._redactor = ResponseRedactor(redacted_keys, is_chunked=is_stream and not records_tokens)
         redacts_content = self._redactor is not None and isinstance(head.body, ChunkedBody) and not is_stream
-        self.rechunks = not self.unframes and (self.stream is not None or redacts_content)
+        # Content that is recorded or redacted is taken out of its chunks, and the client gets it in new ones.
+        self.rechunks = (records_tokens or redacts_content) and not self.unframes
         self.takes_content = self.unframes or self.rechunks
 
     def convert(self, data: bytes, *, is_last: bool) -> bytes:

@@ -85,10 +85,10 @@ class _Member:
     failures: int = 0
     """Checks that failed in a row, or probes if the worker was never reached."""
     starting_pause_s: float = 0.0
-    peers_from_s: float = 0.0
+    next_peers_poll_at_s: float = 0.0
     """Time from which other routers may be asked for missing snapshots."""
     peers_pause_s: float = 0.0
-    loads_from_s: float = 0.0
+    next_loads_poll_at_s: float = 0.0
     """Time from which the worker may be asked for its load again."""
     loads_pause_s: float = 0.0
     sources_polled_s: float = -math.inf
@@ -377,15 +377,15 @@ class Fleet:
             member.sources_polled_s = self._now()
             await self._poll_sources(member, was_down=was_down)
         await self._fetch_missing_snapshots(member)
-        if self._now() >= member.loads_from_s:
-            member.loads_from_s = math.inf  # until it is answered, which may take longer than the next check
+        if self._now() >= member.next_loads_poll_at_s:
+            member.next_loads_poll_at_s = math.inf  # until it is answered, which may take longer than the next check
             self._spawn(self._poll_load(member))
 
     async def _fetch_missing_snapshots(self, member: _Member) -> None:
         """Take snapshots of incomplete event streams from other routers, at most once in a while."""
         if self._peers is None or not self._peers.has_peers:
             return
-        if member.facts is None or self._now() < member.peers_from_s:
+        if member.facts is None or self._now() < member.next_peers_poll_at_s:
             return
         worker_id = member.flag.worker_id
         missing_from = self._feed.find_incomplete_ranks(worker_id)
@@ -396,14 +396,16 @@ class Fleet:
         for rank, snapshot in snapshots.items():
             self._feed.resume(worker_id, rank, snapshot)
         member.peers_pause_s = _next_pause(member.peers_pause_s, self._config.peers_s, self._config.peers_s_max)
-        member.peers_from_s = self._now() + member.peers_pause_s
+        member.next_peers_poll_at_s = self._now() + member.peers_pause_s
 
     async def _poll_load(self, member: _Member) -> None:
-        """Ask a worker for the load of its ranks, and pass it on to the core."""
+        """Ask a worker for the load of its ranks, pass it on to the core, and set the time of the next question.
+
+        The pause before it grows with each failure, and with each answer that has the load of no rank.
+        """
         worker_id = member.flag.worker_id
         in_flight = self._core.count_in_flight_by_rank(worker_id)
-        is_engine_asleep: bool | None = None
-        """None: the engine does not say whether it sleeps."""
+        is_engine_asleep: bool | None = None  # None: not known, as there was no load
         try:
             loads = await self._prober.fetch_loads(member.flag, len(in_flight))
             self._core.record_engine_load(worker_id, loads, in_flight, self._now())
@@ -415,7 +417,7 @@ class Fleet:
                 member.loads_pause_s = _next_pause(member.loads_pause_s, self._config.loads_s, LOADS_S_MAX)
             else:
                 member.loads_pause_s = 0.0
-            member.loads_from_s = self._now() + max(self._config.loads_s, member.loads_pause_s)
+            member.next_loads_poll_at_s = self._now() + max(self._config.loads_s, member.loads_pause_s)
 
     def _set_asleep(self, worker_id: str, *, asleep: bool) -> None:
         """Record whether a worker sleeps.

@@ -6,7 +6,6 @@ must be those of a full read each time, and some of the turns must be found in t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -37,56 +36,94 @@ _TOOLS = [
 ]
 
 
-class _Messages:
-    """Makes the messages of trial conversations.
+class _ConversationMaker:
+    """Makes the conversations with which a template is tried, in the shapes that agents and chats have.
 
-    Most of them contain the same long text, so that they are worth caching.
+    Most messages contain the same long text (the filler), so that their conversations are worth caching.
     """
 
     def __init__(self, filler: str) -> None:
         self._filler = filler
+        self._system: dict[str, Any] = {"role": "system", "content": f"Be brief. {filler}"}
 
-    def call(self, number: int, *, thought: bool = False, text: str | None = None, calls: int = 1) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text, "tool_calls": [
-            {"id": f"call{number:04}{i}", "type": "function",
-             "function": {"name": "weather", "arguments": '{"city": "Paris"}'}} for i in range(calls)]}  # fmt: skip
-        return message | {"reasoning_content": f"Thought {number}. {self._filler}"} if thought else message
+    def list_conversations(self) -> list[tuple[str, list[dict[str, Any]]]]:
+        """Return the name and the messages of each conversation."""
+        question, answer = self._make_question, self._make_answer
+        plain, system = self._make_exchanges(), self._system
+        return [
+            ("questions", plain),
+            ("a system text", [system, *plain]),
+            ("thoughts", [system, *self._make_exchanges(thought=True)]),
+            ("thoughts in the text", [system, *self._make_exchanges(inline_thought=True)]),
+            ("tools", self._make_tool_loops(thought=False)),
+            ("tools and thoughts", self._make_tool_loops(thought=True)),
+            ("parallel calls", self._make_parallel_calls()),
+            ("parts", self._make_questions_in_parts()),
+            ("empty texts", self._make_empty_texts()),
+            ("a late system text", [system, *plain[:4], {"role": "system", "content": "Be kind."}, *plain[4:]]),
+            (
+                "two questions in a row",
+                [*plain[:5], *plain[4:6], question(8), question(9), answer(9), question(10)],
+            ),
+        ]
 
-    def answer(self, number: int, *, thought: bool = False, inline_thought: bool = False) -> dict[str, Any]:
+    def _make_exchanges(self, *, thought: bool = False, inline_thought: bool = False) -> list[dict[str, Any]]:
+        """Return four questions, each with its answer."""
+        messages: list[dict[str, Any]] = []
+        for i in range(4):
+            messages += [self._make_question(i), self._make_answer(i, thought=thought, inline_thought=inline_thought)]
+        return messages
+
+    def _make_tool_loops(self, *, thought: bool) -> list[dict[str, Any]]:
+        """Return questions after each of which an agent calls a tool three times: templates drop old thoughts there."""
+        loop: list[dict[str, Any]] = []
+        for i in range(3):
+            loop += [self._make_call(i, thought=thought, text="I look." if i % 2 else None), self._make_result(i)]
+        question, answer = self._make_question, self._make_answer
+        return [self._system, question(0), *loop, answer(0, thought=thought), question(1), *loop, question(2)]
+
+    def _make_parallel_calls(self) -> list[dict[str, Any]]:
+        """Return calls of two tools at once, whose results templates may write as one message."""
+        question, answer, call, result = self._make_question, self._make_answer, self._make_call, self._make_result
+        return [self._system, question(0), call(1, call_count=2), result(1), result(1, 1), call(2), result(2),
+                answer(2), question(3), call(4, call_count=2), result(4), result(4, 1), answer(4),
+                question(5)]  # fmt: skip
+
+    def _make_questions_in_parts(self) -> list[dict[str, Any]]:
+        """Return questions whose content is a list of parts."""
+        parts = [{"type": "text", "text": "Part one."}, {"type": "text", "text": self._filler}]
+        messages = [self._system]
+        for i in range(4):
+            messages += [self._make_question(i, parts), self._make_answer(i)]
+        return messages
+
+    def _make_empty_texts(self) -> list[dict[str, Any]]:
+        """Return a conversation with an empty question and an empty answer, which templates may leave out."""
+        question, answer = self._make_question, self._make_answer
+        return [self._system, question(0, ""), answer(0), question(1), {"role": "assistant", "content": ""},
+                question(2), answer(2), question(3)]  # fmt: skip
+
+    def _make_question(self, number: int, content: Any = None) -> dict[str, Any]:
+        return {"role": "user", "content": f"Question {number}? {self._filler}" if content is None else content}
+
+    def _make_answer(self, number: int, *, thought: bool = False, inline_thought: bool = False) -> dict[str, Any]:
         text = f"<think>\nIdea {number}.\n</think>\n\n" if inline_thought else ""
         message = {"role": "assistant", "content": f"{text}Answer {number}. {self._filler}"}
         return message | {"reasoning_content": f"Thought {number}."} if thought else message
 
-    def question(self, number: int, text: Any = None) -> dict[str, Any]:
-        return {"role": "user", "content": f"Question {number}? {self._filler}" if text is None else text}
+    def _make_call(
+        self, number: int, *, thought: bool = False, text: str | None = None, call_count: int = 1
+    ) -> dict[str, Any]:
+        """Return an assistant's message that calls a tool once or more."""
+        function = {"name": "weather", "arguments": '{"city": "Paris"}'}
+        calls = [{"id": f"call{number:04}{i}", "type": "function", "function": function} for i in range(call_count)]
+        message: dict[str, Any] = {"role": "assistant", "content": text, "tool_calls": calls}
+        return message | {"reasoning_content": f"Thought {number}. {self._filler}"} if thought else message
 
-    def result(self, number: int, part: int = 0) -> dict[str, Any]:
+    def _make_result(self, number: int, part: int = 0) -> dict[str, Any]:
+        """Return the result of one call of the message that `_make_call` makes for the same number."""
         text = f"Result {number}.{part} {self._filler}"
         return {"role": "tool", "tool_call_id": f"call{number:04}{part}", "content": text}
-
-    def draw_conversations(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """Yield the name and the messages of each trial conversation: one for each shape that agents and chats have."""
-        question, answer, call, result = self.question, self.answer, self.call, self.result
-        system = {"role": "system", "content": f"Be brief. {self._filler}"}
-        plain = [message for i in range(4) for message in (question(i), answer(i))]
-        yield "questions", plain
-        yield "a system text", [system, *plain]
-        for name, kind in (("thoughts", {"thought": True}), ("thoughts in the text", {"inline_thought": True})):
-            yield name, [system, *(m for i in range(4) for m in (question(i), answer(i, **kind)))]
-        for name, thought in (("tools", False), ("tools and thoughts", True)):
-            loop = [
-                m for i in range(3) for m in (call(i, thought=thought, text="I look." if i % 2 else None), result(i))
-            ]
-            yield name, [system, question(0), *loop, answer(0, thought=thought), question(1), *loop, question(2)]
-        yield "parallel calls", [system, question(0), call(1, calls=2), result(1), result(1, 1), call(2), result(2),
-                                 answer(2), question(3), call(4, calls=2), result(4), result(4, 1), answer(4),
-                                 question(5)]  # fmt: skip
-        parts = [{"type": "text", "text": "Part one."}, {"type": "text", "text": self._filler}]
-        yield "parts", [system, *(m for i in range(4) for m in (question(i, parts), answer(i)))]
-        yield "empty texts", [system, question(0, ""), answer(0), question(1), {"role": "assistant", "content": ""},
-                              question(2), answer(2), question(3)]  # fmt: skip
-        yield "a late system text", [system, *plain[:4], {"role": "system", "content": "Be kind."}, *plain[4:]]
-        yield "two questions in a row", [*plain[:5], *plain[4:6], question(8), question(9), answer(9), question(10)]
 
 
 def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
@@ -96,7 +133,7 @@ def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
         variants: list[dict[str, Any]] = [{}]
         if filler is _FILLERS[0]:
             variants += [{"tools": _TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}]
-        for name, conversation in _Messages(filler).draw_conversations():
+        for name, conversation in _ConversationMaker(filler).list_conversations():
             for fields in variants:
                 problem, hits = _try_conversation(renderer, conversation, fields)
                 if problem is not None:
