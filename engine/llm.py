@@ -376,9 +376,12 @@ class _ProgressBar:
 def _make_config(
     model: str | None, kv_events: Mapping[str, Any] | KVEventsConfig | None, settings: dict[str, Any]
 ) -> EngineConfig:
-    """Return the configuration of the arguments of `LLM`. Raises TypeError for unknown settings."""
-    for name in ("trust_remote_code", "disable_log_stats"):
-        settings.pop(name, None)  # vLLM has these; they have no effect here
+    """Return the engine's configuration from the arguments of `LLM`. Raises TypeError for unknown settings.
+
+    A setting that is None has its default. `kv_events` may be a mapping, as with vLLM.
+    """
+    ignored_names = ("trust_remote_code", "disable_log_stats")  # vLLM has these; they have no effect here
+    settings = {name: value for name, value in settings.items() if name not in ignored_names}
     setting_names = {item.name for item in fields(EngineConfig)} - {"model", "kv_events"}
     unknown_names = sorted(set(settings) - setting_names)
     if unknown_names:
@@ -390,6 +393,7 @@ def _make_config(
     elif isinstance(kv_events, KVEventsConfig):
         events_config = kv_events
     else:
+        # As JSON text, which is the form of the command line: so both are checked by the same code.
         events_config = KVEventsConfig.parse(msgspec.json.encode(kv_events).decode())
     config_table = {name: value for name, value in settings.items() if value is not None}
     config: EngineConfig = load_config(Schema(EngineConfig, "engine"), table=config_table).config

@@ -39,8 +39,14 @@ class RequestEntry:
     def from_request(
         request: Request, now: float, arrival_number: int, eos_token_ids: frozenset[int], token_limit: int
     ) -> RequestEntry:
-        """Make the entry of a request that arrives at `now`. `token_limit`: the longest sequence, in tokens."""
+        """Make the entry of a request that arrives at `now`, as the `arrival_number`-th.
+
+        `eos_token_ids`: the model's tokens that end an answer, unless the request ignores them. They are kept apart
+        from the request's own stop tokens, which alone are reported to the client. `token_limit`: tokens of the
+        longest possible sequence, prompt and answer together.
+        """
         params = request.params
+        # If the answer was begun by another worker, what it generated is the end of `token_ids`, and no prompt.
         prompt_len = len(request.token_ids) - request.resumed_output_len
         own_eos_ids = frozenset() if params.ignore_eos else eos_token_ids
         length_max = token_limit if params.max_tokens is None else min(token_limit, prompt_len + params.max_tokens)

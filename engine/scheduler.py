@@ -205,9 +205,10 @@ class Scheduler:
         return self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.token_budget))
 
     def _admit_waiting(self, draft: StepDraft, started_entry: RequestEntry | None = None) -> None:
-        """Start waiting requests while budget, seats and memory last.
+        """Start waiting requests, first in the queue first, while token budget, seats and memory last.
 
-        With `started_entry`, a prompt that was begun: only those whose turn comes before it.
+        If `started_entry`, a request whose prompt is half computed, is given, stop at the first request that the queue
+        orders after it. Each pass starts, skips or requeues one request, or closes admission, which ends the loop.
         """
         waiting_queue = self._waiting_queue
         while (
@@ -216,7 +217,8 @@ class Scheduler:
             and draft.token_budget >= draft.admission_min_tokens
             and len(self._requests.running) < self.config.max_num_seqs
         ):
-            if started_entry is None:  # no sequence is preempted any more
+            if started_entry is None:
+                # The step's other chunks are all planned, and none is preempted any more: their blocks can be shared.
                 self._register_blocks(draft)
             entry = waiting_queue[draft.skipped_count]
             if started_entry is not None and entry.sort_key >= started_entry.sort_key:

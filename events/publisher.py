@@ -165,7 +165,11 @@ class EventPublisher:
     # The publisher's thread
 
     def _run(self) -> None:
-        """Send batches and answer requests until `close` is called and no batch waits."""
+        """Send live batches and replies to replay requests, until `close` is called and no batch waits.
+
+        `notify` sets the wakeup when it adds a batch, which costs nothing if it is set already. So the wakeup is
+        cleared only once all batches are sent; a batch that was added just before is found by looking again.
+        """
         poller = zmq.Poller()
         poller.register(self._wakeup.fd, zmq.POLLIN)
         replay_socket = self._replay_socket
@@ -176,18 +180,25 @@ class EventPublisher:
             ready_sockets = dict(poller.poll(wait_ms))
             has_more = self._send_live()
             if not has_more and self._wakeup.fd in ready_sockets:
-                self._wakeup.clear()  # as late as possible, because `notify` costs nothing until then
+                self._wakeup.clear()
                 has_more = bool(self._unsent_entries)
             if self._is_closing and not self._unsent_entries:
                 break
-            wait_ms = 0 if has_more else None
+            are_all_peers_busy = False
             if replay_socket is not None:
                 if replay_socket in ready_sockets:
                     self._accept_requests(replay_socket)
                 are_all_peers_busy = self._send_replies(replay_socket)
-                if self._pending_replies and not has_more:
-                    wait_ms = BUSY_PEERS_WAIT_MS if are_all_peers_busy else 0
+            wait_ms = self._choose_wait_ms(has_more, are_all_peers_busy)
         self._close_sockets()
+
+    def _choose_wait_ms(self, has_more_batches: bool, are_all_peers_busy: bool) -> int | None:
+        """Return how long to wait for the sockets before the next pass; None: until one of them is ready."""
+        if has_more_batches:
+            return 0
+        if not self._pending_replies:
+            return None
+        return BUSY_PEERS_WAIT_MS if are_all_peers_busy else 0
 
     def _send_live(self) -> bool:
         """Send some of the waiting batches; return whether more wait."""

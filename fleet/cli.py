@@ -346,7 +346,7 @@ def scale(replicas: int | None, routers: int | None, name: str, **options: Any) 
 @cli.command()
 @click.argument("model", required=False)
 @click.argument("flags", nargs=-1, metavar="[-- ENGINE FLAGS...]")
-@click.option("--routers", is_flag=True, help="Replace the routers instead of the workers.")
+@click.option("--routers", "is_for_routers", is_flag=True, help="Replace the routers instead of the workers.")
 @click.option(
     "--engine", default="ours", show_default=True, metavar="ours|vllm|PATH", help="With MODEL: engine of the workers."
 )
@@ -355,27 +355,40 @@ def scale(replicas: int | None, routers: int | None, name: str, **options: Any) 
 @_wait_option
 @_timeout_option
 @_add_fleet_options
-def roll(model: str | None, flags: tuple[str, ...], routers: bool, name: str, **options: Any) -> None:
+def roll(
+    model: str | None,
+    flags: tuple[str, ...],
+    is_for_routers: bool,
+    engine: str,
+    router_flags: str | None,
+    surge: bool,
+    name: str,
+    **options: Any,
+) -> None:
     """Replace the workers one by one: with the same command line, or with MODEL and ENGINE FLAGS instead of it."""
     with report_errors() as out:
-        spec_changes: dict[str, Any] = {}
-        if routers and (model is not None or options["surge"]):
+        if is_for_routers and (model is not None or surge):
             raise SpecError("--routers: takes neither MODEL nor --surge, whose port would be another one")
-        if options["router_flags"] is not None:
-            if not routers:
-                raise SpecError("--router-flags: for --routers only")
-            spec_changes["router_flags"] = split_flags("--router-flags", options["router_flags"])
-        if model is not None:
-            model, flags = split_model(model, flags)
-            spec_changes["engine_command"], spec_changes["is_vllm"] = build_engine_command(
-                options["engine"], model, flags
-            )
+        if router_flags is not None and not is_for_routers:
+            raise SpecError("--router-flags: for --routers only")
+        spec_changes = make_spec_changes(model, flags, engine, router_flags)
         _connect(options["address"])
         directory = _get_directory(name)
-        call_directory(
-            directory.roll, MemberKind.ROUTER if routers else MemberKind.ENGINE, spec_changes, options["surge"]
-        )
+        call_directory(directory.roll, MemberKind.ROUTER if is_for_routers else MemberKind.ENGINE, spec_changes, surge)
         wait_and_print_routers(directory, options, out)
+
+
+def make_spec_changes(
+    model: str | None, flags: tuple[str, ...], engine: str, router_flags: str | None
+) -> dict[str, Any]:
+    """Return the fields of the fleet's spec that a roll changes; none if the command lines stay as they are."""
+    spec_changes: dict[str, Any] = {}
+    if router_flags is not None:
+        spec_changes["router_flags"] = split_flags("--router-flags", router_flags)
+    if model is not None:
+        model, flags = split_model(model, flags)
+        spec_changes["engine_command"], spec_changes["is_vllm"] = build_engine_command(engine, model, flags)
+    return spec_changes
 
 
 @cli.command()

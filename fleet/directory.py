@@ -227,25 +227,41 @@ class DirectoryActor:
     # Members --------------------------------------------------------------------------------------------------------
 
     def _start_member(self, action: StartAction, now: float) -> None:
-        """Start the actor of a new member where Ray has room for it. The member is saved first, for a restart."""
-        state, kind = self._state, action.kind
+        """Start the actor of a new member where Ray has room for it.
+
+        The member is saved before its actor exists, so that a directory that is restarted in between knows of both.
+        """
+        state = self._state
         state.last_serial += 1
         member = Member(
-            name=f"{state.spec.name}-{kind.value}-{action.slot}-{state.last_serial}",
-            kind=kind, slot=action.slot, revision=state.target_by_kind[kind].revision, phase_since_s=now,
-        )  # fmt: skip
+            name=f"{state.spec.name}-{action.kind.value}-{action.slot}-{state.last_serial}",
+            kind=action.kind,
+            slot=action.slot,
+            revision=state.target_by_kind[action.kind].revision,
+            phase_since_s=now,
+        )
         state.member_by_name[member.name] = member
         self._record_event(f"{member.name}: start")
         self._save()
-        is_engine = kind is MemberKind.ENGINE
-        actor_class = ray.remote(MemberActor).options(
-            name=member.name, namespace=NAMESPACE, lifetime="detached", max_concurrency=16,
-            num_cpus=state.spec.worker_cpus if is_engine else state.spec.router_cpus,
-            num_gpus=state.spec.worker_gpus if is_engine else 0,
-            scheduling_strategy=self._choose_strategy(member),
-        )  # fmt: skip
-        actor = actor_class.remote(msgspec.json.encode(state.spec), kind.value, member.slot, self._list_workers())
+        actor_class = ray.remote(MemberActor).options(**self._make_actor_options(member))
+        actor = actor_class.remote(
+            msgspec.json.encode(state.spec), member.kind.value, member.slot, self._list_workers()
+        )
         self._link_by_member[member.name] = MemberLink(actor)
+
+    def _make_actor_options(self, member: Member) -> dict[str, Any]:
+        """Return Ray's options for a member's actor: its name, what it reserves, and how its node is chosen."""
+        spec = self._state.spec
+        is_engine = member.kind is MemberKind.ENGINE
+        return {
+            "name": member.name,
+            "namespace": NAMESPACE,
+            "lifetime": "detached",  # it outlives this directory process
+            "max_concurrency": 16,
+            "num_cpus": spec.worker_cpus if is_engine else spec.router_cpus,
+            "num_gpus": spec.worker_gpus if is_engine else 0,
+            "scheduling_strategy": self._choose_strategy(member),
+        }
 
     def _choose_strategy(self, member: Member) -> str | NodeAffinitySchedulingStrategy:
         """Return how Ray chooses a member's node: spread, but a router goes where its slot was before, if it can.
@@ -292,7 +308,11 @@ class DirectoryActor:
                 self._read_report(self._state.member_by_name[name], call, now)
 
     def _read_report(self, member: Member, call: Any, now: float) -> None:
-        """Record what a member reports, and follow its phase. If its actor died, the plan starts another one."""
+        """Record what a member reports. `call` is Ray's handle of the finished call, whose result is the report.
+
+        A call that raised leaves the member as it is. If the member's actor has died, the member is removed, and the
+        next plan starts another one.
+        """
         try:
             report: MemberReport = ray.get(call)
         except RayTaskError as error:
@@ -309,13 +329,18 @@ class DirectoryActor:
         member.launch = report.program.launch
         if member.kind is MemberKind.ROUTER:
             self._state.node_by_router_slot[member.slot] = report.node
-        phase = Phase.UP if member.launch is not None else Phase.STARTING
-        if report.program.has_stopped:
+        self._follow_reported_phase(member, report.program.has_stopped, now)
+
+    def _follow_reported_phase(self, member: Member, has_stopped: bool, now: float) -> None:
+        """Note that a member serves now, or starts again after its program ended. Remove it if it has stopped."""
+        reported_phase = Phase.UP if member.launch is not None else Phase.STARTING
+        if has_stopped:
             self._remove_member(member, "stopped")
         elif member.phase is Phase.DRAINING and member.launch is None:
             self._remove_member(member, "ended before it had drained")
-        elif member.phase in LIVE_PHASES and member.phase is not phase:
-            member.phase, member.phase_since_s = phase, now
+        elif member.phase in LIVE_PHASES and member.phase is not reported_phase:
+            member.phase = reported_phase
+            member.phase_since_s = now
             self._has_unsaved_changes = True
 
     def _change_phase(self, action: PhaseChange, now: float) -> None:

@@ -123,7 +123,8 @@ def _plan_count_changes(
 ) -> list[Action]:
     """Return the removals, cancelled drains and starts that bring the members of a kind to their target.
 
-    If their number is right and all are up, one member of an old revision is removed.
+    Live members are those that start or are up, but for those in `stops`, which are stopped in this same pass. If their
+    number is right and all are up, one member of an old revision is removed; the next plan starts another in its slot.
     """
     stopped_names = {stop.name for stop in stops}
     live_members = [member for member in members if member.phase in LIVE_PHASES and member.name not in stopped_names]
@@ -131,22 +132,24 @@ def _plan_count_changes(
     wanted_count = target.count
     if target.surge and outdated_members and target.count > 0:
         wanted_count += 1
-    excess_count = len(live_members) - wanted_count
-    if excess_count > 0:
+    if len(live_members) > wanted_count:
+        excess_count = len(live_members) - wanted_count
         removal_order = sorted(
             live_members, key=lambda member: (member.revision, member.phase is Phase.UP, -member.slot)
         )
         return [_plan_removal(member) for member in removal_order[:excess_count]]
-    if excess_count < 0:
-        draining_members = [
+    if len(live_members) < wanted_count:
+        missing_count = wanted_count - len(live_members)
+        returnable_members = [
             member
             for member in members
             if member.phase is Phase.DRAINING
             and member.revision == target.revision
             and member.name not in stopped_names
         ]
-        returns = [PhaseChange(member.name, Phase.UP) for member in draining_members[:-excess_count]]
-        occupied_slots = {member.slot for member in members}  # a member that leaves still occupies its slot
+        returns = [PhaseChange(member.name, Phase.UP) for member in returnable_members[:missing_count]]
+        # Leaving members count, too, as each holds its slot and what it reserved until it is gone.
+        occupied_slots = {member.slot for member in members}
         return [*returns, *_plan_starts(kind, wanted_count - len(members), occupied_slots)]
     is_settled = len(members) == len(live_members) and all(member.phase is Phase.UP for member in live_members)
     if outdated_members and is_settled:

@@ -165,7 +165,10 @@ class StepEvents(Collection[Event]):
             yield chain_nodes
 
     def _make_stored(self, kind: int, nodes: list[Node], medium: str) -> BlockStored:
-        """Return the event of a chain of blocks of one kind that a memory has now."""
+        """Return the event which announces that `medium`, a memory such as CPU or GPU, now has the blocks of `nodes`.
+
+        Each node is the parent of the next. `kind` is an index into the log's kinds of blocks, such as full attention.
+        """
         token_ids = unpack_token_ids(b"".join([node.key.packed_tokens for node in nodes]))
         assert len(token_ids) == len(nodes) * self._log.block_size
         first_node = nodes[0]

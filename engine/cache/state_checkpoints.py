@@ -90,7 +90,10 @@ class StateCheckpoints:
         host_tier: HostTier,
         allocate: Callable[[int], Block | None],
     ) -> None:
-        """`kind`: the kind of states. `allocate`: returns a block, after a compaction if need be; None: no memory."""
+        """Start without sequences. The pool has blocks of several kinds; `kind` is the index of those for states.
+
+        `allocate(kind)` returns a free block, for which it may move others together; None if there is no memory.
+        """
         self._kind = kind
         self._block_size = block_size
         self._pool = pool
@@ -99,7 +102,7 @@ class StateCheckpoints:
         self._allocate = allocate
         self._state_by_sequence: dict[Sequence, _SequenceState] = {}
         self._stop_counts: Counter[tuple[int, int]] = Counter()
-        """(blocks, hash) of a planned stop -> number of sequences that have it."""
+        """(blocks before it, hash of the last one) of a planned checkpoint -> number of sequences that plan it."""
         self._planned_copies: list[tuple[UnitId, UnitId]] = []
 
     # ------------------------------------------------------------------ a sequence's state
@@ -242,10 +245,11 @@ class StateCheckpoints:
             self._commit_chunk(chunk.seq, chunk.start, chunk.end)
 
     def _commit_chunk(self, seq: Sequence, start: int, end: int) -> None:
-        """Announce the checkpoint that the tokens [start, end) of a sequence left, if any.
+        """Record that the tokens [start, end) of a sequence are computed, and announce the checkpoint at `end`, if any.
 
-        While an answer grows, it leaves a checkpoint after every block, and only the last one is worth its memory: the
-        one before it is evicted. This last one is the sequence's rolling checkpoint.
+        Also releases the checkpoint that the sequence resumed from, since the step has copied it. While an answer
+        grows, it leaves a checkpoint after every block, and only the last one is worth its memory. So the one before
+        it is evicted, and the last is kept as the sequence's rolling checkpoint.
         """
         state = self._state_by_sequence[seq]
         self._release_source(state)
@@ -256,13 +260,12 @@ class StateCheckpoints:
             self._pool.release(checkpoint)
             return
         self._tree.commit(checkpoint)
-        replaced_checkpoint, state.rolling_checkpoint = state.rolling_checkpoint, None
-        is_decode = end > seq.prompt_len and end - start == 1
+        replaced_checkpoint = state.rolling_checkpoint
+        is_decode = end > seq.prompt_len and end - start == 1  # the answer grows by one token a step
         if is_decode and replaced_checkpoint is not None:
             self._evict_unless_used(replaced_checkpoint)
         self.release_new_checkpoint(checkpoint)
-        if is_decode:
-            state.rolling_checkpoint = checkpoint
+        state.rolling_checkpoint = checkpoint if is_decode else None
 
     def _evict_unless_used(self, checkpoint: StateBlock) -> None:
         """Evict a checkpoint that is still named, unless other sequences have reached it or hold it."""
@@ -304,9 +307,10 @@ class StateCheckpoints:
             self._release_checkpoint(source)
 
     def _release_checkpoint(self, checkpoint: StateBlock, *, is_superseded: bool = False) -> None:
-        """Release a checkpoint, and set its worth: the blocks that it saves over the checkpoint before it.
+        """Release a checkpoint, so that it may be evicted, and set its value: the blocks of work that it saves.
 
-        A superseded checkpoint does not count as the one before another, unless this one is superseded itself.
+        It saves those after the previous checkpoint on its path. A checkpoint is superseded once a deeper one was taken
+        on the same path. Few requests resume from it, so it has little value.
         """
         checkpoint.is_superseded = is_superseded
         node = checkpoint.node
@@ -314,8 +318,9 @@ class StateCheckpoints:
             self._pool.release(checkpoint)
             return
         previous_node = self._previous_checkpoint(node)
-        while previous_node is not None and not is_superseded and previous_node.has_superseded_state():
-            previous_node = self._previous_checkpoint(previous_node)
+        if not is_superseded:  # few requests resume from superseded ones, so they do not count as previous
+            while previous_node is not None and previous_node.has_superseded_state():
+                previous_node = self._previous_checkpoint(previous_node)
         saved_blocks = node.depth + 1 if previous_node is None else node.depth - previous_node.depth
         checkpoint.value = compute_state_value(saved_blocks, is_superseded=is_superseded)
         self._pool.release(checkpoint)

@@ -22,19 +22,19 @@ class BatchState:
     """Inputs of a step that stay the same while steps have the same sequences, and sample for the same ones."""
 
     sequences: list[Sequence]
-    """Sequences of the step, in the order of the kernels."""
-    sampled_chunks: Order
-    """Indices of the sequences for which a token is drawn."""
+    """Sequences of the step, in the order in which the kernels take them: those with one token first."""
+    sampled_indices: Order
+    """Indices into `sequences` of those for which a token is drawn."""
     rows: IntArray
     """[sequences]: row of each sequence in the per-sequence tables; see `RowAllocator`."""
     device_rows: Tensor
     """`rows` on the device."""
     sampled_rows: list[int]
-    """Rows of the `sampled_chunks`."""
+    """Rows of the sampled sequences."""
     sampled_device_rows: Tensor
     """`sampled_rows` on the device."""
     sampling_batch: SamplingBatch | None
-    """Sampling parameters of the `sampled_chunks`; None if this rank samples nothing."""
+    """Sampling parameters of the sampled sequences; None if this rank samples nothing."""
     has_prompt_logprobs: bool
     """Whether any request wants logprobs of its prompt."""
 

@@ -197,8 +197,8 @@ class ModelRunner:
             prompt_logprob_chunks = [i for i, chunk in enumerate(chunks) if wants_prompt_logprobs(chunk)]
         selected_tokens, selected_starts = select_hidden_rows(chunks, batch.query_starts, prompt_logprob_chunks)
         last_token_indices = None
-        if len(state.sampled_chunks) < selected_starts[-1]:
-            last_token_indices = copy_to_device(selected_starts[1:][state.sampled_chunks] - 1, self.device)
+        if len(state.sampled_indices) < selected_starts[-1]:
+            last_token_indices = copy_to_device(selected_starts[1:][state.sampled_indices] - 1, self.device)
         token_ids, device_tokens = self._build_token_ids(chunks, batch.token_count, state)
         return PreparedStep(
             plan=plan,
@@ -230,26 +230,26 @@ class ModelRunner:
         """
         state = self._batch_state
         sequences = [chunk.seq for chunk in chunks]
-        sampled_chunks = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
-        if state is not None and state.sequences == sequences and state.sampled_chunks == sampled_chunks:
+        sampled_indices = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
+        if state is not None and state.sequences == sequences and state.sampled_indices == sampled_indices:
             return []
         rows, new_rows = self._row_allocator.assign(sequences)
         self._sampler.reset_rows(new_rows)
-        self._batch_state = self._make_batch_state(sequences, sampled_chunks, rows)
+        self._batch_state = self._make_batch_state(sequences, sampled_indices, rows)
         return new_rows
 
-    def _make_batch_state(self, sequences: list[Sequence], sampled_chunks: list[int], rows: IntArray) -> BatchState:
+    def _make_batch_state(self, sequences: list[Sequence], sampled_indices: list[int], rows: IntArray) -> BatchState:
         """Make the inputs of a step that depend only on its sequences."""
         device_rows = copy_to_device(rows, self.device)
         sampled_rows, sampled_device_rows, sampling_batch = rows.tolist(), device_rows, None
-        if len(sampled_chunks) < len(sequences):
-            sampled_rows = rows[sampled_chunks].tolist()
-            sampled_device_rows = copy_to_device(rows[sampled_chunks], self.device)
-        if sampled_chunks and self.model.samples_tokens:
-            sampling_batch = self._sampler.make_batch([sequences[i] for i in sampled_chunks], sampled_rows)
+        if len(sampled_indices) < len(sequences):
+            sampled_rows = rows[sampled_indices].tolist()
+            sampled_device_rows = copy_to_device(rows[sampled_indices], self.device)
+        if sampled_indices and self.model.samples_tokens:
+            sampling_batch = self._sampler.make_batch([sequences[i] for i in sampled_indices], sampled_rows)
         return BatchState(
             sequences=sequences,
-            sampled_chunks=sampled_chunks,
+            sampled_indices=sampled_indices,
             rows=rows,
             device_rows=device_rows,
             sampled_rows=sampled_rows,
@@ -262,7 +262,7 @@ class ModelRunner:
         """Prepare to draw the token at the end of each sampled chunk. `ends`: those of all chunks."""
         if state.sampling_batch is None:
             return None
-        sampled_ends = ends if len(state.sampled_chunks) == len(ends) else ends[state.sampled_chunks]
+        sampled_ends = ends if len(state.sampled_indices) == len(ends) else ends[state.sampled_indices]
         return self._sampler.prepare(state.sampling_batch, sampled_ends, self._row_allocator.row_count)
 
     def _build_token_ids(
@@ -358,7 +358,7 @@ class ModelRunner:
 
     def _sample(self, hidden: Tensor, step: PreparedStep) -> list[Tensor]:
         """Draw a token for each sampled chunk. Returns the tokens, and their logprobs if a request wants any."""
-        if not step.batch_state.sampled_chunks:
+        if not step.batch_state.sampled_indices:
             return []
         sampled_hidden = hidden if step.last_token_indices is None else hidden[step.last_token_indices]
         if step.sampling_inputs is None:

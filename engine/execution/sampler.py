@@ -299,10 +299,17 @@ class Sampler:
         return indices + row * self._vocab_size
 
     def _build_draw_settings(self, params: Rows[SamplingParams]) -> DrawSettings:
-        """Build the draw settings of all rows, with 0 as each uniform number."""
+        """Build the draw settings of all rows on the device, in the form that the kernels take.
+
+        Temperature 0 has a row take its likeliest token, and a top_k of the vocabulary's size is none. The uniform
+        random numbers are zeros here; steps that draw at random put theirs in the place of these.
+        """
         vocab, count = self._vocab_size, len(params)
-        # Columns of a multiple of 16 bytes: kernels are compiled anew for pointers that are aligned otherwise.
-        host_values = np.zeros((3, ceil_div(count, 4) * 4), np.float32)
+        # Three settings go to the device in one copy. Each begins at a multiple of 16 bytes, that is of four fp32
+        # numbers, because Triton compiles a kernel anew for a pointer that is aligned otherwise.
+        padded_count = ceil_div(count, 4) * 4
+        host_values = np.zeros((3, padded_count), np.float32)
+        # Logits divided by a smaller positive temperature could overflow.
         host_values[0, :count] = [max(p.temperature, 1e-5) if p.temperature > 0.0 else 0.0 for p in params]
         host_values[1, :count] = [p.min_p for p in params]
         host_values[2, :count] = [p.top_p for p in params]

@@ -33,7 +33,7 @@ def _add_samples(result: StepResult, step: PreparedStep, outputs: list[list[Any]
     """
     assert step.sampling_inputs is not None
     tokens = outputs.pop(0)
-    plan_indices = [step.order[chunk_index] for chunk_index in step.batch_state.sampled_chunks]
+    plan_indices = [step.order[chunk_index] for chunk_index in step.batch_state.sampled_indices]
     is_decode_step = len(tokens) == step.batch.token_count  # a token was drawn after each one
     if is_decode_step:  # its chunks are in the plan's order
         result.sampled_tokens = tokens

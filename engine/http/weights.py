@@ -54,7 +54,11 @@ async def is_sleeping(request: web.Request) -> web.Response:
 
 
 async def collective_rpc(request: web.Request) -> web.Response:
-    """Reload the weights, from `kwargs.weights_path` or from the last folder. No other method is known."""
+    """Reload the weights, from `kwargs.weights_path` or from the last folder.
+
+    The path, the body and the answer, a list with the result of each worker process, are those of vLLM. There
+    `method` calls any method; here it must be `reload_weights`, which returns nothing.
+    """
     state = request.app[STATE]
     body: RpcBody = decode_json(_rpc_decoder, await state.read_body(request))
     path = body.kwargs.get("weights_path")

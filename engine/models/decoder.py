@@ -76,7 +76,13 @@ class CausalLM:
         ignored_prefixes: tuple[str, ...] = (),
         renamed_prefixes: dict[str, str] | None = None,
     ) -> None:
-        """`make_block` makes one block from the scope of its weights, PREFIX.layers.INDEX, and its index."""
+        """Declare the weights of all blocks, and number the layers as the cache and the kernels address them.
+
+        `prefix` begins the names of the model's tensors in a checkpoint, such as "model" for model.layers.0.
+        `make_block` makes one block from the part of these names that is its own, and from the block's index.
+        Checkpoint tensors under `ignored_prefixes`, such as a vision tower, are not loaded. `renamed_prefixes` maps
+        another prefix that some checkpoints of the family use to the one of this model.
+        """
         body_scope = root_scope.enter_scope(prefix)
         self.config = config
         head_name = None if config.tie_embeddings else config.head_name
@@ -94,31 +100,41 @@ class CausalLM:
         """Prefixes of checkpoint tensors that this model does not use."""
         self.renamed_prefixes = renamed_prefixes or {}
         """Prefix in a checkpoint -> the prefix of this model, for families that were saved under several."""
-        self.attention_layers = [
-            (i, decoder_block.mixer)
-            for i, decoder_block in enumerate(self.blocks)
-            if isinstance(decoder_block.mixer, Attention)
-        ]
+        mixers = [block.mixer for block in self.blocks]
+        self.attention_layers = [(i, mixer) for i, mixer in enumerate(mixers) if isinstance(mixer, Attention)]
+        """(index of the block, its attention layer)."""
         self._layers_by_group = _group_layers([attention.config for _, attention in self.attention_layers])
+        self.recurrent_layers = [(i, mixer) for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)]
+        """(index of the block, its recurrent layer)."""
+        self._last_mixer_index = max(i for i, _ in (*self.attention_layers, *self.recurrent_layers))
+        """Index of the last block in which tokens see each other. After its mixer only selected rows are computed."""
+        self._rope_configs: list[RopeConfig] = []
+        """The different settings of rotary embedding that the attention layers have."""
+        self._number_attention_layers()
+        self._number_recurrent_layers()
+        self._collect_ropes()
+
+    def _number_attention_layers(self) -> None:
+        """Tell each attention layer its group, whose layers share block tables, and its index among the group's."""
         for group_index, layer_indices in enumerate(self._layers_by_group):
             for group_layer_index, layer_index in enumerate(layer_indices):
                 attention = self.attention_layers[layer_index][1]
                 attention.group_index, attention.group_layer_index = group_index, group_layer_index
-        self.recurrent_layers = [
-            (i, decoder_block.mixer)
-            for i, decoder_block in enumerate(self.blocks)
-            if isinstance(decoder_block.mixer, RecurrentMixer)
-        ]
+
+    def _number_recurrent_layers(self) -> None:
+        """Tell each recurrent layer its index among them, at which a step finds its state."""
         for index, (_, recurrent) in enumerate(self.recurrent_layers):
             recurrent.recurrent_index = index
-        self._last_mixer_index = max(i for i, _ in (*self.attention_layers, *self.recurrent_layers))
-        """Index of the last block in which tokens see each other. After its mixer only selected rows are computed."""
-        self._rope_configs: list[RopeConfig] = []
+
+    def _collect_ropes(self) -> None:
+        """List the rope settings once each, so that equal layers share one table, and tell each layer its index."""
         for _, attention in self.attention_layers:
-            if (rope := attention.config.rope) is not None:
-                if rope not in self._rope_configs:
-                    self._rope_configs.append(rope)
-                attention.rope_index = self._rope_configs.index(rope)
+            rope = attention.config.rope
+            if rope is None:
+                continue
+            if rope not in self._rope_configs:
+                self._rope_configs.append(rope)
+            attention.rope_index = self._rope_configs.index(rope)
 
     @property
     def window_by_group(self) -> list[int | None]:

@@ -71,15 +71,20 @@ class RecurrentMixer(Mixer, Protocol):
 
 
 class Linear:
-    """Multiplies by one matrix W, into which several projections of the checkpoint may be stacked: x @ W^T + b.
+    """Computes x @ W^T + b, where several matrices of the checkpoint may be stacked into the one matrix W.
 
-    If the inputs are split over ranks, each rank multiplies its own inputs, and a collective adds up the products.
+    On several ranks each holds some rows or some columns of W. If it holds columns (`inputs` is a DimShard, a part of a
+    dimension), it multiplies its part of x, and a collective adds up the products of all ranks.
     """
 
     def __init__(
         self, scope: WeightScope, rows_by_projection: Mapping[str, Extent], inputs: Extent, bias: bool = False
     ) -> None:
-        """Declare the weights. `rows_by_projection` maps a projection's name in the checkpoint to its rows in W."""
+        """Declare the weights, which the loader fills later.
+
+        `rows_by_projection` maps a matrix's name in the checkpoint, such as "q_proj", to the number of its rows, or to
+        this rank's part of them. `inputs` is the same for the columns.
+        """
         weights, biases = [], []
         row_offset = 0
         for name, rows in rows_by_projection.items():
@@ -88,7 +93,7 @@ class Linear:
             biases.append(scope.describe_tensor(f"{name}.bias", (rows,), target_index))
             row_offset += get_held_size(rows)
         self.weight = scope.declare_combined((row_offset, inputs), weights)
-        self.weight.is_linear = True
+        self.weight.is_linear = True  # it is multiplied, so it may be packed for that
         self.bias = scope.declare_combined((row_offset,), biases) if bias else None
         self.all_reduce_sum = scope.shard.all_reduce_sum if isinstance(inputs, DimShard) else None
         if self.all_reduce_sum is not None and scope.shard.rank:

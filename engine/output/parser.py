@@ -185,13 +185,18 @@ class OutputParser:
 
     # Text and tool calls ----------------------------------------------------------------------------------------------
 
-    def _read_text(self, format: ToolCallFormat) -> Steps[bool]:
-        """Take text up to markup of calls, which may turn out to be text. Returns False at the end of the text."""
+    def _read_text(self, call_format: ToolCallFormat) -> Steps[bool]:
+        """Take text of the answer, up to what looks like the beginning of a tool call.
+
+        Returns True there. The source then holds what is taken from now on, rather than giving it up, because it
+        becomes text again if no call follows. Returns False if the whole text ends before a call.
+        """
         source, delta = self._source, self._delta
-        while delta.is_at_start and format.bare_start_chars:
+        # In some formats an answer may begin with a call without any marker, such as `{"name": "f"}`.
+        while delta.is_at_start and call_format.bare_start_chars:
             delta.add_text(source.take_spaces())
             char = yield from source.peek()
-            if char and char in format.bare_start_chars:
+            if char and char in call_format.bare_start_chars:
                 source.start_holding()
                 return True
             if not char or char not in SPACE:
@@ -201,7 +206,7 @@ class OutputParser:
             delta.add_text(source.take_all())
             return False
         source.start_holding()
-        if marker not in format.readers:
+        if marker not in call_format.readers:  # a marker that begins the call itself is left for the call's reader
             source.take(source.position + len(marker))
         return True
 

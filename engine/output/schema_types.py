@@ -62,9 +62,10 @@ def schema_types(schema: Json, root: Json = None) -> tuple[str, ...]:
 
 
 def _collect_types(schema: Json, root: Json, depth: int) -> set[str]:
-    """Return the types that a schema allows by `type`, by listed values, or in a branch.
+    """Return the JSON types that a schema names: by `type`, by its listed values, or in the schemas of `anyOf` etc.
 
-    If none of these names a type, keywords such as `properties` tell it. Empty: nothing tells it.
+    If none of these names a type, keywords do that belong to one type, such as `properties` to objects. Returns an
+    empty set if the schema does not restrict the type. `root` has the definitions that the schema refers to.
     """
     schema = resolve(schema, root)
     if not isinstance(schema, dict) or depth > DEPTH_MAX:

@@ -263,7 +263,10 @@ def build_constraint(
     its end is not constrained. `grammars`: custom tools by name, of which the input is text in a grammar.
     """
     requested = parse_requested_constraint(body, limits.call_format, grammars)
-    if limits.script and isinstance(body, ChatRequest) and (requested is None or requested.param == "tools"):
+    is_tool_choice_only = requested is None or requested.param == "tools"
+    if limits.script and isinstance(body, ChatRequest) and is_tool_choice_only:
+        # A simulated engine answers with the next turn of its script. The turn decides about calls of tools, too; but a
+        # format that the client asks for, such as a JSON schema, goes before the script.
         requested = make_scripted_constraint(body, limits.script, limits.call_format, grammars)
     if requested is None:
         return None

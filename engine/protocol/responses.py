@@ -272,12 +272,18 @@ class ResponsesFormatter:
     def make_response(
         self, status: str, blocks: list[ContentBlock], error: RequestError | None = None
     ) -> ResponseObject:
-        """Return the response object with these blocks, of which the last is incomplete if the response was cut."""
+        """Return the response object with the given content blocks as its output.
+
+        `status`: "in_progress" while blocks follow, "completed", "incomplete" if a length limit cut the answer, or
+        "failed", with its `error`. The two last ones may have cut the last block, which is then marked incomplete.
+        """
         generation, context = self._generation, self.context
-        is_final, is_cut = status in ("completed", "incomplete"), status in ("failed", "incomplete")
+        is_cut = status in ("incomplete", "failed")
+        has_usage = status in ("completed", "incomplete")
         items = [self._make_item(block, "completed") for block in blocks]
         if is_cut and blocks:
             items[-1] = self._make_item(blocks[-1], "incomplete")
+        # Fields of the request that a response repeats, such as `tools`; kept as JSON until now.
         echoed_fields: dict[str, Any] = _echoed_decoder.decode(context.echoed_fields)
         return ResponseObject(
             id=generation.id,
@@ -289,7 +295,7 @@ class ResponsesFormatter:
             error=None if error is None else ResponseError("server_error", error.message),
             incomplete_details=IncompleteDetails("max_output_tokens") if status == "incomplete" else None,
             output=items,
-            usage=self._make_usage() if is_final else None,
+            usage=self._make_usage() if has_usage else None,
             **echoed_fields,
         )
 

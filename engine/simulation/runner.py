@@ -49,14 +49,17 @@ def compute_step_seconds(times: StepTimes, plan: StepPlan, block_size: int) -> f
 
 
 class SimulatedAnswers:
-    """Makes the tokens of free answers: random words, or lines of a script. The same prompt gets the same answer."""
+    """Makes up the tokens of answers: words that look random, or lines of a script.
+
+    Nothing is random: hashes choose, so that the same prompt always gets the same answer.
+    """
 
     def __init__(
         self, words: Sequence[int], eos_token_id: int, length: int | None, script: Sequence[Sequence[int]] = ()
     ) -> None:
-        """`words`: token ids. `length`: tokens of an answer of words, its end included; None: no end.
+        """Choose from `words`, which are token ids, or answer with the lines of `script`, each a list of token ids.
 
-        `script`: token ids of each line.
+        `length` is the number of tokens of an answer of words, the end token included; None means that it does not end.
         """
         assert words
         self._word_ids = words
@@ -68,12 +71,14 @@ class SimulatedAnswers:
         """Return the token after the last one of `seq`. After the end of a line, the line begins again."""
         output_len = seq.output_len
         if self._script:
+            # A hash of the prompt's last tokens chooses the line.
             prompt_end = seq.token_ids[: seq.prompt_len][-64:]
             line = self._script[crc32(repr(prompt_end).encode()) % len(self._script)]
             token_index = output_len % (len(line) + 1)
             return line[token_index] if token_index < len(line) else self._eos_token_id
         if self._answer_length is not None and output_len + 1 == self._answer_length:
             return self._eos_token_id
+        # Large primes spread neighbouring tokens and positions over all words.
         word_hash = seq.token_ids[-1] * 1_000_003 + output_len * 7_919 + seq.prompt_len
         return self._word_ids[word_hash % len(self._word_ids)]
 

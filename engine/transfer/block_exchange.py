@@ -89,9 +89,9 @@ class BlockExchange:
         return count_resumable_blocks(local_masks, len(self._kinds), self._windows) == len(prompt.keys)
 
     def read(self, wanted_blocks: Sequence[WantedBlock]) -> ReadBlocks:
-        """Copy blocks out, up to the first that is not there."""
+        """Copy the contents of the blocks that a peer wants, up to the first that is in neither memory of ours."""
         memory = self._memory
-        memory.execute(self._cache.pulled.take_copies())
+        memory.execute(self._cache.pulled.take_copies())  # a wanted block may be the target of a copy that is planned
         blocks: list[SentBlock] = []
         places: list[BlockPlace] = []
         for wanted_block in wanted_blocks:
@@ -103,10 +103,15 @@ class BlockExchange:
             places.append(place)
             blocks.append(
                 SentBlock(
-                    node.hash, kind, None if parent is None else parent.hash, key.packed_tokens, key.extra_keys,
-                    key.lora_name, memory.get_block_bytes(kind),
+                    hash=node.hash,
+                    kind=kind,
+                    parent_hash=None if parent is None else parent.hash,
+                    packed_tokens=key.packed_tokens,
+                    extra_keys=key.extra_keys,
+                    lora_name=key.lora_name,
+                    byte_count=memory.get_block_bytes(kind),
                 )
-            )  # fmt: skip
+            )
         return ReadBlocks(blocks, memory.read_blocks(places) if places else memoryview(b""))
 
     def _find_content(self, node: Node, kind: int) -> BlockPlace | None:
@@ -206,8 +211,12 @@ class BlockExchange:
 def _write_contents(
     memory: BlockMemory, items: Sequence[PullItem], new_blocks: Sequence[_NewBlock], contents: memoryview
 ) -> None:
-    """Write the contents of `items`, one after the other, to those of them that are among the new blocks."""
-    block_by_item = {item: block for item, block, host_block in new_blocks if host_block is None}
+    """Fill new blocks with what a peer sent: `contents` is the contents of all `items`, one after the other.
+
+    An item without a new block was computed here meanwhile, or found no memory: its part is skipped. New blocks with a
+    host block are filled from host memory instead.
+    """
+    block_by_item = {new.item: new.block for new in new_blocks if new.host_block is None}
     places: list[BlockPlace] = []
     parts: list[memoryview] = []
     start = 0
@@ -217,8 +226,12 @@ def _write_contents(
             places.append(BlockPlace(item.kind, block_by_item[item].id))
             parts.append(contents[start:end])
         start = end
-    if places:
-        memory.write_blocks(places, contents if len(parts) == len(items) else memoryview(bytearray(b"".join(parts))))
+    if not places:
+        return
+    if len(parts) == len(items):
+        memory.write_blocks(places, contents)  # nothing is skipped: no need to join a copy
+    else:
+        memory.write_blocks(places, memoryview(bytearray(b"".join(parts))))
 
 
 def _is_stored(prompt: PulledPrompt, item: PullItem) -> bool:

@@ -60,7 +60,12 @@ def _run_recurrence(
     step: StepFunction,
     scan: ChunkFunction,
 ) -> None:
-    """Fill `out` [tokens, ..] and update the states. `step` computes tokens one by one, `scan` a prompt in chunks."""
+    """Run a recurrent layer over a batch: fill `out` [tokens, ..], and replace each sequence's state in `states`.
+
+    The first tokens of the batch belong to decoding sequences, one each. They are computed together by `step`, which
+    updates the states that it is given in place. The prompts follow. `scan` computes a whole prompt in chunks, and
+    returns its outputs and last state; if the plan does not scan, `step` computes the prompt token by token.
+    """
     dtype = inputs[0].dtype
     decode_count = plan.batch.decode_count
     if decode_count:
@@ -72,9 +77,10 @@ def _run_recurrence(
         if plan.scans_by_chunks:
             out[start:end], state = scan(*(x[start:end] for x in inputs), state)
         else:
-            state = state.clone()
-            for t in range(start, end):
-                out[t] = step(*(x[t, None] for x in inputs), state[None])[0]
+            state = state.clone()  # `step` writes to it
+            for token in range(start, end):
+                # A batch of one sequence: [None] adds the dimension of sequences, [0] removes it.
+                out[token] = step(*(x[token, None] for x in inputs), state[None])[0]
         states[unit] = state.to(states.dtype)
 
 

@@ -31,14 +31,17 @@ def load_logits(row_ptr, token_ids, vocab, floor):
 
 @triton.jit
 def encode_order(x, SHIFT: tl.constexpr):
-    """Return an int32 in the order of x, for fp32 x with SHIFT zero bits at the end."""
+    """Return the key of x: an int32 for each fp32 number, such that a larger number has a larger key.
+
+    SHIFT: number of bits at the end of x that are always zero, as in a logit that was 16 bits wide. They are left out.
+    """
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # one zero, not two
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
 
 
 @triton.jit
 def decode_order(key, SHIFT: tl.constexpr):
-    """Return the x of an `encode_order`."""
+    """Return the number x of which `encode_order` returned `key`."""
     low = (1 << SHIFT) - 1
     bits = key << SHIFT
     bits = tl.where(key < 0, (bits | low) ^ 0x7FFFFFFF, bits)
@@ -85,7 +88,9 @@ def count_tokens_from(row_ptr, vocab, floor, key, SHIFT: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def find_count_edge(row_ptr, vocab, floor, target_count, low, high, at_low, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the key of the token that is the `target_count`-th largest, by a search in four parts.
+    """Find the key of the token that is the `target_count`-th largest; `encode_order` makes keys of logits.
+
+    Each pass over the row counts the tokens from three pivots on, which leaves a quarter of the interval.
 
     Returns (edge, quota). The `target_count` largest tokens are those above the edge and the first `quota` tokens on
     the edge. The quota is KEEP_ALL if all tokens on the edge belong to them.
@@ -117,13 +122,15 @@ def find_count_edge(row_ptr, vocab, floor, target_count, low, high, at_low, SHIF
 def find_mass_edge(
     row_ptr, vocab, floor, peak, scale, target_mass, low, high, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Find the largest key for which the tokens with this key or a larger one weigh at least `target_mass`.
+    """Find the edge of top_p: the largest key from which on the tokens weigh at least `target_mass` together.
 
-    Returns (edge, weight of the tokens above the edge). `low` and `high` bound the edge.
+    Returns (edge, weight of the tokens above it). A key is an integer in the order of the logits (`encode_order`, which
+    explains SHIFT), and `low` <= edge < `high`. A token weighs 2 ** ((logit - peak) * scale); logits below `floor` do
+    not count. Each pass over the row sums the weights from three pivots on, which leaves a quarter of the interval.
     """
     lane = tl.arange(0, BLOCK)
-    at_low = target_mass
-    at_high = target_mass * 0.0
+    mass_at_low = target_mass
+    mass_at_high = target_mass * 0.0  # zero of the same type: no token is at `high` or above
     while high - low > 1:
         pivot_1, pivot_2, pivot_3 = choose_pivots(low, high)
         key_1, key_2, key_3 = pivot_1.to(tl.int32), pivot_2.to(tl.int32), pivot_3.to(tl.int32)
@@ -137,11 +144,11 @@ def find_mass_edge(
             mass_1 += tl.where(keys >= key_1, weight, 0.0)
             mass_2 += tl.where(keys >= key_2, weight, 0.0)
             mass_3 += tl.where(keys >= key_3, weight, 0.0)
-        low, high, at_low, at_high = narrow_bounds(
+        low, high, mass_at_low, mass_at_high = narrow_bounds(
             low, high, pivot_1, pivot_2, pivot_3, tl.sum(mass_1.to(tl.float64), 0), tl.sum(mass_2.to(tl.float64), 0),
-            tl.sum(mass_3.to(tl.float64), 0), at_low, at_high, target_mass,
+            tl.sum(mass_3.to(tl.float64), 0), mass_at_low, mass_at_high, target_mass,
         )  # fmt: skip
-    return low, at_high
+    return low, mass_at_high
 
 
 @triton.jit
@@ -164,7 +171,9 @@ def find_token(
 ):  # fmt: skip
     """Return the token at which the running sum of the kept weights, by id, passes `target`.
 
-    Kept are the tokens above the edge, and the first `quota` tokens on it. `token`: returned if the sum never passes.
+    Kept are the tokens with a key (see `encode_order`) above `edge`, and the first `quota` tokens on it. If `target` is
+    uniform in [0, sum of the kept weights), this draws each kept token with a probability in proportion to its weight.
+    `token` is returned if rounding keeps the sum from passing.
     """
     lane = tl.arange(0, BLOCK)
     running_mass = target * 0.0

@@ -65,9 +65,12 @@ def compute_ssm_scores(
     c_token_stride, c_group_stride, groups,
     STATE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Compute C B^T of a chunk, which all heads of a group share. The grid is (chunks, groups).
+    """Compute the scores of each chunk of CHUNK tokens: the products c_t . b_j of its tokens t and j.
 
-    scores is [tokens, groups, CHUNK]. Rows of b and c are read BLOCK columns at a time.
+    They say how much token j adds to the output of token t. `scan_ssm_chunks` weighs them with decays, and leaves out
+    those with j > t. All heads of a group share them. The grid is (chunks, groups). `tile_seq` and `tile_token` are the
+    sequence and the first token of each chunk; `starts` has the first token of each sequence, and the end of the last.
+    scores is [tokens t, groups, CHUNK j]. Rows of b and c are read BLOCK columns at a time.
     """
     tile = tl.program_id(0)
     group = tl.program_id(1)
