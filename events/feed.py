@@ -360,9 +360,12 @@ class EventFeed:
     # Live messages
 
     def _read_live(self, subscription: Subscription) -> None:
-        """Read and handle some of the live messages that wait in a socket, but none of a stream that is still busy."""
+        """Read and handle some of the live messages that wait in a socket, so that other sockets get their turn.
+
+        Messages of a stream that has not worked off the earlier ones stay in ZeroMQ's queue.
+        """
         if subscription.stream is not None and subscription.stream.is_busy:
-            return  # the messages wait in ZeroMQ's queue
+            return
         messages: list[list[zmq.Frame]] = []
         received_bytes = 0
         while len(messages) < LIVE_SLICE and received_bytes < LIVE_SLICE_BYTES:

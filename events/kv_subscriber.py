@@ -208,8 +208,9 @@ def iter_sources(
     """Yield the streams at the addresses of the command line.
 
     An address is that of a publisher (`tcp://`, `ipc://`), or the URL of a worker, which is asked for its publishers.
-    `replays` are the replay addresses of the publishers, in their order. Raises ClickException for a wrong address, and
-    for a worker that cannot be asked.
+    The n-th of `replays` is the address at which the n-th publisher sends earlier batches again; there may be fewer.
+    Only batches of `topic` are read; None: of all topics. Raises ClickException for a wrong address, and for a worker
+    that cannot be asked.
     """
     endpoints = [address for address in addresses if "://" in address and not address.startswith("http")]
     if len(replays) > len(endpoints):

@@ -116,7 +116,11 @@ class StreamState:
         return []
 
     def on_live_batch(self, seq: int, payload: bytes, now: float, publisher_id: bytes = b"") -> list[Instruction]:
-        """Handle a batch from the subscription: apply it if it is the next one, else store it or request a replay."""
+        """Return what to do about a live batch: a publisher numbers its batches, and `seq` is the number of this one.
+
+        The next batch is applied. After a gap, the batch is stored, and a replay of the missing ones is requested. An
+        old number is a repetition, or a sign that the publisher has restarted. `publisher_id` changes with a restart.
+        """
         if not self.is_online:
             return []  # sent before the next connection; replay brings the batch again
         if self._is_other_publisher(publisher_id):
@@ -136,7 +140,10 @@ class StreamState:
         return [Gap(self._next_seq, seq), *self._start_repair(now)]
 
     def _handle_early_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
-        """Store a live batch until the pending request has brought the batches before it."""
+        """Store a live batch until the pending request has brought the batches before it.
+
+        If another batch with this number is stored already, the publisher has restarted and numbers anew.
+        """
         early_payload = self._early_batches.get(seq)
         if early_payload is None:
             self._store_early(seq, payload)

@@ -45,11 +45,11 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Records CUDA graphs that share one memory pool, all on one stream.
+    """Records computations as CUDA graphs, which replay many kernels at the cost of one launch.
 
-    One stream, because cuBLAS has a workspace (32 MiB on Hopper) for each stream, and recorded products keep its
-    address. Torch frees the workspaces of a stream when any graph recorded on it is destroyed. So all graphs are kept
-    until `reset`, even after a failed recording.
+    All graphs share one memory pool and one stream. One stream, because cuBLAS has a workspace (32 MiB on Hopper) for
+    each stream, and recorded products keep its address. Torch frees the workspaces of a stream when any graph recorded
+    on it is destroyed. So all graphs are kept until `reset`, even after a failed recording.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,6 +64,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        """Record what `run` computes. Returns (function that repeats it, its result, which each repetition fills)."""
         outer_stream = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer_stream)
         graph = torch.cuda.CUDAGraph()
@@ -73,7 +74,7 @@ class CudaCapture:
             # Thread-local: CUDA calls of other threads (NCCL's watchdog) must not spoil the recording.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 hidden = run()
-        outer_stream.wait_stream(self._stream)
+        outer_stream.wait_stream(self._stream)  # the streams run one after the other, as they share the tensors
         return graph.replay, hidden
 
 

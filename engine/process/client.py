@@ -289,7 +289,10 @@ class EngineClient(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        """Handle the reports of the core that these bytes complete."""
+        """Handle each report of the core process that is complete with these bytes; asyncio calls this.
+
+        A report brings outputs, the start's end, the reply to a call, or else the error with which the core ends.
+        """
         for payload in self._frame_reader.feed(data):
             report = self._decoder.decode(payload)
             if isinstance(report, StepOutputs):

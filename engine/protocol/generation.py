@@ -24,22 +24,26 @@ from prompts.errors import bad_value
 
 @dataclass(slots=True)
 class Generation:
-    """One HTTP request that is being answered: its sequences in the core, and its choices.
-
-    `choices[i * n + j]` continues `prompts[i]`, which are token ids.
-    """
+    """One HTTP request that is being answered. A request of p prompts and n samples each gets p * n choices."""
 
     id: str
+    """The answer's id, which the client sees."""
     model: str
     body: ChatRequest | CompletionRequest
     prompts: list[list[int]]
+    """Token ids of each prompt."""
     n: int
+    """Number of samples that continue each prompt."""
     choices: list[Choice]
+    """The answers: `choices[i * n + j]` is the j-th that continues `prompts[i]`."""
     requests: list[Request]
+    """What the engine is asked to generate: one request for each choice, in the same order."""
     created: int = field(default_factory=lambda: int(time.time()))
     is_echo_only: bool = False
+    """Whether the client wants its prompt back and no new token; the one token that is generated is not counted."""
     parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG
     choices_by_id: dict[str, Choice] = field(default_factory=dict)
+    """Id of an engine's request -> its choice."""
 
     def __post_init__(self) -> None:
         self.choices_by_id = {request.request_id: choice for request, choice in zip(self.requests, self.choices)}
