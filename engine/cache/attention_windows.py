@@ -72,9 +72,10 @@ class AttentionWindows:
         return counts
 
     def compute_token_capacity(self, unit_count: int, blocks_per_unit: Sequence[int]) -> int:
-        """Return the tokens that one sequence alone can hold in `unit_count` units. Found by bisection.
+        """Return the tokens that one sequence alone can hold in `unit_count` units of memory. Found by bisection.
 
-        `blocks_per_unit`: blocks of each kind that a unit holds.
+        A unit holds blocks of one kind: full attention, a sliding window or a recurrent state. `blocks_per_unit` says
+        how many, by kind. A window and a state need no more memory from some length on.
         """
         fitting_tokens = 0
         too_many_tokens = (unit_count * blocks_per_unit[0] + 1) * self._block_size
@@ -88,9 +89,10 @@ class AttentionWindows:
         return fitting_tokens
 
     def count_resumable_nodes(self, nodes: Sequence[PrefixBlocks]) -> int:
-        """Return the largest number of leading nodes after which neither a block nor the state is missing.
+        """Return how much of a cached prefix can be used: the largest number of its leading nodes to resume after.
 
-        A shorter prefix has other windows. So both conditions are checked again after each cut.
+        After these no block is missing that a sliding window still reads, nor the recurrent state, if the model has
+        one. A shorter prefix has other windows. So both conditions are checked again after each cut.
         """
         node_count = len(nodes)
         while node_count:
@@ -103,7 +105,10 @@ class AttentionWindows:
         return node_count
 
     def count_usable_nodes(self, nodes: Sequence[PrefixBlocks], node_count: int) -> int:
-        """Return the largest number of leading nodes, at most `node_count`, after which no window misses a block."""
+        """Return the largest number of leading nodes, at most `node_count`, after which no window misses a block.
+
+        If a block is missing in a window, the prefix is cut before it, and the window of the shorter prefix is checked.
+        """
         for group in self.sliding_groups:
             while node_count:
                 first_needed = self.first_block_needed(group, node_count)

@@ -41,7 +41,9 @@ class BlockHasher:
     def block_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
         """Return the keys of at least the first `count` blocks, which must be full. Only new blocks are hashed.
 
-        The list is the hasher's own; it grows with later calls.
+        A hash covers the block's tokens and the hash of the block before it, so it stands for the whole prefix. A LoRA
+        adapter or a salt is hashed, too, as the same tokens have other KV there, or are not to be shared. The list is
+        the hasher's own; it grows with later calls.
         """
         keys = self._keys_by_sequence.setdefault(seq, [])
         hashed_count = len(keys)

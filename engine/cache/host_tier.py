@@ -67,6 +67,11 @@ class HostTier:
     def __init__(
         self, unit_count: int, spec: CacheSpec, tree: PrefixTree, order: EvictionOrder, block_copies: list[BlockCopy]
     ) -> None:
+        """Make an empty memory of `unit_count` units of equal size. A unit holds several blocks of one kind.
+
+        `tree` tells this tier which blocks the device evicts, and names the blocks here, too. `order` says which block
+        is evicted from host memory first. `block_copies`: the list of the plan being made, to which copies are added.
+        """
         tree.lower_tier = self
         blocks_per_unit = spec.blocks_per_unit_by_kind()
         self._pool = UnitPool(unit_count, blocks_per_unit, spec.state_kind, order, self.evict)
@@ -107,7 +112,8 @@ class HostTier:
     def demote(self, block: Block, *, keep_on_host: bool) -> None:
         """Move a computed device block, which is about to be evicted, to host memory, and announce the move.
 
-        Without `keep_on_host`, or without room, the block is announced as removed.
+        Without `keep_on_host`, or without room, the block is announced as removed. If it is one of full attention, the
+        host blocks after it in the prefix are dropped, too, since no prefix can be resumed across the gap.
         """
         node, kind, event_log = block.node, block.kind, self._tree.event_log
         assert node is not None
@@ -121,7 +127,10 @@ class HostTier:
             event_log.record_removed(kind, node)
 
     def _store(self, block: Block, node: Node) -> bool:
-        """Give `node` a host block, to be filled by a copy of `block`; return False if there is no room."""
+        """Give `node`, the name of `block` in the prefix tree, a host block; return False if there is no room.
+
+        The copy that fills it is only noted here. It is planned later, but before the device's memory is overwritten.
+        """
         kind = block.kind
         host_block = self._pool.allocate(kind) if self._pool.units else None
         if host_block is None:
@@ -240,7 +249,11 @@ class HostTier:
     # ------------------------------------------------------------------ eviction
 
     def evict(self, block: Block) -> None:
-        """Evict a host block. A full-attention block that the device lacks takes its host descendants along."""
+        """Evict a host block to make room.
+
+        If it is one of full attention of which the device has no copy, the host blocks after it in the prefix go, too:
+        without it no prefix that contains them can be resumed.
+        """
         assert block.node is not None
         if block.kind == FULL_KIND and not block.node.has_computed(FULL_KIND):
             self._drop_subtree(block.node)

@@ -186,7 +186,9 @@ class KVCache:
     def _acquire_prefix(self, seq_blocks: SequenceBlocks, nodes: list[Node]) -> list[HostHit]:
         """Give a sequence the device's blocks of a cached prefix, and hold the blocks that only host memory has.
 
-        Returns the latter. In the sequence's tables, None stands for these, and for blocks before the sliding window.
+        `nodes` name the blocks of the prefix, one after the other; a node may have a block for each group of layers.
+        Returns the held blocks of host memory. In the sequence's tables, None stands for these until they are loaded,
+        and for blocks before the sliding window, which are never read again.
         """
         host_hits: list[HostHit] = []
         for group, blocks in enumerate(seq_blocks.blocks_by_group):
@@ -205,9 +207,10 @@ class KVCache:
     def _allocate_for_loads(
         self, seq_blocks: SequenceBlocks, nodes: list[Node], host_hits: list[HostHit]
     ) -> list[HostLoad]:
-        """Allocate a pending device block for each host hit. Returns the loads that fill them.
+        """Allocate a device block for each block of the prefix that only host memory has (a host hit).
 
-        An allocation may evict blocks, and so remove some of `nodes` from the tree. These are replaced in the list.
+        Returns the copies that fill the new blocks. An allocation may evict blocks, and so remove some of `nodes` from
+        the tree. These are replaced in the list.
         """
         loads: list[HostLoad] = []
         for group, node, host_block in host_hits:

@@ -38,6 +38,7 @@ class SequenceBlocks:
     )
 
     def __init__(self, seq: Sequence, group_count: int, *, is_detached: bool) -> None:
+        """Start without blocks. Each group of attention layers has a block table of its own."""
         self.seq = seq
         self.blocks_by_group: list[list[Block | None]] = [[] for _ in range(group_count)]
         """Blocks held, by group and position. None stands for a block before the sliding window."""

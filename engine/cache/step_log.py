@@ -65,6 +65,7 @@ class StepLog:
         states: StateCheckpoints | NoStates,
         host_tier: HostTier,
     ) -> None:
+        """Start without steps. All parts are the cache's own: this one is told of each step, and calls the others."""
         self._block_size = spec.block_size
         self._groups = range(len(spec.groups))
         self._hasher = hasher
@@ -86,9 +87,10 @@ class StepLog:
         self._planning_step.moved_blocks.append(block)
 
     def register_full_blocks(self, seq_blocks: SequenceBlocks, end: int) -> None:
-        """Assign tree nodes to the blocks that are full once the sequence is computed up to `end`.
+        """Assign tree nodes, by which others find them, to the blocks that are full once `end` tokens are computed.
 
-        A block without all of its token ids yet has no hash. Its node is assigned when the step is committed.
+        A node is named by the hash of all tokens up to its end. So if a step in flight still draws the last of them,
+        the node is assigned when that step is committed. Does nothing if the sequence's further blocks get no names.
         """
         full_count, remainder = divmod(end, self._block_size)
         named_count = len(seq_blocks.nodes)
