@@ -462,9 +462,10 @@ class EventFeed:
         self._process_stream(stream)
 
     def _process_stream(self, stream: FollowedStream) -> None:
-        """Perform the waiting work of a stream until its share of bytes of this turn is used up.
+        """Perform the waiting work of a stream, up to TURN_BYTES in one pass of the thread's loop (a turn).
 
-        The rest is done in the next turn, after the other streams.
+        So a stream with much work does not hold up the others: the rest is done in the next turn, after theirs. Work is
+        a continuation that the handler began, then instructions and scheduled calls, then replies.
         """
         if stream.turn_number != self._thread.iteration:
             stream.turn_number, stream.turn_bytes = self._thread.iteration, 0
@@ -541,9 +542,9 @@ class EventFeed:
             stream.clear_replies()
 
     def _read_replies(self, stream: FollowedStream) -> None:
-        """Queue the replies to a stream's request that have arrived, and process the stream.
+        """Queue the replies to a stream's request that have arrived, up to REPLY_SLICE, and process the stream.
 
-        The request fails if the queued replies have too many bytes.
+        If the queued replies have too many bytes, the stream cannot keep up: its request fails, and may be repeated.
         """
         dealer = stream.reply_socket
         assert dealer is not None

@@ -250,7 +250,11 @@ class EventPublisher:
         return Reply(identity, iter_replay([entry for entry in entries if entry.seq <= last_seq]), now)
 
     def _send_replies(self, replay_socket: zmq.Socket[bytes]) -> bool:
-        """Send up to REPLY_SLICE messages of the pending replies in turn; return whether no peer takes more now."""
+        """Send up to REPLY_SLICE messages of the pending replies, one of each in turn, so that none waits for others.
+
+        A peer that takes nothing for REPLY_STALL_S loses its reply. Returns whether replies wait and no peer takes more
+        now.
+        """
         busy_peer_count = 0
         for _ in range(REPLY_SLICE):
             if busy_peer_count >= len(self._pending_replies):

@@ -128,9 +128,10 @@ def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStore
 
 
 def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]:
-    """Order blocks so that each full-attention block follows its parent, even if the parent is on another medium.
+    """Order blocks so that each full-attention block follows its parent, the block before it in the prefix.
 
-    Blocks of sliding windows and states come last, in the given order.
+    On one medium, such as GPU or CPU memory, the given order does that. If blocks of a prefix are on several, it may
+    not. Blocks of sliding windows and states need no parent, and come last, in the given order.
     """
     if len({block.stored_event.medium for block in blocks}) < 2:
         return blocks  # on one medium, parents are stored before their children

@@ -173,7 +173,10 @@ class StreamState:
         return self._handle_repair_reply(seq, payload, now)
 
     def on_reply_end(self, request_id: int, now: float) -> list[Instruction]:
-        """Handle the end marker of a reply: go live if the reply brought all that was missing, else start over."""
+        """Handle the end marker of a reply: go live if the reply brought all that was missing, else start over.
+
+        A reply to another request than the pending one is ignored. Returns what the caller has to do, in order.
+        """
         if self._deadline is None or request_id != self._request_id:
             return []
         self._deadline = None
@@ -324,9 +327,10 @@ class StreamState:
     # Moves between phases
 
     def _start_repair(self, now: float) -> list[Instruction]:
-        """Request the batches after the last applied one. Without replay, start over or give up.
+        """Request the batches after the last applied one, because some may be missing.
 
-        The last applied batch is requested too: if it has other bytes now, the publisher has restarted.
+        The last applied batch is requested too: if it has other bytes now, the publisher has restarted. If the
+        publisher replays no batches, start over with a snapshot, or give up if it has none.
         """
         self._is_tail_check = False
         if self._next_seq is None:
@@ -370,9 +374,10 @@ class StreamState:
         return self._request_id
 
     def _finish_reply(self, now: float) -> list[Instruction]:
-        """Apply the live batches that arrived during a replay or a snapshot, and go live.
+        """Apply the live batches that arrived early, during a replay or a snapshot, and go live.
 
-        If batches are still missing, they are requested again, at most `max_attempts` times.
+        One with an old number was in the reply, too, and is skipped. If it has other bytes than that, the publisher has
+        restarted. If batches are still missing, they are requested again, at most `max_attempts` times.
         """
         instructions: list[Instruction] = []
         for seq in self._early_batches.list_seqs():

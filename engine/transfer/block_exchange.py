@@ -128,9 +128,10 @@ class BlockExchange:
         return PulledPrompt(self._cache.pulled.list_keys(seq))
 
     def store(self, prompt: PulledPrompt, items: Sequence[PullItem], contents: memoryview) -> int:
-        """Copy blocks in, and announce them. Returns how many leading items are in the cache now.
+        """Copy blocks of a prompt, which a peer has sent, into the cache, and announce them.
 
-        Fewer than all are where memory is lacking, or where their parents have been evicted.
+        `contents` is the contents of all `items`, one after the other. Returns how many leading items are in the cache
+        now: fewer than all if memory is lacking, or if a block before them was evicted meanwhile.
         """
         if prompt.is_abandoned:
             return 0
@@ -147,7 +148,7 @@ class BlockExchange:
         _write_contents(memory, items, new_blocks, contents)
         self._name(prompt, new_blocks)
         for _, block, host_block in reversed(new_blocks):
-            if host_block is not None and block.node is not None:
+            if host_block is not None and block.node is not None:  # the device has a named copy now
                 cache.host_tier.finish_promotion(host_block)
             elif host_block is not None:
                 cache.host_tier.unpin(host_block)
@@ -164,14 +165,18 @@ class BlockExchange:
             pool.release(block)
 
     def _allocate(self, prompt: PulledPrompt, items: Sequence[PullItem]) -> list[_NewBlock]:
-        """Find memory on the device for items that are not here yet, after their ancestors that only the host has."""
+        """Allocate a device block for each item that is not here yet, as far as memory allows.
+
+        Blocks of the prompt before these that are only in host memory come first, because a block on the device needs
+        those before it there, too. Returns nothing if one of them is just being computed.
+        """
         host_nodes = self._find_host_ancestors(prompt, items)
         if host_nodes is None:
             return []
         new_blocks: list[_NewBlock] = []
         for node in host_nodes:
             block = self._cache.pulled.allocate(FULL_KIND)
-            if block is None or not node.has_host_block(FULL_KIND):  # evicted to make room for the one before
+            if block is None or not node.has_host_block(FULL_KIND):  # no memory, or evicted to make room for another
                 if block is not None:
                     self._cache.pulled.release(block)
                 return new_blocks

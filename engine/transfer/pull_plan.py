@@ -57,7 +57,11 @@ def count_resumable_blocks(masks: Sequence[int], kind_count: int, windows: Atten
 def choose_items(
     local_masks: Sequence[int], remote_masks: Sequence[int], kind_count: int, windows: AttentionWindows
 ) -> list[PullItem]:
-    """Return the blocks to pull, parents first. The masks tell the kinds of a prompt's blocks that each side has."""
+    """Return the blocks to pull: those that this side lacks of the longest prefix that both sides have together.
+
+    Parents come first. Returns none if this side's own blocks reach as far. A mask belongs to one block of the prompt:
+    its bit k says whether the side has the block of kind k, such as full attention, a sliding window or a state.
+    """
     length = max(len(local_masks), len(remote_masks))
     local_masks, remote_masks = _pad(local_masks, length), _pad(remote_masks, length)
     all_masks = [local_mask | remote_mask for local_mask, remote_mask in zip(local_masks, remote_masks)]

@@ -126,9 +126,11 @@ class Puller:
         self._stats.missing_blocks += len(items) - stored_count
 
     async def _fetch(self, connection: Connection, prompt: PulledPrompt, items: list[PullItem]) -> int:
-        """Fetch items in order, and return how many were stored before the first item that failed.
+        """Fetch items in order, in batches, and return how many were stored before the first item that failed.
 
-        At most PULL_BYTES_MAX bytes are requested and not stored yet; a single larger batch is allowed.
+        The next batches are requested while earlier ones arrive and are stored, so that neither the network nor the
+        copies wait. At most PULL_BYTES_MAX bytes are on the way so; a single larger batch is allowed. An item after one
+        that failed is of no use, because a block can be used only with those before it.
         """
         batches = deque(
             split_into_batches(items, self._settings.block_bytes_by_kind, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX)
@@ -170,7 +172,11 @@ class Puller:
     async def _receive_batch(
         self, connection: Connection, prompt: PulledPrompt, batch: list[PullItem]
     ) -> tuple[_Store, int]:
-        """Receive and check the blocks of a batch, and start to store them. Also returns how many have arrived."""
+        """Receive the blocks of a batch, and start to store them. Returns the store, and how many blocks have arrived.
+
+        These are fewer if the source has evicted one meanwhile. Raises TransferError if the source has other weights by
+        now, or sent another block than the one that was asked for.
+        """
         get_bytes = self._exchange.get_block_bytes
         sent, payload = await _receive(connection, BlocksSent, sum(get_bytes(kind) for _, kind in batch))
         if sent.fingerprint != self._settings.fingerprint:
@@ -197,7 +203,10 @@ class Puller:
 
 
 async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
-    """Connect to a source. Raises TransferError if it does not answer in time, or has another key."""
+    """Connect to a source, and prove to each other that both know the fleet's key.
+
+    Raises TransferError if the source does not answer in time, or has another key.
+    """
     loop = asyncio.get_running_loop()
     sock = None
     try:
