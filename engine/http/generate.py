@@ -93,7 +93,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 async def _generate(
     request: web.Request, parse: BodyParser[ParsedRequest], id_prefix: str, extra_bytes: int = 0
 ) -> web.StreamResponse:
-    """Answer a request: parse its body, submit its sequences to the core, and send what they give.
+    """Answer a request: parse its body, submit its sequences to the engine's core process, and send what they give.
 
     `id_prefix`: beginning of the answer's id. `extra_bytes`: bytes besides the body that `parse` reads, such as stored
     messages; they count when it is decided where to parse.
@@ -146,7 +146,11 @@ def _choose_answer_id(request: web.Request, parsed_request: ParsedRequest, id_pr
 async def _respond(
     state: ServerState, request: web.Request, generation: Generation, stream: OutputStream, formatter: ResponseFormatter
 ) -> web.StreamResponse:
-    """Answer from the outputs of the submitted sequences. If this ends early, the sequences are aborted."""
+    """Send the answer, as a stream or whole, from the outputs of the submitted sequences.
+
+    However this ends, the sequences that are not finished are aborted and counted: also if the client leaves, or if the
+    request's time limit passes, which makes `stream` raise an error.
+    """
     state.begin_request()
     limit_s = state.config.request_timeout_s
     deadline_timer = None
@@ -197,7 +201,11 @@ def _make_sequence_error(output: SequenceOutput, constraint: Constraint | None) 
 
 
 class DeltaStream:
-    """Turns outputs of the core into deltas of choices, batch by batch, and records their times."""
+    """Iterates over the parts of an answer as they are generated, and records their times in the metrics.
+
+    The engine's core process reports one output for each sequence and step. Each becomes a delta: what is new in its
+    choice, which is one of the answers that the request asked for.
+    """
 
     def __init__(self, state: ServerState, generation: Generation, stream: OutputStream) -> None:
         self._generation = generation
@@ -213,7 +221,10 @@ class DeltaStream:
         return [self._apply_output(output, now_s) for output in outputs]
 
     async def format_logprobs(self, formatter: ResponseFormatter, deltas: list[tuple[Choice, ChoiceDelta]]) -> None:
-        """Format the logprobs of deltas, some at a time, so that the event loop serves others between them."""
+        """Format the logprobs of deltas, some at a time, so that the event loop serves others between them.
+
+        They may be millions. So a stream holds a share of the memory for them, which is released as they are formatted.
+        """
         if not isinstance(formatter, (ChatFormatter, CompletionFormatter)):
             return
         logprobs_since_pause = 0
@@ -229,7 +240,11 @@ class DeltaStream:
                 formatted_count = formatter.format_logprob_slice(choice, delta)
 
     def _apply_output(self, output: SequenceOutput, now_s: float) -> tuple[Choice, ChoiceDelta]:
-        """Add an output to its choice. Raises RequestError if the sequence has failed."""
+        """Add an output to its choice, and return the choice and what is new in it.
+
+        If the new text has a stop string, which the core does not look for, the sequence is aborted there. Raises
+        RequestError if the sequence has failed.
+        """
         choice = self._generation.choices_by_id[output.request_id]
         prompt_tokens = len(self._generation.get_choice_prompt(choice))
         if output.finish_reason is FinishReason.ERROR:

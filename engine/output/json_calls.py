@@ -122,7 +122,11 @@ def read_object_call_with_arguments(source: GrowingText, delta: DeltaBuilder, ty
 
 
 class _ObjectCall:
-    """Reads a call that is one JSON object. The arguments are passed on as they arrive, once the name is known."""
+    """Reads a call that is one JSON object, such as `{"name": "f", "arguments": {"a": 1}}`.
+
+    The arguments are passed on as they arrive, once the name is known. The methods are generators, which yield when
+    they need more of the text that the model writes.
+    """
 
     def __init__(self, source: GrowingText, delta: DeltaBuilder) -> None:
         self._source = source
@@ -160,7 +164,10 @@ class _ObjectCall:
         return True
 
     def _read_member(self) -> Steps[bool]:
-        """Read a key and its value. Return False if an object with them is no call."""
+        """Read a key and its value. Return False if an object with them is no call.
+
+        That is so for an unknown key, a key that comes twice, and a value that is missing, cut off or no name.
+        """
         source = self._source
         key_json = yield from _collect_json_value(source)
         key = None if key_json is None else _decode_string(key_json)
@@ -214,8 +221,9 @@ def read_name(source: GrowingText) -> Steps[str | None]:
 def read_named_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
     """Read a call `f{...}`, `f[ARGS]{...}` or `f[CALL_ID]id[ARGS]{...}`, and add it to the delta.
 
-    The model's call id is skipped, because the engine gives each call an id of its own. Markers may come in any order.
-    Returns whether the call is complete. If it is not even begun, the text that was taken is still held.
+    The generator yields when it needs more of the text that the model writes. Markers may come in any order. The
+    model's call id is skipped, because the engine gives each call an id of its own. Returns whether the call is
+    complete. If it is not even begun, the text that was taken is still held.
     """
     name = yield from read_name(source)
     if name is None:

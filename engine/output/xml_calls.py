@@ -57,7 +57,10 @@ def _read_name(source: GrowingText) -> Steps[tuple[str, bool]]:
 
 
 class _XmlArguments:
-    """Reads the parameters of one call, and adds them to the delta as JSON."""
+    """Reads the parameters of one call, such as `<parameter=city>Rome</parameter>`, and adds them to the delta as JSON.
+
+    The answer's text grows while the model writes it. So the methods are generators, which yield when they need more.
+    """
 
     def __init__(self, source: GrowingText, delta: DeltaBuilder, types: Mapping[str, tuple[str, ...]]) -> None:
         self._source = source
@@ -79,8 +82,9 @@ class _XmlArguments:
         return True
 
     def _read_between_parameters(self) -> Steps[str]:
-        """Take text up to a marker, and the marker unless it ends all calls. Return the marker; "" at the end of the
-        text.
+        """Take text up to a marker, and also the marker unless it ends all calls, which is the caller's to take.
+
+        Returns the marker, or an empty string at the end of the text.
         """
         source = self._source
         marker = yield from _MARKER_SCANNER.take_until(source, self._delta.add_text)
@@ -147,7 +151,11 @@ class _XmlArguments:
         return self._open_value(name)
 
     def _is_value_end(self, marker: str, value: _ParameterValue) -> Steps[bool]:
-        """Decide by what follows a marker whether it ends the value. End the value, or add the marker to its text."""
+        """Return whether a marker ends the value. If not, it is part of the value, such as code about such markup.
+
+        It ends the value if a marker that may come next follows, or the end of the text. The value is then ended; else
+        the marker is added to the value's text.
+        """
         source, spaces = self._source, list[str]()
         following_markers = _FOLLOWING_MARKERS[marker]
         while True:
