@@ -19,6 +19,7 @@ class RoutedMLP:
     def __init__(
         self, scope: WeightScope, hidden_size: int, expert_size: int, num_experts: int, top_k: int, renormalise: bool
     ) -> None:
+        """Declare the weights. `top_k` of `num_experts` experts compute a token, each with `expert_size` channels."""
         self.router_weight = scope.declare_weight("gate.weight", (num_experts, hidden_size))
         self.top_k = top_k
         self.renormalise = renormalise

@@ -65,6 +65,7 @@ class OutputParser:
     """
 
     def __init__(self, config: OutputParserConfig, params: SamplingParams) -> None:
+        """Begin before the first text. `params` has the stop strings, which do not apply if a call is required."""
         self.config = config
         self.stop_string: str | None = None
         """Stop string that ended the text."""

@@ -143,7 +143,10 @@ class _FollowerHandle:
         self._sock.sendall(data)
 
     def receive(self) -> FollowerReply:
-        """Wait for the follower's reply. Raises RunnerLostError if the follower ends instead."""
+        """Wait for the follower's reply to the last message, and return it.
+
+        Raises RunnerLostError, with how it ended, if the follower ends instead.
+        """
         while True:
             try:
                 data = self._sock.recv(1 << 16)
@@ -186,6 +189,7 @@ class Leader:
     """Starts the followers, and makes them do what rank 0 does. Must be closed; one at a time in a process."""
 
     def __init__(self, size: int) -> None:
+        """Start `size` - 1 follower processes, and the store over which the ranks find each other later."""
         assert size > 1, size
         self.rank_count = size
         listener = socket.create_server((LOOPBACK, 0))  # by default the store listens on every interface

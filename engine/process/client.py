@@ -72,7 +72,10 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> list[SequenceOutput]:
-        """Wait for outputs, and return those since the last call. Ends when every sequence has finished."""
+        """Wait for outputs, and return those since the last call: at most one a sequence, as they are merged.
+
+        The iteration ends when every sequence has finished. It raises the error of `fail` once all outputs are read.
+        """
         while not self._pending_output_by_id:
             if self._error is not None:
                 raise self._error
@@ -159,6 +162,7 @@ class EngineClient(asyncio.Protocol):
     """Starts one core process, and talks to it over a socket. Make it with `start`, then await `wait_ready`."""
 
     def __init__(self, core_process: subprocess.Popen[bytes], on_death: Callable[[str], None]) -> None:
+        """Talk to a core process that was started. `on_death` is called once, if it ends before `close`."""
         self._core_process = core_process
         self._on_death = on_death
         self._frame_reader = FrameReader()
@@ -182,7 +186,11 @@ class EngineClient(asyncio.Protocol):
 
     @classmethod
     async def start(cls, config: EngineConfig, on_death: Callable[[str], None]) -> EngineClient:
-        """Start a core process. `on_death`: called once, with the reason, if the core ends before `close`."""
+        """Start a core process, which runs the model, and connect to it by a pair of sockets.
+
+        The configuration is the first message to it. `on_death` is called once, with the reason, if the core ends
+        before `close`.
+        """
         client_sock, core_sock = socket.socketpair()
         with core_sock:
             core_process = subprocess.Popen(

@@ -51,8 +51,9 @@ log = logging.getLogger("engine.process")
 
 
 class CoreSocket:
-    """Sends reports to the HTTP process, and receives its commands. Writes never wait: what does not fit is kept for
-    later.
+    """Sends reports to the HTTP process, and receives its commands.
+
+    Writes never wait, because the steps of all requests would wait with them: what the socket does not take is kept.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -133,7 +134,11 @@ class CoreLoop:
         self._rejected_outputs: list[SequenceOutput] = []
 
     def run(self) -> None:
-        """Run until the socket closes. Raises RunnerLostError."""
+        """Execute commands and steps until the socket closes. Raises RunnerLostError if a device or rank is lost.
+
+        With work, commands are read without waiting before each step; without, the loop sleeps until one comes. Each
+        step's outputs are one report, which has statistics every STATS_PERIOD_S, and once more when work ends.
+        """
         core, core_socket = self._core, self._core_socket
         stats_due_s = 0.0
         is_idle_reported = False

@@ -51,6 +51,7 @@ class OpenAIFormatter:
         factory: DetokenizerFactory,
         has_logprobs: bool,
     ) -> None:
+        """Read from `body` what the answer shows. `has_logprobs`: whether choices have logprobs."""
         stream_options = body.stream_options
         self._generation = generation
         self._logprobs = LogprobFormatter(factory, bool(body.return_tokens_as_token_ids))

@@ -58,7 +58,8 @@ def attend_tile(
 ):  # fmt: skip
     """Add the keys [start, start + BLOCK_N) that lie before `end` to a running softmax, and return its new state.
 
-    The state is acc [M, D], weight_sum [M] and peak [M], the largest score; scores are exponents of 2. q: [M, D];
+    A running softmax goes over the keys once: whenever a larger score comes, what was summed up is scaled down. The
+    state is acc [M, D], weight_sum [M] and peak [M], the largest score; scores are exponents of 2. q: [M, D];
     query_positions: [M]. Without MASKED, all keys lie before `end`, and every query sees them.
 
     The cache has rows of ROW elements, one for each token and layer. A block has BLOCK_SIZE rows of K for a layer, then
@@ -162,8 +163,11 @@ def decode_attention(
 def combine_splits(
     out_ptr, part_ptr, part_scale_ptr, splits, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Combine up to BLOCK parts of one head's context, each weighed by its softmax sum. The grid is (sequences,
-    heads).
+    """Combine the attention over up to BLOCK parts of a context, which `decode_attention` left, into the output.
+
+    One program does one head of one sequence; the grid is (sequences, heads). part: [sequences, heads, splits, DIM],
+    each the attention over one part alone. part_scale: [sequences, heads, splits], the log2 of the part's softmax sum,
+    by which it is weighed; -inf for a part without keys.
     """
     head_row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     split = tl.arange(0, BLOCK)
