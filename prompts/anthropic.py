@@ -424,7 +424,7 @@ def _convert_tools(request: CountRequest) -> list[Message] | None:
             tools_by_name[name] = _read_tool_definition(block.tool["definition"])
         elif name not in tools_by_name:
             raise RequestError(f"{block.type} names the tool {name!r}, which is not in tools", param="tools")
-        elif block.type == "tool_addition":
+        elif block.type == "tool_addition":  # the tool was deferred: unknown to the model until it is added
             tools_by_name[name] = msgspec.structs.replace(tools_by_name[name], defer_loading=None)
         if block.type == "tool_removal":
             removed_names.add(name)

@@ -49,9 +49,10 @@ class ChatPrompt(Protocol):
 
 
 def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
-    """Return the text of a chat's prompt, up to its first image or other media. The result is that of vLLM.
+    """Return the text of a chat's prompt, up to its first image or other media.
 
-    Raises RequestError if the template cannot render the chat.
+    The text must be the same that vLLM renders, because equal tokens are what finds its cached blocks. Raises
+    RequestError if the template cannot render the chat.
     """
     continues_final_message = bool(request.continue_final_message)
     add_generation_prompt = request.add_generation_prompt
@@ -62,11 +63,10 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
     messages = [_convert_message(message, content_format) for message in request.messages or ()]
     if any(message["role"] == "developer" for message in messages):
         source = template.select_source(request.chat_template, has_tools=has_tools)
-        knows_developers = '"developer"' in source or "'developer'" in source
-        if not knows_developers:
+        if not _names_developer_role(source):
             messages = _convert_developer_to_system(messages)
     variables = _make_template_variables(request)
-    variable_documents = variables.pop("documents", None)
+    variable_documents = variables.pop("documents", None)  # the request's own documents take precedence
     text = template.render(
         messages,
         tools=None if request.tools is None else [_convert_tool(tool) for tool in request.tools],
@@ -77,6 +77,11 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
         **variables,
     )
     return text.partition(MEDIA_MARKER)[0]
+
+
+def _names_developer_role(template_source: str) -> bool:
+    """Return whether a template has the role "developer" as a string: others would refuse or drop such messages."""
+    return '"developer"' in template_source or "'developer'" in template_source
 
 
 def _make_template_variables(request: ChatPrompt) -> dict[str, Any]:

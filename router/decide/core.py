@@ -242,19 +242,20 @@ class RouterCore:
             worker.last_answer_at_s = at_s
 
     def record_prefill_end(
-        self, request_id: str, now: float, *, has_kv_come: bool = False, cached_tokens: int | None = None
+        self, request_id: str, now: float, *, is_kv_transferred: bool = False, cached_tokens: int | None = None
     ) -> list[Instruction]:
-        """Record that the source of a request's prefill has computed it: the KV moves from now on.
+        """Record that another worker has computed a request's prompt, for the worker that will answer it.
 
-        `has_kv_come`: the KV moved meanwhile. `cached_tokens`: as the source reports them; None if it does not.
+        The KV moves to that worker from now on; with `is_kv_transferred` it has moved already, while it was computed.
+        `cached_tokens`: as the computing worker reports them; None if it does not.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None or attempt.prefill_leg is None:
             return []
         self._placer.end_prefill_leg(attempt, now, is_computed=True, reported_cached_tokens=cached_tokens)
-        if has_kv_come:
+        if is_kv_transferred:
             self.tracker.end_transfer(attempt.in_flight, now)
-            attempt.transfer_bytes = 0.0  # how long the KV moved is unknown
+            attempt.transfer_bytes = 0.0  # nothing is learned from this transfer, as its duration is not known
         return self._place_queued(now)
 
     def fail_transfer(

@@ -74,16 +74,21 @@ class Attempt(msgspec.Struct, eq=False):
 
 
 class ActiveRequest(msgspec.Struct, eq=False):
-    """A request that is queued or in flight."""
+    """A request that is queued or in flight, from its arrival to the end of its answer.
+
+    Each try to serve it at a worker is an attempt. After a failed one the request may get another at another worker.
+    """
 
     request: RouteRequest
     arrived_s: float
+    """When the request came, on the router's clock."""
     wants_explanation: bool
     """Whether its decisions carry the terms of every candidate."""
     attempt: Attempt | None = None
     """The present attempt; None while the request is queued."""
     failed_attempts: int = 0
     tried_workers: frozenset[str] = frozenset()
+    """Workers of the failed attempts, which are not chosen again while there are others."""
     tried_sources: frozenset[str] = frozenset()
     """Workers that failed to give KV to this request."""
     crash_suspicions: int = 0
@@ -177,8 +182,9 @@ class RequestPlacer:
     ) -> RoutingChoice | Refuse:
         """Price the workers that can serve a request and choose one; return a refusal if there is none.
 
-        `waits_behind_queue`: the request may not overtake the queued requests that come before it, so their prefill
-        counts as waiting time. A background request is offered the idle workers only, if there are any.
+        `queued_ahead_s`: prefill seconds by target that the queue sends earlier; None: look them up. With
+        `waits_behind_queue` they count as waiting time, as the request may not overtake them, and a background request
+        is offered the idle workers only, if there are any.
         """
         self._tracker.advance(now)
         request = active_request.request
@@ -196,10 +202,13 @@ class RequestPlacer:
             explain=active_request.wants_explanation,
             excluded_sources=active_request.excluded_sources,
         )
-        if waits_behind_queue and self._queues_when_busy and queued_ahead_s is None and len(self.queue):
+        has_queue_to_look_up = queued_ahead_s is None and self._queues_when_busy and len(self.queue) > 0
+        if waits_behind_queue and has_queue_to_look_up:
             position = self._make_queue_position(active_request)
             self.chooser.rechoose_behind_queue(choice, self.queue.compute_prefill_ahead(position))
-        if self.chooser.add_missing_source(request, choice, active_request.excluded_sources):
+        # A worker that only decodes needs another one that computes the prompt; the choice may have none yet.
+        can_compute_prompt = self.chooser.add_missing_source(request, choice, active_request.excluded_sources)
+        if can_compute_prompt:
             return choice
         message = "Every worker that could compute the prompt failed."
         return Refuse(request.request_id, 502, "upstream_failed", message)
@@ -472,16 +481,19 @@ class RequestPlacer:
         return Enqueue(request.request_id, deadline_s)
 
     def place_queued(self, active_requests: Mapping[str, ActiveRequest], now: float) -> list[Forward | Refuse]:
-        """Try the first queued requests again; return an instruction for each that leaves the queue."""
+        """Try the first queued requests again; return an instruction for each that leaves the queue.
+
+        A request that stays keeps its place: its prefill counts as waiting time for the requests after it.
+        """
         if not len(self.queue):
             return []
         self._tracker.advance(now)
         self._next_queue_try_at_s = now + QUEUED_TRY_INTERVAL_S
         instructions: list[Forward | Refuse] = []
-        queued_ahead_s: dict[str, float] = {}
+        queued_ahead_s: dict[str, float] = {}  # by target: prefill of the requests that stay
         for request_id in self.queue.get_next_request_ids(QUEUED_TRIES_MAX):
             if not self._tracker.has_free_target(self._config.queue.enqueue_above_s, now):
-                break
+                break  # every worker is busy, so that all further requests would stay too
             instruction = self.place(active_requests[request_id], now, queued_ahead_s=queued_ahead_s)
             if isinstance(instruction, Enqueue):
                 target, prefill_s = self.queue.get_queued_target(request_id)

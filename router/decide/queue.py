@@ -54,7 +54,11 @@ def _get_sort_key(request: _QueuedRequest) -> SortKey:
 
 
 class _Lane:
-    """Waiting requests, or background requests, in sorted lines between which a scheduler chooses."""
+    """Waiting requests in sorted lines, one for each tenant, between which a scheduler chooses in turn.
+
+    The queue has one lane for background requests and one for all others. A request in a line is charged with its
+    prefill seconds when it is served, and the line with the least charges is served next.
+    """
 
     def __init__(self) -> None:
         self.lines: dict[str, list[_QueuedRequest]] = {}
@@ -95,8 +99,9 @@ class _Lane:
     def iter_ahead(self, line_name: str, sort_key: SortKey) -> Iterator[_QueuedRequest]:
         """Yield the requests that are served before a new request of a line, one line after the other.
 
-        Lines are served in turn by the prefill seconds charged to them. So of each other line, those requests come
-        first that begin before its charges exceed what this line's are when the new request is reached.
+        If lines A and B were charged 0 s and A holds two requests of 3 s, a new one in A is reached at 6 s. So of B,
+        those requests come first that begin before B's charges are 6 s. Charges of A beyond LOOKAHEAD_MAX requests are
+        left out, which bounds the time of this call.
         """
         own_line = self.lines.get(line_name, ())
         earlier_requests = list(itertools.takewhile(lambda request: request.sort_key <= sort_key, own_line))

@@ -98,7 +98,7 @@ class Exchange:
         instructions = self._proxy.core.record_prefill_end(
             self.context.request_id,
             self._proxy.now(),
-            has_kv_come=prefill.is_concurrent,
+            is_kv_transferred=prefill.is_concurrent,
             cached_tokens=prefill.times.cached_tokens,
         )
         self._proxy.perform(instructions)

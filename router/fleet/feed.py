@@ -533,13 +533,18 @@ class _SnapshotDump:
     def wait(self) -> PeerSnapshot | None:
         """Wait for the snapshot; None if it cannot be made, or takes too long."""
         deadline_s = time.monotonic() + SNAPSHOT_S_MAX
+        # A stream that loses its position by a restart gets no result: so look at it now and then.
         while time.monotonic() < deadline_s and self.stream.position is not None:
             with contextlib.suppress(Empty):
                 return self._results.get(timeout=0.1)
         return None
 
     def write_slice(self, *, is_followed: bool) -> bool:
-        """Write the next slice; return whether there are more. `is_followed`: the stream has not been replaced."""
+        """Write the next slice; return whether there are more. After the last one `wait` returns the snapshot.
+
+        `is_followed`: the stream has not been replaced. Otherwise, or if its cache was cleared meanwhile, the snapshot
+        would be wrong, so `wait` returns None.
+        """
         stream = self.stream
         if not is_followed or stream.position is None or stream.complete_from is None:
             self._results.put(None)

@@ -138,40 +138,44 @@ class PeerClient:
     async def fetch_snapshots(
         self, worker_id: str, sources: Iterable[EventSource], only_before: Mapping[int, int] | None = None
     ) -> dict[int, PeerSnapshot]:
-        """Return other routers' snapshots of a worker's streams, by rank.
+        """Return other routers' snapshots of what a worker has cached, by rank: each rank has a stream of events.
 
-        Streams that cannot confirm a snapshot, or offer one themselves, are left out. With `only_before`, only its
-        ranks are fetched, and only snapshots that begin before the batch given there.
+        A snapshot is taken from the first router that has a usable one. Streams are left out that have a snapshot of
+        their own, or that cannot repeat the events after one. With `only_before`, only its ranks are fetched, and only
+        snapshots that begin before the batch given there.
         """
         snapshots: dict[int, PeerSnapshot] = {}
         for rank, source in enumerate(sources):
-            if (
-                source.snapshot
-                or source.replay_endpoint is None
-                or (only_before is not None and rank not in only_before)
-            ):
+            is_wanted = only_before is None or rank in only_before
+            if source.snapshot or source.replay_endpoint is None or not is_wanted:
                 continue
+            first_batch_before = None if only_before is None else only_before[rank]
             for url in self._urls:
-                body = await self._get(f"{url}/peer/{quote(f'{worker_id}#{rank}', safe='')}")
-                try:
-                    snapshot = msgspec.msgpack.decode(body, type=PeerSnapshot) if body is not None else None
-                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                    log.warning("peer router %s: %s", url, error)
-                    self.outcomes["snapshot_malformed"] += 1
-                    continue
-                if snapshot is None:
-                    self.outcomes["snapshot_unanswered"] += 1
-                    continue
-                if snapshot.version != SNAPSHOT_VERSION or (
-                    only_before is not None and snapshot.complete_from >= only_before[rank]
-                ):
-                    self.outcomes["snapshot_older"] += 1
-                else:
+                snapshot = await self._fetch_one(url, f"{worker_id}#{rank}", first_batch_before)
+                if snapshot is not None:
                     snapshots[rank] = snapshot
-                    self.outcomes["snapshot_taken"] += 1
                     log.info("worker %s rank %d: starting from %s, batch %d", worker_id, rank, url, snapshot.seq)
                     break
         return snapshots
+
+    async def _fetch_one(self, url: str, stream_name: str, first_batch_before: int | None) -> PeerSnapshot | None:
+        """Return one router's snapshot of a stream and count the outcome; None if it has no usable one."""
+        body = await self._get(f"{url}/peer/{quote(stream_name, safe='')}")
+        if body is None:
+            self.outcomes["snapshot_unanswered"] += 1
+            return None
+        try:
+            snapshot = msgspec.msgpack.decode(body, type=PeerSnapshot)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            log.warning("peer router %s: %s", url, error)
+            self.outcomes["snapshot_malformed"] += 1
+            return None
+        begins_too_late = first_batch_before is not None and snapshot.complete_from >= first_batch_before
+        if snapshot.version != SNAPSHOT_VERSION or begins_too_late:
+            self.outcomes["snapshot_older"] += 1
+            return None
+        self.outcomes["snapshot_taken"] += 1
+        return snapshot
 
     async def _get(self, url: str) -> bytes | None:
         try:

@@ -219,7 +219,10 @@ class RequestParser:
     # Heads --------------------------------------------------------------------------------------------------------
 
     def _read_head(self) -> HttpRequest | None:
-        """Parse a head, if it is complete. Return the request if its body is complete too; otherwise None."""
+        """Parse a head, if it is complete. Return the request if its body has come with it; otherwise None.
+
+        A request whose body has still to come is kept, with the state in which the body is read. Raises BadRequest.
+        """
         raw_head = self._take_head()
         if raw_head is None:
             return None
@@ -236,13 +239,19 @@ class RequestParser:
             request.pieces = (data[self._position : body_end],)
             self._position = body_end
             return request
-        self._request, self._has_new_head = request, True
-        self._is_continue_expected = b"expect" in request.headers.first_line_by_name and not request.is_http_1_0
-        self._body, self._body_remaining_bytes = BodyPieces(), body_bytes
-        self._chunked_body = (
-            ChunkedBody(self._limits.body_bytes_max, self._limits.head_bytes_max) if is_chunked else None
-        )
+        self._begin_body(request, body_bytes, is_chunked=is_chunked)
         return None
+
+    def _begin_body(self, request: HttpRequest, body_bytes: int, *, is_chunked: bool) -> None:
+        """Keep a request until its body has come: `body_bytes` of it, or chunks."""
+        self._request = request
+        self._has_new_head = True
+        self._is_continue_expected = b"expect" in request.headers.first_line_by_name and not request.is_http_1_0
+        self._body = BodyPieces()
+        self._body_remaining_bytes = body_bytes
+        self._chunked_body = None
+        if is_chunked:
+            self._chunked_body = ChunkedBody(self._limits.body_bytes_max, self._limits.head_bytes_max)
 
     def _take_head(self) -> bytes | None:
         """Return the bytes of the next head; None if its end has not come. Raises BadRequest if it is too long."""

@@ -111,10 +111,10 @@ class MissAnalyzer:
     def record_compared(
         self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts, *, is_sampled: bool = True
     ) -> AnalyzedRequest:
-        """Record a request at its first byte, with a comparison of its prompt and its conversation's last one.
+        """Explain which tokens of a prompt were not cached, by a comparison with the conversation's last prompt.
 
-        Then store the prompt, so that the next one of the conversation is compared with it. Raises ValueError for
-        blocks without tokens.
+        It is called at the answer's first byte. The prompt is then stored, so that the conversation's next one is
+        compared with it. Raises ValueError for blocks without tokens.
         """
         if placement.block_tokens < 1:
             raise ValueError(f"a block of {placement.block_tokens} tokens: expected at least 1")
@@ -132,7 +132,7 @@ class MissAnalyzer:
             session=prompt.route.session,
             keys=_select_storage_keys(prompt),  # by which the next prompt finds this one, if no session is named
         )
-        request.stored_prompt = ref(stored_prompt)
+        request.stored_prompt = ref(stored_prompt)  # weak: the history alone decides how long a prompt is kept
         if len(prompt.token_ids) >= placement.block_tokens:  # a shorter prompt is never cached
             self.history.add(stored_prompt, replaces=None if match is None else match.previous)
         self._store(request)

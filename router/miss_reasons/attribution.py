@@ -219,10 +219,11 @@ def _classify_loss(previous: PreviousPrompt, facts: MissFacts, now: float) -> tu
 def _classify_message_difference(
     prompt: AnalyzedPrompt, match: PromptMatch, facts: MissFacts
 ) -> tuple[str, int | None]:
-    """Return how a prompt differs from its conversation's last one, and the index of the message that differs.
+    """Return how a prompt differs from its conversation's last one, and the index of the message that differs, or None.
 
-    The index is None if no single message does. If all messages are the same, the chat template has rendered them
-    differently, because of the messages that follow them.
+    The kind is one of `DifferenceKind`, such as "edited" or "tools". Equal messages with other tokens are "re_encoded"
+    at first. Two causes in the chat template are then told apart: it writes a later system prompt before the earlier
+    messages, or it writes an answer otherwise than the model did.
     """
     previous = match.previous
     if prompt.outline is None or previous.outline is None:
@@ -232,16 +233,16 @@ def _classify_message_difference(
     )
     if difference != "re_encoded":
         return difference, message_index
-    is_tail = len(previous.token_ids) - match.common_tokens <= TEMPLATE_TAIL_TOKENS
-    if not is_tail:
-        added_prompt_index = find_added_system_prompt(previous.outline, prompt.outline)
-        if added_prompt_index is not None:  # the template renders it before the earlier messages
-            return "system_prompt", added_prompt_index
-    elif classify_answer_change(prompt.outline, previous.message_count) is not None:
-        # The template renders another text before the answer, now that the answer is a message.
+    differs_in_tail = len(previous.token_ids) - match.common_tokens <= TEMPLATE_TAIL_TOKENS
+    if differs_in_tail:  # the tokens that began the answer: a template may write others once it is a message
+        if classify_answer_change(prompt.outline, previous.message_count) is None:
+            return "re_encoded", message_index
         is_thought = facts.is_thinking(previous.scope.model, previous.token_ids[match.common_tokens :])
-        return ("thinking_dropped" if is_thought else difference), previous.message_count
-    return difference, message_index
+        return ("thinking_dropped" if is_thought else "re_encoded"), previous.message_count
+    added_prompt_index = find_added_system_prompt(previous.outline, prompt.outline)
+    if added_prompt_index is not None:
+        return "system_prompt", added_prompt_index
+    return "re_encoded", message_index
 
 
 def _round_down_to_blocks(tokens: int, block_tokens: int) -> int:

@@ -134,17 +134,19 @@ class BoundaryRenderer:
         *,
         has_late_system: bool,
     ) -> str | None:
-        """Render messages after placeholders; None if the template refuses them.
+        """Render messages after placeholders, which are short messages in place of the earlier ones.
 
-        The system text and the tools are placeholders too, unless the template writes them late: then they are the real
-        ones.
+        The first placeholder stands for the system text, and the tools are replaced too. `has_late_system`: the
+        template may write both behind the earlier messages, so that it gets the real ones. Return None if the template
+        refuses the messages.
         """
         chat, all_messages = inputs.chat, [*placeholders.messages, *messages]
         tools = chat.tools
-        if not has_late_system:
-            tools = tools and _PLACEHOLDER_TOOLS
-        elif is_system_message(inputs.first_message):
-            all_messages[0] = inputs.first_message
+        if has_late_system:
+            if is_system_message(inputs.first_message):
+                all_messages[0] = inputs.first_message
+        elif tools:
+            tools = _PLACEHOLDER_TOOLS
         try:
             return render_chat(self.template, chat.replace(messages=all_messages, tools=tools))
         except RequestError:

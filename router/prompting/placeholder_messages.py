@@ -60,10 +60,11 @@ class _Placeholder(NamedTuple):
 
 
 class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
-    """Short messages that stand for all messages of a conversation before a boundary.
+    """Short messages (placeholders) that stand for all messages of a conversation before a boundary.
 
-    Messages have the same kind if a template cannot tell them apart but by their texts, as two questions. Each kind has
-    at least one placeholder.
+    New messages are rendered after them instead of after the whole conversation: ten questions with their answers
+    become one short question and one short answer. Messages are of one kind if a template cannot tell them apart but by
+    their texts, as two questions; each kind has at least one placeholder.
     """
 
     earlier_turns: tuple[_Placeholder, ...] = ()
@@ -85,7 +86,11 @@ class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
         return [placeholder.message for placeholder in (*earlier_turns, *self.last_turn)]
 
     def extend(self, messages: Iterable[Message], markers: tuple[str, ...]) -> PlaceholderMessages | None:
-        """Return placeholders for these further messages too; None if there would be too many, or one too long."""
+        """Return placeholders for these further messages too; None if there would be too many, or one too long.
+
+        `markers`: texts for which the template searches, such as "</think>", and which its placeholders therefore keep.
+        Rounds of a tool loop that repeat the same kinds are folded into one.
+        """
         earlier_turns, last_turn = list(self.earlier_turns), list(self.last_turn)
         for message in messages:
             if message.get("role") == "user" and last_turn:

@@ -132,10 +132,10 @@ def read_plain_turn(
     inputs_digest: bytes,
     clock: tuple[str, ...],
 ) -> PlainTurn | None:
-    """Return messages as the memo takes them; None if a template may do otherwise than copy one of their texts.
+    """Return new messages in the form in which the memo of rendered turns finds them; None if it does not take them.
 
-    Such messages are few, and each is a role and a text without a marker for which the template searches. The named
-    arguments are fields of `MemoKey`.
+    The memo takes at most TURNS_MAX messages, each a role and a text that every template copies as it is: not empty,
+    and without a marker for which the template searches. The named arguments are fields of `MemoKey`.
     """
     if not 0 < len(messages) <= TURNS_MAX:
         return None
@@ -143,14 +143,14 @@ def read_plain_turn(
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if type(content) is not str or len(message) != 2 or type(role) is not str:
-            return None
+            return None  # a template may read other fields, or parts of the content
         text = content.strip()
         if not text or content.startswith(BILLING_LINE):
-            return None
+            return None  # a billing line is removed before the template gets the text
         text_start = len(content) - len(content.lstrip())  # a search for the text would compare all of it
         before, after = content[:text_start], content[text_start + len(text) :]
         if len(before) > EDGE_CHARS_MAX or len(after) > EDGE_CHARS_MAX:
-            return None
+            return None  # white space is part of the key, which has to stay short
         for marker in markers:
             if marker in content:
                 return None

@@ -742,7 +742,7 @@ def test_a_worker_that_answers_nothing_alone_is_not_the_earliest_one() -> None:
     core = make_mixed_fleet("least_requests")
     for number in range(3):
         core.route(request(f"decode{number}", None, prompt_tokens=10, worker="d", is_streaming=True), 0.0)
-        core.record_prefill_end(f"decode{number}", 0.1, has_kv_come=True)
+        core.record_prefill_end(f"decode{number}", 0.1, is_kv_transferred=True)
         core.record_first_token(f"decode{number}", 0.1)
     make_busy(core, "v", 0.1, count=2)
     decision = core.explain(request("r", None, prompt_tokens=100), 0.1)
