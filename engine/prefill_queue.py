@@ -92,7 +92,10 @@ class PrefillQueue:
         return True
 
     def discount_shared_prefix(self, seq: Sequence, entries: list[RequestEntry]) -> None:
-        """Give `entries` an earlier place if the running `seq` is going to compute a prefix of their prompts."""
+        """Give waiting `entries` an earlier place if the running `seq` is going to compute a prefix of their prompts.
+
+        They then have fewer tokens to compute, so in the order of the shortest first they come earlier.
+        """
         for entry in entries:
             shared_tokens = self._cache.plan_shared_prefix(seq, entry.seq)
             tokens_remaining = len(entry.seq.token_ids) - shared_tokens
@@ -111,7 +114,11 @@ class PrefillQueue:
         insort(self._entries, entry, key=_sort_key)
 
     def _set_sort_key(self, entry: RequestEntry, tokens_remaining: int) -> None:
-        """Set the place of a request: by priority, then by aged work if the shortest goes first, then by arrival."""
+        """Set the place of a request: by priority, then by length if the shortest goes first, then by arrival.
+
+        The length is the tokens that are left. A part of the work that was done before it came is added, so that later
+        requests count as longer, and none waits forever.
+        """
         entry.tokens_remaining = tokens_remaining
         priority, arrival_s, arrival_number = entry.arrival_order
         aged_tokens = tokens_remaining + AGEING * entry.arrival_work if self.is_shortest_first else 0.0

@@ -128,7 +128,11 @@ class Scheduler:
         return self._finish_draft(draft)
 
     def _share_prefixes_with_arrivals(self) -> None:
-        """Let prefills under way take a checkpoint where a request that came meanwhile can resume."""
+        """Note for new requests which part of their prompts the prompts under way compute first.
+
+        Of a model with recurrent states, these prompts are to leave a checkpoint at the end of the common prefix, from
+        which the new requests resume. Only the first few new requests are compared.
+        """
         arrivals, self._new_arrivals = self._new_arrivals, []
         if not arrivals or not self._uses_shared_prefixes:
             return
@@ -138,13 +142,17 @@ class Scheduler:
                 self._waiting_queue.discount_shared_prefix(entry.seq, new_entries)
 
     def _plan_decodes(self, draft: StepDraft) -> list[RequestEntry]:
-        """Add a chunk for each sequence that decodes. Returns the running requests that do not decode yet."""
+        """Add a chunk of one token for each sequence that decodes. Returns the requests whose prompts are not computed.
+
+        A request that has ended, or that ends with the step in flight, gets no chunk. Of most requests nothing has to
+        be checked: before `next_check_position` they have memory, and cannot end.
+        """
         block_size, chunk_by_entry = self.cache.block_size, draft.chunk_by_entry
         prefills: list[RequestEntry] = []
         for entry in list(self._requests.running):
             seq = entry.seq
             start, token_count = seq.computed_tokens, len(seq.token_ids)
-            if start < entry.next_check_position:  # most decodes: they have memory, and cannot end
+            if start < entry.next_check_position:
                 chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, start == token_count)
                 continue
             ends_with_step_in_flight = start == token_count == entry.length_max - 1
@@ -160,10 +168,11 @@ class Scheduler:
         return prefills
 
     def _grow_or_preempt(self, entry: RequestEntry, end: int, draft: StepDraft) -> bool:
-        """Find memory for the positions of `entry` before `end`, by preempting the last requests if need be.
+        """Find memory for the positions of `entry` before `end`; return whether that succeeded.
 
-        False if `entry` itself was preempted, or if the step has admitted a request: then none may be preempted.
-        Raises _MustDrain if a request would be preempted while a step is in flight.
+        If memory lacks, running requests are preempted: they give up their blocks and wait again. The last in order
+        goes first, perhaps `entry` itself. Once the step has admitted a request, none is preempted any more. Raises
+        _MustDrain if a step is in flight, whose results come first.
         """
         while True:
             if entry.seq not in self.cache:
@@ -182,7 +191,10 @@ class Scheduler:
                 return False
 
     def _plan_prefills(self, prefills: list[RequestEntry], draft: StepDraft) -> None:
-        """Add chunks of prompts that were begun, and admit waiting requests that come before them."""
+        """Add chunks of prompts that were begun (`prefills`), each after the waiting requests that are shorter.
+
+        If the order is that of arrival, no waiting request comes before a prompt that was begun.
+        """
         is_shortest_first = self._waiting_queue.is_shortest_first
         min_tokens = draft.admission_min_tokens if is_shortest_first else 1
         for entry in self._waiting_queue.sort_started(entry for entry in prefills if entry.seq in self.cache):
@@ -226,9 +238,10 @@ class Scheduler:
             self._admit_or_skip(entry, draft)
 
     def _admit_or_skip(self, entry: RequestEntry, draft: StepDraft) -> None:
-        """Start a waiting request, give it a later place, skip it for this step, or close the step to others.
+        """Start a waiting request, or decide why not: it is skipped, gets a later place, or there is no memory.
 
-        It is skipped only if a running sequence is about to compute what the request would compute again.
+        It is skipped for this step if a running sequence is about to compute what it would compute again. It gets a
+        later place if less of its prompt is cached than when it came. Without memory, no other is admitted either.
         """
         # Running requests keep some room to grow into, else the new request would be preempted at once.
         reserve_blocks = self.cache.growth_reserve_blocks if self._requests.running else 0

@@ -34,7 +34,10 @@ class SectionedCommand(click.Command):
     """A command whose `--help` shows flags under headings: those of its schema, after its own options."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the first heading with its flags, the command's own options and `--config`, then the other headings."""
+        """Write the flags of `--help` under their headings; click calls this.
+
+        Under the first heading are also the options that are no settings, such as `--config`.
+        """
         rows_by_heading: dict[str, list[tuple[str, str] | None]] = {MAIN_HEADING: []}
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
         sectioned_options = [option for option in options if isinstance(option, SectionedOption)]

@@ -134,7 +134,10 @@ class Schema:
                 self.path_by_variable[flag.older_variable] = path
 
     def _add_class(self, config_class: type, defaults: Any, prefix: str) -> None:
-        """Add the settings of a class and of its sections. `defaults`: an instance with the default values."""
+        """Add the settings of a class and of its sections, which are fields whose type is such a class.
+
+        `defaults`: an instance with the default values. `prefix`: beginning of the paths, such as "client_timeouts.".
+        """
         for config_field in list_config_fields(config_class):
             path, default = prefix + config_field.name, getattr(defaults, config_field.name)
             if config_field.help_text:

@@ -59,7 +59,10 @@ def parse_size(text: str, unit_bytes: int) -> int | None:
 
 
 def parse_text(text: str, value_type: Any) -> Any:
-    """Parse a value from text. Raises ValueError or MsgspecError, with messages that are not for users."""
+    """Parse a value of a type from the text of a flag or variable: a list is JSON, or words between white space.
+
+    Raises ValueError or MsgspecError, with messages that are not for users.
+    """
     base_type, annotations = split_annotated(value_type)
     value: Any = text
     if get_origin(base_type) is tuple:
@@ -132,7 +135,7 @@ def _format_number(value: float) -> str:
 
 
 def read_value(label: str, value: Any, value_type: Any, *, secret: bool = False) -> Any:
-    """Convert a value with `convert_value`, or an `UntypedText` with `parse_text`.
+    """Convert a setting's value to its type: text from a flag or variable, or a value from a file.
 
     Raises ConfigError with a message for users, which never contains a secret.
     """

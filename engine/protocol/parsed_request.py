@@ -263,10 +263,10 @@ def build_constraint(
     its end is not constrained. `grammars`: custom tools by name, of which the input is text in a grammar.
     """
     requested = parse_requested_constraint(body, limits.call_format, grammars)
-    is_tool_choice_only = requested is None or requested.param == "tools"
-    if limits.script and isinstance(body, ChatRequest) and is_tool_choice_only:
-        # A simulated engine answers with the next turn of its script. The turn decides about calls of tools, too; but a
-        # format that the client asks for, such as a JSON schema, goes before the script.
+    allows_plain_text = requested is None or requested.param == "tools"  # strict tools constrain their calls alone
+    if limits.script and isinstance(body, ChatRequest) and allows_plain_text:
+        # A simulated engine answers with the next turn of its script, which may be a call. A format that the client
+        # asks for, such as a JSON schema or a required call, goes before the script.
         requested = make_scripted_constraint(body, limits.script, limits.call_format, grammars)
     if requested is None:
         return None
