@@ -48,7 +48,11 @@ class LearnedDeviceOrder(_LearnedOrder):
     """
 
     def mark_cached(self, block: Block) -> None:
-        """See `EvictionOrder`. Only superseded states and full-attention blocks enter the learned queue."""
+        """Note that a block is held by no sequence any more, and may be evicted.
+
+        Full-attention blocks may enter the learned queue, and of the states only those that a later one replaces. The
+        value of a state is the blocks of work that it saves, here divided by the blocks that fit into its memory.
+        """
         self._age_order.mark_cached(block)
         assert block.node is not None
         if not isinstance(block, StateBlock):
@@ -65,7 +69,7 @@ class LearnedDeviceOrder(_LearnedOrder):
             self._eviction.device_queue.remove(block.node)
 
     def mark_evicted(self, node: Node, kind: int) -> None:
-        """See `TreeHooks`. The path that ended with a full-attention block ends with its parent now."""
+        """Update the queue after a block left the tree. If it was one of full attention, its parent may leave next."""
         if kind != FULL_KIND:
             self._eviction.requeue_state(node)
         else:

@@ -36,9 +36,11 @@ class UnitPool:
         order: EvictionOrder,
         evict: Callable[[Block], None],
     ) -> None:
-        """Make a pool of free units. Raises ValueError for a negative size or no kinds.
+        """Make a pool of free units. A unit is a piece of memory that can hold several blocks of any one kind.
 
-        `state_kind`: the kind of states, after all others. `evict`: takes a cached block out of the prefix tree.
+        `blocks_per_unit`: how many, by kind. `state_kind`: the kind of states, after all others. `order` says which
+        cached block is evicted next, and `evict` takes it out of the prefix tree. Raises ValueError for a negative size
+        or no kinds.
         """
         if unit_count < 0:
             raise ValueError(f"unit_count: expected at least 0, got {unit_count}")
@@ -71,7 +73,10 @@ class UnitPool:
         return self._live_units
 
     def can_allocate(self, block_counts: Sequence[int]) -> bool:
-        """Return whether `block_counts[k]` more live blocks of every kind k fit after evictions and a compaction."""
+        """Return whether `block_counts[k]` more blocks of every kind k fit, if all else that no sequence holds goes.
+
+        Blocks that sequences hold are live; they can be moved together (`compact`), but not evicted.
+        """
         units_needed = sum(
             ceil_div(live_count + count, blocks_per_unit)
             for live_count, count, blocks_per_unit in zip(self._live_blocks, block_counts, self.blocks_per_unit)
@@ -83,7 +88,8 @@ class UnitPool:
     def allocate(self, kind: int) -> Block | None:
         """Return a block of `kind` with one reference; None if only a compaction can make room.
 
-        A hole in the fullest unit of the kind is used first, then a free unit. Otherwise cached blocks are evicted.
+        An unused place (hole) in the fullest unit of the kind is taken first, then a free unit. Otherwise cached blocks
+        are evicted.
         """
         block = self._take_hole(kind)
         while block is None and not self._free_units:

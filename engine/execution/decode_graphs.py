@@ -119,11 +119,15 @@ class DecodeGraphs:
         tables: Sequence[DeviceBlockTable],
         units: IntArray | None,
     ) -> Tensor | None:
-        """Replay the step of a batch of decodes, and return its hidden states; None if no recorded step fits."""
+        """Replay the recorded step of the next size that holds a batch of decodes, and return its hidden states.
+
+        The batch's tokens, positions and plans are copied into the inputs of the recording first. Returns None if the
+        batch is too large, has prompts, or could not be recorded: the caller then computes it without a recording.
+        """
         count = batch.decode_count
         if count > SIZES[-1] or count != len(batch.context_lens):
             return None
-        size = SIZES[bisect_left(SIZES, count)]  # the next size that holds the batch; the rest is padding
+        size = SIZES[bisect_left(SIZES, count)]  # the rest is padding
         recorded_step = self._get_or_record(size)
         if recorded_step is None:
             return None

@@ -24,9 +24,11 @@ def advance_delta_state(
     heads, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr
 ):  # fmt: skip
-    """Advance the states of decoding sequences by one token each, and write the outputs.
+    """Apply the gated delta rule to one token of each decoding sequence: update its state, and write the output.
 
-    The grid is (sequences, value heads, value blocks). A sequence with a negative unit is padding: it has no state.
+    For each value head the state decays, then what it holds for the key k moves towards v by the share `rate`, and the
+    output is what it holds for the query q. GROUP value heads share a key head. The grid is (sequences, value heads,
+    value blocks). A sequence with a negative unit is padding: it has no state.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -64,9 +66,10 @@ def prepare_delta_chunks(
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Compute what a chunk of a prompt needs besides the state: new_v, new_k and inner, in fp32.
+    """Compute the part of the gated delta rule that a chunk of a prompt needs besides the state, for all chunks.
 
-    The grid is (chunks, value heads). The module explains the three results. Their shapes are [tokens, heads, VALUE],
+    The grid is (chunks, value heads). The module explains the three results new_v, new_k and inner, which are
+    in fp32. Their shapes are [tokens, heads, VALUE],
     [tokens, heads, KEY] and [tokens, heads, CHUNK]. 2 ** LEVELS == CHUNK. Rows of q, k and v are read BLOCK columns at
     a time, because whole rows would take too many registers.
     """

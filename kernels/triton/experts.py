@@ -44,8 +44,10 @@ def multiply_gate_up(
 ):  # fmt: skip
     """Compute silu(gate(x)) * up(x) for the rows of a tile, which all go to one expert.
 
-    The grid is (tiles, column blocks). Rows are sorted by expert. order: [rows] the (token, choice) of each row;
-    starts: [experts + 1]; weight: [experts, 2 * size, hidden].
+    A row is one token and one of the `top_k` experts that it chose; rows are sorted by expert. The grid is (tiles,
+    column blocks). order: [rows], token * top_k + choice of each row; starts: [experts + 1], the first row of each
+    expert; weight: [experts, 2 * size, hidden], the rows of gate before those of up. The tiles are those of
+    `sort_by_expert`; one that is not needed begins past its expert's rows.
     """
     tile = tl.program_id(0)
     expert = tl.load(tile_expert_ptr + tile)
@@ -83,8 +85,8 @@ def multiply_down(
 ):  # fmt: skip
     """Multiply the rows of a tile by an expert's down matrix, times the expert's weight for the token, in fp32.
 
-    The grid is (tiles, column blocks). x: [rows, size], sorted by expert; weight: [experts, hidden, size]; out:
-    [tokens, top_k, hidden].
+    The grid is (tiles, column blocks). x: [rows, size], the rows of `multiply_gate_up`, sorted by expert; weight:
+    [experts, hidden, size]; out: [tokens, top_k, hidden], in the order of the tokens again, for the caller to add up.
     """
     tile = tl.program_id(0)
     expert = tl.load(tile_expert_ptr + tile)

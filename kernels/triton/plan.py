@@ -86,9 +86,13 @@ class AttentionPlan:
 
 
 def make_query_tiles(batch: RaggedBatch, size: int) -> tuple[IntArray, IntArray]:
-    """Return (sequence, first query in it) of the tiles of `size` queries of all sequences with more than one query."""
+    """Cut the queries of each prompt into tiles of `size`. Returns (sequence of each tile, its first query in that).
+
+    Decoding sequences have one query each, come first in the batch, and get no tile. Prompts of 3 and 5 queries after
+    one decoding sequence, in tiles of 4, give ([1, 2, 2], [0, 0, 4]).
+    """
     counts = np.diff(batch.query_starts)[batch.decode_count :]
-    tiles = -(-counts // size)
+    tiles = -(-counts // size)  # rounded up
     seq = np.repeat(np.arange(batch.decode_count, batch.decode_count + len(counts)), tiles)
     first = np.arange(int(tiles.sum())) - np.repeat(np.cumsum(tiles) - tiles, tiles)
     return seq, first * size
@@ -107,8 +111,12 @@ def plan_attention(
 def make_fixed_decode_plan(
     max_sequences: int, width: int, window: int | None, device: torch.device, split_count: int
 ) -> AttentionPlan:
-    """Make a plan of `max_sequences` decoding sequences of up to `width` blocks, all padding until it is refilled."""
-    # Each row of the buffer begins at a multiple of 16 bytes.
+    """Make a plan of `max_sequences` decoding sequences of up to `width` blocks, all padding until it is refilled.
+
+    A recorded step (a CUDA graph) always reads the same addresses. So its plan is made once, and refilled for each
+    batch.
+    """
+    # Each row of the buffer begins at a multiple of 16 bytes. Slot -1 marks padding.
     padded_sequence_count = -(-max_sequences // ALIGNED_INTS) * ALIGNED_INTS
     buffer = torch.zeros(3, padded_sequence_count, dtype=torch.int32, device=device)
     buffer[0] = -1
@@ -126,7 +134,10 @@ def make_fixed_decode_plan(
 
 
 def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> None:
-    """Write a batch of at most as many decoding sequences into a fixed plan; the rest becomes padding. One transfer."""
+    """Write a batch of at most as many decoding sequences into a fixed plan; the rest becomes padding.
+
+    Slots, lengths and table rows go to the device in one transfer; the block table is gathered there from `table`.
+    """
     max_sequences, sequence_count, width = plan.decode_count, batch.decode_count, table.count_blocks(batch, kv)
     assert sequence_count == len(batch.context_lens) <= max_sequences, "only decoding sequences fit a fixed plan"
     assert width <= plan.block_table.shape[0], f"{width} blocks in a table of {plan.block_table.shape[0]}"
