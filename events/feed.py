@@ -208,7 +208,10 @@ class EventFeed:
                 self._run_guarded(None, self._add, source, min(2 * pause_s, MAX_RETRY_S))
 
     def _run_guarded(self, stream: FollowedStream | None, work: Callable[..., object], *args: object) -> None:
-        """Run `work`. An exception drops one message, or resets one stream; other streams are followed on."""
+        """Run `work`, and do not let an exception end the thread, which follows all streams.
+
+        An exception resets `stream`; without one, it is logged, and what `work` was about to handle is lost.
+        """
         try:
             work(*args)
         except Exception as error:  # a foreign message may cause an exception anywhere
@@ -417,8 +420,9 @@ class EventFeed:
     def _get_topic_stream(self, subscription: Subscription, topic: bytes, descriptor: int) -> FollowedStream | None:
         """Return the stream of a message that came on a bound socket; None if its topic belongs to no stream.
 
-        `descriptor` is the file descriptor of the message's connection. Another descriptor than before means that the
-        publisher has connected again, which is reported to the stream.
+        To a bound socket many publishers connect, and each has a topic of its own. The first message of a topic may
+        claim it for a stream that waits for it. `descriptor` is the file descriptor of the message's connection.
+        Another one than before means that the publisher has connected again, which is reported to the stream.
         """
         stream = subscription.stream_by_topic.get(topic)
         if stream is None:

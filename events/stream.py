@@ -223,7 +223,11 @@ class StreamState:
         return bool(previous_id) and self._publisher_id != previous_id
 
     def on_request_failed(self, request_id: int, now: float, reason: str = "no answer") -> list[Instruction]:
-        """Handle a request without a complete reply: try again, and after `max_attempts` go on without the batches."""
+        """Handle a request that got no complete reply: request again, at most `max_attempts` times in a row.
+
+        After that, a snapshot is replaced by a replay of all batches that the publisher keeps, and batches of a replay
+        are given up. A check after silence is not repeated at once, as no batch is known to be missing.
+        """
         if self._deadline is None or request_id != self._request_id:
             return []
         self._deadline = None

@@ -216,9 +216,9 @@ class MetricsPage:
         for name, text, value in (
             ("pulls", "Pulls of blocks from peers that have ended.", stats.pulls),
             ("pull_seconds", "Seconds of pulls from peers, waiting included.", stats.pull_s),
-            ("pulled_blocks", "Blocks stored that peers have sent.", stats.pulled_blocks),
-            ("pulled_bytes", "Bytes of blocks stored that peers have sent.", stats.pulled_bytes),
-            ("missing_blocks", "Blocks that a peer had and that were not stored.", stats.missing_blocks),
+            ("pulled_blocks", "Blocks received from peers and stored.", stats.pulled_blocks),
+            ("pulled_bytes", "Bytes of blocks received from peers and stored.", stats.pulled_bytes),
+            ("missing_blocks", "Blocks that a peer offered and that were not stored.", stats.missing_blocks),
             ("sent_blocks", "Blocks sent to peers.", stats.sent_blocks),
             ("sent_bytes", "Bytes of blocks sent to peers.", stats.sent_bytes),
             ("refused_connections", "Connections of peers that were closed.", stats.refused_connections),
