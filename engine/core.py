@@ -2,9 +2,10 @@
 
 Start reading here. In each step the scheduler makes a plan, the runner computes it, and the scheduler applies the
 result. Then the events of the cache are published: the blocks of a step are announced after the step is computed, and
-before its tokens are handed out. With overlapping steps the next step is planned and begun before the result of this
-one is waited for. One thread drives the core, which knows no sockets and no clock (`now` is an argument). The step loop
-calls `publish`, which must not block.
+before its tokens are handed out. A copy to host memory is announced when it is planned, as every later step finds it
+there; if its step fails, its removal is announced. With overlapping steps the next step is planned and begun before
+the result of this one is waited for. One thread drives the core, which knows no sockets and no clock (`now` is an
+argument). The step loop calls `publish`, which must not block.
 """
 
 from __future__ import annotations

@@ -216,6 +216,7 @@ class KVCache:
         for group, node, host_block in host_hits:
             block = self._allocate(group)
             assert block is not None, "admitted without room for what is loaded"
+            # A node of `nodes` leaves the tree if its last device block was evicted for one of these allocations.
             if node is not nodes[node.depth] or node not in self.tree:
                 parent = nodes[node.depth - 1] if node.depth else None
                 new_node = self.tree.get_or_create(node.key, parent)

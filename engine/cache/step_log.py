@@ -34,7 +34,11 @@ class FinishedBlocks(NamedTuple):
     start: int
     end: int
     load_count: int
-    """Number of the step's `host_loads` that were planned before these blocks were named."""
+    """Number of the step's `host_loads` that were planned before these blocks were named.
+
+    If request A loads 2 blocks and finishes one, and then B loads 3 and finishes one, A's block has 2 and B's has 5. So
+    the order of announcements is 2 loads, A's block, 3 loads, B's block.
+    """
 
 
 @dataclass(slots=True)

@@ -355,8 +355,8 @@ class RunningChunks:
         chunk_count, last_counts = 0, dict[Target, int]()
         for key in keys:
             counts = self._counts_by_chunk.get(key, {})
-            if sum(counts.values()) < SHARED_RUNNING_MIN:
-                break
+            if len(counts) < SHARED_RUNNING_MIN and sum(counts.values()) < SHARED_RUNNING_MIN:
+                break  # each target that has the chunk counts at least one prompt
             chunk_count, last_counts = chunk_count + 1, counts
         return SharedPrefix(chunk_count, sum(last_counts.values()), len(last_counts))
 
