@@ -74,6 +74,13 @@ def test_a_regular_expression_takes_the_texts_that_it_takes_unescaped(pattern: s
         assert holds(f"start: /{pattern}/", text) == bool(re.fullmatch(pattern, text)), (pattern, text)
 
 
+@pytest.mark.parametrize("pattern", [r"(.*,)*.*", r".*foo.*bar.*", r"[^\n]*\n([+ -].*\n)*"])
+def test_long_texts_are_taken_to_their_end(pattern: str) -> None:
+    """With a terminal for each character, the matcher gave up after 67 and after 4,000 tokens."""
+    text = {r"(.*,)*.*": "a,b," * 300, r".*foo.*bar.*": "x" * 4000 + "foobar"}.get(pattern, "head\n" + "+ line\n" * 400)
+    assert holds(f"start: /{pattern}/", text)
+
+
 def test_texts_ranges_imports_and_flags() -> None:
     grammar = (
         'start: "say\\t"i LETTER "a".."c" X?\nX: "\\u0431"\n%import common (LETTER, INT)\n%import common.WS -> SPACE'
