@@ -66,17 +66,20 @@ class PrefixTree:
         return self._node_by_hash.get(hash_)
 
     def find(self, key: BlockKey, parent: Node | None) -> Node | None:
-        """Return the child of `parent` with this key; None if there is none. Hash, tokens and keys are compared."""
+        """Return the child of `parent` with this key; None if there is none.
+
+        Two prefixes may have the same hash, so the tokens and the other parts of the key are compared, too.
+        """
         node = self._node_by_hash.get(key.hash)
         if node is None or node.parent is not parent:
             return None
         return node if node.key.equals(key) else None
 
     def extend_match(self, keys: Sequence[BlockKey], nodes: list[Node]) -> None:
-        """Change `nodes` in place to the longest chain of nodes that match `keys`.
+        """Change `nodes` in place to the nodes of the longest cached prefix of a prompt.
 
-        `nodes`: the result of an earlier call for the same keys, or empty. Only its end is checked, since a node in the
-        tree has all its ancestors.
+        `keys` are the names of the prompt's blocks, one after the other. `nodes` is the result of an earlier call for
+        the same keys, or empty. Only its end is checked, since a node in the tree has all its ancestors.
         """
         while nodes and self._node_by_hash.get(nodes[-1].hash) is not nodes[-1]:
             nodes.pop()
@@ -101,7 +104,10 @@ class PrefixTree:
     # ------------------------------------------------------------------ blocks of the device
 
     def attach(self, node: Node, block: Block) -> None:
-        """Name a block that the step being planned computes. It can be shared at once, and `commit` announces it."""
+        """Name a block that the step being planned computes: the node stands for the prefix that ends with it.
+
+        From now on requests that are admitted share the block. It is pending until `commit` announces it.
+        """
         kind = block.kind
         assert node.blocks[kind] is None
         assert block.node is None

@@ -76,14 +76,15 @@ class BlockTables:
         new_rows: list[int],
         row_count: int,
     ) -> None:
-        """Write the blocks that the tables of a step's sequences gained; in `new_rows`, the whole tables.
+        """Write the blocks that the tables of a step's sequences gained since their rows were last written.
 
-        chunks, ends, rows: a sequence's chunk, the end of its context and its row, for each sequence of the step.
+        The whole table is written in `new_rows`, and if its version says that blocks were replaced. chunks, ends, rows:
+        a sequence's chunk, the end of its context and its row, for each sequence of the step.
         """
         self._extend(row_count)
         if new_rows:
             self._table_states[1, new_rows] = 0
-        lengths = self._table_states[1, rows]
+        lengths = self._table_states[1, rows]  # blocks that are written already
         versions = np.array([chunk.seq.table_version for chunk in chunks])
         lengths[self._table_states[0, rows] != versions] = 0
         self._table_states[0, rows] = versions

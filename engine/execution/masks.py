@@ -95,7 +95,11 @@ class Masks:
             self._matcher_states.pop(row, None)
 
     def make_request(self, logits_row: int, row: int, seq: Sequence, end: int, banned_tokens: list[int]) -> MaskRequest:
-        """Collect the input of the mask for the token at `end`."""
+        """Collect what is needed to make the mask of one row: which tokens its grammar allows at position `end`.
+
+        `row` is the sequence's row in the state that is kept between steps, `logits_row` its row in this step. If the
+        token before `end` is still drawn on the device, the mask is made once it is known.
+        """
         constraint = seq.request.params.constraint
         assert constraint is not None
         state = self._matcher_states.get(row)
@@ -188,7 +192,10 @@ class Masks:
         return True
 
     def _fill_bits(self, matchers: list[Any], bits: MaskWords) -> None:
-        """Write the mask of each (matcher, index) to `bits[index]`."""
+        """Write to `bits[index]`, for each (matcher, index), which tokens the matcher allows next.
+
+        Several masks are made at once, on threads of the grammar library. It writes to the addresses of the rows.
+        """
         if not matchers:
             return
         if len(matchers) == 1 or self._threads == 1:

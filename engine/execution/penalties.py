@@ -95,7 +95,11 @@ class Penalties:
     def prepare(
         self, rows: IntArray, penalised_rows: list[int], sequences: list[Sequence], row_count: int
     ) -> PenaltyStep:
-        """Prepare a step that draws a token for some `sequences`, with index `penalised_rows` and counts in `rows`."""
+        """Prepare a step: count the tokens of sequences whose rows are new, and bound the tokens of each row after it.
+
+        `penalised_rows` are the indices of the sequences that have penalties, and `rows` the rows of their counts,
+        which stay on the device from step to step. `row_count`: rows that the tables of counts must have.
+        """
         missing_rows = row_count - len(self._token_count_bounds)
         if missing_rows > 0:
             self._token_count_bounds = np.concatenate([self._token_count_bounds, np.zeros(missing_rows, np.int64)])
@@ -129,7 +133,11 @@ class Penalties:
             logits.index_copy_(0, batch.logits_rows, row_logits)
 
     def count_sampled(self, sampled_tokens: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
-        """Count the token drawn for each row, after `apply`. sampled_tokens: [all rows of the logits]."""
+        """Add the token drawn for each row to the row's counts, after `apply`.
+
+        A token that the row has already is counted once more; another one takes the next place of the row.
+        sampled_tokens: [all rows of the logits].
+        """
         if batch.logits_rows is not None:
             sampled_tokens = sampled_tokens.index_select(0, batch.logits_rows)
         sampled_token = sampled_tokens[:, None]

@@ -64,9 +64,10 @@ def resolve_rank_model(config: EngineConfig, model: CausalLM, dtype: torch.dtype
 def size_cache(
     config: EngineConfig, rank: RankModel, all_reduce_min: Callable[[int, torch.device], int] | None = None
 ) -> int:
-    """Return the units of the cache that there is memory for, on every rank. Raises ConfigError if there are none.
+    """Return how large a cache every rank has memory for, in units, the pieces of memory that hold a few blocks each.
 
-    `all_reduce_min`: returns the smallest number of all ranks, which must all call it; None: there is one rank.
+    Raises ConfigError if there is no room for one. All ranks must have the same number. `all_reduce_min` returns the
+    smallest number of all ranks, which must all call it; None: there is one rank.
     """
     step_bytes = _measure_largest_step(config, rank) if rank.device.type == "cuda" else 0
     try:
@@ -85,7 +86,10 @@ def size_cache(
 
 
 def _measure_largest_step(config: EngineConfig, rank: RankModel) -> int:
-    """Return the bytes that the largest step needs besides weights and cache. Raises ConfigError if it fails."""
+    """Run the largest step that the limits allow, and return the bytes that it needs besides weights and cache.
+
+    Raises ConfigError, which names the limits, if there is no memory for it.
+    """
     config = replace(config, enforce_eager=True, host_cache_memory=None)
     try:
         step_bytes = measure_step_bytes(

@@ -54,7 +54,11 @@ def load_model(
 
 
 def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-    """Fill the model's weights from the folder's safetensors. Raises ModelError."""
+    """Fill the model's weights from the folder's safetensors files, one tensor after the other.
+
+    A tensor may be a part of several weights. Raises ModelError if one that the model needs is missing, and if the
+    checkpoint has one that the model neither needs nor names in `ignored_prefixes`.
+    """
     targets_by_name: dict[str, list[tuple[Weight, CheckpointTensor]]] = {}
     for weight in model.weights:
         weight.allocate(dtype, device)
