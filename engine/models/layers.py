@@ -152,7 +152,11 @@ class AttentionConfig:
 
 
 def shard_attention(shard: Shard, config: AttentionConfig) -> tuple[AttentionConfig, DimShard, DimShard]:
-    """Return this rank's part of an attention layer: (config with its heads, its query rows, its key rows)."""
+    """Return this rank's part of an attention layer: (config with its heads, its query rows, its key rows).
+
+    Each rank computes some of the query heads. The rows are those of the projections; values have as many as keys. If
+    there are more ranks than key-value heads, several ranks hold the same one.
+    """
     query_shard = shard.split(config.num_heads, "attention heads", config.head_dim)
     key_shard = shard.split_shared(config.num_kv_heads, "key-value heads", config.head_dim)
     num_heads, num_kv_heads = query_shard.held_size // config.head_dim, key_shard.held_size // config.head_dim

@@ -36,8 +36,10 @@ class ChoiceDelta:
 
 @dataclass(slots=True)
 class Choice:
-    """One sample of an answer, while it grows. It turns the core's outputs into text, and collects what is sent
-    whole.
+    """One of the `n` answers to a prompt, while it grows.
+
+    It turns the tokens that the engine's core process reports into text, reasoning and calls. For an answer that is not
+    streamed, it also collects them.
     """
 
     index: int
@@ -84,7 +86,10 @@ class Choice:
         self.texts, self.reasoning_texts, self.call_parts, self.token_ids = [], [], [], []
 
     def push(self, output: SequenceOutput) -> ChoiceDelta:
-        """Add one output of this choice's sequence. The choice must not have finished."""
+        """Add one output of this choice's sequence, and return what is new in the choice, for a stream to send.
+
+        The choice must not have finished.
+        """
         assert self.finish_reason is None
         if output.cached_tokens is not None:
             self.cached_tokens = output.cached_tokens
@@ -109,7 +114,11 @@ class Choice:
         return delta
 
     def _decode(self, output: SequenceOutput) -> ChoiceDelta:
-        """Return what an output adds to the choice: its text, and the tokens up to a stop string."""
+        """Return what an output adds to the choice: its text, and the tokens up to a stop string.
+
+        The core knows stop tokens, but not stop strings. If one is found, the choice ends here, and tokens after it are
+        dropped; the delta then says that the sequence is to be aborted, unless it has ended by itself.
+        """
         token_ids, logprobs, finish_reason = output.token_ids, output.logprobs or [], output.finish_reason
         text_ids = self._get_text_token_ids(output)
         if self.parser is None:

@@ -59,7 +59,11 @@ def build_granite(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def _get_mixer_builders(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig) -> dict[str, MakeMixer]:
-    """Return name of a layer type -> function that builds the mixer. Mamba's sizes have Bamba's and Granite's names."""
+    """Return the functions that build a layer's mixer, by the layer type's names in configs.
+
+    A mixer is the part of a layer in which tokens see each other: here attention, or Mamba-2's recurrence. Mamba's
+    sizes are read under the names that Bamba and Granite have for them.
+    """
     mamba_config = Mamba2Config(
         hidden_size=decoder.hidden_size,
         num_heads=config.get_integer("mamba_n_heads"),

@@ -34,9 +34,10 @@ class GatedAttention(Attention):
 
 
 def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
-    """Declare one stacked projection: the rows of all queries, then of all keys, values and gates.
+    """Declare one projection of queries, keys, values and gates: the rows of all queries, then of all keys, and so on.
 
-    The checkpoint's q_proj holds for each head the rows of its query, and then the rows of its gate.
+    So one matrix product does them all. The checkpoint's q_proj holds for each head the rows of its query, and then the
+    rows of its gate.
     """
     rank_config, _, key_rows = shard_attention(scope.shard, config)
     query_and_gate_rows = scope.shard.split(config.num_heads, "attention heads", 2 * rank_config.head_dim)
@@ -72,7 +73,10 @@ def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
 
 
 def build(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Qwen3.5's text model."""
+    """Build Qwen3.5's text model, in which tokens see each other by the gated delta rule, or by gated attention.
+
+    One layer in four has attention, unless the config lists the kinds of layers. Vision weights are not loaded.
+    """
     tie_embeddings = config.get("tie_word_embeddings", False)
     if "text_config" in config:
         config = config.get_object("text_config")
