@@ -78,9 +78,19 @@ class Linear:
     """
 
     def __init__(
-        self, scope: WeightScope, rows_by_projection: Mapping[str, Extent], inputs: Extent, bias: bool = False
+        self, weight: Weight, bias: Weight | None, all_reduce_sum: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """Declare the weights, which the loader fills later.
+        """Make a layer from declared weights. `all_reduce_sum` adds up the ranks' products; None: they are whole."""
+        self.weight = weight
+        self.weight.is_linear = True  # it is multiplied, so it may be packed for that
+        self.bias = bias
+        self.all_reduce_sum = all_reduce_sum
+
+    @classmethod
+    def declare(
+        cls, scope: WeightScope, rows_by_projection: Mapping[str, Extent], inputs: Extent, has_bias: bool = False
+    ) -> Linear:
+        """Declare the weights of a layer, which the loader fills later, and return the layer.
 
         `rows_by_projection` maps a matrix's name in the checkpoint, such as "q_proj", to the number of its rows, or to
         this rank's part of them. `inputs` is the same for the columns.
@@ -92,20 +102,12 @@ class Linear:
             weights.append(scope.describe_tensor(f"{name}.weight", (rows, inputs), target_index))
             biases.append(scope.describe_tensor(f"{name}.bias", (rows,), target_index))
             row_offset += get_held_size(rows)
-        self.weight = scope.declare_combined((row_offset, inputs), weights)
-        self.weight.is_linear = True  # it is multiplied, so it may be packed for that
-        self.bias = scope.declare_combined((row_offset,), biases) if bias else None
-        self.all_reduce_sum = scope.shard.all_reduce_sum if isinstance(inputs, DimShard) else None
-        if self.all_reduce_sum is not None and scope.shard.rank:
-            self.bias = None  # rank 0 alone adds the bias
-
-    @classmethod
-    def from_weights(cls, weight: Weight, bias: Weight | None) -> Linear:
-        """Make a layer from weights that were declared elsewhere, with inputs that are not split over ranks."""
-        linear = cls.__new__(cls)
-        linear.weight, linear.bias, linear.all_reduce_sum = weight, bias, None
-        weight.is_linear = True
-        return linear
+        weight = scope.declare_combined((row_offset, inputs), weights)
+        bias = scope.declare_combined((row_offset,), biases) if has_bias else None
+        all_reduce_sum = scope.shard.all_reduce_sum if isinstance(inputs, DimShard) else None
+        if all_reduce_sum is not None and scope.shard.rank:
+            bias = None  # rank 0 alone adds it, so that the sum over the ranks has it once
+        return cls(weight, bias, all_reduce_sum)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = self.weight.multiply(x, None if self.bias is None else self.bias.tensor)
@@ -173,11 +175,11 @@ class Attention:
         """Config with the number of heads that this rank holds."""
         projection_rows = {"q_proj": query_shard, "k_proj": key_shard, "v_proj": key_shard}
         self.qkv_projection = (
-            Linear(scope, projection_rows, rank_config.hidden_size, rank_config.qkv_bias)
+            Linear.declare(scope, projection_rows, rank_config.hidden_size, rank_config.qkv_bias)
             if projection is None
             else projection
         )
-        self.output_projection = Linear(
+        self.output_projection = Linear.declare(
             scope, {rank_config.output_name: rank_config.hidden_size}, query_shard, rank_config.output_bias
         )
         self.qk_norm = None if rank_config.qk_norm_eps is None else _declare_head_norms(scope, rank_config)
@@ -265,8 +267,8 @@ class GatedMLP:
         """Declare the weights. `inputs`: names of gate and up, in this order, or of the one matrix that holds both."""
         inner_shard = scope.shard.split(intermediate_size, "MLP channels")
         projection_rows = {name: DimShard.concatenate([inner_shard] * (2 // len(inputs))) for name in inputs}
-        self.gate_up_projection = Linear(scope, projection_rows, hidden_size, bias)
-        self.down_projection = Linear(scope, {output: hidden_size}, inner_shard, bias)
+        self.gate_up_projection = Linear.declare(scope, projection_rows, hidden_size, bias)
+        self.down_projection = Linear.declare(scope, {output: hidden_size}, inner_shard, bias)
         self.activation = activation
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:

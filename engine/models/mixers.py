@@ -56,12 +56,12 @@ class GatedDeltaNet:
             "in_proj_a": head_shard,
         }
         self.projection_sizes = [rows.held_size for rows in projection_rows.values()]
-        self.input_projection = Linear(scope, projection_rows, config.hidden_size)
+        self.input_projection = Linear.declare(scope, projection_rows, config.hidden_size)
         self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, config.conv_width)
         self.rate_log = scope.declare_weight("A_log", (head_shard,), torch.float32)
         self.dt_bias = scope.declare_weight("dt_bias", (head_shard,), torch.float32)
         self.norm = scope.declare_weight("norm.weight", (config.value_dim,))
-        self.output_projection = Linear(scope, {"out_proj": config.hidden_size}, value_shard)
+        self.output_projection = Linear.declare(scope, {"out_proj": config.hidden_size}, value_shard)
 
     @property
     def state_shape(self) -> StateShape:
@@ -134,14 +134,14 @@ class Mamba2:
         projections = [inner_shard, channel_shard, head_shard]
         self.projection_sizes = [rows.held_size for rows in projections]
         projection_rows = {"in_proj": DimShard.concatenate(projections)}
-        self.input_projection = Linear(scope, projection_rows, config.hidden_size, config.proj_bias)
+        self.input_projection = Linear.declare(scope, projection_rows, config.hidden_size, config.proj_bias)
         self.conv = _declare_conv_weight(scope, "conv1d", channel_shard, config.conv_width)
         self.conv_bias = scope.declare_weight("conv1d.bias", (channel_shard,)) if config.conv_bias else None
         self.rate_log = scope.declare_weight("A_log", (head_shard,), torch.float32)
         self.dt_bias = scope.declare_weight("dt_bias", (head_shard,), torch.float32)
         self.skip = scope.declare_weight("D", (head_shard,), torch.float32)
         self.norm = scope.declare_weight("norm.weight", (inner_shard,))
-        self.output_projection = Linear(scope, {"out_proj": config.hidden_size}, inner_shard, config.proj_bias)
+        self.output_projection = Linear.declare(scope, {"out_proj": config.hidden_size}, inner_shard, config.proj_bias)
         self.shared_norm = _CrossRankGroupNorm(shard, config) if config.num_groups % shard.num_ranks else None
         """Norm for groups that several ranks share; None: each rank holds whole groups."""
 
@@ -221,10 +221,12 @@ class ShortConv:
         self.recurrent_index = 0
         channels = scope.shard.split(hidden_size, "convolution channels")
         self.conv_channels, self.conv_width = channels.held_size, conv_width
-        self.input_projection = Linear(scope, {"in_proj": DimShard.concatenate([channels] * 3)}, hidden_size, bias)
+        self.input_projection = Linear.declare(
+            scope, {"in_proj": DimShard.concatenate([channels] * 3)}, hidden_size, bias
+        )
         self.conv = _declare_conv_weight(scope, "conv", channels, conv_width)
         self.conv_bias = scope.declare_weight("conv.bias", (channels,)) if bias else None
-        self.output_projection = Linear(scope, {"out_proj": hidden_size}, channels, bias)
+        self.output_projection = Linear.declare(scope, {"out_proj": hidden_size}, channels, bias)
 
     @property
     def state_shape(self) -> StateShape:

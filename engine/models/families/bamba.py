@@ -99,8 +99,8 @@ class SquaredReluMLP:
 
     def __init__(self, scope: WeightScope, hidden_size: int, intermediate_size: int, bias: bool) -> None:
         inner = scope.shard.split(intermediate_size, "MLP channels")
-        self.up = Linear(scope, {"up_proj": inner}, hidden_size, bias)
-        self.down = Linear(scope, {"down_proj": hidden_size}, inner, bias)
+        self.up = Linear.declare(scope, {"up_proj": inner}, hidden_size, bias)
+        self.down = Linear.declare(scope, {"down_proj": hidden_size}, inner, bias)
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         return self.down(F.relu(self.up(x)).square())

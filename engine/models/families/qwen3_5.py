@@ -67,7 +67,7 @@ def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
         ]
         return scope.declare_combined((row_count, *columns), parts)
 
-    return Linear.from_weights(
+    return Linear(
         declare_stacked("weight", rank_config.hidden_size), declare_stacked("bias") if rank_config.qkv_bias else None
     )
 
