@@ -203,7 +203,11 @@ class CausalLM:
 
 
 def _group_layers(configs: Sequence[AttentionConfig]) -> list[list[int]]:
-    """Return the indices of the attention layers in each group, full attention first. A group has one block table."""
+    """Return the indices of the attention layers in each group, full attention first.
+
+    Layers with the same window and the same sizes of K and V are a group: a block of the cache has the K and V of all
+    its layers, so that one block table serves them.
+    """
     layers_by_key: dict[tuple[int | None, int, int], list[int]] = {}
     for i, config in enumerate(configs):
         layers_by_key.setdefault((config.window, config.num_kv_heads, config.head_dim), []).append(i)

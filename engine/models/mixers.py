@@ -37,7 +37,10 @@ class GatedDeltaNet:
     """Recurrent mixer of Qwen3.5: a short convolution, the gated delta rule, and a gated norm."""
 
     def __init__(self, scope: WeightScope, config: DeltaNetConfig) -> None:
-        """Declare the weights of this rank's heads."""
+        """Declare the weights of this rank's heads.
+
+        Consecutive value heads share a key head, so a rank holds the key heads of its value heads, perhaps with others.
+        """
         shard = scope.shard
         key_shard = shard.split_shared(config.num_key_heads, "key heads of a delta net", config.key_dim)
         value_shard = shard.split(config.num_value_heads, "value heads of a delta net", config.value_dim)
@@ -49,7 +52,7 @@ class GatedDeltaNet:
         self.recurrent_index = 0
         self.key_channels, self.value_channels = key_shard.held_size, value_shard.held_size
         self.conv_channels = channel_shard.held_size
-        projection_rows = {
+        projection_rows = {  # z becomes the gate, b the rate, and a the time step of the decay
             "in_proj_qkv": channel_shard,
             "in_proj_z": value_shard,
             "in_proj_b": head_shard,
@@ -120,7 +123,11 @@ class Mamba2:
     """Recurrent mixer of Bamba, Granite-4-H and Nemotron-H: Mamba-2. The gate comes before the norm of groups."""
 
     def __init__(self, scope: WeightScope, config: Mamba2Config) -> None:
-        """Declare the weights of this rank's heads and groups."""
+        """Declare the weights of this rank's heads, and of the groups that these share.
+
+        `in_proj` has, one after the other, the rows of the gate, of the channels that are convolved (inputs, B and C),
+        and of the time steps of the heads.
+        """
         shard = scope.shard
         inner_shard = shard.split(config.num_heads, "Mamba heads", config.head_dim)
         head_shard = shard.split(config.num_heads, "Mamba heads")
