@@ -142,7 +142,7 @@ class Scheduler:
                 self._waiting_queue.discount_shared_prefix(entry.seq, new_entries)
 
     def _plan_decodes(self, draft: StepDraft) -> list[RequestEntry]:
-        """Add a chunk of one token for each sequence that decodes. Returns the requests whose prompts are not computed.
+        """Add a chunk of one token for each sequence that decodes. Returns the requests with prompt left to compute.
 
         A request that has ended, or that ends with the step in flight, gets no chunk. Of most requests nothing has to
         be checked: before `next_check_position` they have memory, and cannot end.
@@ -172,7 +172,7 @@ class Scheduler:
 
         If memory lacks, running requests are preempted: they give up their blocks and wait again. The last in order
         goes first, perhaps `entry` itself. Once the step has admitted a request, none is preempted any more. Raises
-        _MustDrain if a step is in flight, whose results come first.
+        _MustDrain if a step is in flight: its results come first.
         """
         while True:
             if entry.seq not in self.cache:
@@ -219,7 +219,7 @@ class Scheduler:
     def _admit_waiting(self, draft: StepDraft, started_entry: RequestEntry | None = None) -> None:
         """Start waiting requests, first in the queue first, while token budget, seats and memory last.
 
-        If `started_entry`, a request whose prompt is half computed, is given, stop at the first request that the queue
+        If `started_entry` is given, a request with a half computed prompt, stop at the first request that the queue
         orders after it. Each pass starts, skips or requeues one request, or closes admission, which ends the loop.
         """
         waiting_queue = self._waiting_queue

@@ -283,7 +283,10 @@ class KVCache:
         return block
 
     def _compact_for(self, kind: int) -> None:
-        """Free a unit for blocks of `kind`, by moving live blocks of other kinds. The plan copies their contents."""
+        """Free a unit, a piece of memory for blocks of one kind, by moving the blocks in it to places in other units.
+
+        The plan being made copies their contents. Moved blocks have other ids, so all block tables are written again.
+        """
         moves = self.pool.compact(kind)
         self.host_tier.plan_copies()  # before the memory of evicted blocks is overwritten
         for group, moved_block, old_id in moves:

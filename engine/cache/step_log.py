@@ -148,7 +148,10 @@ class StepLog:
                 self._name_and_commit(seq_blocks, end)
 
     def _name_and_commit(self, seq_blocks: SequenceBlocks, end: int) -> None:
-        """Name and announce a computed block. Its last token was not known when its step was planned."""
+        """Name and announce a block that is computed now, and the checkpoint at its end, if its step took one.
+
+        The block got no name with the others, because its last token was still being drawn when its step was planned.
+        """
         start, full_count = len(seq_blocks.nodes), end // self._block_size
         self._assign_nodes(seq_blocks, full_count, is_computed=True)
         if len(seq_blocks.nodes) == full_count:
@@ -210,7 +213,10 @@ class StepLog:
                 self._name_block(seq_blocks, group, index, node)
 
     def _name_block(self, seq_blocks: SequenceBlocks, group: int, index: int, node: Node) -> None:
-        """Make `node` name a block of a sequence. If the node names another block, merge the two at the commit."""
+        """Make `node` name a block of a sequence, so that other sequences with the same prefix find it.
+
+        If the node names another block with the same content already, the two are merged at the commit.
+        """
         held_block, named_block = seq_blocks.blocks_by_group[group][index], node.blocks[group]
         if held_block is None or held_block is named_block:
             return
@@ -221,7 +227,10 @@ class StepLog:
             seq_blocks.pending_merges.append(PendingMerge(group, index, named_block))
 
     def _commit_blocks(self, seq_blocks: SequenceBlocks, start: int, end: int) -> None:
-        """Announce the named blocks of [start, end), which are computed, and merge identical ones."""
+        """Announce the named blocks of [start, end), which are computed, and merge identical ones.
+
+        If another sequence computed the same block, the table gets that one, and the sequence's own is released.
+        """
         for block in seq_blocks.iter_pending_blocks(start, end):
             self._tree.commit(block)
         seq_blocks.committed_block_count = min(end, len(seq_blocks.nodes))  # fewer if the cache was reset meanwhile

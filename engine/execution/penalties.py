@@ -95,7 +95,7 @@ class Penalties:
     def prepare(
         self, rows: IntArray, penalised_rows: list[int], sequences: list[Sequence], row_count: int
     ) -> PenaltyStep:
-        """Prepare a step: count the tokens of sequences whose rows are new, and bound the tokens of each row after it.
+        """Prepare a step: count the tokens of sequences with a new row, and bound the tokens of each row after it.
 
         `penalised_rows` are the indices of the sequences that have penalties, and `rows` the rows of their counts,
         which stay on the device from step to step. `row_count`: rows that the tables of counts must have.

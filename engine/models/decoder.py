@@ -115,7 +115,7 @@ class CausalLM:
         self._collect_ropes()
 
     def _number_attention_layers(self) -> None:
-        """Tell each attention layer its group, whose layers share block tables, and its index among the group's."""
+        """Tell each attention layer its group, which shares a block table, and its index among the group's layers."""
         for group_index, layer_indices in enumerate(self._layers_by_group):
             for group_layer_index, layer_index in enumerate(layer_indices):
                 attention = self.attention_layers[layer_index][1]

@@ -37,7 +37,7 @@ class Generation:
     choices: list[Choice]
     """The answers: `choices[i * n + j]` is the j-th that continues `prompts[i]`."""
     requests: list[Request]
-    """What the engine is asked to generate: one request for each choice, in the same order."""
+    """Requests that the engine gets: one for each choice, in the same order."""
     created: int = field(default_factory=lambda: int(time.time()))
     is_echo_only: bool = False
     """Whether the client wants its prompt back and no new token; the one token that is generated is not counted."""
