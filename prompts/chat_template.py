@@ -268,14 +268,20 @@ def _tag_final_message(messages: list[Message], field: str, template_source: str
     if isinstance(content, str):
         messages[-1] = {**final_message, **dict.fromkeys(tagged_fields, content + _CONTINUE_TAG)}
         return content
-    parts = content if isinstance(content, list) else []
+    tagged_parts, text = _tag_last_text_part(content if isinstance(content, list) else [])
+    messages[-1] = {**final_message, field: tagged_parts}
+    return text
+
+
+def _tag_last_text_part(parts: list[Any]) -> tuple[list[Any], str]:
+    """Return the parts of a content with a tag after the last text, and that text. Raises RequestError without one."""
     index = _find_last_text_part(parts)
     if index is None:
+        param = "continue_final_message"
         raise RequestError(f"{param}: the last message has no text to continue", param=param)
     text = str(parts[index]["text"])
     tagged_part = {**parts[index], "text": text + _CONTINUE_TAG}
-    messages[-1] = {**final_message, field: [*parts[:index], tagged_part, *parts[index + 1 :]]}
-    return text
+    return [*parts[:index], tagged_part, *parts[index + 1 :]], text
 
 
 def _find_last_text_part(parts: list[Any]) -> int | None:

@@ -90,7 +90,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
 
 
 class RoutingFields(msgspec.Struct):
-    """Fields of a chat or completion as they were sent, of any type; None stands for a field that was not sent.
+    """Fields of a chat or completion as they were sent, of any type; the default stands for a field that was not sent.
 
     The types are not declared, because decoding would then refuse a body with a wrong type, and a worker may accept
     more than a router knows. `make_routing_request` takes the values that it can use.

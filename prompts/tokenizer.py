@@ -313,9 +313,7 @@ def _load_template(
     """
     if override is not None:
         return ChatTemplate(_read_override(override), named_tokens)
-    template_paths = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
-        template_paths["default"] = folder / "chat_template.jinja"
+    template_paths = _find_template_files(folder)
     if list(template_paths) == ["default"]:
         return ChatTemplate(_read_text(template_paths["default"]), named_tokens)
     if template_paths:
@@ -323,15 +321,28 @@ def _load_template(
     templates = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if templates is None:
         return None
-    if isinstance(templates, list) and all(
-        isinstance(item, dict) and {"name", "template"} <= set(item) for item in templates
-    ):
+    if _is_list_of_named_templates(templates):
         templates = {item["name"]: item["template"] for item in templates}
     if not isinstance(templates, (str, dict)):
         raise TokenizerError(
             f"{folder}: chat_template: got {type(templates).__name__}, expected a string or named templates"
         )
     return ChatTemplate(templates, named_tokens)
+
+
+def _find_template_files(folder: Path) -> dict[str, Path]:
+    """Return the template files of a checkpoint by template name; the usual template is "default"."""
+    path_by_name = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        path_by_name["default"] = folder / "chat_template.jinja"
+    return path_by_name
+
+
+def _is_list_of_named_templates(templates: Any) -> bool:
+    """Return whether templates have the form [{"name": "tool_use", "template": "..."}, ...]."""
+    return isinstance(templates, list) and all(
+        isinstance(item, dict) and {"name", "template"} <= set(item) for item in templates
+    )
 
 
 def _read_override(override: str) -> str:

@@ -18,6 +18,9 @@ from simulation.steps import StepTimes
 from simulation.transfers import Links, LinkTimes
 from simulation.workload import SimRequest, Workload
 
+ANSWERS_PER_LIMIT_CHECK = 256
+"""Answers after which the longest wait is compared with the limit again."""
+
 
 class Placement(NamedTuple):
     """A request to forward now."""
@@ -169,18 +172,22 @@ class Cluster:
         heapq.heappush(self._scheduled_actions, (time_s, self._schedule_count, action))
 
     def run(self, ttft_limit_s: float | None = None) -> SimulationResult:
-        """Run until every request is answered, or one has waited longer than `ttft_limit_s`."""
+        """Simulate until every request is answered, or stop when one has waited longer than `ttft_limit_s`.
+
+        Each action (an arrival, a step's end, a router's tick) happens at a simulated time; the earliest is next.
+        """
         for time_s, request in self.workload.iter_arrivals(self.config.speed):
             self.schedule(time_s, partial(self._arrive, request))
         for request in self.workload.requests:
             if request.previous_index is not None:
                 self._followers_by_request.setdefault(request.previous_index, []).append(request)
-        result, action_heap, request_count = self.result, self._scheduled_actions, len(self.workload.requests)
+        result, request_count = self.result, len(self.workload.requests)
         checked_count = 0
-        while action_heap and len(result.e2e_s_by_request) < request_count:  # routers may exchange messages for ever
-            self.now, _, action = heapq.heappop(action_heap)
+        # Actions alone would never end, as routers exchange messages for ever.
+        while self._scheduled_actions and len(result.e2e_s_by_request) < request_count:
+            self.now, _, action = heapq.heappop(self._scheduled_actions)
             action()
-            if len(result.e2e_s_by_request) - checked_count >= 256:
+            if len(result.e2e_s_by_request) - checked_count >= ANSWERS_PER_LIMIT_CHECK:
                 checked_count = len(result.e2e_s_by_request)
                 if ttft_limit_s is not None and self._compute_longest_wait_s() > ttft_limit_s:
                     result.is_overloaded = True
@@ -188,13 +195,17 @@ class Cluster:
         assert result.is_overloaded or len(result.e2e_s_by_request) == request_count, (
             f"{request_count - len(result.e2e_s_by_request)} requests were lost"
         )
-        result.end_s = self.now
-        counts = [worker.counts for worker in self.workers]
-        result.prefilled_tokens_by_worker = [count.prefilled_tokens for count in counts]
-        result.preemption_count = sum(count.preemptions for count in counts)
+        self._collect_counts()
         return result
 
+    def _collect_counts(self) -> None:
+        """Add what the workers counted to the result, at the end of the run."""
+        self.result.end_s = self.now
+        self.result.prefilled_tokens_by_worker = [worker.counts.prefilled_tokens for worker in self.workers]
+        self.result.preemption_count = sum(worker.counts.preemptions for worker in self.workers)
+
     def _compute_longest_wait_s(self) -> float:
+        """Return the longest wait among the requests that are first in their workers' queues."""
         waits_s = [
             self.now - worker.waiting_sequences[0].routed_at_s for worker in self.workers if worker.waiting_sequences
         ]

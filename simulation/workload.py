@@ -14,20 +14,33 @@ TRACE_BLOCK_SIZE = 512
 
 @dataclass(slots=True)
 class SimRequest:
-    """Request of a trace. `block_ids` has one id for each block of the prompt, a partial last one included."""
+    """One request of a trace, with ids of its prompt's blocks in place of tokens.
+
+    Blocks have equal ids if they and all tokens before them are equal, so that a router and a cache see shared
+    beginnings: prompts with the blocks 1 2 3 and 1 2 4 share two blocks.
+    """
 
     index: int
+    """Place of the request in its workload."""
     session: int
+    """Number of the conversation that it belongs to."""
     arrival_s: float
+    """When it arrives; if it follows another request, how long after that one's answer."""
     prompt_tokens: int
     output_tokens: int
     block_ids: list[int]
+    """Id of each block of the prompt; the last block may be partial."""
     previous_index: int | None = None
-    """Index of the request that this one follows, `arrival_s` after its answer; None: `arrival_s` is absolute."""
+    """Index of the request whose answer this one waits for, as a conversation's next question does; None: it waits for
+    none."""
     block_size: int = TRACE_BLOCK_SIZE
     """Tokens of a block."""
     final_block_ids: list[int] = field(default_factory=list)
-    """Full blocks of prompt and output, as far as a later request shows the ids of output blocks."""
+    """Ids of the full blocks that are cached after the answer.
+
+    A trace has no ids of output blocks; a later prompt that repeats the output shows them. If the prompt had the blocks
+    1 2 and the next one has 1 2 5 6, of which 5 lies within the output, they are 1 2 5.
+    """
 
     @property
     def full_block_count(self) -> int:

@@ -150,11 +150,11 @@ class RequestDispatcher:
         self._read_tasks.add(task)
 
         def finish(task: asyncio.Task[None]) -> None:
-            """Place the request, or end it with the exception of the task."""
+            """Send the request to a worker now that it was read, or end it with the exception of the reading task."""
             self._read_tasks.discard(task)
             if task.cancelled():
                 return
-            # `task.result()` would make a circle of the exception, its traceback and the task.
+            # `task.result()` would make a reference cycle: the exception, its traceback, and the frame with the task.
             failure = task.exception()
             try:
                 if failure is None:

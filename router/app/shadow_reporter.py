@@ -97,7 +97,8 @@ class ShadowReporter:
                 self._count_warmup_requests(len(requests)),
             )
         except Exception as error:  # noqa: BLE001  a boundary: the requests are kept, and compared again
-            self._problem, self._compare_process = f"{type(error).__name__}: {error}", None
+            self._problem = f"{type(error).__name__}: {error}"
+            self._compare_process = None  # it may be dead: the next comparison starts another
             log.warning("comparing %d requests failed: %s", len(requests), self._problem)
         else:
             self._problem = None

@@ -144,7 +144,10 @@ class WorkersClient:
         self._tls = tls
 
     def fetch_workers(self) -> WorkersPage:
-        """Fetch `GET /workers`. Raises click.ClickException."""
+        """Fetch `GET /workers`.
+
+        Raises click.ClickException if the router cannot be reached, refuses the key, or answers otherwise.
+        """
         try:
             status, answer = asyncio.run(self._fetch())
         except FetchError as error:

@@ -128,19 +128,21 @@ NO_EXTERNAL_LOAD: Final = ExternalLoad()
 def estimate_external_load(
     report: EngineLoad, now: float, *, known_requests: int, known_kv_tokens: int, capacity: Capacity
 ) -> ExternalLoad:
-    """Return the part of an engine's report that exceeds the requests known to this router.
+    """Return the part of an engine's reported load that other clients of the engine must have caused.
 
-    An engine that reports more running sequences than it has slots is taken to be full.
+    It is what exceeds `known_requests` and `known_kv_tokens`, which this router and its peers have sent. An engine that
+    reports more running sequences than it has slots is taken to be full.
     """
     external_requests = max(report.running + report.waiting - known_requests, 0)
     waiting = min(report.waiting, external_requests)
     slots = capacity.max_num_seqs
     kv_tokens = 0
     if capacity.kv_tokens is not None and report.usage is not None:
+        # Partial blocks and tokens that are not counted yet also use memory, so a small excess tells nothing.
         kv_tokens = max(int((report.usage - USAGE_TOLERANCE) * capacity.kv_tokens) - known_kv_tokens, 0)
     return ExternalLoad(
         running=min(external_requests - waiting, max(slots - known_requests, 0)),
-        waiting=min(waiting, 2 * slots),
+        waiting=min(waiting, 2 * slots),  # at most two full batches, whatever the report says
         kv_tokens=kv_tokens,
         report=report,
         reported_s=now,

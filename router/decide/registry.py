@@ -256,26 +256,32 @@ class WorkerRegistry:
         return max(1.0, min(waits, default=1.0))
 
     def _get_pool(self, key: tuple[str, str | None]) -> _Pool:
-        """Return the pool of a (model, role), which is built where none is stored."""
+        """Return the targets that can serve a model in a role; they are looked up once, until a worker changes.
+
+        `key`: the model, and "prefill", "decode" or None for requests that one worker answers alone.
+        """
         stored_pool = self._pools.get(key)
         if stored_pool is not None:
             return stored_pool
         model, role = key
-        pool: list[Target] = []
+        targets: list[Target] = []
         context_limits: list[int] = []
-        workers = [w for w in self.workers.values() if _find_unavailable_reason(w, model, role) is None]
-        if role is None:
-            workers = [worker for worker in workers if not _computes_prefills_only(worker)] or workers
-        workers = [worker for worker in workers if self._has_partner(worker, model)]
-        for worker in workers:
-            pool += self._targets[worker.worker_id]
+        for worker in self._select_workers(model, role):
+            targets += self._targets[worker.worker_id]
             context_limit = worker.models[model].max_model_len
             if context_limit is not None:
                 context_limits.append(context_limit)
-        new_pool = _Pool(pool, min(context_limits, default=None))
-        if pool:  # clients choose names: pools of unserved ones are not stored
+        new_pool = _Pool(targets, min(context_limits, default=None))
+        if targets:  # clients choose names: pools of unserved ones are not stored
             self._pools[key] = new_pool
         return new_pool
+
+    def _select_workers(self, model: str, role: str | None) -> list[Worker]:
+        """Return the available workers for a model and role; those that only compute prompts, if it has no others."""
+        workers = [worker for worker in self.workers.values() if _find_unavailable_reason(worker, model, role) is None]
+        if role is None:
+            workers = [worker for worker in workers if not _computes_prefills_only(worker)] or workers
+        return [worker for worker in workers if self._has_partner(worker, model)]
 
     def _has_partner(self, worker: Worker, model: str) -> bool:
         """Return whether a worker answers alone, or another one is up that computes prompts for it."""
@@ -421,9 +427,9 @@ def make_worker_snapshot(
     worker: Worker, target: Target, tracker: LoadTracker, alarms: list[str], now: float
 ) -> WorkerSnapshot:
     """Return one target's row of `/workers`."""
-    service = target.speed.service
-    load, peer = target.load, target.peer_load
-    external = target.external_load
+    service, load = target.speed.service, target.load
+    # The peers' load has that of other clients of the engine added to it; the row shows the two apart.
+    peer, external = target.peer_load, target.external_load
     return WorkerSnapshot(
         worker_id=worker.worker_id,
         target=target.name,

@@ -113,7 +113,11 @@ class LoadOrder:
             self._rotation_index = (self._rotation_index + 1) % len(self._rotation)
 
     def _reposition(self, holder: HolderId, now: float, utilisation_decay: float) -> None:
-        """Move one target to its present place in the order, and add its present load to the sum."""
+        """Move one target to its present place in the order, and add its present load to the sum.
+
+        `_sorted_holders` has the sort keys too, for the search; `holders` has the same order as plain numbers, which
+        native code reads.
+        """
         target, old_key = self.targets[holder], self._key_by_holder[holder]
         load, old_load = sum_loads([target]), self._load_by_holder[holder]
         self.pool_load = self.pool_load.add_change(load, old_load)

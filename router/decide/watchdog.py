@@ -172,7 +172,11 @@ class Watchdog:
         self._windows.pop(worker_id, None)
 
     def alarms(self, worker_id: str, *, expects_events: bool = True) -> list[str]:
-        """Return the present alarms of a worker; each begins with its stable name."""
+        """Return the present alarms of a worker, such as "events: 50 prompts ..."; each begins with its stable name.
+
+        An alarm is raised if predictions for its last requests were wrong too often, or, with `expects_events`, if it
+        filled blocks and announced none.
+        """
         window = self._windows.get(worker_id)
         if window is None:
             return []

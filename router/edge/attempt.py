@@ -18,7 +18,7 @@ class AttemptOwner(Protocol):
     """Callbacks of the object that makes an attempt."""
 
     def attempt_connected(self, connection: UpstreamConnection) -> None:
-        """Send the request over this connection."""
+        """Send the request over this connection, or give the connection back if the request has ended meanwhile."""
 
     def attempt_unconnected(self, error: Exception | None) -> None:
         """Handle that no connection could be opened. `error` is None if the worker closed it at once."""

@@ -155,8 +155,9 @@ class MissReasonsRecorder:
     def _on_first_byte(self, context: RequestContext) -> None:
         """Record where a request went and which of its tokens were not cached, once its answer begins.
 
-        Before that, a failed attempt may still send it to another worker. A request of a sampled or watched
-        conversation has a PendingComparison: its prompt is compared with the conversation's last one.
+        Before that, a failed attempt may still send it to another worker. `miss_analysis` is None if the prompt is
+        not to be compared with the conversation's last one, a PendingComparison if it is, and else a result, which
+        stays.
         """
         route, decision, analysis = context.route, context.decision, context.miss_analysis
         if route is None or route.token_ids is None or decision is None:
@@ -204,7 +205,11 @@ class MissReasonsRecorder:
     def _build_prompt(
         self, context: RequestContext, comparison: PendingComparison, route: RouteRequest
     ) -> AnalyzedPrompt:
-        """Return a prompt in the form in which the analyzer finds and compares the prompts of a conversation."""
+        """Return a prompt in the form in which the analyzer finds and compares the prompts of a conversation.
+
+        `route` has its token ids and session; `comparison` has the digests of its messages, and whether its
+        conversation was seen from the beginning.
+        """
         token_ids = route.token_ids or ()
         ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
         return AnalyzedPrompt(

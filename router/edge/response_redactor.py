@@ -81,7 +81,8 @@ class ResponseRedactor:
         """Replace the value at `position` by an empty one of its type and spaces; return the position after it.
 
         `"10.0.0.7"` becomes a quotation mark, spaces and a quotation mark; `{"port": 7}` becomes `{         }`; 5100
-        becomes `0   `. true, false and null stay, as they tell nothing. The bytes for the client go to `out`.
+        becomes `0   `. true, false and null stay, as they tell nothing. The bytes for the client go to `out`. The value
+        may end in a later part of the answer: the attributes keep what is open, so that `_blank` goes on there.
         """
         first_byte = data[position]
         self._depth = int(first_byte in _OPENING)

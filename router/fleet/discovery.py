@@ -184,7 +184,10 @@ def suggest_remedy(flag: WorkerFlag, reason: str) -> str:
 
 
 def make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
-    """Make a WorkerFlag from the keys and values of `--worker`. Raises ConfigError."""
+    """Make a WorkerFlag from the keys and values of `--worker url=...,id=...`. Raises ConfigError.
+
+    A worker without url= is external: it cannot be asked, so that the flag names its model and where its events come.
+    """
     is_external = _check_keys(value_by_key)
     _check_values(value_by_key)
     endpoints, replay_endpoints = _split_endpoints(value_by_key)

@@ -79,7 +79,8 @@ def read_models(body: bytes) -> tuple[ServedModel, ...]:
     models: list[ServedModel] = []
     adapters: list[ServedModel] = []
     for card in _decode_model_cards(body):
-        name, limit, parent = card.get("id"), _accept_token_count(card.get("max_model_len")), card.get("parent")
+        name, parent = card.get("id"), card.get("parent")
+        limit = _accept_token_count(card.get("max_model_len"))
         if not _is_name(name):
             continue
         if _is_name(parent):
@@ -90,8 +91,8 @@ def read_models(body: bytes) -> tuple[ServedModel, ...]:
     bases = {model.name: model.base for model in models}
     limits = {model.name: model.max_model_len for model in models}
     for model in adapters:
-        length = model.max_model_len or limits.get(model.base)
-        models.append(replace(model, base=bases.get(model.base, model.base), max_model_len=length))
+        limit = model.max_model_len or limits.get(model.base)  # an adapter runs with the context of its base
+        models.append(replace(model, base=bases.get(model.base, model.base), max_model_len=limit))
     return tuple(models)
 
 

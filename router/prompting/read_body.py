@@ -58,7 +58,11 @@ class PromptTarget(Protocol):
 
 
 class ReadBody(msgspec.Struct, Generic[Target], eq=False):
-    """A client's body after it was read: its request, the target that the caller chose, and its prompt."""
+    """A client's body after it was read: its request, the target that the caller chose, and its prompt.
+
+    A body is read in one of three ways. A large one is read by another process, which sends `spans` and
+    `worker_outline`. One that continues a cached conversation has a `continuation`. Others are read here, whole.
+    """
 
     request: RoutingRequest
     """The request. If it continues a cached chat, it has only the opening messages and the new ones."""

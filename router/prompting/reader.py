@@ -325,10 +325,12 @@ class PromptReader:
         request, conversation = continuation.request, continuation.conversation
         target = make_target(request)
         tokens_max, token_ids = target.tokens_max, continuation.token_ids
+        # With more characters than this, even the longest possible tokens would be more than the model takes.
         is_too_long = continuation.char_count > ((tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
         if target.base_model != conversation.model or is_too_long:
             return None
-        if self.conversations.count_hit(continuation, len(body), time.monotonic()):
+        is_check_due = self.conversations.count_hit(continuation, len(body), time.monotonic())
+        if is_check_due:
             self._start_check(continuation, body)
         prompt = TokenizedPrompt(
             token_ids=truncate_prompt(token_ids, request, tokens_max),

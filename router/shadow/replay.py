@@ -137,16 +137,21 @@ def compare(
 def _make_cluster(
     observed_requests: Sequence[ObservedRequest], engines: Sequence[ObservedEngine], workload: Workload, block: int
 ) -> ClusterConfig:
-    """Return the workers to simulate, with the caches that they report and the step times that the answers show."""
+    """Return the workers to simulate, with the caches that they report and the step times that the answers show.
+
+    `block`: tokens of a cache block.
+    """
     steps = learn_step_times(observed_requests, engines)
     longest_request_tokens = max(request.prompt_tokens + request.output_tokens for request in workload.requests)
-    longest_request_blocks = ceil(longest_request_tokens / block) + 2  # a cache that is reported too small still serves
+    # Each cache holds at least the longest request, as the real one has served it: a report may be too small.
+    longest_request_blocks = ceil(longest_request_tokens / block) + 2
     workers = []
     for engine in engines:
         cache_blocks = None
         if engine.cache_tokens is not None:
             cache_blocks = max(engine.cache_tokens // block, longest_request_blocks)
         workers.append(WorkerConfig(steps[engine.name], cache_blocks))
+    # All simulated workers have the same limits: those of the most limited engine.
     limits = EngineLimits(
         min(engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS for engine in engines),
         is_preemptive=True,

@@ -25,9 +25,11 @@ class LogLine(msgspec.Struct):
     worker: str | None = None
     """Id, HOST:PORT or URL of the worker that answered."""
     ttft_s: float | None = None
+    """Time from the request to the first token."""
     seconds: float | None = None
-    """Time to the end of the answer."""
+    """Time from the request to the end of the answer."""
     cached_tokens: int | None = None
+    """Prompt tokens that the worker had in its cache, as it reported them."""
     output_tokens: int | None = None
     headers: dict[str, str] = {}
 
