@@ -90,10 +90,10 @@ class SimCache:
         return len(self.reference_count_by_block) + self.unnamed_blocks
 
     def reserve(self, block_ids: list[int], hit_blocks: int, block_count: int, *, force: bool = False) -> bool:
-        """Reference the first `hit_blocks` blocks and reserve `block_count - hit_blocks` unnamed ones.
+        """Take the blocks of a request: the first `hit_blocks` are cached, the others are computed later (unnamed).
 
-        Return False if the capacity does not allow it. `force`: exceed the capacity, so that no worker is idle while
-        others hold all blocks of a shared cache.
+        Return False, and take none, if the capacity does not allow it. `force`: exceed the capacity, so
+        that no worker is idle while others hold all blocks of a shared cache.
         """
         reference_counts, idle_blocks = self.reference_count_by_block, self.idle_blocks
         new_block_count = block_count - hit_blocks
@@ -143,7 +143,11 @@ class SimCache:
         loaded_blocks.append(block)
 
     def register(self, block_ids: list[int], start_block: int, end_block: int) -> None:
-        """Name the blocks [start, end), which a request has computed; a block that is resident already is shared."""
+        """Give the reserved blocks [start, end) of a request their ids, now that they are computed.
+
+        A block that another request computed meanwhile is shared instead of stored again. `on_store` gets the new
+        blocks, and the block before the first of them (None at the start of the prompt).
+        """
         new_blocks: list[int] = []
         loaded_blocks: list[int] = []
         for block in block_ids[start_block:end_block]:
@@ -186,10 +190,14 @@ class SimCache:
 
 @dataclass(slots=True)
 class SimSequence:
-    """State of a request in a simulated engine."""
+    """State of a request in a simulated engine: it waits, its prompt is computed in chunks, then it decodes.
+
+    A preempted one loses its blocks and waits again, with the tokens that it has generated as part of its prompt.
+    """
 
     request: SimRequest
     routed_at_s: float
+    """When the router sent it to the engine."""
     prefill_tokens: int = 0
     """Tokens to prefill: the prompt, and tokens generated before a preemption."""
     remaining_tokens: int = 0
