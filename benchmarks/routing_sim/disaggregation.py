@@ -143,7 +143,7 @@ class Run:
 
 def list_schemes(workers: int) -> list[tuple[str, int]]:
     """Return each scheme with its number of workers that compute prompts only."""
-    counts = [round(share * workers) for share in PREFILL_SHARES]
+    counts = sorted({max(round(share * workers), 1) for share in PREFILL_SHARES})
     return [(scheme, 0) for scheme in EQUAL] + [(scheme, count) for count in counts for scheme in SPLIT]
 
 

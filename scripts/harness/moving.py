@@ -72,9 +72,10 @@ class MovingResult:
 
 
 def read_pull_ttfts_ms(router_log: Path) -> list[tuple[float, float]]:
-    """Return (predicted, measured) TTFT of each request that was to pull, from the JSON lines of a router's log."""
+    """Return (predicted, measured) TTFT of each answered request that was to pull, from a router's log in JSON."""
     lines = [json.loads(line) for line in router_log.read_text().splitlines() if '"kv_transfer": "pull"' in line]
-    return [(line["predicted_ttft_seconds"] * 1e3, line["first_byte_seconds"] * 1e3) for line in lines]
+    answered = [line for line in lines if "first_byte_seconds" in line]
+    return [(line["predicted_ttft_seconds"] * 1e3, line["first_byte_seconds"] * 1e3) for line in answered]
 
 
 class MovingDemo:
