@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -137,11 +138,13 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
                 is_joined = True
             follower.size_cache()
     except Exception as error:  # noqa: BLE001 - the last frame of the process; the leader sees it end
-        if _is_hung_up(sock):
-            return 0  # the leader is gone, which is what failed the step
-        log.error("rank %d of %d fails: %s: %s", rank, size, type(error).__name__, error)
-        traceback.print_exc()
-        return 1
+        is_leader_gone = _is_hung_up(sock)  # then that is what failed the step
+        if not is_leader_gone:
+            log.error("rank %d of %d fails: %s: %s", rank, size, type(error).__name__, error)
+            traceback.print_exc()
+            sys.stderr.flush()
+        # No orderly exit: threads of the process group may still wait for the operation, and then abort the process.
+        os._exit(0 if is_leader_gone else 1)
     if is_joined:
         follower.close()
         dist.destroy_process_group()
