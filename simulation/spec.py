@@ -81,7 +81,7 @@ class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     answer_tokens: Count | None = None
     """Length of an answer, its end token included; None: as long as the request allows."""
     script: str | Annotated[tuple[ScriptTurn, ...], Meta(min_length=1, max_length=1024)] | None = None
-    """What the engine answers, in one of four forms.
+    """Answers of the engine, in one of four forms.
 
     None: words without meaning. A path: the answer is a line of this text file, always the same for the same prompt.
     A list of turns: the first answer of a conversation is the first turn, and so on. "tools": CALL_ONE_TOOL_TURNS.

@@ -31,8 +31,7 @@ class SimRequest:
     block_ids: list[int]
     """Id of each block of the prompt; the last block may be partial."""
     previous_index: int | None = None
-    """Index of the request whose answer this one waits for, as a conversation's next question does; None: it waits for
-    none."""
+    """Index of a request that must be answered before this one comes, as in a conversation; None if there is none."""
     block_size: int = TRACE_BLOCK_SIZE
     """Tokens of a block."""
     final_block_ids: list[int] = field(default_factory=list)

@@ -221,7 +221,7 @@ class RequestParser:
     def _read_head(self) -> HttpRequest | None:
         """Parse a head, if it is complete. Return the request if its body has come with it; otherwise None.
 
-        A request whose body has still to come is kept, with the state in which the body is read. Raises BadRequest.
+        If the body has still to come, the request is kept, with the state in which the body is read. Raises BadRequest.
         """
         raw_head = self._take_head()
         if raw_head is None:
