@@ -31,7 +31,7 @@ from router.prompting.conversation_cache import (
     CachedConversation,
 )
 from router.prompting.encode import RenderedPrompt, count_openings
-from router.prompting.outline import FINGERPRINT_BYTES, Outline, fingerprint_messages, outline_chat
+from router.prompting.outline import FINGERPRINT_BYTES, Outline, fingerprint_messages
 from router.prompting.placeholder_messages import PlaceholderMessages, is_system_message
 
 TAIL_BYTES_MAX, TAIL_BRACKETS_MAX = 256 << 10, 2048
@@ -150,20 +150,19 @@ def is_cacheable(kind: ApiKind | None, body_bytes: int) -> bool:
 
 
 def cache_conversation(
-    request: RoutingRequest, body: bytes, prompt: RenderedPrompt, renderer: BoundaryRenderer
+    request: RoutingRequest, body: bytes, prompt: RenderedPrompt, outline: Outline | None, renderer: BoundaryRenderer
 ) -> CachedConversation | None:
     """Make the cache entry of a body that was read whole, so that the next turn can be read from its end on.
 
-    `prompt` is the body's prompt. None if the prompt depends on more than its text, or if the text has no place after a
-    message where it may be cut.
+    `prompt` is the body's prompt, and `outline` that of its messages. Return None without an outline, if the prompt
+    depends on more than its text, or if the text has no place after a message where it may be cut.
     """
     chat, prompt_ids = prompt.chat, prompt.token_ids
     if chat is None or prompt_ids is None or not chat.messages or not _is_supported(request, chat):
         return None
     messages = chat.messages
     location = _locate_messages(body)
-    chat_outline = outline_chat(request)
-    if location is None or chat_outline is None:
+    if location is None or outline is None:
         return None
     has_system_field = request.kind != "chat" and bool(getattr(request.source, "system", None))
     system_message_count = int(has_system_field and is_system_message(messages[0]))
@@ -187,7 +186,7 @@ def cache_conversation(
         template_digest=template_digest,
         system_message_count=system_message_count,
         opening_messages=messages[: whole.opening_message_count],
-        outline=_extend_outline(chat_outline, boundaries[-1], []),
+        outline=_extend_outline(outline, boundaries[-1], []),
         boundaries=boundaries,
         token_ids=whole.token_ids,
         end_bytes=len(body) - location.end,

@@ -273,7 +273,7 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
     conversation = None
     is_truncated = token_ids is not prompt.token_ids
     if task.is_cached and not is_truncated and tokenizer is not None and is_cacheable(request.kind, len(body)):
-        conversation = cache_conversation(request, body, prompt, BoundaryRenderer(tokenizer))
+        conversation = cache_conversation(request, body, prompt, result.outline, BoundaryRenderer(tokenizer))
     return result._replace(
         result=token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids),
         conversation=conversation,

@@ -32,6 +32,8 @@ class TokenizedPrompt(msgspec.Struct, eq=False):
     """Cached conversation that `conversation` replaces."""
     size: PromptSize | None = None
     """Size of all prompts of the body; None if `token_ids` is None."""
+    outline: Outline | None = None
+    """Outline of the messages, if it was made along with the prompt."""
 
 
 class RequestBody(Protocol):
@@ -60,8 +62,8 @@ class PromptTarget(Protocol):
 class ReadBody(msgspec.Struct, Generic[Target], eq=False):
     """A client's body after it was read: its request, the target that the caller chose, and its prompt.
 
-    A body is read in one of three ways. A large one is read by another process, which sends `spans` and
-    `worker_outline`. One that continues a cached conversation has a `continuation`. Others are read here, whole.
+    A body is read in one of three ways. A large one is read by another process, which sends `spans` and the outline of
+    the messages. One that continues a cached conversation has a `continuation`. Others are read here, whole.
     """
 
     request: RoutingRequest
@@ -79,8 +81,6 @@ class ReadBody(msgspec.Struct, Generic[Target], eq=False):
     """The body's top-level fields as JSON, if known; they keep the body in memory."""
     first_message_digest: int | None = None
     """Digest of the first user message, once known."""
-    worker_outline: Outline | None = None
-    """Outline of the messages, if another process read them."""
     continuation: Continuation | None = None
     """The prompt as continued from a cached conversation."""
 
@@ -88,7 +88,7 @@ class ReadBody(msgspec.Struct, Generic[Target], eq=False):
         """Outline the messages; None if the body is no chat, or if its messages could not be read."""
         if self.continuation is not None:
             return self.continuation.outline()
-        return outline_chat(self.request) if self.worker_outline is None else self.worker_outline
+        return outline_chat(self.request) if self.prompt.outline is None else self.prompt.outline
 
     def digest_first_message(self) -> int:
         """Return the digest of the first user message, which names a conversation that has no other name."""

@@ -16,7 +16,7 @@ from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing_of_kind
 from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
-from router.prompting.conversation_cache import Match
+from router.prompting.conversation_cache import CachedConversation, Match
 from router.prompting.conversation_reader import (
     INLINE_BYTES_MAX,
     ConversationReader,
@@ -37,6 +37,7 @@ from router.prompting.encode import (
 from router.prompting.fields import locate_raw_fields
 from router.prompting.media import read_media
 from router.prompting.model_tokenizers import RENDER_S_MAX, ModelTokenizers
+from router.prompting.outline import outline_chat
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 from router.prompting.read_body import ReadBody, RequestBody, Target, TokenizedPrompt
 
@@ -134,7 +135,7 @@ class PromptReader:
         result = outcome.result
         self._set_timeout_count(model, timeout_count + 1 if result.is_overdue else 0)
         token_ids = None if isinstance(result.result, bytes) else result.result
-        return TokenizedPrompt(token_ids, time.perf_counter() - started_s, size=result.size)
+        return TokenizedPrompt(token_ids, time.perf_counter() - started_s, size=result.size, outline=result.outline)
 
     def _set_timeout_count(self, model: str, timeout_count: int) -> None:
         """Store how many times in a row a model's template took too long, and report a problem at the limit."""
@@ -169,9 +170,12 @@ class PromptReader:
             return TokenizedPrompt(None, read_s)
         tokenized, rendered = result
         if renderer is not None and body:
-            tokenized.conversation, cache_s = self._run_timed(
-                lambda: cache_conversation(request, body, rendered, renderer)
-            )
+
+            def cache() -> CachedConversation | None:
+                tokenized.outline = outline_chat(request)
+                return cache_conversation(request, body, rendered, tokenized.outline, renderer)
+
+            tokenized.conversation, cache_s = self._run_timed(cache)
             read_s += cache_s
         tokenized.seconds = read_s
         return tokenized
@@ -270,13 +274,14 @@ class PromptReader:
         return ReadBody(
             request=request,
             target=target,
-            prompt=TokenizedPrompt(token_ids, time.perf_counter() - started_s, conversation, size=size),
+            prompt=TokenizedPrompt(
+                token_ids, time.perf_counter() - started_s, conversation, size=size, outline=result.outline
+            ),
             body=b"" if conversation is None else body.body,
             media=result.media,
             spans=spans,
             fields=locate_raw_fields(body.pieces, spans),
             first_message_digest=result.first_message_digest,
-            worker_outline=result.outline,
         )
 
     def close(self) -> None:

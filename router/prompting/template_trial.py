@@ -16,6 +16,7 @@ from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_reader import ConversationReader
 from router.prompting.conversation_reading import cache_conversation
 from router.prompting.encode import read_prompt
+from router.prompting.outline import outline_chat
 
 CACHE_BYTES = 8 << 20
 _FILLERS = (
@@ -163,7 +164,7 @@ def _try_conversation(
         matches = reader.find("chat", body)
         continuation = reader.read(matches, body, renderer) if matches else None
         if continuation is None:
-            cached = cache_conversation(request, body, prompt, renderer)
+            cached = cache_conversation(request, body, prompt, outline_chat(request), renderer)
             if cached is not None:
                 reader.cache.store(cached, body)
             continue

@@ -83,7 +83,8 @@ class Turns:
         matches = self.reader.find(kind, body) if len(body) >= BODY_BYTES_MIN else []
         continuation = self.reader.read(matches, body, self.renderer) if matches else None
         if continuation is None:
-            conversation, predecessor = cache_conversation(request, body, prompt, self.renderer), None
+            outline = outline_chat(request)
+            conversation, predecessor = cache_conversation(request, body, prompt, outline, self.renderer), None
         else:
             self.continuations.append(continuation)
             check_same(continuation, request, prompt)
