@@ -394,11 +394,10 @@ def _make_bootstrap_address(url: str) -> str:
     return f"{bracket_host(urlsplit(url).hostname or '')}:{BOOTSTRAP_PORT}"
 
 
-async def _is_on_host(endpoint: str, worker_host: str) -> bool:
-    """Return whether an event endpoint is on a worker's host: it has the same name, or an IP address in common."""
-    host = parse_endpoint_host(endpoint)
-    if host is None or host.lower() == worker_host:
-        return host is not None
+async def _is_same_host(host: str, worker_host: str) -> bool:
+    """Return whether a host is that of a worker: it has the same name, or an IP address in common."""
+    if host.lower() == worker_host:
+        return True
     return bool(await _resolve_addresses(worker_host) & await _resolve_addresses(host))
 
 
@@ -540,14 +539,19 @@ class Prober:
         allows it.
         """
         worker_host = urlsplit(flag.url).hostname or ""
+        own_hosts: set[str] = set()  # the endpoints of many ranks name the same host, which is resolved once
         for source in sources:
             for endpoint in list_endpoints(source):
-                if not await _is_on_host(endpoint, worker_host):
+                host = parse_endpoint_host(endpoint)
+                if host in own_hosts:
+                    continue
+                if host is None or not await _is_same_host(host, worker_host):
                     raise DecodeError(
                         f"/kv_event_sources: rank {source.data_parallel_rank}: {endpoint[:80]!r} is not on "
                         f"{worker_host}, the worker's own host; events=ENDPOINT for this worker, or "
                         "--trust-event-endpoints, allows it"
                     )
+                own_hosts.add(host)
 
     async def fetch_loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
         """Return the load that each rank reports; None for a rank that reports none."""
