@@ -61,8 +61,9 @@ class RequestAccounting:
 
     def _find_known_model(self, route: RouteRequest | None) -> str:
         """Return the model of an unplaced request, or "unknown": clients must not make up labels of metrics."""
-        is_known = route is not None and self._proxy.core.resolve_model(route.model) is not None
-        return route.model if route is not None and is_known else "unknown"
+        if route is None or self._proxy.core.resolve_model(route.model) is None:
+            return "unknown"
+        return route.model
 
     def _count_tokens_of_key(self, context: RequestContext) -> None:
         """Count the tokens of an answered request for its API key, unless the answer is an error.
