@@ -115,7 +115,6 @@ class ExtProcStream:
         self._request_mode = self._response_mode = DUPLEX
         self._body = BodyPieces()
         """Body of the request, as far as it has come."""
-        self._body_bytes = 0
         self._is_head_answered = False
         """Whether Envoy was told to go on after the head, before a worker was chosen."""
         self._has_trailers = False
@@ -241,11 +240,11 @@ class ExtProcStream:
                 raise UnexpectedMessage("a request's body after its end")
             self._responses.append(pb.ProcessingResponse(request_body=pb.BodyResponse()))
             return
-        self._body_bytes += len(body.body)
-        if self._body_bytes > self._body_bytes_max:
+        body_bytes = self._body.byte_count + len(body.body)
+        if body_bytes > self._body_bytes_max:
             raise RequestError(f"request body over {self._body_bytes_max} bytes", param=None, status=413)
         self._body.append(body.body)
-        self._handler.charge_body_bytes(self._body_bytes)
+        self._handler.charge_body_bytes(body_bytes)
         is_last = body.end_of_stream or body.end_of_stream_without_message
         if is_last or self._request_mode == BUFFERED:  # a buffered body comes in one message
             self._complete(request)
