@@ -173,6 +173,8 @@ class ConversationCache:
             ]
             equal_locations.sort(key=_get_body_end)
             matches += [(location.conversation, location.boundary) for location in reversed(equal_locations)]
+            if len(matches) >= max_matches:
+                break
         return matches[:max_matches]
 
     def _digest_prefixes(self, body: bytes, end: int) -> list[int]:
