@@ -103,7 +103,7 @@ def make_decision_row(
 ) -> dict[str, Any]:
     """Return what the page shows of a request that ended, without its body and its prompt, which it need not keep."""
     return {
-        "id": context.trace_id.decode("latin-1"),
+        "id": context.name,
         "at": time.time(),
         "model": route.model,
         "worker": decision.worker,
