@@ -318,7 +318,9 @@ private:
     void park(ParkedRun run);
     std::vector<u64> attach(const ParkedRun& run);
 
-    NameEntry* find(u64 name) const { return find(names_.spot(NameTraits::hash_of(name)), name); }
+    NameEntry* find(u64 name) const {
+        return names_.find(NameTraits::hash_of(name), [&](const NameEntry& entry) { return entry.name == name; });
+    }
     NameEntry* find(u64 name, u32 slot) const {
         return names_.find(NameTraits::hash_of(name), [&](const NameEntry& entry) {
             return entry.name == name && slot_of(entry.meta) == slot;
@@ -330,9 +332,6 @@ private:
             if (NameEntry* entry = find(name, ordinal * kTiers + tier)) return entry;
         }
         return nullptr;
-    }
-    NameEntry* find(const Names::HashSlot& spot, u64 name) const {
-        return names_.find(spot, [&](const NameEntry& entry) { return entry.name == name; });
     }
     void add(u64 name, const NamePosition& place, u32 slot, u32 length, u32 copies = 1);
     void again(u32& node, u32& meta, const NamePosition& place, u32 slot, u32 length, u32 copies);

@@ -203,12 +203,6 @@ public:
         take_out(segment, chunk, entry);
     }
 
-    // Remove an entry, given the spot where its search began.
-    void erase(const HashSlot& spot, Entry* entry) {
-        if (entry < spot.chunk->slots || entry >= spot.chunk->slots + kSlots) return erase(entry);
-        take_out(segments_[spot.number], spot.chunk, entry);
-    }
-
     template <class Visit>
     void each(Visit visit) const {
         for (const Segment& segment : segments_) visit_segment(segment, visit);  // may change entries, but not their hash
