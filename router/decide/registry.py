@@ -326,7 +326,7 @@ class WorkerRegistry:
         worker = self.workers.get(worker_id)
         if worker is None:
             return Refuse(request.request_id, 404, "unknown_worker", f"There is no worker {worker_id!r}.")
-        reason = self.find_ineligibility_reasons(request).get(worker_id, "not eligible")
+        reason = self._find_ineligibility_reason(worker, request) or "not eligible"
         return Refuse(request.request_id, 503, "no_worker", f"Worker {worker_id!r} cannot take this: {reason}.", 1.0)
 
     # Targets -----------------------------------------------------------------------------------------------------
