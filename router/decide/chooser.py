@@ -183,15 +183,16 @@ class Chooser:
         prompt_query = self._prepare_query(request)
         shortlist, matches = self._make_shortlist(candidates, prompt_query, load_order)
         sources, best_sources = self._find_sources(request, excluded_sources), []
+        can_move_prefill = any(map(can_prefill, sources))
         if sources and prompt_query is not None:
-            if matches is None or not _has_best_sources(load_order, sources):
+            if matches is None or can_move_prefill or not _has_best_sources(load_order, sources):
                 matches = self._cache_state.match(prompt_query)
             best_sources = find_best_sources(sources, matches)
         pool_load = load_order.pool_load if load_order is not None else sum_loads(candidates)
         request_facts = self._gather_request_facts(
             request, prompt_query, shortlist, pool_load, now, utilisation_decay, queued_s
         )
-        request_facts.can_move_prefill = any(map(can_prefill, sources))
+        request_facts.can_move_prefill = can_move_prefill
         if best_sources and matches:
             best_tokens = matches[best_sources[0].holder].tokens
             request_facts.copy_reuse_share *= compute_pull_share(
@@ -236,8 +237,8 @@ class Chooser:
         planner = self._make_planner(choice)
         priced_targets = [PricedTarget(*priced) for priced in zip(choice.targets, choice.candidate_facts, choice.terms)]
         plans = planner.plan_pulls(priced_targets, best_sources, matches)
-        least_busy = find_least_busy(sources, choice.request_facts.now)
-        if least_busy:
+        if choice.request_facts.can_move_prefill:
+            least_busy = find_least_busy(sources, choice.request_facts.now)
             prefillers = list(dict.fromkeys([*least_busy, *filter(can_prefill, best_sources)]))
             plans += planner.plan_prefills(priced_targets, self._price_prefills(choice, prefillers, matches))
         return plans
@@ -495,14 +496,12 @@ class Chooser:
 
 
 def _has_best_sources(load_order: LoadOrder | None, sources: Sequence[Target]) -> bool:
-    """Return whether the matches of a pool's shortlist show the best sources for a transfer.
+    """Return whether the matches of a pool's shortlist show the best sources for pulls.
 
-    They show the longest cached prefixes of the pool, and pulls need no more. Prefills are also planned at sources with
-    little load, whatever these have cached.
+    They show the longest cached prefixes of the pool, but not what sources with little load have cached, at which
+    prefills are planned too.
     """
-    if load_order is None or any(map(can_prefill, sources)):
-        return False
-    return all(source.holder in load_order.targets for source in sources)
+    return load_order is not None and all(source.holder in load_order.targets for source in sources)
 
 
 class Placement(NamedTuple):
