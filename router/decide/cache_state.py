@@ -299,9 +299,9 @@ class CacheState:
 class SharedPrefix(NamedTuple):
     """Leading chunks of a prompt that several running prompts have in common, and who runs the last of them."""
 
-    chunk_count: int = 0
-    prompt_count: int = 0
-    target_count: int = 0
+    chunk_count: int
+    prompt_count: int
+    target_count: int
 
 
 class RunningChunks:

@@ -376,15 +376,10 @@ class LoadTimeFactor:
         self._recent: deque[float] = deque(maxlen=_LOADS_MAX)
         self.factor = 1.0
 
-    @property
-    def is_learned(self) -> bool:
-        """Whether enough loads were observed."""
-        return len(self._recent) >= _LOADS_MIN
-
     def observe(self, configured_s: float, observed_s: float) -> None:
         """Learn from a load that took `observed_s`. The configured rate predicted `configured_s`."""
         self._recent.append(min(max(observed_s / configured_s, _RATIO_MIN), _RATIO_MAX))
-        if self.is_learned:
+        if len(self._recent) >= _LOADS_MIN:
             self.factor = sorted(self._recent)[len(self._recent) // 2]
 
 
