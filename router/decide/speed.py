@@ -428,6 +428,10 @@ class Speed:
         quadratic_work = prompt_tokens * prompt_tokens - cached_tokens * cached_tokens
         return self.prefill_rate * (prompt_tokens - cached_tokens) + self.quadratic_rate * quadratic_work
 
+    def predict_prefill_s(self, uncached_tokens: float, quadratic_work: float) -> float:
+        """Return the time of several prefills at the rates in use, by the sums of their work."""
+        return self.prefill_rate * uncached_tokens + self.quadratic_rate * quadratic_work
+
     def predict_step_s(self, observation: Observation) -> float:
         """Return the time of a decode step beside the decoding requests of an observation."""
         step_s = self.step_s + self.decode_request_s * observation.decode_requests
@@ -435,7 +439,7 @@ class Speed:
 
     def predict_interval_s(self, observation: Observation) -> float:
         """Return the time that the work of an observation takes at the rates in use."""
-        prefill_s = self.prefill_rate * observation.uncached_tokens + self.quadratic_rate * observation.quadratic_work
+        prefill_s = self.predict_prefill_s(observation.uncached_tokens, observation.quadratic_work)
         return prefill_s + self.predict_step_s(observation) * observation.steps
 
     def observe(self, observation: Observation) -> list[Speed]:

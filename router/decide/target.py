@@ -358,9 +358,10 @@ class Target:
 
     def estimate_prefilled_s(self, start: WorkTotals) -> float:
         """Return the time of the prefills that ended here since `start`, a copy of the work totals."""
-        speed, totals = self.speed, self.speed.work_totals
-        prefill_s = speed.prefill_rate * (totals.uncached_tokens - start.uncached_tokens)
-        return prefill_s + speed.quadratic_rate * (totals.quadratic_work - start.quadratic_work)
+        totals = self.speed.work_totals
+        return self.speed.predict_prefill_s(
+            totals.uncached_tokens - start.uncached_tokens, totals.quadratic_work - start.quadratic_work
+        )
 
     def compute_overdue_ratio(self, now: float) -> float:
         """Return the time that the current prefill has taken so far, divided by its expected time."""
