@@ -18,7 +18,7 @@ import msgspec
 from router.decide.cache_state import CacheState, RunningPrompt
 from router.decide.chooser import Chooser, Placement, RoutingChoice
 from router.decide.config import CoreConfig
-from router.decide.messages import Decision, Enqueue, Forward, Refuse, RouteRequest, TransferKind
+from router.decide.messages import Decision, Enqueue, Forward, Refuse, RouteRequest
 from router.decide.output_lengths import OutputLengths
 from router.decide.queue import QueuePosition, RequestQueue
 from router.decide.registry import WorkerRegistry
@@ -333,7 +333,7 @@ class RequestPlacer:
     def _start_source(self, attempt: Attempt, choice: RoutingChoice, source: Target, now: float) -> None:
         """Count what the source of an attempt's KV does: it sends the KV, or computes it first."""
         decision, prompt_query = attempt.decision, choice.prompt_query
-        if decision.transfer is None or decision.transfer.kind is TransferKind.PULL:
+        if not decision.is_split:
             self._start_transfer(attempt, now)
             return
         in_flight = self._tracker.add_request(

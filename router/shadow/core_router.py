@@ -195,11 +195,10 @@ class CoreRouter(Router):
         for instruction in instructions:
             assert not isinstance(instruction, Refuse), instruction
             if isinstance(instruction, Forward):
-                transfer = instruction.decision.transfer
-                placement = Placement(int(instruction.request_id), int(instruction.decision.worker))
-                if transfer is not None:
-                    is_prefill = transfer.kind is TransferKind.PREFILL
-                    placement = placement._replace(source=int(transfer.source), is_prefill=is_prefill)
+                decision = instruction.decision
+                placement = Placement(int(instruction.request_id), int(decision.worker))
+                if decision.transfer is not None:
+                    placement = placement._replace(source=int(decision.transfer.source), is_prefill=decision.is_split)
                 placements.append(placement)
         if self.siblings:
             self._schedule_loads()
