@@ -83,7 +83,8 @@ struct ParkedRun {
     u64 awaits = 0;
     bool is_run = false;  // whether the blocks follow each other; otherwise it is a single sparse name
     std::vector<u32> tokens;
-    std::vector<ExtraKey> extras;  // without texts, as a parked run does not begin a prompt
+    // Only the blocks are read, as a parked run does not begin a prompt: the texts are views of a payload that is gone.
+    std::vector<ExtraKey> extras;
     u64 batch = 0;
 };
 
