@@ -132,6 +132,13 @@ class World(RuleBasedStateMachine):
         members = [s for s in self.members.values() if s.phase in phases]
         return data.draw(st.sampled_from(members)) if members else None
 
+    def change_one(self, data: st.DataObject, old_phase: Phase, **changes: object) -> None:
+        """Change one of the members in this phase, if there is one, and go on."""
+        member = self.pick(data, old_phase)
+        if member is not None:
+            self.members[member.name] = replace(member, **changes)
+        self.turn()
+
     @rule(seconds=st.floats(0.1, 40.0))
     def time(self, seconds: float) -> None:
         self.now += seconds
@@ -139,18 +146,12 @@ class World(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def comes_up(self, data: st.DataObject) -> None:
-        member = self.pick(data, Phase.STARTING)
-        if member is not None:
-            self.members[member.name] = replace(member, phase=Phase.UP, phase_since_s=self.now)
-        self.turn()
+        self.change_one(data, Phase.STARTING, phase=Phase.UP, phase_since_s=self.now)
 
     @rule(data=st.data())
     def starts_again(self, data: st.DataObject) -> None:
         """The program has ended, and its actor starts it again."""
-        member = self.pick(data, Phase.UP)
-        if member is not None:
-            self.members[member.name] = replace(member, phase=Phase.STARTING, phase_since_s=self.now)
-        self.turn()
+        self.change_one(data, Phase.UP, phase=Phase.STARTING, phase_since_s=self.now)
 
     @rule(data=st.data())
     def ends(self, data: st.DataObject) -> None:
@@ -161,10 +162,7 @@ class World(RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.one_of(st.none(), st.integers(0, 3)))
     def drains(self, data: st.DataObject, count: int | None) -> None:
-        member = self.pick(data, Phase.DRAINING)
-        if member is not None:
-            self.members[member.name] = replace(member, in_flight=count)
-        self.turn()
+        self.change_one(data, Phase.DRAINING, in_flight=count)
 
     @rule(kind=st.sampled_from(MemberKind), count=st.integers(0, 5))
     def scale(self, kind: MemberKind, count: int) -> None:
