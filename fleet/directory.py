@@ -47,17 +47,12 @@ class DirectoryState(msgspec.Struct, kw_only=True):
     """Everything that the directory stores in Ray, so that it finds its fleet again after a restart."""
 
     spec: FleetSpec
-    engine_target: MemberTarget
-    router_target: MemberTarget
+    target_by_kind: dict[MemberKind, MemberTarget]
     member_by_name: dict[str, Member] = {}
     node_by_router_slot: dict[int, str] = {}
     """Node on which the newest router of each slot runs or ran."""
     last_serial: int = 0
     """Number at the end of the newest member's name."""
-
-    @property
-    def target_by_kind(self) -> dict[MemberKind, MemberTarget]:
-        return {MemberKind.ENGINE: self.engine_target, MemberKind.ROUTER: self.router_target}
 
 
 @dataclass
@@ -100,12 +95,12 @@ class DirectoryActor:
     def scale(self, engine_count: int | None, router_count: int | None) -> None:
         """Set how many engines and routers there should be; None leaves a number as it is."""
         with self._lock:
-            state = self._state
-            if engine_count is not None:
-                state.engine_target = replace(state.engine_target, count=engine_count)
-            if router_count is not None:
-                state.router_target = replace(state.router_target, count=router_count)
-            self._record_event(f"scale: {state.engine_target.count} engines, {state.router_target.count} routers")
+            targets = self._state.target_by_kind
+            for kind, count in ((MemberKind.ENGINE, engine_count), (MemberKind.ROUTER, router_count)):
+                if count is not None:
+                    targets[kind] = replace(targets[kind], count=count)
+            engine_target, router_target = targets[MemberKind.ENGINE], targets[MemberKind.ROUTER]
+            self._record_event(f"scale: {engine_target.count} engines, {router_target.count} routers")
 
     def roll(self, kind: MemberKind, spec_changes: dict[str, Any], should_surge: bool) -> None:
         """Replace all members of a kind, one by one, after changing these fields of the spec."""
@@ -114,10 +109,7 @@ class DirectoryActor:
             state.spec = msgspec.structs.replace(state.spec, **spec_changes)
             old_target = state.target_by_kind[kind]
             target = MemberTarget(old_target.count, old_target.revision + 1, should_surge)
-            if kind is MemberKind.ENGINE:
-                state.engine_target = target
-            else:
-                state.router_target = target
+            state.target_by_kind[kind] = target
             self._record_event(f"roll: {kind.value}s to revision {target.revision}")
 
     def stop_all(self, *, now: bool) -> None:
@@ -356,7 +348,7 @@ class DirectoryActor:
     def _remove_member(self, member: Member, reason: str) -> None:
         """Forget a member, and end its actor with its program."""
         del self._state.member_by_name[member.name]
-        if member.kind is MemberKind.ROUTER and member.slot >= self._state.router_target.count:
+        if member.kind is MemberKind.ROUTER and member.slot >= self._state.target_by_kind[MemberKind.ROUTER].count:
             # A later router of this slot does not wait for a node that may have no room by then.
             self._state.node_by_router_slot.pop(member.slot, None)
         self._record_event(f"{member.name}: gone: {reason.strip()[:2000]}")
@@ -420,9 +412,10 @@ class DirectoryActor:
         reports = [self._get_report(member) for member in members]
         if any(report is None or report.program.silent_s for report in reports):
             return False
+        engine_count = self._state.target_by_kind[MemberKind.ENGINE].count
         for router in self._list_routers():
             status_by_worker = self._get_status_by_worker(router) or {}
-            if sum(status.is_up for status in status_by_worker.values()) != self._state.engine_target.count:
+            if sum(status.is_up for status in status_by_worker.values()) != engine_count:
                 return False
         return True
 
@@ -433,9 +426,8 @@ def create_directory(spec: FleetSpec, engine_count: int, router_count: int) -> A
     Ray restarts it whenever it dies, and it outlives the process that calls this. Raises ValueError if the cluster has
     a fleet of this name.
     """
-    initial_state = DirectoryState(
-        spec=spec, engine_target=MemberTarget(engine_count), router_target=MemberTarget(router_count)
-    )
+    target_by_kind = {MemberKind.ENGINE: MemberTarget(engine_count), MemberKind.ROUTER: MemberTarget(router_count)}
+    initial_state = DirectoryState(spec=spec, target_by_kind=target_by_kind)
     actor_class = ray.remote(DirectoryActor).options(
         name=f"{spec.name}-directory", namespace=NAMESPACE, lifetime="detached", num_cpus=0,
         max_restarts=-1, max_task_retries=-1, max_concurrency=16,
