@@ -60,16 +60,21 @@ class MemberActor:
         self._workers = workers
         program, events, status_by_worker = self._program.state, self._program.take_events(), None
         if program.launch is not None and self._kind is MemberKind.ROUTER:
-            refusals = self._update_router(program.launch, peer_addresses)
+            status_by_worker, refusals = self._update_router(program.launch, peer_addresses)
             events += [(time.time(), refusal) for refusal in refusals]
-            status_by_worker = self._fetch_workers(program.launch)
         return MemberReport(program, self._node, events, status_by_worker)
 
-    def _update_router(self, launch: Launch, peer_addresses: Sequence[str]) -> list[str]:
-        """Make the router know the listed workers and these peers; return why calls were refused, a text for each."""
+    def _update_router(
+        self, launch: Launch, peer_addresses: Sequence[str]
+    ) -> tuple[dict[str, WorkerStatus] | None, list[str]]:
+        """Make the router know the listed workers and these peers.
+
+        Returns the router's workers afterwards (None if it does not answer), and why calls were refused, a text for
+        each.
+        """
         status_by_worker = self._fetch_workers(launch)
         if status_by_worker is None:
-            return []
+            return None, []
         calls = plan_admin_calls(self._workers, status_by_worker)
         peers = sorted(set(peer_addresses) - {launch.peer_address})
         if (launch, peers) != self._published_peers:
@@ -81,7 +86,7 @@ class MemberActor:
                 refusals.append(f"{method} {path}: {answer.status} {answer.content}")
             elif path == "/peers":
                 self._published_peers = launch, peers
-        return refusals
+        return self._fetch_workers(launch) if calls else status_by_worker, refusals
 
     def _fetch_workers(self, launch: Launch) -> dict[str, WorkerStatus] | None:
         """Return the router's workers; None if it does not answer. Raises ValueError if the answer is malformed."""
