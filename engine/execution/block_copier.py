@@ -32,8 +32,9 @@ class BlockCopier:
         """
         self._device = buffer
         self._is_gpu = buffer.device.type != "cpu"
-        # Zeros, so that the system gives the memory now and not within a step.
-        self._host = torch.zeros(host_units * stride, dtype=torch.uint8, pin_memory=self._is_gpu and host_units > 0)
+        self._host = torch.empty(host_units * stride, dtype=torch.uint8, pin_memory=self._is_gpu and host_units > 0)
+        if not self._is_gpu:
+            self._host.zero_()  # so that the system gives the memory now and not within a step, as it does when pinned
         self._stride = stride
         self._blocks_per_unit_and_bytes = [
             (spec.blocks_per_unit(g), spec.block_bytes(g)) for g in range(len(spec.groups))
