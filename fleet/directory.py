@@ -76,8 +76,7 @@ class DirectoryActor:
     def __init__(self, name: str, initial_state: bytes) -> None:
         """Load the stored state of the fleet, or else take `initial_state`, and watch the members in it."""
         exit_with_parent()
-        self._storage_key = f"fleet/{name}".encode()
-        stored_state = internal_kv._internal_kv_get(self._storage_key, namespace=NAMESPACE)
+        stored_state = internal_kv._internal_kv_get(_make_storage_key(name), namespace=NAMESPACE)
         self._state = msgspec.json.decode(stored_state or initial_state, type=DirectoryState)
         self._has_unsaved_changes = True
         self._lock = threading.RLock()
@@ -206,9 +205,8 @@ class DirectoryActor:
             self._save()
 
     def _save(self) -> None:
-        internal_kv._internal_kv_put(
-            self._storage_key, msgspec.json.encode(self._state), overwrite=True, namespace=NAMESPACE
-        )
+        storage_key = _make_storage_key(self._state.spec.name)
+        internal_kv._internal_kv_put(storage_key, msgspec.json.encode(self._state), overwrite=True, namespace=NAMESPACE)
         self._has_unsaved_changes = False
 
     def _record_event(self, text: str, at_s: float | None = None) -> None:
@@ -438,4 +436,8 @@ def create_directory(spec: FleetSpec, engine_count: int, router_count: int) -> A
 def delete_fleet(name: str, directory: Any) -> None:
     """Kill the directory and delete its stored state, once the last member has gone."""
     ray.kill(directory)
-    internal_kv._internal_kv_del(f"fleet/{name}".encode(), namespace=NAMESPACE)
+    internal_kv._internal_kv_del(_make_storage_key(name), namespace=NAMESPACE)
+
+
+def _make_storage_key(fleet_name: str) -> bytes:
+    return f"fleet/{fleet_name}".encode()
