@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,9 @@ from pathlib import Path
 
 from fleet.program import SupervisedProgram
 from fleet.spec import FleetSpec, Launch
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
+from harness.programs import free_port
 
 SERVER = """
 import http.server, sys
@@ -26,18 +28,12 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def find_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
-
-
 @contextmanager
 def run_program(code: str, **limits: float) -> Iterator[SupervisedProgram]:
     spec = FleetSpec(name="fleet", engine_command=(), **limits)  # type: ignore[arg-type]
 
     def plan_launch() -> Launch:
-        url = f"http://127.0.0.1:{find_port()}"
+        url = f"http://127.0.0.1:{free_port()}"
         command = [sys.executable, "-c", code, url.rpartition(":")[2]]
         return Launch(command=command, url=url, health_url=f"{url}/health")
 
