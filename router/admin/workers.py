@@ -77,9 +77,8 @@ class WorkerListRoutes:
         return Response(msgspec.json.encode(self.describe_workers()))
 
     async def _add_worker(self, request: HttpRequest, _: str) -> Response:
-        settings = {key: _convert_whole_float(value) for key, value in decode_object(request.body).items()}
         try:
-            worker_id = await self._fleet.add(settings)
+            worker_id = await self._fleet.add(decode_object(request.body))
         except ValueError as error:
             raise RequestError(str(error), param="url") from None
         log.info("admin: worker %s added", worker_id)
@@ -155,8 +154,3 @@ def describe_kv_groups(workers: Iterable[Worker]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _convert_whole_float(value: Any) -> Any:
-    """Convert 5.0 to 5: JSON does not tell integers and floats apart."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value

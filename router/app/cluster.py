@@ -19,13 +19,14 @@ from router.app.request_pipeline import RequestPipeline
 from router.app.system import event_streams_max, name_flag_in_errors
 from router.decide.messages import Decision, FailureKind
 from router.decide.workers import Worker, WorkerState
-from router.fleet.discovery import Prober, parse_worker_flag
+from router.fleet.discovery import Prober
 from router.fleet.fact_queue import FactQueue, WorkerFact
 from router.fleet.feed import IndexFeed
 from router.fleet.kubernetes import KubernetesSource
 from router.fleet.members import Fleet
 from router.fleet.peer_snapshots import PeerClient, PeerRoutes
 from router.fleet.peers import PeerLoads, PeerSockets
+from router.fleet.worker_flag import parse_worker_flag
 from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
 from router.http_client import make_key_headers

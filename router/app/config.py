@@ -15,8 +15,8 @@ from router.decide.config import CoreConfig
 from router.decide.workers import BLOCKCAST, KINDS_BY_DIALECT
 from router.edge.config import EdgeConfig
 from router.fleet.config import FleetConfig
-from router.fleet.discovery import WorkerFlag, parse_worker_flag
 from router.fleet.kubernetes import SOURCE_PATTERN, KubernetesSource
+from router.fleet.worker_flag import WorkerFlag, parse_worker_flag
 from router.fleet.worker_lists import read_workers_file
 from router.miss_reasons.config import MissReasonsConfig
 from router.picker.config import PickerConfig

@@ -27,7 +27,8 @@ from events.sources import EventSource
 from prompts.routing import parse_routing
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.decide.workers import ServedModel
-from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, WorkerFlag, is_key_refused, suggest_remedy
+from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, is_key_refused, suggest_remedy
+from router.fleet.worker_flag import WorkerFlag
 from router.http_client import FetchError, fetch, make_key_headers
 from router.prompting.encode import build_tokenize_request
 from router.prompting.reader import PromptReader

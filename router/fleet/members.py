@@ -26,19 +26,16 @@ from router.decide.workers import WorkerSpec
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import (
     EVENTS_FLAG,
-    TEXT_KEYS,
     Prober,
     WorkerFacts,
-    WorkerFlag,
-    make_worker_flag,
     make_worker_spec,
-    parse_worker_flag,
     suggest_remedy,
 )
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
 from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.peer_snapshots import PeerClient
+from router.fleet.worker_flag import WorkerFlag, parse_worker_flag, parse_worker_settings
 from router.fleet.worker_lists import read_workers_file, watch_file, watch_host_name
 from router.fleet.worker_responses import are_ranks_asleep
 from router.http_client import FetchError
@@ -154,11 +151,7 @@ class Fleet:
 
     async def add(self, settings: dict[str, Any]) -> str:
         """Add a worker from a JSON object with the keys of `--worker` and return its id. Raises ConfigError."""
-        for key, value in settings.items():
-            is_number = isinstance(value, int) and key not in TEXT_KEYS
-            if not (isinstance(value, str) or is_number):
-                raise ConfigError(f"worker: {key} is {value!r}, expected a string")
-        flag = make_worker_flag({"send_key": "0", **{key: str(value) for key, value in settings.items()}})
+        flag = parse_worker_settings(settings)
         self.watch(flag, origin="operator")
         return flag.worker_id
 
@@ -448,12 +441,12 @@ class Fleet:
         Adapters are loaded at run time, and another process may have taken the worker's address.
         """
         try:
-            models, roots = await self._prober.fetch_models(member.flag)
+            served = await self._prober.fetch_models(member.flag)
         except (FetchError, DecodeError) as error:
             self._record_problem(member, str(error))
             return
         facts = member.facts
-        if facts is not None and (set(models), roots) != (set(facts.models), facts.roots):
+        if facts is not None and (set(served.models), served.roots) != (set(facts.models), facts.roots):
             log.info("worker %s serves other models than before", member.flag.worker_id)
             await self._join(member)
 

@@ -15,7 +15,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from options import ConfigError
 from options.addresses import bracket_host, get_default_port
-from router.fleet.discovery import WorkerFlag, derive_worker_id, parse_worker_flag
+from router.fleet.worker_flag import WorkerFlag, derive_worker_id, parse_worker_flag
 
 log = logging.getLogger("router")
 

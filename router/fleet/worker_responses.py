@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
@@ -69,8 +69,19 @@ def parse_number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 15 else None
 
 
-def read_models(body: bytes) -> tuple[ServedModel, ...]:
-    """Return the models of `GET /v1/models`, base model first. Raises DecodeError.
+class ModelList(NamedTuple):
+    """Models that a worker serves, as `GET /v1/models` lists them."""
+
+    models: tuple[ServedModel, ...]
+    """Base models first, then LoRA adapters."""
+    roots: dict[str, str]
+    """Folder, or name on a hub, from which the worker loaded each model, by model name."""
+    engine: str = ""
+    """Name of the engine, one for all of vLLM's frontends; empty if it is unknown."""
+
+
+def read_models(body: bytes) -> ModelList:
+    """Read the answer to `GET /v1/models`. Raises DecodeError.
 
     vLLM names a LoRA's base in `parent` and an alias's checkpoint in `root`. Aliases share one cache, so all names
     without a parent count as the first of them.
@@ -78,7 +89,8 @@ def read_models(body: bytes) -> tuple[ServedModel, ...]:
     base: str | None = None
     models: list[ServedModel] = []
     adapters: list[ServedModel] = []
-    for card in _decode_model_cards(body):
+    cards = _decode_model_cards(body)
+    for card in cards:
         name, parent = card.get("id"), card.get("parent")
         limit = _accept_token_count(card.get("max_model_len"))
         if not _is_name(name):
@@ -93,24 +105,12 @@ def read_models(body: bytes) -> tuple[ServedModel, ...]:
     for model in adapters:
         limit = model.max_model_len or limits.get(model.base)  # an adapter runs with the context of its base
         models.append(replace(model, base=bases.get(model.base, model.base), max_model_len=limit))
-    return tuple(models)
-
-
-def read_roots(body: bytes) -> dict[str, str]:
-    """Return the `root` of each model in `GET /v1/models`. Raises DecodeError."""
-    pairs = [(card.get("id"), card.get("root")) for card in _decode_model_cards(body)]
-    return {name: root for name, root in pairs if _is_name(name) and _is_name(root)}
-
-
-def read_engine(body: bytes) -> str:
-    """Return `owned_by` of the first model of `GET /v1/models`, one name for all of vLLM's frontends.
-
-    Raises DecodeError.
-    """
-    owner = next((card.get("owned_by") for card in _decode_model_cards(body)), None)
-    if owner in _VLLM_FRONTENDS:
-        return VLLM
-    return owner if _is_name(owner) else ""
+    pairs = [(card.get("id"), card.get("root")) for card in cards]
+    roots = {name: root for name, root in pairs if _is_name(name) and _is_name(root)}
+    engine = cards[0].get("owned_by") if cards else None
+    if engine in _VLLM_FRONTENDS:
+        engine = VLLM
+    return ModelList(tuple(models), roots, engine if _is_name(engine) else "")
 
 
 def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
@@ -166,9 +166,10 @@ def read_server_info(body: bytes) -> int | None:
 
 
 def read_bootstrap(status: int, body: bytes, rank_count: int) -> tuple[str, ...]:
-    """Return the names of the engines that Mooncake's `GET /query` lists, one for each data-parallel rank.
+    """Return the ids of a worker's engines as Mooncake's `GET /query` lists them, one for each data-parallel rank.
 
-    Raises DecodeError.
+    Requests for KV name the engine by its id. Raises DecodeError if the answer has no id for some rank, or lists more
+    ranks than the `rank_count` that the router knows by their event streams.
     """
     entries = _decode_object(body, "/query") if status == 200 else {}
     if len(entries) > rank_count:
@@ -188,20 +189,21 @@ def read_cache_capacity(metrics: str, *, reserved_blocks: int = 0) -> int | None
 
     `reserved_blocks` is the number of blocks of each rank that no prompt can use.
     """
-    total = 0
-    for labels in _iterate_cache_configs(metrics):
-        blocks, size = parse_number(labels.get("num_gpu_blocks", "")), parse_number(labels.get("block_size", ""))
-        total += max((blocks or 0) - reserved_blocks, 0) * (size or 0)
-    return _accept_token_count(total)
+    return _sum_capacity(metrics, "num_gpu_blocks", reserved_blocks)
 
 
 def read_host_capacity(metrics: str) -> int | None:
     """Return the tokens that fit into the host tier of an engine of this project; None without a host tier."""
-    configs = [
-        (parse_number(c.get("num_cpu_blocks", "")), parse_number(c.get("block_size", "")))
-        for c in _iterate_cache_configs(metrics)
-    ]
-    return _accept_token_count(sum((blocks or 0) * (size or 0) for blocks, size in configs))
+    return _sum_capacity(metrics, "num_cpu_blocks", reserved_blocks=0)
+
+
+def _sum_capacity(metrics: str, blocks_label: str, reserved_blocks: int) -> int | None:
+    """Return the tokens that the blocks of all ranks hold; `blocks_label` names their number in each rank's labels."""
+    tokens = 0
+    for labels in _iterate_cache_configs(metrics):
+        blocks, block_size = parse_number(labels.get(blocks_label, "")), parse_number(labels.get("block_size", ""))
+        tokens += max((blocks or 0) - reserved_blocks, 0) * (block_size or 0)
+    return _accept_token_count(tokens)
 
 
 def read_shortest_first(metrics: str) -> bool:
@@ -248,10 +250,9 @@ def _iterate_cache_configs(metrics: str) -> Iterator[dict[str, str]]:
 def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
     """Return the load of each rank from a metrics page; None for a rank without one or with impossible values.
 
-    The names are those of vLLM, which this project's engine has too, or of SGLang. The series of a rank, one for each
-    model, are added up.
+    The names are those of vLLM, which this project's engine has too, or of SGLang.
     """
-    values_by_rank: dict[tuple[int, str], list[float]] = {}
+    values_by_kind_by_rank: list[dict[str, list[float]]] = [{} for _ in range(ranks)]
     for line in itertools.islice(_LOAD_PATTERN.finditer(metrics), 8 * RANKS_MAX):
         labels = dict(_LABEL_PATTERN.findall(line[2] or ""))
         engine = parse_number(labels.get("engine", "0")) if ranks > 1 else 0
@@ -260,31 +261,31 @@ def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
             continue  # the other series of that gauge are the sleep levels
         value = _parse_float(line[3])
         if engine is not None and engine < ranks:
-            is_possible = value is not None and 0.0 <= value <= _VALUE_MAX_BY_KIND.get(kind, 1.0)
-            values_by_rank.setdefault((engine, kind), []).append(
-                value if value is not None and is_possible else math.nan
-            )
-    loads: list[EngineLoad | None] = []
-    for rank in range(ranks):
-        running, waiting = (sum(values_by_rank.get((rank, kind), [math.nan])) for kind in ("running", "waiting"))
-        shares = values_by_rank.get((rank, "usage"), [math.nan])
-        usage = sum(shares) / len(shares)
-        has_counts = not math.isnan(running) and not math.isnan(waiting)
-        is_rank_asleep = sum(values_by_rank.get((rank, "awake"), [math.nan])) == 0
-        received_kv_bytes = sum(values_by_rank.get((rank, "received_kv_bytes"), [math.nan]))
-        if has_counts:
-            loads.append(
-                EngineLoad(
-                    int(running),
-                    int(waiting),
-                    None if math.isnan(usage) else usage,
-                    is_rank_asleep,
-                    None if math.isnan(received_kv_bytes) else received_kv_bytes,
-                )
-            )
-        else:
-            loads.append(EngineLoad(0, 0, None, is_rank_asleep) if is_rank_asleep else None)
-    return loads
+            is_possible = 0.0 <= value <= _VALUE_MAX_BY_KIND.get(kind, 1.0)
+            values_by_kind_by_rank[engine].setdefault(kind, []).append(value if is_possible else math.nan)
+    return [_make_load(values_by_kind) for values_by_kind in values_by_kind_by_rank]
+
+
+def _make_load(values_by_kind: Mapping[str, list[float]]) -> EngineLoad | None:
+    """Return the load of one rank; None if its page does not tell the requests, and not that it sleeps.
+
+    A kind has one value for each model of the rank. They are added up, and shares of the cache are averaged. A kind
+    with a value that is not a number counts as unknown.
+    """
+    total_by_kind = {kind: sum(values) for kind, values in values_by_kind.items() if not math.isnan(sum(values))}
+    is_asleep = total_by_kind.get("awake") == 0
+    if "running" not in total_by_kind or "waiting" not in total_by_kind:
+        return EngineLoad(0, 0, None, is_asleep=True) if is_asleep else None
+    cache_usage = None
+    if "usage" in total_by_kind:
+        cache_usage = total_by_kind["usage"] / len(values_by_kind["usage"])
+    return EngineLoad(
+        int(total_by_kind["running"]),
+        int(total_by_kind["waiting"]),
+        cache_usage,
+        is_asleep,
+        total_by_kind.get("received_kv_bytes"),
+    )
 
 
 def are_ranks_asleep(loads: Iterable[EngineLoad | None]) -> bool | None:
@@ -293,11 +294,12 @@ def are_ranks_asleep(loads: Iterable[EngineLoad | None]) -> bool | None:
     return all(rank_states) if rank_states else None
 
 
-def _parse_float(text: str) -> float | None:
+def _parse_float(text: str) -> float:
+    """Return a number; NaN for anything else."""
     try:
         return float(text)
     except ValueError:
-        return None
+        return math.nan
 
 
 def _decode_model_cards(body: bytes) -> list[dict[str, Any]]:

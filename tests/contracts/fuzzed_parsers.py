@@ -31,8 +31,8 @@ from router.decide.tracker import LoadTracker
 from router.edge.continuation import StreamContinuation
 from router.edge.response_progress import find_usage
 from router.fleet import worker_responses
-from router.fleet.discovery import parse_worker_flag
 from router.fleet.peers import LearnedSpeed, LoadMessage, PeerLoads, TargetLoad
+from router.fleet.worker_flag import parse_worker_flag
 from router.http.config import HttpLimits
 from router.http.headers import ProtocolError
 from router.http.request import BadRequest, RequestParser
@@ -183,12 +183,7 @@ def _stream(data: bytes) -> None:
 
 
 def _worker(data: bytes) -> None:
-    for read in (
-        worker_responses.read_models,
-        worker_responses.read_roots,
-        worker_responses.read_engine,
-        worker_responses.read_server_info,
-    ):
+    for read in (worker_responses.read_models, worker_responses.read_server_info):
         _call_suppressing(DecodeError, read, data)
     _call_suppressing(DecodeError, worker_responses.read_sources, data, "http://10.0.0.1:8000")
     page = data.decode(errors="replace")

@@ -19,14 +19,13 @@ from router.fleet.discovery import (
     Prober,
     WorkerFacts,
     make_worker_spec,
-    parse_worker_flag,
 )
+from router.fleet.worker_flag import parse_worker_flag
 from router.fleet.worker_responses import (
     MODELS_MAX,
     OBJECTS_MAX,
     read_block_size,
     read_cache_capacity,
-    read_engine,
     read_host_capacity,
     read_models,
     read_server_info,
@@ -108,7 +107,7 @@ def test_loras_and_aliases_share_the_first_names_cache() -> None:
         {"id": "tuned", "root": "/loras/t", "parent": "alias"},
         {"nonsense": 1},
     ]
-    assert read_models(json.dumps({"data": cards}).encode()) == (
+    assert read_models(json.dumps({"data": cards}).encode()).models == (
         ServedModel("base", "base", max_model_len=4096),
         ServedModel("alias", "base", max_model_len=4096),
         ServedModel("tuned", "base", lora="tuned", max_model_len=4096),
@@ -122,7 +121,7 @@ def test_loras_and_aliases_share_the_first_names_cache() -> None:
     ("owner", "engine"), [("vllm", "vllm"), ("vllm-frontend-rs", "vllm"), ("sglang", "sglang"), (None, ""), (3, "")]
 )
 def test_an_engine_has_one_name_whatever_its_frontend(owner: object, engine: str) -> None:
-    assert read_engine(json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode()) == engine
+    assert read_models(json.dumps({"data": [{"id": "m", "owned_by": owner}]}).encode()).engine == engine
 
 
 def test_capacity_from_metrics() -> None:

@@ -23,7 +23,7 @@ from router.decide.load import EngineLoad
 from router.decide.messages import Refuse
 from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerState
 from router.fleet.config import FleetConfig
-from router.fleet.discovery import Prober, WorkerFacts, WorkerFlag, normalise_url, parse_worker_flag
+from router.fleet.discovery import Prober, WorkerFacts
 from router.fleet.members import (
     BLOCKS_FACTOR,
     BLOCKS_MAX_DEFAULT,
@@ -32,6 +32,8 @@ from router.fleet.members import (
     _Member,
     compute_max_blocks,
 )
+from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
+from router.fleet.worker_responses import ModelList
 from router.index import make_index
 
 
@@ -223,8 +225,8 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_i
         async def check_health(self, flag: WorkerFlag) -> None:
             self.health_checks += 1
 
-        async def fetch_models(self, flag: WorkerFlag) -> tuple[tuple[ServedModel, ...], dict[str, str]]:
-            return (ServedModel("m", "m"),), {}
+        async def fetch_models(self, flag: WorkerFlag) -> ModelList:
+            return ModelList((ServedModel("m", "m"),), {})
 
         async def fetch_loads(self, flag: WorkerFlag, ranks: int) -> list[EngineLoad | None]:
             self.load_polls += 1

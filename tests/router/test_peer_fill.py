@@ -17,10 +17,11 @@ from events.sources import EventSource
 from prompts.errors import RequestError
 from router.fleet import peer_snapshots
 from router.fleet.config import FleetConfig
-from router.fleet.discovery import WorkerFacts, parse_worker_flag
+from router.fleet.discovery import WorkerFacts
 from router.fleet.feed import SNAPSHOT_VERSION, PeerSnapshot
 from router.fleet.members import Fleet, _Member
 from router.fleet.peer_snapshots import PeerClient, PeerRoutes
+from router.fleet.worker_flag import parse_worker_flag
 
 REPLAYS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2")
 SNAPSHOTS = EventSource(endpoint="tcp://a:1", replay_endpoint="tcp://a:2", snapshot=True)

@@ -20,7 +20,8 @@ from router.decide.price import CandidateFacts, RequestFacts, price_worker
 from router.decide.target import InFlightRequest, Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
-from router.fleet.discovery import WorkerFacts, make_worker_spec, parse_worker_flag
+from router.fleet.discovery import WorkerFacts, make_worker_spec
+from router.fleet.worker_flag import parse_worker_flag
 from router.fleet.worker_responses import read_shortest_first
 from router.index import make_index
 from router.index.protocol import HolderId, Scope

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from prompts.routing import parse_routing
-from router.fleet.discovery import parse_worker_flag
+from router.fleet.worker_flag import parse_worker_flag
 from router.prompting.encode import build_tokenize_request
 from router.prompting.model_tokenizers import RemoteTokenizer
 from router.prompting.prompt_worker_pool import WorkerState, _load_tokenizer, _run_task

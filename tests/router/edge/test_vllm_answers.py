@@ -53,7 +53,7 @@ def test_its_pages_tell_what_it_serves_and_how_long_its_blocks_are() -> None:
     assert read_block_size(pages["/metrics"]) == 32
     (source,) = read_sources(pages["/kv_event_sources"].encode(), "http://gpu1:8000")
     assert source.endpoint.startswith("tcp://gpu1:")
-    (model,) = read_models(pages["/v1/models"].encode())
+    (model,) = read_models(pages["/v1/models"].encode()).models
     assert (model.name, model.max_model_len) == ("tiny", 4096)
 
 

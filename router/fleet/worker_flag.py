@@ -1,0 +1,255 @@
+"""The flag `--worker`: what an operator says of one worker, and the rules for its keys and values. No I/O."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from options import ConfigError
+from options.addresses import bracket_host, get_default_port
+from router.decide.workers import BLOCKCAST, DECODE_ROLE, KINDS_BY_DIALECT, MOONCAKE, P2P, PREFILL_ROLE, SGLANG
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFlag:
+    """One worker as an operator describes it; values that are given here are not discovered."""
+
+    url: str
+    """Empty if another program sends requests to the worker, and asks this router only which one to take."""
+    worker_id: str
+    events: tuple[str, ...] = ()
+    """PUB endpoints, one for each data-parallel rank; empty: discover them."""
+    replay: tuple[str, ...] = ()
+    topic: str = ""
+    no_events: bool = False
+    """`events=none`: estimate the cache from the requests that were sent there."""
+    roles: frozenset[str] = frozenset()
+    kv: str = ""
+    """Dialect in which the worker moves KV; empty: as the worker says."""
+    bootstrap: str = ""
+    """HOST:PORT where other workers meet the worker to get its KV; empty: its host and BOOTSTRAP_PORT."""
+    cache_tokens: int | None = None
+    max_num_seqs: int | None = None
+    """Sequences that the worker runs at once; engines do not publish it."""
+    is_shortest_first: bool | None = None
+    """`prefill_order=shortest`: whether the shortest prompt is computed first; None: as the worker says."""
+    reannounces: bool = False
+    """`reannounce=1`: the worker may publish blocks as stored that it has already (EventSource.reannounces)."""
+    sends_api_key: bool = True
+    """Whether the worker is sent the workers' API key, as for any named at the router's start."""
+    model: str = ""
+    """Model that the worker serves, if it has no URL to be asked at."""
+    root: str = ""
+    """Folder, or name on a hub, of the model's tokenizer."""
+    block_size: int | None = None
+
+
+class _ValueRule(NamedTuple):
+    """Texts that a key of `--worker` may have, and their description for error messages."""
+
+    pattern: re.Pattern[str]
+    expected: str
+
+
+_POSITIVE_NUMBER = _ValueRule(re.compile("(?=0*[1-9])[0-9]{1,15}"), "a positive number")
+_SWITCH = _ValueRule(re.compile("[01]"), "0 or 1")
+_KV_DIALECTS = tuple(dialect for dialect in KINDS_BY_DIALECT if dialect != BLOCKCAST)
+"""Values of `kv=`: dialects of engines that do not say themselves that they move KV."""
+_RULE_BY_KEY = {
+    "cache_tokens": _POSITIVE_NUMBER,
+    "max_num_seqs": _POSITIVE_NUMBER,
+    "block_size": _POSITIVE_NUMBER,
+    "reannounce": _SWITCH,
+    "send_key": _SWITCH,
+    "kv": _ValueRule(re.compile("|".join(_KV_DIALECTS)), " or ".join(_KV_DIALECTS)),
+    "prefill_order": _ValueRule(re.compile("arrival|shortest"), "arrival or shortest"),
+}
+_NUMBER_KEYS = tuple(key for key, rule in _RULE_BY_KEY.items() if rule in (_POSITIVE_NUMBER, _SWITCH))
+_TEXT_KEYS = (
+    "url", "events", "replay", "topic", "id", "roles", "kv", "bootstrap", "prefill_order", "model", "root",
+)  # fmt: skip
+_KEYS = (*_TEXT_KEYS, *_NUMBER_KEYS)
+"""All keys of `--worker`. `model`, `root` and `block_size` replace `url`."""
+_WORKER_ID_PATTERN = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
+"""Characters of a worker's id, which stands in headers and metrics."""
+_ENDPOINT_PATTERN = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
+_BOOTSTRAP_PATTERN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,255}):(?P<port>[1-9][0-9]{0,4})")
+_HOST_LABEL_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+"""One label of a host's name; with underscores, which names of containers have."""
+
+
+def parse_worker_flag(text: str) -> WorkerFlag:
+    """Parse a value of `--worker`; ranks are separated by `;`. Raises ConfigError naming the part that is wrong.
+
+    Forms: `http://host:8000`; or `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,
+    cache_tokens=N,max_num_seqs=N,prefill_order=shortest,reannounce=1`; or `model=...,root=...,block_size=N` in place of
+    `url`, if other programs send the requests to the worker.
+    """
+    value_by_key: dict[str, str] = {}
+    if re.match(r"[a-z_]+=", text) is None:
+        value_by_key["url"] = text
+    else:
+        for part in text.split(","):
+            key, separator, value = part.partition("=")
+            if not separator:
+                raise ConfigError(f"worker: got {part!r} in {text!r}, expected key=value")
+            if key in value_by_key:
+                raise ConfigError(f"worker: {key} is given twice in {text!r}")
+            value_by_key[key] = value
+    return _make_worker_flag(value_by_key)
+
+
+def parse_worker_settings(settings: Mapping[str, Any]) -> WorkerFlag:
+    """Parse the body of `POST /workers`: a JSON object with the keys of `--worker`. Raises ConfigError.
+
+    Such a worker is sent the workers' API key only if it has `send_key`: its address may come from anyone who may use
+    the admin routes.
+    """
+    value_by_key = {"send_key": "0"}
+    for key, value in settings.items():
+        number = int(value) if isinstance(value, float) and value.is_integer() else value  # JSON may write 5 as 5.0
+        if not isinstance(number, str) and not (isinstance(number, int) and key not in _TEXT_KEYS):
+            raise ConfigError(f"worker: {key} is {value!r}, expected a string")
+        value_by_key[key] = str(number)
+    return _make_worker_flag(value_by_key)
+
+
+def _make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
+    """Make a WorkerFlag from the keys and values of `--worker url=...,id=...`. Raises ConfigError."""
+    _check_keys(value_by_key)
+    _check_values(value_by_key)
+    _check_transfer_values(value_by_key)
+    get = value_by_key.get
+    has_url, no_events = "url" in value_by_key, get("events") == "none"
+    endpoints = () if no_events else _split_endpoints(get("events", ""))
+    replay_endpoints = _split_endpoints(get("replay", ""))
+    if replay_endpoints and len(replay_endpoints) != len(endpoints):
+        raise ConfigError(f"worker: {len(replay_endpoints)} replay endpoints for {len(endpoints)} event endpoints")
+    if not has_url and not endpoints:
+        raise ConfigError(f"worker: events={get('events')!r}, expected an endpoint where there is no url=")
+    url = normalise_url(value_by_key["url"]) if has_url else ""
+    worker_id = get("id") or derive_worker_id(url)
+    if _WORKER_ID_PATTERN.fullmatch(worker_id) is None:
+        raise ConfigError(f"worker: id={worker_id!r}, expected up to 255 printable characters without spaces")
+    return WorkerFlag(
+        url=url,
+        worker_id=worker_id,
+        events=endpoints,
+        replay=replay_endpoints,
+        topic=get("topic", ""),
+        no_events=no_events,
+        roles=frozenset(filter(None, get("roles", "").split(";"))),
+        kv=get("kv", ""),
+        bootstrap=get("bootstrap", ""),
+        cache_tokens=_read_number(value_by_key, "cache_tokens"),
+        max_num_seqs=_read_number(value_by_key, "max_num_seqs"),
+        is_shortest_first=get("prefill_order") == "shortest" if "prefill_order" in value_by_key else None,
+        reannounces=get("reannounce") == "1",
+        sends_api_key=get("send_key") != "0",
+        model=get("model", ""),
+        root=get("root", ""),
+        block_size=_read_number(value_by_key, "block_size"),
+    )
+
+
+def _check_keys(value_by_key: Mapping[str, str]) -> None:
+    """Raise ConfigError for an unknown key, a missing key, or keys that exclude each other.
+
+    A worker has a URL at which it is asked for all else, or else the keys that name its model and its events.
+    """
+    unknown_key = next((key for key in value_by_key if key not in _KEYS), None)
+    if unknown_key is not None:
+        closest_keys = difflib.get_close_matches(unknown_key, _KEYS, 1)
+        hint = f", the nearest is {closest_keys[0]}" if closest_keys else ""
+        raise ConfigError(f"--worker: unknown key {unknown_key!r}{hint}; expected {', '.join(_KEYS)}")
+    keys_without_url = {"model", "root", "block_size"} & value_by_key.keys()
+    if keys_without_url and "url" in value_by_key:
+        raise ConfigError(
+            f"worker: {min(keys_without_url)}= and url=: expected one of them, a worker with a URL is asked"
+        )
+    required_keys = ("model", "events", "id") if keys_without_url else ("url",)
+    missing_key = next((key for key in required_keys if not value_by_key.get(key)), None)
+    if missing_key is not None:
+        raise ConfigError(f"worker: {missing_key}= is missing")
+
+
+def _check_values(value_by_key: Mapping[str, str]) -> None:
+    """Raise ConfigError for a value that breaks the rule of its key."""
+    for key, rule in _RULE_BY_KEY.items():
+        value = value_by_key.get(key)
+        if value is not None and rule.pattern.fullmatch(value) is None:
+            raise ConfigError(f"worker: {key}={value!r}, expected {rule.expected}")
+
+
+def _check_transfer_values(value_by_key: Mapping[str, str]) -> None:
+    """Raise ConfigError if `kv`, `bootstrap` and `roles` do not fit together."""
+    kv, bootstrap, roles = (value_by_key.get(key) for key in ("kv", "bootstrap", "roles"))
+    if bootstrap is not None:
+        match = _BOOTSTRAP_PATTERN.fullmatch(bootstrap)
+        if match is None or int(match["port"]) > 65535 or kv not in (MOONCAKE, SGLANG, P2P):
+            expected = f"HOST:PORT with kv={MOONCAKE}, kv={SGLANG} or kv={P2P}"
+            raise ConfigError(f"worker: bootstrap={bootstrap!r}, expected {expected}")
+    if kv == P2P and bootstrap is None:  # no default port: after a pull from a wrong one, vLLM's further pulls fail
+        raise ConfigError(f"worker: kv={P2P}: expected bootstrap=HOST:PORT, the address of the worker's P2P tier")
+    if kv == SGLANG and roles not in (PREFILL_ROLE, DECODE_ROLE):
+        expected = f"roles={PREFILL_ROLE} or roles={DECODE_ROLE}"
+        raise ConfigError(f"worker: kv={SGLANG} with roles={roles!r}, expected {expected}")
+
+
+def _read_number(value_by_key: Mapping[str, str], key: str) -> int | None:
+    return int(value_by_key[key]) if key in value_by_key else None
+
+
+def _split_endpoints(text: str) -> tuple[str, ...]:
+    """Return the ZeroMQ endpoints of all ranks, which `;` separates. Raises ConfigError."""
+    endpoints = tuple(text.split(";")) if text else ()
+    for endpoint in endpoints:
+        if _ENDPOINT_PATTERN.fullmatch(endpoint) is None:
+            raise ConfigError(f"worker: endpoint {endpoint!r}, expected one like tcp://host:5557")
+    return endpoints
+
+
+def normalise_url(url: str) -> str:
+    """Return a worker's address as `http://host:port`, without a trailing slash or `/v1`. Raises ConfigError."""
+    text = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"worker url: got {url!r}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or port == 0:
+        raise ConfigError(f"worker url: got {url!r}, expected http://host:port")
+    if parts.username is not None:
+        raise ConfigError(f"worker url: got one with a user in it for {parts.hostname!r}, expected http://host:port")
+    if not _is_valid_host(parts.hostname) or not url.isprintable() or " " in url:
+        raise ConfigError(f"worker url: got {url!r}: nothing can have that address, expected http://host:port")
+    host = bracket_host(parts.hostname)
+    host_port = host if port is None else f"{host}:{port}"
+    return f"{parts.scheme}://{host_port}{parts.path.rstrip('/').removesuffix('/v1')}"
+
+
+def _is_valid_host(host: str) -> bool:
+    """Return whether a text is an IP address or can be a host name. It is not resolved."""
+    if ":" in host or host.rpartition(".")[2].isdigit():
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        return True
+    try:
+        labels = host.rstrip(".").encode("idna").decode().split(".")
+    except UnicodeError:
+        return False
+    return all(_HOST_LABEL_PATTERN.fullmatch(label) for label in labels)
+
+
+def derive_worker_id(url: str) -> str:
+    """Return the id of a worker without a given one: host:port (and path) of its normalised URL."""
+    parts = urlsplit(url)
+    port = parts.port or get_default_port(parts.scheme)
+    return f"{bracket_host(parts.hostname or '')}:{port}{parts.path}"
