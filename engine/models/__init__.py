@@ -14,18 +14,18 @@ __all__ = ["BUILDER_BY_ARCHITECTURE", "CausalLM", "HfConfig", "ModelError", "Sha
 
 BUILDER_BY_ARCHITECTURE: dict[str, Callable[[HfConfig, WeightScope], CausalLM]] = {
     "BambaForCausalLM": bamba.build_bamba,
-    "Gemma3ForCausalLM": gemma3.build,
-    "Gemma3ForConditionalGeneration": gemma3.build,
-    "GraniteForCausalLM": granite.build,
-    "GraniteMoeHybridForCausalLM": bamba.build_granite,
-    "Lfm2ForCausalLM": lfm2.build,
-    "LlamaForCausalLM": llama.build,
+    "Gemma3ForCausalLM": gemma3.build_gemma3,
+    "Gemma3ForConditionalGeneration": gemma3.build_gemma3,
+    "GraniteForCausalLM": granite.build_granite,
+    "GraniteMoeHybridForCausalLM": bamba.build_granite_hybrid,
+    "Lfm2ForCausalLM": lfm2.build_lfm2,
+    "LlamaForCausalLM": llama.build_llama,
     "MistralForCausalLM": llama.build_mistral,
     "NemotronHForCausalLM": bamba.build_nemotron,
     "Qwen2ForCausalLM": llama.build_qwen2,
     "Qwen3ForCausalLM": llama.build_qwen3,
-    "Qwen3_5ForCausalLM": qwen3_5.build,
-    "Qwen3_5ForConditionalGeneration": qwen3_5.build,
+    "Qwen3_5ForCausalLM": qwen3_5.build_qwen3_5,
+    "Qwen3_5ForConditionalGeneration": qwen3_5.build_qwen3_5,
     "Qwen3MoeForCausalLM": llama.build_qwen3_moe,
 }
 

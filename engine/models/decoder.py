@@ -45,6 +45,8 @@ class DecoderConfig:
     """Whether the head has the weights of the embedding."""
     zero_centred_norm: bool = False
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    """Factor of the output of every mixer and MLP, before it is added to the residual."""
     logit_scale: float = 1.0
     norm_name: str = "norm"
     embedding_name: str = "embed_tokens"
@@ -78,10 +80,10 @@ class CausalLM:
     ) -> None:
         """Declare the weights of all blocks, and number the layers as the cache and the kernels address them.
 
-        `prefix` begins the names of the model's tensors in a checkpoint, such as "model" for model.layers.0.
-        `make_block` makes one block from the part of these names that is its own, and from the block's index.
-        Checkpoint tensors under `ignored_prefixes`, such as a vision tower, are not loaded. `renamed_prefixes` maps
-        another prefix that some checkpoints of the family use to the one of this model.
+        `prefix`: beginning of the tensors' names in a checkpoint, such as "model" for model.layers.0.
+        `make_block`: makes a block from the scope of its weights (model.layers.0) and its index (0).
+        `ignored_prefixes`: tensors that are not loaded, such as a vision tower.
+        `renamed_prefixes`: prefix that some checkpoints of the family use -> prefix of this model.
         """
         body_scope = root_scope.enter_scope(prefix)
         self.config = config
@@ -245,20 +247,21 @@ def read_attention_config(
 
 MakeMixer = Callable[[WeightScope], Mixer]
 """Function that makes a mixer from the scope of a block's weights."""
+MakeMLP = Callable[[WeightScope, int], Mixer]
+"""Function that makes a block's MLP from the scope of the block's weights and the block's index."""
 
 
 def build_alternating_decoder(
     root: WeightScope,
     decoder: DecoderConfig,
     mixers: Sequence[MakeMixer],
-    mlps: Sequence[MakeMixer],
+    make_mlp: MakeMLP,
     *,
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
-    residual_scale: float = 1.0,
     ignored_prefixes: tuple[str, ...] = (),
     renamed_prefixes: dict[str, str] | None = None,
 ) -> CausalLM:
-    """Build a decoder with `mixers[i]` and `mlps[i]` in block i, each after a norm and scaled by `residual_scale`.
+    """Build a decoder of blocks that have a mixer, made by `mixers[i]` in block i, and then an MLP, each after a norm.
 
     `norms`: names of the two norms in the checkpoint.
     """
@@ -267,13 +270,12 @@ def build_alternating_decoder(
         mixer_norm, mlp_norm = (
             RMSNorm(scope, name, decoder.hidden_size, decoder.norm_eps, decoder.zero_centred_norm) for name in norms
         )
-        mixer = mixers[index](scope)
         return DecoderBlock(
             mixer_norm=mixer_norm,
-            mixer=mixer,
+            mixer=mixers[index](scope),
             mlp_norm=mlp_norm,
-            mlp=mlps[index](scope),
-            residual_scale=residual_scale,
+            mlp=make_mlp(scope, index),
+            residual_scale=decoder.residual_scale,
         )
 
     return CausalLM(
@@ -288,24 +290,22 @@ def build_dense_decoder(
     attention: AttentionConfig,
     *,
     window_by_layer: Sequence[int | None] | None = None,
-    mlps: Sequence[MakeMixer] | None = None,
-    residual_scale: float = 1.0,
+    make_mlp: MakeMLP | None = None,
 ) -> CausalLM:
     """Build a decoder as Llama is: every block is attention and then a gated MLP, with Llama's names of the weights.
 
-    `window_by_layer`: sliding window of each layer; None: that of `attention`. `mlps`: replace the gated MLPs.
+    `window_by_layer`: sliding window of each layer; None: that of `attention`. `make_mlp`: None: a gated MLP.
     """
-    config.require_supported("hidden_act", "silu", "silu")
+    config.require_value("hidden_act", "silu")
 
     def make_attention_builder(window: int | None) -> MakeMixer:
         return lambda scope: Attention(scope.enter_scope("self_attn"), replace(attention, window=window))
 
-    def make_gated_mlp(scope: WeightScope) -> GatedMLP:
+    def make_gated_mlp(scope: WeightScope, index: int) -> GatedMLP:
         intermediate_size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
         return GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, intermediate_size, bias)
 
     if window_by_layer is None:
         window_by_layer = [attention.window] * decoder.num_layers
     attentions = [make_attention_builder(window) for window in window_by_layer]
-    mlps = [make_gated_mlp] * decoder.num_layers if mlps is None else mlps
-    return build_alternating_decoder(root, decoder, attentions, mlps, residual_scale=residual_scale)
+    return build_alternating_decoder(root, decoder, attentions, make_gated_mlp if make_mlp is None else make_mlp)

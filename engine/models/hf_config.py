@@ -84,12 +84,11 @@ class HfConfig:
             raise ModelError(f"{self.source}: {key}: expected a list of strings, got {value!r}")
         return value
 
-    def require_supported(self, key: str, default: T, *supported_values: T) -> None:
-        """Refuse a checkpoint whose `key` has a value that the model here does not implement."""
-        value = self.get(key, default)
-        if value not in supported_values:
-            supported_text = ", ".join(repr(item) for item in supported_values)
-            raise ModelError(f"{self.source}: {key}: {value!r} is not supported; expected {supported_text}")
+    def require_value(self, key: str, supported_value: T) -> None:
+        """Raise ModelError if `key` has another value than the one that is supported. It may be absent."""
+        value = self.get(key, supported_value)
+        if value != supported_value:
+            raise ModelError(f"{self.source}: {key}: {value!r} is not supported; expected {supported_value!r}")
 
     @property
     def dtype(self) -> str | None:
@@ -100,11 +99,21 @@ class HfConfig:
         return None if value is None else str(value).removeprefix("torch.")
 
 
-def read_layer_types(config: HfConfig, key: str, choice_by_name: Mapping[str, Kind], default: list[str]) -> list[Kind]:
-    """Return one of the choices for each layer, by the name of its type in the config.
+def make_layer_types(num_layers: int, full_attention_interval: int, other_type: str) -> list[str]:
+    """Return the layer types of a config that has only the interval of the layers with full attention.
 
-    `key`: field with the names of all layers. `default`: names if there is no such field; if it is not empty, there
-    must be as many names. Raises ModelError for unknown names, and for a wrong number of them.
+    With an interval of 4, the layers 3, 7, 11 and so on have full attention, and all others have `other_type`.
+    """
+    return ["full_attention" if (i + 1) % full_attention_interval == 0 else other_type for i in range(num_layers)]
+
+
+def read_layer_types(config: HfConfig, key: str, choice_by_name: Mapping[str, Kind], default: list[str]) -> list[Kind]:
+    """Read the type of each layer from the config, and return the choice for each type.
+
+    With the types ["conv", "attention"] and the choices {"conv": A, "attention": B} the result is [A, B].
+
+    `key`: field that lists the types. `default`: types if the field is absent; if `default` is not empty, the field
+    must be as long. Raises ModelError for an unknown type, and for a wrong number of types.
     """
     names = config.get_strings(key) or default
     if not names or (default and len(names) != len(default)):

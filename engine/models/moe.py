@@ -10,29 +10,39 @@ from engine.models.weights import WeightScope
 
 
 class RoutedMLP:
-    """Mixture of experts, with the weight names of Qwen's checkpoints. The softmax of the router is computed in fp32.
+    """Mixture of experts with the weight names of Qwen's checkpoints.
 
-    `renormalise`: scale the weights of the chosen experts so that they add up to 1. Each rank holds a part of the
-    channels of every expert. So all ranks choose the same experts, and have equal work.
+    The router, a matrix with a row for each expert, scores the experts for a token by a softmax in fp32. The `top_k`
+    experts with the best scores compute the token, and their outputs are added with the scores as weights. Each rank
+    holds some of the channels of every expert. So all ranks choose the same experts, and have equal work.
     """
 
     def __init__(
         self, scope: WeightScope, hidden_size: int, expert_size: int, num_experts: int, top_k: int, renormalise: bool
     ) -> None:
-        """Declare the weights. `top_k` of `num_experts` experts compute a token, each with `expert_size` channels."""
+        """Declare the weights: those of all experts in one tensor, so that one kernel multiplies them.
+
+        With 8 experts of 64 channels, each of 2 ranks holds 32 channels of every expert: then `gate_up_weight` is
+        [8, 2 * 32, hidden_size].
+
+        `expert_size`: channels of an expert. `renormalise`: whether the `top_k` scores are scaled to a sum of 1.
+        """
         self.router_weight = scope.declare_weight("gate.weight", (num_experts, hidden_size))
         self.top_k = top_k
         self.renormalise = renormalise
         self.all_reduce_sum = scope.shard.all_reduce_sum
         channels = scope.shard.split(expert_size, "channels of an expert")
+        channel_count = channels.held_size
+        gate_rows, up_rows = slice(0, channel_count), slice(channel_count, 2 * channel_count)
         gate_up_parts, down_parts = [], []
         for index in range(num_experts):
             expert = scope.enter_scope("experts").enter_scope(index)
-            for name, start in (("gate_proj", 0), ("up_proj", channels.held_size)):
-                target_index = (index, slice(start, start + channels.held_size))
-                gate_up_parts.append(expert.describe_tensor(f"{name}.weight", (channels, hidden_size), target_index))
+            gate_up_parts += [
+                expert.describe_tensor("gate_proj.weight", (channels, hidden_size), (index, gate_rows)),
+                expert.describe_tensor("up_proj.weight", (channels, hidden_size), (index, up_rows)),
+            ]
             down_parts.append(expert.describe_tensor("down_proj.weight", (hidden_size, channels), (index,)))
-        self.gate_up_weight = scope.declare_combined((num_experts, 2 * channels.held_size, hidden_size), gate_up_parts)
+        self.gate_up_weight = scope.declare_combined((num_experts, 2 * channel_count, hidden_size), gate_up_parts)
         self.down_weight = scope.declare_combined((num_experts, hidden_size, channels), down_parts)
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:

@@ -24,61 +24,46 @@ def build_bamba(config: HfConfig, root: WeightScope) -> CausalLM:
 
     The config lists the layers with attention, which rotates half of each head (`BAMBA_PARTIAL_ROTARY`).
     """
-    config.require_supported("hidden_act", "silu", "silu")
+    config.require_value("hidden_act", "silu")
     decoder = replace(DecoderConfig.from_hf(config, norm_eps=1e-5), norm_name="final_layernorm")
-    builder_by_kind = _get_mixer_builders(
+    mixer_by_type = _get_mixer_by_type(
         config, decoder, read_attention_config(config, decoder, rotary_fraction=BAMBA_PARTIAL_ROTARY)
     )
     attention_layers = config.values.get("attn_layer_indices") or []
-    mixers = [builder_by_kind["attention" if i in attention_layers else "mamba"] for i in range(decoder.num_layers)]
+    mixers = [mixer_by_type["attention" if i in attention_layers else "mamba"] for i in range(decoder.num_layers)]
     intermediate_size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
 
-    def make_mlp(scope: WeightScope) -> GatedMLP:
+    def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
         return GatedMLP(scope.enter_scope("feed_forward"), decoder.hidden_size, intermediate_size, bias)
 
-    norms = ("input_layernorm", "pre_ff_layernorm")
-    return build_alternating_decoder(root, decoder, mixers, [make_mlp] * decoder.num_layers, norms=norms)
+    return build_alternating_decoder(root, decoder, mixers, make_mlp, norms=("input_layernorm", "pre_ff_layernorm"))
 
 
-def build_granite(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Granite-4-H without routed experts. Its four multipliers are those of Granite."""
-    config.require_supported("hidden_act", "silu", "silu")
-    config.require_supported("num_local_experts", 0, 0)
-    decoder, attention, scale = granite.read_scaled_configs(config)
+def build_granite_hybrid(config: HfConfig, root: WeightScope) -> CausalLM:
+    """Build Granite-4-H without routed experts. It scales by the same four constants as Granite 3."""
+    config.require_value("hidden_act", "silu")
+    config.require_value("num_local_experts", 0)
+    decoder, attention = granite.read_scaled_configs(config)
     if config.get("position_embedding_type", "") != "rope":
         attention = replace(attention, rope=None)
-    builder_by_kind = _get_mixer_builders(config, decoder, attention)
-    mixers = read_layer_types(config, "layer_types", builder_by_kind, ["mamba"] * decoder.num_layers)
+    mixer_by_type = _get_mixer_by_type(config, decoder, attention)
+    mixers = read_layer_types(config, "layer_types", mixer_by_type, ["mamba"] * decoder.num_layers)
     intermediate_size = config.get_integer("shared_intermediate_size")
 
-    def make_mlp(scope: WeightScope) -> GatedMLP:
+    def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
         inner = scope.enter_scope("shared_mlp")
         return GatedMLP(inner, decoder.hidden_size, intermediate_size, inputs=("input_linear",), output="output_linear")
 
-    return build_alternating_decoder(root, decoder, mixers, [make_mlp] * decoder.num_layers, residual_scale=scale)
+    return build_alternating_decoder(root, decoder, mixers, make_mlp)
 
 
-def _get_mixer_builders(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig) -> dict[str, MakeMixer]:
-    """Return the functions that build a layer's mixer, by the layer type's names in configs.
+def _get_mixer_by_type(config: HfConfig, decoder: DecoderConfig, attention: AttentionConfig) -> dict[str, MakeMixer]:
+    """Return the function that makes a layer's mixer, for each name of a layer type in configs.
 
-    A mixer is the part of a layer in which tokens see each other: here attention, or Mamba-2's recurrence. Mamba's
-    sizes are read under the names that Bamba and Granite have for them.
+    A mixer is the part of a layer in which tokens see each other: here attention, or Mamba-2's recurrence. Configs
+    name either of them in two ways, such as "mamba" and "linear_attention".
     """
-    mamba_config = Mamba2Config(
-        hidden_size=decoder.hidden_size,
-        num_heads=config.get_integer("mamba_n_heads"),
-        head_dim=config.get_integer("mamba_d_head"),
-        num_groups=config.get_integer("mamba_n_groups"),
-        state_dim=config.get_integer("mamba_d_state"),
-        conv_width=config.get_integer("mamba_d_conv"),
-        norm_eps=decoder.norm_eps,
-        conv_bias=config.get("mamba_conv_bias", True),
-        proj_bias=config.get("mamba_proj_bias", False),
-        dt_limits=read_dt_limits(config),
-    )
-    size, inner = mamba_config.inner_size, int(config.get("mamba_expand", 2.0) * decoder.hidden_size)
-    if size != inner:
-        raise ModelError(f"{config.source}: mamba_n_heads * mamba_d_head: expected {inner}, got {size}")
+    mamba_config = _read_mamba_config(config, decoder)
 
     def make_attention(scope: WeightScope) -> Attention:
         return Attention(scope.enter_scope("self_attn"), attention)
@@ -92,6 +77,28 @@ def _get_mixer_builders(config: HfConfig, decoder: DecoderConfig, attention: Att
         "full_attention": make_attention,
         "attention": make_attention,
     }
+
+
+def _read_mamba_config(config: HfConfig, decoder: DecoderConfig) -> Mamba2Config:
+    """Read Mamba's sizes under the names that Bamba and Granite have for them. Raises ModelError."""
+    mamba_config = Mamba2Config(
+        hidden_size=decoder.hidden_size,
+        num_heads=config.get_integer("mamba_n_heads"),
+        head_dim=config.get_integer("mamba_d_head"),
+        num_groups=config.get_integer("mamba_n_groups"),
+        state_dim=config.get_integer("mamba_d_state"),
+        conv_width=config.get_integer("mamba_d_conv"),
+        norm_eps=decoder.norm_eps,
+        conv_bias=config.get("mamba_conv_bias", True),
+        proj_bias=config.get("mamba_proj_bias", False),
+        dt_limits=read_dt_limits(config),
+    )
+    expected_size = int(config.get("mamba_expand", 2.0) * decoder.hidden_size)
+    if mamba_config.inner_size != expected_size:
+        raise ModelError(
+            f"{config.source}: mamba_n_heads * mamba_d_head: expected {expected_size}, got {mamba_config.inner_size}"
+        )
+    return mamba_config
 
 
 class SquaredReluMLP:
@@ -111,8 +118,8 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
 
     The config lists the kinds of the layers by name (`layers_block_type`), or one letter each as in "M-M*-".
     """
-    config.require_supported("mlp_hidden_act", "relu2", "relu2")
-    config.require_supported("mamba_hidden_act", "silu", "silu")
+    config.require_value("mlp_hidden_act", "relu2")
+    config.require_value("mamba_hidden_act", "silu")
     pattern = config.get("hybrid_override_pattern", "")
     if unknown := set(pattern) - set(KIND_BY_LETTER):
         raise ModelError(f"{config.source}: hybrid_override_pattern: layer kinds {sorted(unknown)} are not supported")

@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from engine.models.decoder import CausalLM, DecoderConfig, read_attention_config
-from engine.models.hf_config import HfConfig, ModelError, read_layer_types
+from engine.models.hf_config import HfConfig, ModelError, make_layer_types, read_layer_types
 from engine.models.layers import Attention, AttentionConfig, DecoderBlock, GatedMLP, RMSNorm, gelu_tanh_and_mul
 from engine.models.rope import RopeConfig
 from engine.models.weights import WeightScope
@@ -34,13 +34,13 @@ DEFAULT_BY_KEY = {
 """Values of keys that published configs leave out."""
 
 
-def build(config: HfConfig, root: WeightScope) -> CausalLM:
+def build_gemma3(config: HfConfig, root: WeightScope) -> CausalLM:
     """Build Gemma 3's text model."""
     if "text_config" in config:
         config = config.get_object("text_config")
     config = HfConfig(DEFAULT_BY_KEY | dict(config.values), config.source)
-    config.require_supported("hidden_activation", "gelu_pytorch_tanh", "gelu_pytorch_tanh")
-    config.require_supported("use_bidirectional_attention", False, False)
+    config.require_value("hidden_activation", "gelu_pytorch_tanh")
+    config.require_value("use_bidirectional_attention", False)
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if key in config:
             raise ModelError(f"{config.source}: {key}: {config.values[key]!r} is not supported; expected null")
@@ -63,11 +63,8 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
         "full_attention": replace(full, rope=_make_rope_config(config, full.head_dim, "full_attention")),
     }
     full_attention_interval = config.get("sliding_window_pattern", FULL_ATTENTION_EVERY)
-    default = [
-        "sliding_attention" if (i + 1) % full_attention_interval else "full_attention"
-        for i in range(decoder.num_layers)
-    ]
-    attention_by_layer = read_layer_types(config, "layer_types", attention_by_kind, default)
+    default_types = make_layer_types(decoder.num_layers, full_attention_interval, "sliding_attention")
+    attention_by_layer = read_layer_types(config, "layer_types", attention_by_kind, default_types)
     intermediate_size = config.get_integer("intermediate_size")
     return CausalLM(
         root,

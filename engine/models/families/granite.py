@@ -10,18 +10,17 @@ from engine.models.layers import AttentionConfig
 from engine.models.weights import WeightScope
 
 
-def build(config: HfConfig, root: WeightScope) -> CausalLM:
+def build_granite(config: HfConfig, root: WeightScope) -> CausalLM:
     """Build Granite 3."""
-    decoder, attention, residual_scale = read_scaled_configs(config)
-    return build_dense_decoder(root, config, decoder, attention, residual_scale=residual_scale)
+    return build_dense_decoder(root, config, *read_scaled_configs(config))
 
 
-def read_scaled_configs(config: HfConfig) -> tuple[DecoderConfig, AttentionConfig, float]:
-    """Return (decoder config, attention config, factor of every branch)."""
+def read_scaled_configs(config: HfConfig) -> tuple[DecoderConfig, AttentionConfig]:
+    """Return the configs of decoder and attention, with the four constants by which Granite scales."""
     decoder = replace(
         DecoderConfig.from_hf(config),
         embedding_scale=config.get("embedding_multiplier", 1.0),
+        residual_scale=config.get("residual_multiplier", 1.0),
         logit_scale=1.0 / config.get("logits_scaling", 1.0),
     )
-    attention = replace(read_attention_config(config, decoder), scale=config.get("attention_multiplier", 1.0))
-    return decoder, attention, config.get("residual_multiplier", 1.0)
+    return decoder, replace(read_attention_config(config, decoder), scale=config.get("attention_multiplier", 1.0))

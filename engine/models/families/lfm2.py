@@ -14,7 +14,7 @@ from engine.models.weights import WeightScope
 ROPE_THETA = 1_000_000.0
 
 
-def build(config: HfConfig, root: WeightScope) -> CausalLM:
+def build_lfm2(config: HfConfig, root: WeightScope) -> CausalLM:
     """Build LFM2."""
     tie_embeddings = config.get("tie_embedding", config.get("tie_word_embeddings", True))
     eps = config.get("norm_eps", 1e-5)
@@ -35,13 +35,11 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
     attention_layers = config.values.get("full_attn_idxs") or range(decoder.num_layers)
     default = ["full_attention" if i in attention_layers else "conv" for i in range(decoder.num_layers)]
 
-    def make_mlp(scope: WeightScope) -> GatedMLP:
+    def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
         return GatedMLP(scope.enter_scope("feed_forward"), decoder.hidden_size, size, inputs=("w1", "w3"), output="w2")
 
     mixers = read_layer_types(config, "layer_types", builder_by_kind, default)
-    return build_alternating_decoder(
-        root, decoder, mixers, [make_mlp] * decoder.num_layers, norms=("operator_norm", "ffn_norm")
-    )
+    return build_alternating_decoder(root, decoder, mixers, make_mlp, norms=("operator_norm", "ffn_norm"))
 
 
 def _compute_mlp_size(config: HfConfig) -> int:

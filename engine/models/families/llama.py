@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, build_dense_decoder, read_attention_config
+from engine.models.decoder import CausalLM, DecoderConfig, build_dense_decoder, read_attention_config
 from engine.models.hf_config import HfConfig, ModelError
-from engine.models.layers import GatedMLP
+from engine.models.layers import GatedMLP, Mixer
 from engine.models.moe import RoutedMLP
 from engine.models.weights import WeightScope
 
@@ -14,7 +14,7 @@ MISTRAL_WINDOW = 4096
 """Window of a Mistral config without the key; `null` means no window."""
 
 
-def build(config: HfConfig, root: WeightScope) -> CausalLM:
+def build_llama(config: HfConfig, root: WeightScope) -> CausalLM:
     """Build Llama 2 or 3."""
     decoder = DecoderConfig.from_hf(config)
     return build_dense_decoder(root, config, decoder, read_attention_config(config, decoder))
@@ -55,22 +55,17 @@ def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
     top_k = config.get_integer("num_experts_per_tok")
     renormalise = config.get("norm_topk_prob", False)
 
-    def make_routed_mlp(scope: WeightScope) -> RoutedMLP:
-        return RoutedMLP(scope.enter_scope("mlp"), decoder.hidden_size, expert_size, num_experts, top_k, renormalise)
-
-    def make_dense_mlp(scope: WeightScope) -> GatedMLP:
-        return GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, config.get_integer("intermediate_size"))
-
     dense_layers = set(config.values.get("mlp_only_layers") or [])
     sparse_interval = config.get("decoder_sparse_step", 1)
 
-    def is_dense(layer: int) -> bool:
-        return layer in dense_layers or (layer + 1) % sparse_interval != 0
+    def make_mlp(scope: WeightScope, layer: int) -> Mixer:
+        mlp_scope = scope.enter_scope("mlp")
+        if layer in dense_layers or (layer + 1) % sparse_interval:
+            return GatedMLP(mlp_scope, decoder.hidden_size, config.get_integer("intermediate_size"))
+        return RoutedMLP(mlp_scope, decoder.hidden_size, expert_size, num_experts, top_k, renormalise)
 
-    mlps: list[MakeMixer] = [make_dense_mlp if is_dense(i) else make_routed_mlp for i in range(decoder.num_layers)]
-    return build_dense_decoder(
-        root, config, decoder, attention, window_by_layer=_read_window_by_layer(config, decoder.num_layers), mlps=mlps
-    )
+    windows = _read_window_by_layer(config, decoder.num_layers)
+    return build_dense_decoder(root, config, decoder, attention, window_by_layer=windows, make_mlp=make_mlp)
 
 
 def _read_window_by_layer(config: HfConfig, num_layers: int) -> list[int | None]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.models.decoder import CausalLM, DecoderConfig, MakeMixer, build_alternating_decoder, read_attention_config
-from engine.models.hf_config import HfConfig, read_layer_types
+from engine.models.hf_config import HfConfig, make_layer_types, read_layer_types
 from engine.models.layers import Attention, AttentionConfig, ForwardContext, GatedMLP, Linear, shard_attention
 from engine.models.mixers import DeltaNetConfig, GatedDeltaNet
 from engine.models.shard import Extent
@@ -72,21 +72,44 @@ def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
     )
 
 
-def build(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Qwen3.5's text model, in which tokens see each other by the gated delta rule, or by gated attention.
+def build_qwen3_5(config: HfConfig, root: WeightScope) -> CausalLM:
+    """Build Qwen3.5's text model: each layer is a gated delta net or gated attention, and then a gated MLP.
 
-    One layer in four has attention, unless the config lists the kinds of layers. Vision weights are not loaded.
+    One layer in four has attention, unless the config lists the types of the layers. Vision weights are not loaded.
     """
     tie_embeddings = config.get("tie_word_embeddings", False)
     if "text_config" in config:
         config = config.get_object("text_config")
-    config.require_supported("hidden_act", "silu", "silu")
-    config.require_supported("attn_output_gate", True, True)
+    config.require_value("hidden_act", "silu")
+    config.require_value("attn_output_gate", True)
     decoder = replace(DecoderConfig.from_hf(config, tie_embeddings=tie_embeddings), zero_centred_norm=True)
     attention = replace(
         read_attention_config(config, decoder, rotary_fraction=PARTIAL_ROTARY), qk_norm_eps=decoder.norm_eps
     )
-    delta_net_config = DeltaNetConfig(
+    delta_net_config = _read_delta_net_config(config, decoder)
+    mixer_by_type: dict[str, MakeMixer] = {
+        "linear_attention": lambda scope: GatedDeltaNet(scope.enter_scope("linear_attn"), delta_net_config),
+        "full_attention": lambda scope: GatedAttention(scope.enter_scope("self_attn"), attention),
+    }
+    full_attention_interval = config.get("full_attention_interval", FULL_ATTENTION_EVERY)
+    default_types = make_layer_types(decoder.num_layers, full_attention_interval, "linear_attention")
+    intermediate_size = config.get_integer("intermediate_size")
+
+    def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
+        return GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, intermediate_size)
+
+    return build_alternating_decoder(
+        root,
+        decoder,
+        read_layer_types(config, "layer_types", mixer_by_type, default_types),
+        make_mlp,
+        ignored_prefixes=("model.visual.", "mtp."),
+        renamed_prefixes={"model.language_model.": "model."},
+    )
+
+
+def _read_delta_net_config(config: HfConfig, decoder: DecoderConfig) -> DeltaNetConfig:
+    return DeltaNetConfig(
         hidden_size=decoder.hidden_size,
         num_key_heads=config.get_integer("linear_num_key_heads"),
         num_value_heads=config.get_integer("linear_num_value_heads"),
@@ -94,23 +117,4 @@ def build(config: HfConfig, root: WeightScope) -> CausalLM:
         value_dim=config.get_integer("linear_value_head_dim"),
         conv_width=config.get_integer("linear_conv_kernel_dim"),
         norm_eps=decoder.norm_eps,
-    )
-    builder_by_kind: dict[str, MakeMixer] = {
-        "linear_attention": lambda scope: GatedDeltaNet(scope.enter_scope("linear_attn"), delta_net_config),
-        "full_attention": lambda scope: GatedAttention(scope.enter_scope("self_attn"), attention),
-    }
-    interval = config.get("full_attention_interval", FULL_ATTENTION_EVERY)
-    intermediate_size = config.get_integer("intermediate_size")
-    default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(decoder.num_layers)]
-
-    def make_mlp(scope: WeightScope) -> GatedMLP:
-        return GatedMLP(scope.enter_scope("mlp"), decoder.hidden_size, intermediate_size)
-
-    return build_alternating_decoder(
-        root,
-        decoder,
-        read_layer_types(config, "layer_types", builder_by_kind, default),
-        [make_mlp] * decoder.num_layers,
-        ignored_prefixes=("model.visual.", "mtp."),
-        renamed_prefixes={"model.language_model.": "model."},
     )
