@@ -109,7 +109,7 @@ class CausalLM:
         self.recurrent_layers = [(i, mixer) for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)]
         """(index of the block, its recurrent layer)."""
         self._last_mixer_index = max(i for i, _ in (*self.attention_layers, *self.recurrent_layers))
-        """Index of the last block in which tokens see each other. After its mixer only selected rows are computed."""
+        """Index of the last block in which tokens depend on other tokens. After it, only selected rows are computed."""
         self._rope_configs: list[RopeConfig] = []
         """The different settings of rotary embedding that the attention layers have."""
         self._number_attention_layers()
@@ -117,7 +117,7 @@ class CausalLM:
         self._collect_ropes()
 
     def _number_attention_layers(self) -> None:
-        """Tell each attention layer its group, which shares a block table, and its index among the group's layers."""
+        """Tell each attention layer its cache group, and its index among the group's layers."""
         for group_index, layer_indices in enumerate(self._layers_by_group):
             for group_layer_index, layer_index in enumerate(layer_indices):
                 attention = self.attention_layers[layer_index][1]
@@ -172,10 +172,10 @@ class CausalLM:
         return [RopeTable(rope, max_positions, dtype, device) for rope in self._rope_configs]
 
     def forward(self, token_ids: Tensor, context: ForwardContext, selected_tokens: Tensor | None = None) -> Tensor:
-        """Compute the hidden states after the last norm, [tokens, hidden], and fill the cache at the batch's positions.
+        """Compute the hidden states after the last norm, [tokens, hidden], and store the tokens' KV and state.
 
-        `selected_tokens`: indices of the rows that are returned; None: all. The other rows are needed as long as tokens
-        see each other, and so are dropped after the last attention or recurrent layer.
+        `selected_tokens`: indices of the rows that are returned; None: all. The other rows are dropped after the last
+        attention or recurrent layer, because until then the selected rows depend on them.
         """
         x = self.vocabulary.look_up(token_ids)
         if self.config.embedding_scale != 1.0:
@@ -205,10 +205,11 @@ class CausalLM:
 
 
 def _group_layers(configs: Sequence[AttentionConfig]) -> list[list[int]]:
-    """Return the indices of the attention layers in each group, full attention first.
+    """Return the indices of the attention layers in each cache group, full attention first.
 
-    Layers with the same window and the same sizes of K and V are a group: a block of the cache has the K and V of all
-    its layers, so that one block table serves them.
+    Layers with the same window and the same sizes of K and V are a group. A cache block holds the K and V of all layers
+    of its group, so that one block table serves them. Layers with the windows (None, 512, None, 512) give
+    [[0, 2], [1, 3]].
     """
     layers_by_key: dict[tuple[int | None, int, int], list[int]] = {}
     for i, config in enumerate(configs):

@@ -80,7 +80,10 @@ class Linear:
     def __init__(
         self, weight: Weight, bias: Weight | None, all_reduce_sum: Callable[[Tensor], Tensor] | None = None
     ) -> None:
-        """Make a layer from declared weights. `all_reduce_sum` adds up the ranks' products; None: they are whole."""
+        """Make a layer from declared weights.
+
+        `all_reduce_sum`: adds up the products of all ranks; None: the product of each rank is whole.
+        """
         self.weight = weight
         self.weight.is_linear = True  # it is multiplied, so it may be packed for that
         self.bias = bias
@@ -294,10 +297,10 @@ class DecoderBlock:
     def __call__(
         self, x: Tensor, residual: Tensor | None, context: ForwardContext, selected_tokens: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Apply the block to x [tokens, hidden_size]; return (x, residual), of which the sum is the block's output.
+        """Apply the block, and return (x, residual). Their sum is the block's output, which the next block norms.
 
-        `residual`: sum of the earlier blocks' outputs; None in the first block. `selected_tokens`: rows that later
-        layers need, so that only they are computed after the mixer; None: all rows.
+        `x`: [tokens, hidden_size], the last block's output without its residual. `residual`: None in the first block.
+        `selected_tokens`: rows that are computed after the mixer, because later layers need no others; None: all rows.
         """
         if residual is None:
             residual, x = x, self.mixer_norm(x, context)

@@ -120,7 +120,7 @@ class Mamba2Config:
 
 
 class Mamba2:
-    """Recurrent mixer of Bamba, Granite-4-H and Nemotron-H: Mamba-2. The gate comes before the norm of groups."""
+    """Mamba-2, the recurrent mixer of Bamba, Granite-4-H and Nemotron-H. The output is gated, then normed by group."""
 
     def __init__(self, scope: WeightScope, config: Mamba2Config) -> None:
         """Declare the weights of this rank's heads, and of the groups that these share.
@@ -191,7 +191,7 @@ class Mamba2:
 
 
 class _CrossRankGroupNorm:
-    """Gated norm of groups that are split over ranks. The sums of squares are added over the ranks."""
+    """Gated norm of channel groups that several ranks share. Their sums of squares are added over the ranks."""
 
     def __init__(self, shard: Shard, config: Mamba2Config) -> None:
         assert shard.num_ranks % config.num_groups == 0, (shard.num_ranks, config.num_groups)

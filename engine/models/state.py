@@ -1,4 +1,4 @@
-"""Layout of the states of all recurrent layers inside one unit: recurrent matrices (fp32) first, then conv tails."""
+"""Layout of a sequence's recurrent state in a unit of the cache: the matrices of all layers (fp32), then conv tails."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Byte offsets of each layer's state from the start of a unit."""
+    """Byte offsets of each layer's state from the start of a unit, the memory that holds the state of one sequence."""
 
     shapes: tuple[StateShape, ...]
     tail_dtype: torch.dtype

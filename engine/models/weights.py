@@ -117,7 +117,11 @@ class WeightScope:
         target_index: Index = (),
         transform: Callable[[Tensor], Tensor] | None = None,
     ) -> CheckpointTensor:
-        """Describe a tensor of the checkpoint. `transform`: gets this rank's part of the tensor."""
+        """Describe a tensor of the checkpoint, as one of the parts that `declare_combined` takes.
+
+        `shape`: shape in the checkpoint. `target_index`: index of the weight to which the tensor is copied.
+        `transform`: function that is applied to this rank's part of the tensor before the copy.
+        """
         return CheckpointTensor(
             self.prefix + name, tuple(map(get_total_size, shape)), target_index, _slice_and_transform(shape, transform)
         )
@@ -129,7 +133,7 @@ class WeightScope:
     def declare_combined(
         self, shape: tuple[Extent, ...], parts: list[CheckpointTensor], dtype: torch.dtype | None = None
     ) -> Weight:
-        """Declare a weight that is put together from several tensors of the checkpoint."""
+        """Declare a weight that is put together from several tensors of the checkpoint, such as q, k and v."""
         weight = Weight(tuple(map(get_held_size, shape)), tuple(parts), dtype)
         self.weights.append(weight)
         return weight
@@ -138,9 +142,9 @@ class WeightScope:
 def _slice_and_transform(
     shape: tuple[Extent, ...], transform: Callable[[Tensor], Tensor] | None
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that makes a weight's values from the checkpoint's tensor; None: the tensor is used as it is.
+    """Return `transform` with a step before it that takes this rank's part of the tensor.
 
-    It takes this rank's part of the dimensions that are split, and then applies `transform`.
+    Without dimensions that are split over ranks, `transform` is returned as it is.
     """
     shards = [(dim, extent) for dim, extent in enumerate(shape) if isinstance(extent, DimShard) and not extent.is_whole]
     if not shards:

@@ -84,12 +84,12 @@ def make_generation(
 ) -> Generation:
     """Make the engine's requests and the choices of one HTTP request.
 
+    A router may move an answer that another engine has begun to this one. Then the prompt ends with the tokens of that
+    answer, their number is in the field `answered_tokens`, and the only choice continues the answer.
+
     `id`: id that the client sees. `request_prefix`: prefix of the engine's request ids, which makes them unique.
-    `kv_source`: peer from which the engine may take cached blocks of the prompts.
-
-    If the prompt ends with `answered_tokens` tokens of an earlier answer, the first choice continues that answer.
-
-    Raises RequestError if the model does not allow a parameter.
+    `kv_source`: peer from which the engine may take cached blocks of the prompts. Raises RequestError if the model does
+    not allow a parameter.
     """
     body, prompts, parser_config = parsed_request.body, parsed_request.prompts, parsed_request.parser_config
     requests: list[Request] = []
@@ -138,26 +138,29 @@ def make_sample_requests(
     answered_tokens: int = 0,
     kv_source: KVSource | None = None,
 ) -> list[Request]:
-    """Return the n sequences of one prompt, numbered from `first_choice_index`. Each sample has the next seed."""
-    requests = []
-    for sample in range(params.n):
-        sample_params = params
-        if params.seed is not None:
-            sample_params = msgspec.structs.replace(params, seed=_compute_sample_seed(params.seed, sample))
-        requests.append(
-            Request(
-                request_id=f"{request_prefix}-{first_choice_index + sample}",
-                token_ids=prompt,
-                params=sample_params,
-                cache_salt=cache_salt,
-                priority=priority,
-                resumed_output_len=answered_tokens,
-                kv_source=kv_source,
-            )
+    """Return the engine's requests for the n samples of one prompt.
+
+    With the prefix "a7", n = 2 and `first_choice_index` = 4 their ids are "a7-4" and "a7-5". If the client gives a
+    seed, sample i has seed + i, so that the samples differ.
+
+    `answered_tokens`: number of the prompt's last tokens that another engine has already generated.
+    """
+    return [
+        Request(
+            request_id=f"{request_prefix}-{first_choice_index + sample}",
+            token_ids=prompt,
+            params=_offset_seed(params, sample),
+            cache_salt=cache_salt,
+            priority=priority,
+            resumed_output_len=answered_tokens,
+            kv_source=kv_source,
         )
-    return requests
+        for sample in range(params.n)
+    ]
 
 
-def _compute_sample_seed(seed: int, sample: int) -> int:
-    """Return the seed of a sample, in 64 bits with a sign: the smallest seed follows the largest."""
-    return (seed + sample + 2**63) % 2**64 - 2**63
+def _offset_seed(params: SamplingParams, sample: int) -> SamplingParams:
+    """Return the parameters with a seed that is greater by `sample`; after the largest int64 comes the smallest."""
+    if params.seed is None:
+        return params
+    return msgspec.structs.replace(params, seed=(params.seed + sample + 2**63) % 2**64 - 2**63)

@@ -20,7 +20,7 @@ _SHARED_FIELDS = set(SamplingParams.__struct_fields__) - {
     "n", "max_tokens", "stop", "stop_token_ids", "logit_bias", "logprobs", "prompt_logprobs", "constraint",
     "structured_outputs",
 }  # fmt: skip
-"""Fields that mean the same in a body and in SamplingParams."""
+"""Fields that SamplingParams takes from a body as they are. The other ones are converted or computed."""
 
 
 class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,10 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
 def make_sampling_params(
     request: ChatRequest | CompletionRequest, limits: ModelLimits, prompt_len: int, constraint: Constraint | None = None
 ) -> SamplingParams:
-    """Return the parameters of one sequence with a prompt of `prompt_len` tokens. Raises RequestError."""
+    """Return the checked sampling parameters for a prompt of `prompt_len` tokens. Raises RequestError.
+
+    A field that the request leaves out has the model's default (generation_config.json), or that of SamplingParams.
+    """
     fields: dict[str, Any] = {name: value for name, value in limits.default_sampling.items() if name in _SHARED_FIELDS}
     for name in _SHARED_FIELDS:
         value = getattr(request, name)

@@ -80,7 +80,7 @@ def read_chat(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedR
 
 
 def read_messages(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> ParsedRequest:
-    """Parse a body of `/v1/messages` as the chat that it stands for. Raises RequestError."""
+    """Parse a body of `/v1/messages`, which is converted to a chat. Raises RequestError."""
     request = parse_messages(data)
     _check_text_only(request)
     return _read_chat_body(
@@ -118,39 +118,46 @@ def read_response(
     limits: ModelLimits,
     items: Mapping[str, bytes] = MappingProxyType({}),
 ) -> ParsedRequest:
-    """Parse a body of `/v1/responses` as the chat that it stands for. Raises RequestError.
+    """Parse a body of `/v1/responses`, which is converted to a chat. Raises RequestError.
 
-    `previous_messages`: JSON of the messages of the response that it continues. `items`: JSON of each item that it
-    refers to, by id.
+    `previous_messages`: JSON list of the messages of the stored response that the body continues; None: it continues
+    none. `items`: item id -> JSON of the stored item, for every item that the body refers to.
     """
     request = parse_responses_request(data)
-    if request.background:
-        message = "background: not supported, expected false: a response is computed while its client waits"
-        raise RequestError(message, param="background")
-    _check_items(request)
+    _check_response_supported(request)
     earlier_messages = None if previous_messages is None else msgspec.json.decode(previous_messages)
     items_by_id = {name: msgspec.json.decode(item) for name, item in items.items()}
     body = ChatRequest(**convert_response_to_chat(request, earlier_messages, items_by_id))
-    context = ResponseContext(
-        messages=msgspec.json.encode(body.messages),
-        echoed_fields=_encode_echoed_fields(request),
-        should_store=request.store is not False,
-        previous_response_id=request.previous_response_id,
-        tools={name: tool for name, tool in make_client_tools(request.tools).items() if tool != ClientTool(name)},
-        skipped_item_types=find_skipped_item_types(request),
-    )
+    context = _make_response_context(request, body)
     try:
         parsed_request = _read_chat_body(body, tokenizer, limits, "/v1/responses", context.tools)
     except RequestError as error:
         raise _rename_error_field(error) from None
     constraint = parsed_request.constraint
-    if constraint is not None:
+    if constraint is not None:  # its grammar is compiled later, and an error names the field then
         constraint = msgspec.structs.replace(constraint, param=_get_responses_field(constraint.param))
     return msgspec.structs.replace(parsed_request, response_context=context, constraint=constraint)
 
 
-def _check_items(request: ResponsesRequest) -> None:
-    """Raise RequestError for the first content part that is no text."""
+def _make_response_context(request: ResponsesRequest, body: ChatRequest) -> ResponseContext:
+    """Return the state of a Responses request that its answer needs. `body`: the chat that the request was made to."""
+    tools = make_client_tools(request.tools)
+    return ResponseContext(
+        messages=msgspec.json.encode(body.messages),
+        echoed_fields=_encode_echoed_fields(request),
+        should_store=request.store is not False,
+        previous_response_id=request.previous_response_id,
+        # A plain function needs no entry: the model sees it under the client's own name.
+        tools={name: tool for name, tool in tools.items() if tool != ClientTool(name)},
+        skipped_item_types=find_skipped_item_types(request),
+    )
+
+
+def _check_response_supported(request: ResponsesRequest) -> None:
+    """Raise RequestError if the response is to be computed in the background, or if its input has an image or file."""
+    if request.background:
+        message = "background: not supported, expected false: a response is computed while its client waits"
+        raise RequestError(message, param="background")
     items = request.input if isinstance(request.input, list) else []
     for index, item in enumerate(items):
         for field in ("content", "output"):
@@ -167,11 +174,15 @@ _RESPONSES_FIELDS = {
     "messages": "input", "response_format.json_schema": "text.format", "response_format": "text.format",
     "max_tokens": "max_output_tokens",
 }  # fmt: skip
-"""Field of a chat -> field of `/v1/responses` that it is made of."""
+"""Field of a chat -> field of `/v1/responses` from which it was converted."""
 
 
 def _get_responses_field(param: str) -> str:
-    """Return the field of `/v1/responses` that a field of the chat is made of."""
+    """Return the field of `/v1/responses` from which a field of the chat was converted.
+
+    "response_format.json_schema.schema" gives "text.format.schema". A field of a message gives "input", because the
+    messages of the chat are counted differently than the items of the input.
+    """
     for chat_field, responses_field in _RESPONSES_FIELDS.items():
         if param.startswith(chat_field):
             return responses_field if chat_field == "messages" else param.replace(chat_field, responses_field, 1)
@@ -179,7 +190,7 @@ def _get_responses_field(param: str) -> str:
 
 
 def _rename_error_field(error: RequestError) -> RequestError:
-    """Return an error about a chat as an error about the `/v1/responses` body that the chat was made of."""
+    """Return an error about a chat as one about the `/v1/responses` body from which the chat was converted."""
     if error.param is None:
         return error
     param = _get_responses_field(error.param)
@@ -212,12 +223,16 @@ def _read_chat_body(
     path: str = "/v1/chat/completions",
     tools: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> ParsedRequest:
-    """Parse a chat. Raises RequestError. `path`: path of the requested API. `tools`: custom tools by name."""
+    """Render a chat as the tokens of its prompt, and find out how its answer is constrained and parsed.
+
+    `path`: path of the requested API, for errors. `tools`: custom tools by the name that the model sees. Raises
+    RequestError.
+    """
     check_supported(body)
-    token_ids, text = _encode_prompt(body, tokenizer)
+    token_ids, prompt_text = _encode_prompt(body, tokenizer)
     prompt_field = "input" if path == "/v1/responses" else "messages"
     prompt = _truncate_prompt(prompt_field, token_ids, body, limits, path)
-    parser_config = make_parser_config(body, text, limits)  # the prompt's end says whether the answer begins to reason
+    parser_config = make_parser_config(body, prompt_text, limits)
     grammars = {name: tool for name, tool in tools.items() if tool.syntax is not None}
     constraint = build_constraint(body, tokenizer, limits, reasoning_token_ids(parser_config, tokenizer), grammars)
     return ParsedRequest(
@@ -230,7 +245,7 @@ def _read_chat_body(
 
 
 def _keep_answered_fields(body: ChatRequest) -> dict[str, Any]:
-    """Return what the answer to a chat needs of the last message: its role, and its text if `echo` repeats that."""
+    """Return the last message without fields that its answer does not need: the role stays, and text to be echoed."""
     last_message = body.messages[-1]
     content = last_message.get("content")
     is_echoed = body.echo and isinstance(content, str)
@@ -238,9 +253,9 @@ def _keep_answered_fields(body: ChatRequest) -> dict[str, Any]:
 
 
 def reasoning_token_ids(config: OutputParserConfig, tokenizer: Tokenizer) -> tuple[int | None, int | None]:
-    """Return (token that opens reasoning, token that ends it).
+    """Return (token that opens reasoning, token that ends it), between which an answer is not constrained.
 
-    The first is None unless the answer may begin without reasoning. Both are None if there is no reasoning.
+    The opening token is None if the prompt has already opened the reasoning. Both are None without reasoning.
     """
     if config.reasoning_format is None:
         return None, None
@@ -257,16 +272,16 @@ def build_constraint(
     reasoning_ids: tuple[int | None, int | None] = (None, None),
     grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> Constraint | None:
-    """Return the constraint on the answer to a body; None if the answer is free. Raises RequestError.
+    """Return the constraint on the answer to a body; None if any answer is allowed. Raises RequestError.
 
-    `reasoning_ids`: ids of the tokens that open and end reasoning, as `reasoning_token_ids` returns them. Text before
-    its end is not constrained. `grammars`: custom tools by name, of which the input is text in a grammar.
+    `reasoning_ids`: ids of the tokens that open and end reasoning, between which an answer is not constrained.
+    `grammars`: name of a custom tool -> the tool, for tools with a grammar of their input.
     """
     requested = parse_requested_constraint(body, limits.call_format, grammars)
     allows_plain_text = requested is None or requested.param == "tools"  # strict tools constrain their calls alone
     if limits.script and isinstance(body, ChatRequest) and allows_plain_text:
         # A simulated engine answers with the next turn of its script, which may be a call. A format that the client
-        # asks for, such as a JSON schema or a required call, goes before the script.
+        # asks for, such as a JSON schema or a required call, has precedence over the script.
         requested = make_scripted_constraint(body, limits.script, limits.call_format, grammars)
     if requested is None:
         return None
@@ -277,7 +292,10 @@ def build_constraint(
 
 
 def _encode_prompt(body: ChatRequest, tokenizer: Tokenizer) -> tuple[list[int], str]:
-    """Return (tokens of the prompt, text of the prompt or at least of its end)."""
+    """Return (tokens of the prompt, text of the prompt or at least of its end).
+
+    The text's end shows whether the template has opened reasoning, in which the answer then begins.
+    """
     token_ids = body.prompt_token_ids
     if token_ids is None:
         if body.answered_tokens:
@@ -322,9 +340,8 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> P
     """Parse a body of `/v1/completions`. Raises RequestError."""
     body = parse_completion(data)
     check_supported(body)
-    given_prompts = (
-        body.prompt if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int) else [body.prompt]
-    )
+    has_several_prompts = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+    given_prompts = body.prompt if has_several_prompts else [body.prompt]
     sample_count = body.n or 1
     if len(given_prompts) * sample_count > MAX_CHOICES:
         raise RequestError(
@@ -357,10 +374,10 @@ def _read_kv_source(body: ChatRequest | CompletionRequest, limits: ModelLimits) 
 def _truncate_prompt(
     param: str, prompt: list[int], body: ChatRequest | CompletionRequest, limits: ModelLimits, path: str = ""
 ) -> list[int]:
-    """Cut a prompt to its last `truncate_prompt_tokens` tokens, if the request has this field, and check its length.
+    """Return the last `truncate_prompt_tokens` tokens of a prompt; -1 keeps as many as fit, None all.
 
-    -1 keeps as many tokens as fit. Raises RequestError, which names `param`, the field that the prompt came from, and
-    `path`, the path of the API.
+    `param`, `path`: the prompt's field and the path of the API, for errors. Raises RequestError, also if the prompt is
+    too long.
     """
     kept_tokens = body.truncate_prompt_tokens
     if kept_tokens is not None:

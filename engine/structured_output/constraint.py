@@ -35,13 +35,13 @@ class RequestedConstraint(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ToolMarkup:
-    """How a family of models writes tool calls. Makes formats for answers that must have calls."""
+    """How a family of models writes tool calls."""
 
-    tag: Callable[[str, Json], Format]
+    make_call_format: Callable[[str, Json], Format]
     """Returns the format of one call, from the function's name and the schema of its arguments."""
     trigger: str
     """Text that begins calls, and never stands in other text."""
-    names: re.Pattern[str] = re.compile(r"(?s:.+)")
+    name_pattern: re.Pattern[str] = re.compile(r"(?s:.+)")
     """Function names that this markup can hold."""
     calls_begin: str = ""
     separator: str = ""
@@ -49,17 +49,17 @@ class ToolMarkup:
     """Text after all calls, as `calls_begin` is the text before them and `separator` the text between two."""
 
 
-def _make_json_tag_factory(begin: str, arguments: str, end: str) -> Callable[[str, Json], Format]:
+def _make_json_tag_factory(begin: str, arguments_key: str, end: str) -> Callable[[str, Json], Format]:
     """Return a function that makes the format of one call in JSON, between the texts `begin` and `end`.
 
-    `arguments`: key of the call's arguments.
+    With "[" as `begin`, "args" as `arguments_key` and "]" as `end` a call is `[{"name": "f", "args": {"a": 1}}]`.
     """
 
-    def tag(name: str, schema: Json) -> Format:
-        head = f'{begin}{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments}": '
-        return {"type": "tag", "begin": head, "content": json_schema(schema), "end": "}" + end}
+    def make_tag(name: str, schema: Json) -> Format:
+        head = f'{begin}{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments_key}": '
+        return {"type": "tag", "begin": head, "content": make_schema_format(schema), "end": "}" + end}
 
-    return tag
+    return make_tag
 
 
 def _make_qwen3_coder_tag(name: str, schema: Json) -> Format:
@@ -98,21 +98,22 @@ def parse_requested_constraint(
     tool_markup: str | None = None,
     grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> RequestedConstraint | None:
-    """Return the format that the answer must match; None if the answer is free. Raises RequestError.
+    """Return the format that the answer must match; None if any answer is allowed. Raises RequestError.
 
-    A required call takes precedence over a format of the text, as with OpenAI. If calls are optional, the answer is
-    calls, or text of the format.
+    - A required call (`tool_choice`) comes before a format of the text, as with OpenAI.
+    - With a format of the text (`response_format`) and optional calls, the answer is such a text, or calls.
+    - With optional calls alone, the text is free. Calls must match a format if a tool is strict or has a grammar.
 
     `tool_markup`: name in MARKUPS of the markup in which the model writes calls; None: it writes none.
-    `grammars`: custom tools by name, of which the free text must match a grammar.
+    `grammars`: name of a custom tool -> the tool, for tools with a grammar of their input.
     """
     text_constraint = _parse_text_format(body)
     if not isinstance(body, ChatRequest):
         return text_constraint
-    is_required, tools = _select_tools(body)
-    tools = [tool._replace(grammar=grammars.get(tool.name)) for tool in tools]
+    selection = _select_tools(body)
+    tools = [tool._replace(grammar=grammars.get(tool.name)) for tool in selection.tools]
     allows_several = body.parallel_tool_calls is not False
-    if is_required:
+    if selection.is_call_required:
         if tool_markup is None:
             raise bad_value("tool_choice", body.tool_choice, "none or auto: no --tool-call-parser fits this model")
         allows_several = allows_several and not _names_function(body.tool_choice)
@@ -131,20 +132,17 @@ def parse_requested_constraint(
 
 def is_call_required(body: ChatRequest) -> bool:
     """Return whether the answer must be calls and nothing else. Raises RequestError."""
-    return _select_tools(body)[0]
+    return _select_tools(body).is_call_required
 
 
-def json_schema(schema: Json, whitespace: str | None = None, *, lenient: bool = False) -> Format:
+def make_schema_format(schema: Json, whitespace: str | None = None) -> Format:
     """Return the format of JSON that matches a schema.
 
     `whitespace`: regular expression of white space between two tokens of JSON; None: the default.
-    `lenient`: keywords that the compiler cannot follow are left out instead of refused.
     """
     format: Format = {"type": "json_schema", "json_schema": schema}
     if whitespace is not None:
         format["whitespace_pattern"] = whitespace
-    if lenient:
-        format["lenient"] = True
     return format
 
 
@@ -156,14 +154,16 @@ def make_scripted_constraint(
 ) -> RequestedConstraint:
     """Return the format that makes a simulated engine answer with the next turn of its script. Raises RequestError.
 
-    The script begins anew after its last turn. A call of a tool that the request does not have becomes text.
-    `tool_markup` and `grammars` are as in `parse_requested_constraint`.
+    The conversation's n-th answer is the script's n-th turn; after the last turn the script begins anew. A call of a
+    tool that the request does not have becomes text.
+
+    `tool_markup`: name in MARKUPS; None: the model writes no calls. `grammars`: custom tools with a grammar, by name.
     """
     answer_count = sum(message.get("role") == "assistant" for message in body.messages)
     if body.continue_final_message:  # the last answer is not complete
         answer_count -= 1
     turn = script[answer_count % len(script)]
-    tools = [] if turn.call is None or tool_markup is None else _select_tools(body)[1]
+    tools = [] if turn.call is None or tool_markup is None else _select_tools(body).tools
     called_tool = next((tool for tool in tools if turn.call in (tool.name, FIRST_TOOL)), None)
     if called_tool is not None:
         assert tool_markup is not None
@@ -211,7 +211,7 @@ def _parse_text_format(body: ChatRequest | CompletionRequest) -> RequestedConstr
 def _parse_response_format(response_format: ResponseFormat) -> RequestedConstraint:
     """Return the constraint of a `response_format` other than text. Raises RequestError if a field is missing."""
     if response_format.type == "json_object":
-        return RequestedConstraint("response_format", json_schema({"type": "object"}))
+        return RequestedConstraint("response_format", make_schema_format({"type": "object"}))
     if response_format.type == "json_schema":
         return _parse_json_schema_format(response_format)
     if response_format.format is not None:
@@ -232,7 +232,7 @@ def _parse_json_schema_format(response_format: ResponseFormat) -> RequestedConst
     path += ".schema"
     if response_format.json_schema.schema is None:
         raise RequestError(f"{path}: missing, expected a JSON schema", param=path)
-    return RequestedConstraint(path, json_schema(response_format.json_schema.schema))
+    return RequestedConstraint(path, make_schema_format(response_format.json_schema.schema))
 
 
 def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint:
@@ -258,9 +258,9 @@ def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint
 def _make_structured_format(kind: str, value: Json, param: str, whitespace: str | None) -> Format:
     """Return the format that the field `kind` of `structured_outputs` asks for by its value."""
     if kind == "json_object":
-        return json_schema({"type": "object"}, whitespace)
+        return make_schema_format({"type": "object"}, whitespace)
     if kind == "json":
-        return json_schema(_decode_json_text(value, param), whitespace)
+        return make_schema_format(_decode_json_text(value, param), whitespace)
     if kind == "regex":
         return {"type": "regex", "pattern": value}
     if kind == "choice":
@@ -284,7 +284,7 @@ def parse_structural_tag(tag: Json, param: str) -> Format:
         if not isinstance(structure, dict):
             raise bad_value(f"{param}.structures[{number}]", structure, "an object with begin, schema and end")
         schema = structure.get("schema")
-        content = json_schema({} if schema is None else schema)
+        content = make_schema_format({} if schema is None else schema)
         tags.append({"type": "tag", "begin": structure.get("begin"), "content": content, "end": structure.get("end")})
     return {"type": "triggered_tags", "triggers": tag["triggers"], "tags": tags}
 
@@ -323,34 +323,41 @@ def _list_tools(body: ChatRequest) -> list[_Tool]:
     return tools
 
 
-def _select_tools(body: ChatRequest) -> tuple[bool, list[_Tool]]:
-    """Return (whether a call is required, tools that may be called). Raises RequestError."""
+class _ToolSelection(NamedTuple):
+    """Tools that an answer may call, by the request's `tool_choice`."""
+
+    is_call_required: bool
+    tools: list[_Tool]
+
+
+def _select_tools(body: ChatRequest) -> _ToolSelection:
+    """Return the tools that `tool_choice` allows, and whether one of them must be called. Raises RequestError."""
     choice, tools = body.tool_choice, _list_tools(body)
     if choice is None or choice == "auto":
-        return False, tools
+        return _ToolSelection(False, tools)
     if choice == "none":
-        return False, []
+        return _ToolSelection(False, [])
     if isinstance(choice, str) and choice != "required":
         raise bad_value("tool_choice", choice, '"none", "auto", "required" or an object that names a function')
     if not tools:
         raise bad_value("tool_choice", choice, "none or auto where no tools are given")
     if isinstance(choice, str):
-        return True, tools
+        return _ToolSelection(True, tools)
     tools_by_name = {tool.name: tool for tool in tools}
     if choice.get("type") == "allowed_tools":
         return _select_allowed_tools(choice, tools_by_name)
-    return True, [_find_named_tool(choice, "tool_choice", tools_by_name)]
+    return _ToolSelection(True, [_find_named_tool(choice, "tool_choice", tools_by_name)])
 
 
-def _select_allowed_tools(choice: dict[str, Json], tools_by_name: Mapping[str, _Tool]) -> tuple[bool, list[_Tool]]:
-    """Return what a `tool_choice` of type allowed_tools selects, as `_select_tools` does."""
+def _select_allowed_tools(choice: dict[str, Json], tools_by_name: Mapping[str, _Tool]) -> _ToolSelection:
+    """Return the tools that a `tool_choice` of type allowed_tools lists. Raises RequestError."""
     allowed_tools = choice.get("allowed_tools", choice)
     mode = allowed_tools.get("mode")
     if mode not in ("auto", "required"):
         raise bad_value("tool_choice.allowed_tools.mode", mode, '"auto" or "required"')
     path = "tool_choice.allowed_tools.tools"
     tools = [_find_named_tool(tool, path, tools_by_name) for tool in allowed_tools.get("tools") or ()]
-    return mode == "required", tools
+    return _ToolSelection(mode == "required", tools)
 
 
 def _find_named_tool(choice: Json, path: str, tools_by_name: Mapping[str, _Tool]) -> _Tool:
@@ -370,9 +377,9 @@ def _make_tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
     """Return the format of a call of each tool. Raises RequestError if the markup cannot hold a tool's name."""
     tags = []
     for tool in tools:
-        if not markup.names.fullmatch(tool.name):
+        if not markup.name_pattern.fullmatch(tool.name):
             raise bad_value(f"{tool.path}.name", tool.name, "a name that calls of this model can have")
-        tag = markup.tag(tool.name, _make_arguments_schema(tool))
+        tag = markup.make_call_format(tool.name, _make_arguments_schema(tool))
         tag["content"]["param"] = f"{tool.path}.parameters"
         if tool.grammar is not None:
             tag["content"] = _make_custom_tool_content(tag["content"], tool.grammar)
@@ -382,23 +389,27 @@ def _make_tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
     return tags
 
 
-def _make_custom_tool_content(content: Format, tool: ClientTool) -> Format:
-    """Return the format of a custom tool's arguments: one text that matches the tool's grammar.
+def _make_custom_tool_content(any_input_format: Format, tool: ClientTool) -> Format:
+    """Return the format of a custom tool's arguments, which are one text, `input`, that matches the tool's grammar.
 
-    `content`: format of the arguments without the grammar, which tells the style of the model's markup.
+    In JSON the arguments are `{"input": "TEXT"}`. The grammar describes TEXT before it is escaped as a JSON string.
+
+    `any_input_format`: format of the arguments if `input` may be any text, in the style of the model's markup.
     """
     if tool.syntax == "regex":
         input_schema = {"type": "string", "pattern": f"^(?:{tool.definition})$"}
-        return {**content, "json_schema": {**CUSTOM_TOOL_SCHEMA, "properties": {"input": input_schema}}}
-    begin_and_end_by_style = {"json": ('{"input": "', '"}'), "python": ('input="', '"')}
-    style = content.get("style", "json")
-    if style not in begin_and_end_by_style:  # the text has no quotation marks, and a grammar may match what ends it
-        return content
-    begin, end = begin_and_end_by_style[style]
+        return {**any_input_format, "json_schema": {**CUSTOM_TOOL_SCHEMA, "properties": {"input": input_schema}}}
+    quotes_by_style = {"json": ('{"input": "', '"}'), "python": ('input="', '"')}
+    style = any_input_format.get("style", "json")
+    if style not in quotes_by_style:
+        # XML ends a text by a marker instead of a quotation mark. The grammar may match that marker too, so that the
+        # end of the text could not be found.
+        return any_input_format
+    opening, closing = quotes_by_style[style]
     elements: list[Format] = [
-        {"type": "const_string", "value": begin},
+        {"type": "const_string", "value": opening},
         {"type": "escaped_lark", "definition": tool.definition, "tool": tool.name},
-        {"type": "const_string", "value": end},
+        {"type": "const_string", "value": closing},
     ]
     return {"type": "sequence", "elements": elements}
 
@@ -427,7 +438,7 @@ def _make_calls_format(markup: ToolMarkup, tools: Sequence[_Tool], allows_severa
 
 def _make_text_with_calls_format(markup: ToolMarkup, tools: Sequence[_Tool], allows_several: bool) -> Format:
     """Return the format of text that may have calls in it."""
-    # Calls in brackets come all together, so that text with such a list is complete after the first one.
+    # A model that writes its calls as a list writes one list, so the answer is complete after the first list.
     is_list = bool(markup.calls_begin)
     tags = [_make_calls_format(markup, tools, allows_several)] if is_list else _make_tool_tags(markup, tools)
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -17,9 +16,6 @@ from prompts import RequestError
 
 LOOSEN_CPU_S_MAX: Final = 0.8
 """CPU time for loosening the schemas of one request property by property; after it, they allow any object."""
-
-FindFault = Callable[[Format], str | None]
-"""Returns why a format cannot be compiled; None: it can."""
 
 
 def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> Constraint:
@@ -46,64 +42,64 @@ def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> C
 def _write_loosened_grammar(vocabulary: GrammarVocabulary, source_json: bytes) -> str:
     """Return the grammar of a requested constraint, given as JSON, with schemas that the compiler can follow."""
     constraint = msgspec.json.decode(source_json, type=RequestedConstraint)
-    end_s = time.thread_time() + LOOSEN_CPU_S_MAX
-    format = _loosen_schemas(constraint.format, _make_fault_finder(vocabulary), end_s)
+    format = _SchemaLoosener(vocabulary).loosen_all(constraint.format)
     return write_lark(RequestedConstraint(constraint.param, format), vocabulary.added_tokens)
 
 
-def _make_fault_finder(vocabulary: GrammarVocabulary) -> FindFault:
-    """Return a function that tries to compile a format, and returns the reason if that fails."""
+class _SchemaLoosener:
+    """Replaces the schemas of one request's tools that the compiler cannot follow by schemas that allow more."""
 
-    def find_fault(format: Format) -> str | None:
-        constraint = RequestedConstraint("schema", format)
+    def __init__(self, vocabulary: GrammarVocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._deadline_cpu_s = time.thread_time() + LOOSEN_CPU_S_MAX
+        """CPU time of this thread after which a schema is replaced by that of any object, without further trials."""
+
+    def loosen_all(self, format_part: Any) -> Any:
+        """Return a format, or a list or value inside a format, with every faulty schema of a tool loosened.
+
+        Raises RequestError if the tool of a faulty schema is strict.
+        """
+        if isinstance(format_part, list):
+            return [self.loosen_all(item) for item in format_part]
+        if not isinstance(format_part, dict):
+            return format_part
+        if format_part.get("type") != "json_schema" or "param" not in format_part:  # only tools' schemas have a param
+            return {name: self.loosen_all(item) for name, item in format_part.items()}
+        fault = self._find_fault(format_part)
+        if fault is None:
+            return format_part
+        if not format_part.get("lenient"):
+            raise RequestError(f"{format_part['param']}: {fault}", param=format_part["param"])
+        return self._loosen_schema(format_part)
+
+    def _find_fault(self, format: Format) -> str | None:
+        """Return the reason why a format cannot be compiled; None: it can."""
+        lark = write_lark(RequestedConstraint("schema", format), self._vocabulary.added_tokens)
         try:
-            vocabulary.compile(write_lark(constraint, vocabulary.added_tokens)).compute_bitmask()
+            self._vocabulary.compile(lark).compute_bitmask()
         except GrammarError as error:
             return str(error)
         return None
 
-    return find_fault
-
-
-def _loosen_schemas(part: Any, find_fault: FindFault, end_s: float) -> Any:
-    """Loosen every schema in a part of a format that cannot be compiled. Raises RequestError if a tool is strict.
-
-    `end_s`: CPU time of this thread from which on a faulty schema allows any object.
-    """
-    if isinstance(part, list):
-        return [_loosen_schemas(item, find_fault, end_s) for item in part]
-    if not isinstance(part, dict):
-        return part
-    if part.get("type") != "json_schema" or "param" not in part:
-        return {name: _loosen_schemas(item, find_fault, end_s) for name, item in part.items()}
-    fault = find_fault(part)
-    if fault is None:
-        return part
-    if not part.get("lenient"):
-        raise RequestError(f"{part['param']}: {fault}", param=part["param"])
-    return _loosen_schema(part, find_fault, end_s)
-
-
-def _loosen_schema(format: Format, find_fault: FindFault, end_s: float) -> Format:
-    """Loosen the schema of a tool's arguments property by property; if that fails or takes long, allow any object."""
-    schema, any_object = format["json_schema"], {**format, "json_schema": {"type": "object"}}
-    if not isinstance(schema.get("properties"), dict):
-        return any_object
-    properties = {}
-    for name, property_schema in schema["properties"].items():
-        if time.thread_time() > end_s:
+    def _loosen_schema(self, format: Format) -> Format:
+        """Loosen the schema of a tool's arguments property by property; if that fails or is slow, allow any object."""
+        schema, any_object = format["json_schema"], {**format, "json_schema": {"type": "object"}}
+        if not isinstance(schema.get("properties"), dict):
             return any_object
-        properties[name] = _loosen_property(format, name, property_schema, find_fault)
-    loosened_format = {**format, "json_schema": {**schema, "properties": properties}}
-    return loosened_format if find_fault(loosened_format) is None else any_object
+        properties = {}
+        for name, property_schema in schema["properties"].items():
+            if time.thread_time() > self._deadline_cpu_s:
+                return any_object
+            properties[name] = self._loosen_property(format, name, property_schema)
+        loosened_format = {**format, "json_schema": {**schema, "properties": properties}}
+        return loosened_format if self._find_fault(loosened_format) is None else any_object
 
-
-def _loosen_property(format: Format, name: str, property_schema: Any, find_fault: FindFault) -> Any:
-    """Return a property's schema; if that cannot be compiled, its type alone; else the schema of any value."""
-    only_type = {"type": property_schema.get("type")} if isinstance(property_schema, dict) else {}
-    definitions = get_definitions(format["json_schema"])
-    for candidate in (property_schema, only_type):
-        schema = {**definitions, "type": "object", "properties": {name: candidate}, "required": [name]}
-        if find_fault({**format, "json_schema": schema}) is None:
-            return candidate
-    return {}
+    def _loosen_property(self, format: Format, name: str, property_schema: Any) -> Any:
+        """Return a property's schema; if that cannot be compiled, its type alone; else the schema of any value."""
+        only_type = {"type": property_schema.get("type")} if isinstance(property_schema, dict) else {}
+        definitions = get_definitions(format["json_schema"])
+        for candidate in (property_schema, only_type):
+            schema = {**definitions, "type": "object", "properties": {name: candidate}, "required": [name]}
+            if self._find_fault({**format, "json_schema": schema}) is None:
+                return candidate
+        return {}
