@@ -110,9 +110,9 @@ class ChatTemplate:
         for source in self._templates.values():
             _compile_template(source)
         self.seconds_max = math.inf
-        """Most CPU time of a rendering. Once a rendering takes longer, `is_bounded` becomes false."""
+        """Most CPU time of a rendering. Once one takes longer or runs out of memory, `is_bounded` becomes false."""
         self.is_bounded = True
-        """Whether all renderings have kept the time limit. If not, `render` refuses all chats."""
+        """Whether all renderings have kept the limits. If not, `render` refuses all chats."""
 
     def select_source(self, override: str | None = None, *, has_tools: bool = False) -> str:
         """Return the template of a request. `override` is a template's text or the name of one of the model's."""
@@ -205,14 +205,15 @@ class ChatTemplate:
     def _render(self, template: _CompiledTemplate, context: dict[str, Any]) -> str:
         try:
             return template.render(context, self.seconds_max)
-        except RenderLimitError as error:
+        except (RenderLimitError, MemoryError) as error:
             if template.source in self._templates.values():  # not a client's own
                 self.is_bounded = False
-            raise RequestError(str(error), param="messages") from error
+            problem = "the chat template needs too much memory" if isinstance(error, MemoryError) else str(error)
+            raise RequestError(problem, param="messages") from error
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
         except (
-            TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError, RuntimeError, MemoryError,
+            TypeError, ValueError, KeyError, AttributeError, ArithmeticError, LookupError, RuntimeError,
         ) as error:  # fmt: skip
             # A template is a program over what the client sent: any of its failures is an answer to the client.
             reason = f"{type(error).__name__}: {error}"

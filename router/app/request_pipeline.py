@@ -41,11 +41,11 @@ class RequestPipeline:
         self.worker_pool = PromptWorkerPool(config.prompt_workers, chat_template=config.chat_template)
         self.prompt_reader = PromptReader(
             self.executor,
+            self.worker_pool,
             override=config.tokenizer,
             chat_template=config.chat_template,
             conversation_bytes=config.conversation_cache_mb << 20,
         )
-        self.prompt_reader.worker_pool = self.worker_pool
         self.request_reader = RequestReader(
             self.proxy.core,
             self.prompt_reader,

@@ -23,7 +23,7 @@ from router.http_client import FetchError, fetch
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_reader import ConversationReader
 from router.prompting.encode import build_tokenize_request
-from router.prompting.template_trial import find_trial_problem
+from router.prompting.prompt_worker_pool import PromptWorkerPool
 
 log = logging.getLogger("router")
 
@@ -137,6 +137,7 @@ class ModelTokenizers:
         self,
         executor: Executor,
         conversations: ConversationReader,
+        worker_pool: PromptWorkerPool | None,
         *,
         override: str | None = None,
         chat_template: str | None = None,
@@ -144,11 +145,13 @@ class ModelTokenizers:
     ) -> None:
         """Make an empty collection; `discover` loads tokenizers into it, in threads of `executor`.
 
-        `conversations` is told which templates it may use. `override` is the folder of every model's tokenizer, and
-        `chat_template` replaces every model's template.
+        `conversations` is told which templates it may use, after their trial in a process of `worker_pool`. `override`
+        is the folder of every model's tokenizer, and `chat_template` replaces every model's template. `render_s_max`
+        limits the CPU time of a rendering; if it is None, templates are not tried.
         """
         self._executor = executor
         self._conversations = conversations
+        self._worker_pool = worker_pool
         self._folder_override = override
         self._chat_template = chat_template
         self._render_s_max = render_s_max
@@ -204,7 +207,7 @@ class ModelTokenizers:
             self.problems[model] = f"{reason}; workers are asked (/tokenize), give --tokenizer PATH to save the way"
 
     async def _load(self, model: str, name: str) -> None:
-        """Load the tokenizer of a base model in a thread, and try out whether its conversations can be cached.
+        """Load the tokenizer of a base model in a thread, and try its chat template in a worker process.
 
         `name` is a folder, or a name in the Hugging Face cache. A failure is put into `problems`.
         """
@@ -219,21 +222,25 @@ class ModelTokenizers:
             self.problems[model] = str(error)
             log.warning("no tokenizer for %s: %s", model, error)
             return
-        if self._conversations.can_cache(tokenizer):
-            await self._try_caching(model, tokenizer)
+        if tokenizer.chat_template is not None:
+            await self._try_template(model, tokenizer, folder)
         self.tokenizer_by_model[model], self.folder_by_model[model] = tokenizer, str(folder)
         self.problems.pop(model, None)
         log.info("tokenizer of %s read from %s", model, folder)
-        if tokenizer.chat_template is not None and not tokenizer.chat_template.is_bounded:
-            log.info("chats of %s are rendered by worker processes: its template might take long", model)
 
-    async def _try_caching(self, model: str, tokenizer: Tokenizer) -> None:
-        """Try in a thread whether a template's conversations can be cached; allow or forbid that for the model."""
-        renderer = BoundaryRenderer(tokenizer)
-        loop = asyncio.get_running_loop()
-        problem = await loop.run_in_executor(self._executor, find_trial_problem, renderer)
+    async def _try_template(self, model: str, tokenizer: Tokenizer, folder: Path) -> None:
+        """Find out whether a template may be rendered in this process, and whether its conversations can be cached."""
+        if self._worker_pool is None or self._render_s_max is None:
+            return
+        template = tokenizer.chat_template
+        assert template is not None
+        template.is_bounded, problem = await self._worker_pool.try_template(str(folder), self._render_s_max)
+        if not template.is_bounded:
+            log.info("chats of %s are rendered by worker processes: its template might take long", model)
+        if not self._conversations.can_cache(tokenizer):
+            return
         if problem is None:
-            self._conversations.allow(model, renderer)
+            self._conversations.allow(model, BoundaryRenderer(tokenizer))
         else:
             self._conversations.forbid(model, problem)
             log.info("conversations of %s are read whole: %s", model, problem)

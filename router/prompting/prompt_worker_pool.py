@@ -40,11 +40,12 @@ from router.prompting.fields import FieldSpans, locate_fields
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.outline import Outline, outline_chat
 from router.prompting.sessions import digest_first_user_message
+from router.prompting.template_trial import find_trial_problem
 
 log = logging.getLogger("router")
 
 START_S_MAX = 30.0
-"""Time for starting a process, and for loading a tokenizer."""
+"""Time for starting a process, for loading a tokenizer, and for the trial of a chat template."""
 
 
 class ReadTask(msgspec.Struct):
@@ -91,6 +92,15 @@ class TaskOutcome(NamedTuple):
     request: RoutingRequest
     spans: FieldSpans
     result: ReadResult
+
+
+class TemplateTrial(NamedTuple):
+    """Result of the first renderings of a chat template, in a worker process."""
+
+    is_bounded: bool
+    """Whether all renderings have kept the time limit."""
+    problem: str | None
+    """Reason why conversations must be rendered whole; None if they need not."""
 
 
 class PromptWorkerPool:
@@ -144,6 +154,21 @@ class PromptWorkerPool:
         finally:
             self._add_waiting(tenant, -body_bytes)
         return TaskOutcome(*inspections[0], result)
+
+    async def try_template(self, folder: str, render_s_max: float) -> TemplateTrial:
+        """Try the chat template of a tokenizer's folder in a process, whose time and memory are bounded.
+
+        `render_s_max` is the most CPU time of a rendering.
+        """
+
+        async def work(process: WorkerProcess) -> TemplateTrial:
+            trial: TemplateTrial = await process.call(START_S_MAX, _try_template, folder, render_s_max)
+            return trial
+
+        try:
+            return await self.processes.run(work)
+        except (WorkerProcessError, RequestError) as error:
+            return TemplateTrial(is_bounded=False, problem=f"its trial failed: {error}")
 
     def _check_capacity(self, tenant: str, body_bytes: int) -> None:
         """Raise RequestError if a body has no room.
@@ -211,6 +236,18 @@ class WorkerState:
         self.chat_template = chat_template
         self.tokenizers: dict[str, Tokenizer | TokenizerError] = {}
         self.body = b""
+
+
+def _try_template(state: WorkerState, folder: str, render_s_max: float) -> TemplateTrial:
+    try:
+        tokenizer = Tokenizer.load(Path(folder), state.chat_template)
+    except TokenizerError as error:
+        raise RequestError(str(error), param=None) from error
+    template = tokenizer.chat_template
+    assert template is not None
+    template.seconds_max = render_s_max
+    problem = find_trial_problem(BoundaryRenderer(tokenizer))
+    return TemplateTrial(template.is_bounded, problem)
 
 
 def _inspect_body(

@@ -73,6 +73,7 @@ class PromptReader:
     def __init__(
         self,
         executor: Executor,
+        worker_pool: PromptWorkerPool | None = None,
         *,
         override: str | None = None,
         chat_template: str | None = None,
@@ -81,19 +82,24 @@ class PromptReader:
     ) -> None:
         """Make a reader without tokenizers: these are loaded when workers join.
 
-        `executor` runs what takes long. `override` is the folder of every model's tokenizer, and `chat_template`
-        replaces every model's template. `render_s_max` limits the CPU time of a template in this process.
+        `executor` runs what takes long. The processes of `worker_pool` read large bodies, and try and render templates
+        that may take long. `override` is the folder of every model's tokenizer, and `chat_template` replaces every
+        model's template. `render_s_max` limits the CPU time of a template in this process.
         `conversation_bytes` is the memory for cached conversations.
         """
         self.conversations = ConversationReader(conversation_bytes)
         self.tokenizers = ModelTokenizers(
-            executor, self.conversations, override=override, chat_template=chat_template, render_s_max=render_s_max
+            executor,
+            self.conversations,
+            worker_pool,
+            override=override,
+            chat_template=chat_template,
+            render_s_max=render_s_max,
         )
         self._checks: set[asyncio.Task[None]] = set()
         """Tasks that read a continued prompt whole, and compare."""
         self._executor = executor
-        self.worker_pool: PromptWorkerPool | None = None
-        """Processes that read large bodies, and render templates that may take long."""
+        self.worker_pool = worker_pool
         self._timeouts: dict[str, int] = {}
         """Model -> timeouts of its template in a row."""
         self._reads = 0

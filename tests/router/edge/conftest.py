@@ -314,9 +314,8 @@ class Edge:
         )
         self.proxy = Proxy(self.core, self.pool, self.metrics, config, now=self.now)
         self.executor = ThreadPoolExecutor(1)
-        self.prompts = PromptReader(self.executor)
         self.worker_pool = PromptWorkerPool(PromptWorkerConfig(count=1), chat_template=None)
-        self.prompts.worker_pool = self.worker_pool
+        self.prompts = PromptReader(self.executor, self.worker_pool)
         reading = RequestReader(self.core, self.prompts, allowed_fields=self.proxy.passed_fields)
         self._add_local_routes(reading)
         self.tenants = TenantLimits(config, self.metrics)

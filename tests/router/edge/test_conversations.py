@@ -96,7 +96,7 @@ def test_a_template_that_may_not_be_cut_is_told(edge: Any, tmp_path: Path) -> No
         await edge.start()
         edge.prompts.conversations.cache.max_bytes = 8 << 20
         template = "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
-        edge.prompts.tokenizers._chat_template = template
+        (tmp_path / "chat_template.jinja").write_text(template)
         await edge.prompts.tokenizers._load("tiny", str(tmp_path))
         await edge.worker(edge.reply())
         assert edge.prompts.conversations.renderer_of("tiny") is None

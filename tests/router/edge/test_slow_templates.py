@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
+from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.tokenizer import Tokenizer
 from prompts.worker_pool import WorkerProcess
@@ -83,6 +84,39 @@ def test_a_loop_without_end_stops_and_nobody_else_waits_for_it(
         assert "too long" in edge.prompts.tokenizers.problems["bad"]
         assert edge.prompts.make_task("bad", "chat", None).tokenizer_folder is None
         assert edge.prompts.make_task("bad", "completion", None).tokenizer_folder == folder
+
+    edge.run(scenario(), 60.0)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        ENDLESS,
+        "{{ 'a'.center(10**9) | length }}",
+        "{{ ('a' | center(10**15)) | length }}",
+        "{{ '%2000000000d' % 1 }}",
+        "{{ '{:2000000000}'.format(1) }}",
+        "{{ ('aaaa' * 250000) | replace('a', 'a' * 9999) | length }}",
+        "{{ (['a' * 9999] * 250000) | join | length }}",
+    ],
+)
+def test_a_template_is_first_rendered_by_a_helper(
+    edge: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    """A single operation cannot be interrupted here, and may take gigabytes."""
+
+    def fail(*arguments: Any) -> str:
+        raise AssertionError("rendered here")
+
+    monkeypatch.setattr(ChatTemplate, "_render", fail)
+
+    async def scenario() -> None:
+        await edge.start()
+        worker = SimpleNamespace(url="", sends_api_key=False)
+        await edge.prompts.tokenizers.discover("bad", write_model(tmp_path, source), worker)
+        assert not edge.prompts.tokenizers.get_template("bad").is_bounded
+        await edge.prompts.tokenizers.discover("usual", write_model(tmp_path, USUAL), worker)
+        assert edge.prompts.tokenizers.get_template("usual").is_bounded
 
     edge.run(scenario(), 60.0)
 
