@@ -94,8 +94,6 @@ class EventFeed:
         self._unopened_source_by_stream_id: dict[str, _UnopenedSource] = {}
         self.ignored_message_count = 0
         """Live messages whose topic belongs to no followed stream."""
-        self.has_accepted_publisher = False
-        """Whether a publisher has connected to a bound socket."""
         self.fault_count = 0
         """Exceptions on the feed's thread; each ended one message or one stream."""
 
@@ -108,6 +106,10 @@ class EventFeed:
         """Return why the feed's thread does not run; None if it runs."""
         fault = self._thread.describe_fault()
         return None if fault is None else f"the thread that reads events {fault}"
+
+    def has_publisher(self) -> bool:
+        """Return whether a publisher is connected to a bound socket."""
+        return any(subscription.publisher_count for subscription in self._list_subscriptions())
 
     def restart_thread(self) -> bool:
         """Start the thread again if it has ended, and reset all streams, because their state is unknown."""
@@ -317,7 +319,7 @@ class EventFeed:
         """Handle what a socket's monitor reports about its connections; return whether it reported anything.
 
         A bound socket has a connection for each publisher. Which one is told by its first message, so only the ends
-        matter here, and whether there was any. The connection of a connected socket is that of its one stream.
+        matter here, and how many there are. The connection of a connected socket is that of its one stream.
         """
         had_event = False
         while subscription.monitor.poll(0):
@@ -325,9 +327,12 @@ class EventFeed:
             event_type = message["event"]
             had_event = True
             if subscription.is_bound:
-                if event_type == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self.has_accepted_publisher = True
+                if event_type == zmq.EVENT_ACCEPTED:
+                    subscription.descriptors.add(int(message["value"]))
+                elif event_type == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    subscription.publisher_count += 1
                 elif event_type == zmq.EVENT_DISCONNECTED:
+                    subscription.remove_connection(int(message["value"]))
                     self._on_peer_disconnected(subscription, int(message["value"]))
             elif subscription.stream is not None:
                 if event_type == zmq.EVENT_HANDSHAKE_SUCCEEDED:

@@ -12,7 +12,7 @@ from events.frames import MAX_HANDSHAKE_MS
 from events.stream import StreamState
 from events.stream_types import Apply, Instruction, StreamConfig
 
-_MONITORED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Longest frame; a publisher that sends a longer one loses its connection."""
@@ -182,6 +182,10 @@ class Subscription:
         """Connection of the last message of each topic, for a bound socket."""
         self.descriptor_by_unclaimed_topic: OrderedDict[bytes, int] = OrderedDict()
         """Connection of the last message of each topic without a stream, the oldest forgotten first."""
+        self.descriptors: set[int] = set()
+        """Connections of a bound socket, also those of strangers that have not failed yet."""
+        self.publisher_count = 0
+        """Publishers that are connected to a bound socket, and perhaps a few strangers for a short time."""
 
     def open(self, endpoint: str) -> None:
         """Bind or connect the socket. Raises zmq.ZMQError, after closing everything, if the address cannot be used."""
@@ -201,6 +205,11 @@ class Subscription:
         for topic in [topic for topic, topic_stream in self.stream_by_topic.items() if topic_stream is stream]:
             del self.stream_by_topic[topic]
             self.descriptor_by_topic.pop(topic, None)
+
+    def remove_connection(self, descriptor: int) -> None:
+        """Forget a connection of a bound socket. ZeroMQ does not say whether it was a publisher's or a stranger's."""
+        self.descriptors.discard(descriptor)
+        self.publisher_count = min(self.publisher_count, len(self.descriptors))
 
     def record_unclaimed_topic(self, topic: bytes, descriptor: int) -> bool:
         """Record a message whose topic has no stream; return True for the first one that is remembered."""

@@ -234,9 +234,9 @@ class IndexFeed:
     def _find_unreachable_streams(self, worker_id: str) -> list[WorkerStream]:
         """Return the unreachable streams of a worker.
 
-        There are none if some publisher has connected to this router: it may be the worker's, before its first event.
+        There are none while some publisher is connected to this router: it may be the worker's, before its first event.
         """
-        if self.events.has_accepted_publisher:
+        if self.events.has_publisher():
             return []
         now_s = time.monotonic()
         return [stream for stream in self._streams_by_worker.get(worker_id, []) if stream.is_unreachable(now_s)]

@@ -65,7 +65,6 @@ class EventFeedOnLoop:
 
     publisher_by_endpoint: dict[str, Publisher]
     ignored_message_count = fault_count = 0
-    has_accepted_publisher = False
 
     def __init__(self, handler: Any) -> None:
         self._handler = handler
@@ -78,6 +77,9 @@ class EventFeedOnLoop:
 
     def describe_fault(self) -> None:
         return None
+
+    def has_publisher(self) -> bool:
+        return False
 
     def restart_thread(self) -> bool:
         return False

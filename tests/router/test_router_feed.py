@@ -652,7 +652,13 @@ def test_a_publisher_that_has_connected_is_not_missed(
         silent_publisher.connect(endpoint)
         wait_until(lambda: feed.list_unreachable_endpoints("a") == [], "its connection is seen")
         feed.warn_of_unreachable_streams("a")
-    assert endpoint not in caplog.text
+        assert endpoint not in caplog.text
+        host, _, port = endpoint.removeprefix("tcp://").partition(":")
+        with socket.create_connection((host, int(port))):
+            pass
+        time.sleep(0.1)
+        assert feed.list_unreachable_endpoints("a") == [], "a stranger's end is not the publisher's"
+    wait_until(lambda: feed.list_unreachable_endpoints("a") == [endpoint], "the publisher is gone")
 
 
 def test_an_address_where_nobody_listens_is_said_once(
