@@ -21,7 +21,7 @@ from router.shadow.config import ShadowConfig
 from router.shadow.core_router import make_service_model
 from router.shadow.recorder import Recorder
 from router.shadow.replay import Comparison, compare
-from router.shadow.report import ShadowReport, render_page
+from router.shadow.report import CAUSES, ShadowReport, render_page, sum_lost_tokens_by_cause
 
 log = logging.getLogger("router")
 
@@ -140,6 +140,7 @@ class ShadowReporter:
             turns=dict(metrics.cache_miss_requests),
             workers=recorder.engines(),
             seen=len(recorder.requests),
+            lost=dict.fromkeys(CAUSES) if self._config.log else sum_lost_tokens_by_cause(metrics.cache_miss_tokens),
         )
 
     def _write_file(self) -> None:

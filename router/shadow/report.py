@@ -50,16 +50,17 @@ class ShadowReport(msgspec.Struct):
     workers: list[ObservedEngine]
     seen: int
     """Number of requests that are compared."""
-    lost: dict[str, int] = {}
-    """Those of `tokens` that were computed without need, by cause; empty for a log. Set by the constructor."""
-    lost_s: dict[str, float] = {}
-    """Seconds of prefill for these tokens, by cause, if the workers' speed is known. Set by the constructor."""
+    lost: Mapping[str, int | None]
+    """Those of `tokens` that were computed without need, by cause; None for a log, which does not show them."""
+    lost_s: dict[str, float | None] = {}
+    """Seconds of prefill for these tokens, by cause; None until they are measured. Set by the constructor."""
 
     def __post_init__(self) -> None:
-        self.lost = sum_lost_tokens_by_cause(self.tokens) if self.tokens else {}
         s_per_token = mean_prefill_s_per_token(self.comparison)
-        if s_per_token is not None:
-            self.lost_s = {cause: tokens * s_per_token for cause, tokens in self.lost.items()}
+        self.lost_s = {
+            cause: None if tokens is None or s_per_token is None else tokens * s_per_token
+            for cause, tokens in self.lost.items()
+        }
 
 
 def sum_lost_tokens_by_cause(tokens_by_reason: Mapping[str, int]) -> dict[str, int]:
@@ -140,10 +141,10 @@ def _render_losses(report: ShadowReport) -> str:
     """Render the tables of lost tokens by cause and of computed tokens by reason; nothing if none are known."""
     if not report.tokens:
         return ""
-    cause_rows = [
-        (cause, f"{tokens:,}", f"{report.lost_s[cause]:,.1f} s" if cause in report.lost_s else "-")
-        for cause, tokens in report.lost.items()
-    ]
+    cause_rows = []
+    for cause, tokens in report.lost.items():
+        seconds = report.lost_s[cause]
+        cause_rows.append((cause, f"{tokens:,}", "-" if seconds is None else f"{seconds:,.1f} s"))
     causes_table = _render_table(("cause", "tokens", "prefill"), cause_rows)
     heading = "<h2>Why prompts were computed</h2>"
     reason_rows = []

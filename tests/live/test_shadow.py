@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from programs import Program, call, wait_until
 
+from router.shadow.report import CAUSES
+
 pytestmark = pytest.mark.live
 
 SPEC = json.dumps({"prefill_s_per_token": 1e-5, "kv_tokens": 16_000, "step_s": 1e-3})
@@ -92,6 +94,8 @@ def test_copies_are_answered_with_nothing_and_placed_by_events(start: Any, engin
     report = tmp_path / "shadow.html"
     shadow = start("shadow", "--report", str(report), *engines)
     url = ready(shadow)
+    empty_report = call(f"{url}/shadow")[2]
+    assert (empty_report["lost"], empty_report["lost_s"]) == (dict.fromkeys(CAUSES, 0), dict.fromkeys(CAUSES))
     talk(ready(balancer), "mirrored", 4, also=url)
     shadow_report = await_report(shadow, 4)
     assert shadow_report["requests"]["placed"] == sum(shadow_report["turns"].values()) == 4, "each is explained once"
@@ -129,7 +133,7 @@ def test_a_log_of_bodies_is_enough(start: Any, engines: list[str], tmp_path: Pat
     comparison = outcome["comparison"]
     assert comparison["requests"] == 12
     assert comparison["saved"]["computed_tokens"] > 0
-    assert outcome["lost"] == outcome["lost_s"] == {}, "a log does not show what was cached"
+    assert outcome["lost"] == outcome["lost_s"] == dict.fromkeys(CAUSES), "a log does not show what was cached"
 
 
 def test_a_line_that_cannot_be_read_is_named(start: Any, engines: list[str], tmp_path: Path) -> None:
