@@ -111,13 +111,6 @@ class EventFeed:
         """Return whether a publisher is connected to a bound socket."""
         return any(subscription.publisher_count for subscription in self._list_subscriptions())
 
-    def restart_thread(self) -> bool:
-        """Start the thread again if it has ended, and reset all streams, because their state is unknown."""
-        has_restarted = self._thread.restart(self._reset_all)
-        if has_restarted:
-            logger.error("the thread that reads events had ended; it is started again")
-        return has_restarted
-
     def rematch_topics(self) -> None:
         """Search again for the streams of unclaimed topics, because a worker was added."""
         self._thread.submit(self._rematch_topics)
@@ -241,10 +234,6 @@ class EventFeed:
         for instruction in (Clear(reason), MalformedMessage(reason)):
             self._run_guarded(None, self._handler.handle, stream_id, instruction, stream.topic)
         self._run_guarded(None, self._handler.on_connection_changed, stream_id, False)
-
-    def _reset_all(self) -> None:
-        for stream in list(self._stream_by_id.values()):
-            self._reset(stream, RuntimeError("the thread that reads events had ended"))
 
     def _add(self, source: StreamSource, pause_s: float = RETRY_S) -> None:
         """Follow a stream, in place of one with the same id. If its address is unusable, try again in `pause_s`."""
@@ -412,7 +401,7 @@ class EventFeed:
             self.ignored_message_count += 1
             return
         if stream.is_full:
-            stream.stream_state.stats.dropped_message_count += 1
+            stream.stream_state.dropped_message_count += 1
             return
         stream.topic = message.topic
         self._run_guarded(
@@ -507,7 +496,7 @@ class EventFeed:
             stream.continuation = work
 
     def _report_dropped_messages(self, stream: FollowedStream) -> None:
-        dropped_count = stream.stream_state.stats.dropped_message_count - stream.reported_drop_count
+        dropped_count = stream.stream_state.dropped_message_count - stream.reported_drop_count
         if dropped_count:
             stream.reported_drop_count += dropped_count
             self._handler.handle(stream.source.stream_id, DroppedMessages(dropped_count), stream.topic)
@@ -564,7 +553,7 @@ class EventFeed:
                 break
             if not stream.store_reply(frames):
                 self._cancel_request(stream)
-                stream.stream_state.stats.dropped_message_count += 1
+                stream.stream_state.dropped_message_count += 1
                 instructions = stream.stream_state.on_request_failed(
                     stream.request_id, time.monotonic(), "too many bytes of replies"
                 )

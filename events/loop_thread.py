@@ -58,7 +58,6 @@ class LoopThread:
     def __init__(self, name: str, run: Callable[[], None]) -> None:
         self.wakeup = WakeupPipe()
         self.iteration = 0
-        self._name, self._run = name, run
         self._lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self._is_stopping = False
@@ -95,17 +94,6 @@ class LoopThread:
             return "has ended"
         idle_s = time.monotonic() - self._iteration_began_s
         return f"has done nothing for {idle_s:.0f} s" if idle_s > STUCK_AFTER_S else None
-
-    def restart(self, first_command: Callable[[], None]) -> bool:
-        """Start the thread again if it has ended, with `first_command` before all others; return whether it did."""
-        with self._lock:
-            if self._is_stopping or self._thread.ident is None or self._thread.is_alive():
-                return False
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._commands.appendleft(first_command)
-            self.wakeup.notify()
-        self.start()
-        return True
 
     def stop(self) -> bool:
         """Stop the loop and wait for its last iteration; return whether this is the first call."""

@@ -37,7 +37,6 @@ from events.stream_types import (
     StartMode,
     StreamConfig,
     StreamPhase,
-    StreamStats,
 )
 
 NO_REPLAY = "the publisher offers no replay"
@@ -54,7 +53,8 @@ class StreamState:
     def __init__(self, config: StreamConfig | None = None, resume_position: tuple[int, int] | None = None) -> None:
         """Begin without history, or after the batch of an earlier `position`, if the subscriber was restarted."""
         self.config = config or StreamConfig()
-        self.stats = StreamStats()
+        self.dropped_message_count = 0
+        """Live batches that were lost because too many waited."""
         self.phase = StreamPhase.LIVE
         self.is_online = False
         self._next_seq: int | None = None
@@ -136,7 +136,6 @@ class StreamState:
         if self._next_seq is None or seq == self._next_seq:
             return [self._apply(seq, payload, Origin.LIVE)]
         self._store_early(seq, payload)
-        self.stats.gap_count += 1
         return [Gap(self._next_seq, seq), *self._start_repair(now)]
 
     def _handle_early_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
@@ -149,7 +148,7 @@ class StreamState:
             self._store_early(seq, payload)
             return []
         if early_payload == payload:
-            return self._record_duplicate(seq)
+            return [DuplicateBatch(seq)]
         return self._handle_restart(f"two different batches with seq {seq}", now, seq, payload)
 
     def on_reply(
@@ -183,7 +182,6 @@ class StreamState:
         if self.phase is StreamPhase.SNAPSHOT:
             if not self._is_snapshot_complete():
                 return [*self._clear("no snapshot"), *self._start_rebuild(now)]
-            self.stats.snapshot_count += 1
         elif self.phase is StreamPhase.REPAIR and self._awaits_last_batch and not self._is_tail_check:
             assert self._next_seq is not None
             return self._handle_restart(f"the publisher does not know seq {self._next_seq - 1}", now)
@@ -210,7 +208,6 @@ class StreamState:
         if self._is_other_publisher(publisher_id):
             return self._handle_restart("the publisher has another id", now)
         self._deadline = None
-        self.stats.snapshot_count += 1
         self._next_seq = last_seq + 1
         self._has_applied_state = True
         instructions: list[Instruction] = [Apply(None, chunk, Origin.SNAPSHOT) for chunk in chunks]
@@ -374,7 +371,6 @@ class StreamState:
     def _begin_request(self, now: float) -> int:
         self._request_id += 1
         self._deadline = now + self.config.request_timeout_s
-        self.stats.request_count += 1
         return self._request_id
 
     def _finish_reply(self, now: float) -> list[Instruction]:
@@ -392,7 +388,7 @@ class StreamState:
             if seq == self._next_seq:
                 instructions.append(self._apply(seq, payload, Origin.LIVE))
             elif self._applied_batches.get_digest(seq) in (None, digest_payload(payload)):
-                instructions += self._record_duplicate(seq)
+                instructions.append(DuplicateBatch(seq))
             else:
                 reason = f"seq {seq} is another batch than before"
                 return [*instructions, *self._handle_restart(reason, now, seq, payload)]
@@ -416,7 +412,6 @@ class StreamState:
         self, reason: str, now: float, seq: int | None = None, payload: bytes = b""
     ) -> list[Instruction]:
         """Clear the stream and start over after a restart of the publisher, with its batch (seq, payload), if known."""
-        self.stats.restart_count += 1
         self._early_batches.clear()
         if seq is not None:
             self._store_early(seq, payload)
@@ -448,7 +443,7 @@ class StreamState:
         """Handle a live batch with an old number: a repetition, or the first batch of a restarted publisher."""
         applied_digest = self._applied_batches.get_digest(seq)
         if applied_digest == digest_payload(payload):
-            return self._record_duplicate(seq)
+            return [DuplicateBatch(seq)]
         if applied_digest is not None:
             return self._handle_restart(f"seq {seq} is another batch than before", now, seq, payload)
         self._store_early(seq, payload)
@@ -462,7 +457,6 @@ class StreamState:
         self._next_seq = seq + 1
         self._has_applied_state = True
         self._applied_batches.record(seq, digest_payload(payload))
-        self.stats.applied_batch_count += 1
         return Apply(seq, payload, origin)
 
     def _clear(self, reason: str) -> list[Instruction]:
@@ -472,16 +466,11 @@ class StreamState:
         if not self._has_applied_state:
             return []
         self._has_applied_state = False
-        self.stats.clear_count += 1
         return [Clear(reason)]
-
-    def _record_duplicate(self, seq: int) -> list[Instruction]:
-        self.stats.duplicate_count += 1
-        return [DuplicateBatch(seq)]
 
     def _store_early(self, seq: int, payload: bytes) -> None:
         if not self._early_batches.store(seq, payload):
-            self.stats.dropped_message_count += 1
+            self.dropped_message_count += 1
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the state contradicts itself, for tests."""

@@ -61,18 +61,6 @@ class StreamConfig:
         return self.can_replay or self.has_snapshots
 
 
-@dataclass
-class StreamStats:
-    applied_batch_count: int = 0
-    gap_count: int = 0
-    duplicate_count: int = 0
-    restart_count: int = 0
-    clear_count: int = 0
-    request_count: int = 0
-    snapshot_count: int = 0
-    dropped_message_count: int = 0
-
-
 class Origin(enum.Enum):
     LIVE = "live"
     REPLAY = "replay"

@@ -150,9 +150,8 @@ class Cluster:
             self._peer_sockets.exchange_loads(now)
 
     def sweep(self, now: float) -> None:
-        """Drop the counters of workers that left, restart an ended thread of events, and log streams that stay down."""
+        """Drop the counters of workers that left, and log event streams that stay down."""
         self._proxy.metrics.retain_workers(self._proxy.core.workers)
-        self.feed.events.restart_thread()
         for worker_id, worker in self._proxy.core.workers.items():
             if worker.state is WorkerState.UP:
                 self.feed.warn_of_unreachable_streams(worker_id)

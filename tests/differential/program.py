@@ -81,9 +81,6 @@ class EventFeedOnLoop:
     def has_publisher(self) -> bool:
         return False
 
-    def restart_thread(self) -> bool:
-        return False
-
     def rematch_topics(self) -> None: ...
 
     def close(self) -> None:

@@ -56,15 +56,18 @@ class Follower:
         self.request: RequestReplay | RequestSnapshot | None = None
         self.applied_payloads: list[tuple[int | None, bytes]] = []
         self.notices: list[Instruction] = []
+        self.clear_count = self.request_count = 0
 
     def perform(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             if isinstance(instruction, Apply):
                 self._apply(instruction)
             elif isinstance(instruction, Clear):
+                self.clear_count += 1
                 self.resident.clear()
                 self.applied_payloads.clear()
             elif isinstance(instruction, RequestReplay | RequestSnapshot):
+                self.request_count += 1
                 self.request = instruction
             else:
                 self.notices.append(instruction)
