@@ -8,7 +8,9 @@ text, so that its ids do not depend on the text before it.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
@@ -34,7 +36,7 @@ _PLACEHOLDER_TOOLS: Final[list[Message]] = [
 ]
 
 
-class TemplateInputs(NamedTuple):
+class TemplateInputs(msgspec.Struct, frozen=True, eq=False):
     """Everything that a chat template gets besides the new messages of a conversation."""
 
     chat: RoutingRequest
@@ -44,7 +46,7 @@ class TemplateInputs(NamedTuple):
     """First message of the chat, which templates may write late if it is the system's."""
 
 
-class Cut(NamedTuple):
+class Cut(msgspec.Struct, frozen=True, eq=False):
     """A place at which a prompt's text may be cut, and the placeholders that stand for the messages before it."""
 
     position: int
@@ -64,22 +66,38 @@ class BoundaryRenderer:
         """Return the strings for which the template searches message texts."""
         return find_template_markers(self.template.select_source(has_tools=chat.tools is not None))
 
-    def prepare(self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]) -> NewMessages:
-        """Return an object that renders the new messages of a conversation, those after the cached ones.
+    def render_new(
+        self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
+    ) -> RenderedMessages | None:
+        """Render the new messages of a conversation, those after the cached ones.
 
-        `rendered` has the short placeholders that stand for the cached messages.
+        `rendered` has the short placeholders that stand for the cached messages. The memo may know the text around a
+        few plain texts. None if the template refuses the messages, or may have written the text before the boundary in
+        another way.
         """
-        turn = None
-        if not rendered.has_late_system:
-            chat = inputs.chat
-            turn = read_plain_turn(
-                messages,
-                self.find_markers(chat),
-                prefix_digest=rendered.digest,
-                inputs_digest=inputs.digest,
-                clock=self.template.read_clock(has_tools=chat.tools is not None),
-            )
-        return NewMessages(self, rendered, inputs, messages, turn)
+        turn = self._read_plain_turn(rendered, inputs.chat, inputs.digest, messages)
+        text = None if turn is None else self.memo.fill(turn)
+        if text is None:
+            text = self.render_after(rendered, inputs, messages)
+            if text is not None and turn is not None:
+                self.memo.add(turn, text, lambda others: self.render_after(rendered, inputs, others))
+        if text is None or not self.tokenizer.cut_tokens.starts_with_cut(text):
+            return None
+        return RenderedMessages(self, rendered, inputs, messages, turn, text)
+
+    def _read_plain_turn(
+        self, rendered: RenderedPlaceholders, chat: RoutingRequest, inputs_digest: bytes, messages: list[Message]
+    ) -> PlainTurn | None:
+        """Return new messages as the memo takes them; None if it does not."""
+        if rendered.has_late_system:
+            return None
+        return read_plain_turn(
+            messages,
+            self.find_markers(chat),
+            prefix_digest=rendered.digest,
+            inputs_digest=inputs_digest,
+            clock=self.template.read_clock(has_tools=chat.tools is not None),
+        )
 
     def cut(
         self,
@@ -153,11 +171,10 @@ class BoundaryRenderer:
             return None
 
 
-class NewMessages(NamedTuple):
-    """The new messages of a conversation: renders them, and finds where their text can be cut for the next turn.
+class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
+    """The new messages of a conversation and their text, which can be cut for the next turn.
 
-    They are rendered after short placeholders that stand for the cached messages before them. For a few plain texts,
-    the renderer's memo may know the result.
+    They were rendered after short placeholders that stand for the cached messages before them.
     """
 
     renderer: BoundaryRenderer
@@ -167,35 +184,26 @@ class NewMessages(NamedTuple):
     messages: list[Message]
     turn: PlainTurn | None
     """The messages as the memo takes them; None if it does not."""
+    text: str
+    """The prompt's text after the boundary."""
 
-    def render(self) -> str | None:
-        """Return the prompt's text after the boundary.
-
-        None if the template refuses the messages, or may have written the text before the boundary in another way.
-        """
-        memo = self.renderer.memo
-        text = None if self.turn is None else memo.fill(self.turn)
-        if text is None:
-            text = self._render(self.rendered, self.messages)
-            if text is not None and self.turn is not None:
-                memo.add(self.turn, text, lambda others: self._render(self.rendered, others))
-        return text if text is not None and self.renderer.tokenizer.cut_tokens.starts_with_cut(text) else None
-
-    def cut(self, count: int, text: str) -> Cut | None:
-        """Find where `text`, which `render` returned, can be cut after the first `count` messages; None if nowhere."""
-        cut = self._cut_by_memo(count, text)
+    def cut(self, count: int) -> Cut | None:
+        """Find where the text can be cut after the first `count` messages; None if nowhere."""
+        cut = self._cut_by_memo(count)
         if cut is not None:
             return cut
         renderer, inputs, rendered = self.renderer, self.inputs, self.rendered
         placeholders = rendered.placeholders.extend(self.messages[:count], renderer.find_markers(inputs.chat))
         if placeholders is None:
             return None
-        cut = renderer.cut(placeholders, inputs, self.messages[count:], text, has_late_system=rendered.has_late_system)
+        cut = renderer.cut(
+            placeholders, inputs, self.messages[count:], self.text, has_late_system=rendered.has_late_system
+        )
         if cut is not None and self.turn is not None and not cut.rendered.has_late_system:
-            self._remember_cut(self.turn, cut, count, text)
+            self._remember_cut(self.turn, cut, count)
         return cut
 
-    def _cut_by_memo(self, count: int, text: str) -> Cut | None:
+    def _cut_by_memo(self, count: int) -> Cut | None:
         if self.turn is None:
             return None
         memo = self.renderer.memo
@@ -203,18 +211,15 @@ class NewMessages(NamedTuple):
         if next_rendered is None:
             return None
         tail_text = memo.fill(self.turn.after(count, next_rendered.digest))
-        if tail_text is None or not text.endswith(tail_text):
+        if tail_text is None or not self.text.endswith(tail_text):
             return None
-        return Cut(len(text) - len(tail_text), next_rendered)
+        return Cut(len(self.text) - len(tail_text), next_rendered)
 
-    def _remember_cut(self, turn: PlainTurn, cut: Cut, count: int, text: str) -> None:
-        memo = self.renderer.memo
-        memo.add_next_placeholders(turn.key, count, cut.rendered)
-        tail_turn = turn.after(count, cut.rendered.digest)
-        memo.add(tail_turn, text[cut.position :], lambda others: self._render(cut.rendered, others))
-
-    def _render(self, rendered: RenderedPlaceholders, messages: list[Message]) -> str | None:
-        return self.renderer.render_after(rendered, self.inputs, messages)
+    def _remember_cut(self, turn: PlainTurn, cut: Cut, count: int) -> None:
+        renderer, inputs = self.renderer, self.inputs
+        renderer.memo.add_next_placeholders(turn.key, count, cut.rendered)
+        tail_turn, tail_text = turn.after(count, cut.rendered.digest), self.text[cut.position :]
+        renderer.memo.add(tail_turn, tail_text, lambda others: renderer.render_after(cut.rendered, inputs, others))
 
 
 def _count_common_end(first: str, second: str) -> int:

@@ -11,6 +11,7 @@ import secrets
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
+from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -79,8 +80,8 @@ class CachedConversation(msgspec.Struct, eq=False):
     """Digest of the template's inputs besides the messages of that array."""
     system_message_count: int
     """Messages of the chat that are not from the array: 1 if the body has a system text beside it."""
-    opening_messages: list[Message]
-    """The chat's messages up to the first that is not the system's."""
+    first_message: Message
+    """The chat's first message, which templates may write late if it is the system's."""
     outline: Outline
     """Fingerprints of the messages up to the last boundary, and of the tools."""
     boundaries: list[Boundary]
@@ -112,7 +113,7 @@ class CachedConversation(msgspec.Struct, eq=False):
         size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.rendered.text) for boundary in self.boundaries])
         if self.bare_request is not None:
             size_bytes += _DECODED_BYTES_PER_BYTE * (self.messages_start + self.end_bytes)
-        return size_bytes + sum([len(str(message.get("content"))) for message in self.opening_messages])
+        return size_bytes + len(str(self.first_message.get("content")))
 
 
 Match = tuple[CachedConversation, Boundary]
@@ -128,6 +129,9 @@ class _Location(NamedTuple):
     """Digest of the longest prefix of the body, of those in PREFIX_LENGTHS, that ends before the boundary."""
     digest: int
     """Digest of the bytes between that prefix and the boundary."""
+
+
+_GET_BODY_END: Final = attrgetter("boundary.body_end")
 
 
 class _Entry(NamedTuple):
@@ -162,28 +166,34 @@ class ConversationCache:
     def find(self, kind: ApiKind, body: bytes, max_matches: int) -> list[Match]:
         """Find cached boundaries before which a body is equal to the cached one, the furthest first."""
         keys = self._digest_prefixes(body, len(body))
-        known_indices = [i for i, key in enumerate(keys) if key in self._locations_by_key]
         matches: list[Match] = []
-        for i in reversed(known_indices[-KEYS_MAX:]):
+        known_count = 0
+        for i in reversed(range(len(keys))):
+            locations = self._locations_by_key.get(keys[i])
+            if locations is None:
+                continue
             equal_locations = [
                 location
-                for location in self._locations_by_key[keys[i]]
+                for location in locations
                 if location.conversation.kind == kind
                 and location.digest == self._digest_rest(body, i, location.boundary)
             ]
-            equal_locations.sort(key=_get_body_end)
+            equal_locations.sort(key=_GET_BODY_END)
             matches += [(location.conversation, location.boundary) for location in reversed(equal_locations)]
-            if len(matches) >= max_matches:
+            known_count += 1
+            if len(matches) >= max_matches or known_count == KEYS_MAX:
                 break
         return matches[:max_matches]
 
     def _digest_prefixes(self, body: bytes, end: int) -> list[int]:
-        """Return the digests of the prefixes of a body up to `end`, one for each of the PREFIX_LENGTHS."""
-        hasher = xxhash.xxh3_64(seed=self._seed)
-        view, position, digests = memoryview(body), 0, list[int]()
+        """Return the digests of the prefixes of a body up to `end`, one for each of the PREFIX_LENGTHS.
+
+        A digest is that of the bytes after the prefix before, with the digest of that prefix as the seed.
+        """
+        view, position, digest, digests = memoryview(body), 0, self._seed, list[int]()
         for length in PREFIX_LENGTHS[: bisect_right(PREFIX_LENGTHS, end)]:
-            hasher.update(view[position:length])
-            digests.append(hasher.intdigest())
+            digest = xxhash.xxh3_64_intdigest(view[position:length], digest)
+            digests.append(digest)
             position = length
         return digests
 
@@ -260,7 +270,3 @@ class ConversationCache:
             key: {id(location.boundary) for location in locations} for key, locations in self._locations_by_key.items()
         }
         assert all(len(locations) <= LOCATIONS_MAX for locations in self._locations_by_key.values())
-
-
-def _get_body_end(location: _Location) -> int:
-    return location.boundary.body_end

@@ -11,7 +11,7 @@ import secrets
 from array import array
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import xxhash
@@ -22,7 +22,7 @@ from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, convert_source_to_chat, has_media, parse_routing_of_kind
 from prompts.schemas import Message
 from prompts.tokenizer import ID_TYPE
-from router.prompting.boundary_rendering import BoundaryRenderer, NewMessages, TemplateInputs
+from router.prompting.boundary_rendering import BoundaryRenderer, RenderedMessages, TemplateInputs
 from router.prompting.conversation_cache import (
     BODY_BYTES_MAX,
     BODY_BYTES_MIN,
@@ -30,7 +30,7 @@ from router.prompting.conversation_cache import (
     Boundary,
     CachedConversation,
 )
-from router.prompting.encode import RenderedPrompt, count_openings
+from router.prompting.encode import RenderedPrompt, has_more_objects
 from router.prompting.outline import FINGERPRINT_BYTES, Outline, fingerprint_messages
 from router.prompting.placeholder_messages import PlaceholderMessages, is_system_message
 
@@ -51,21 +51,38 @@ _items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
 
 
-class _MessagesLocation(NamedTuple):
-    """Byte offsets of a body's array of messages."""
+class _MessagesArray(msgspec.Struct, frozen=True, eq=False):
+    """A body's array of messages: its place and its bytes."""
 
     start: int
-    message_ends: list[int]
-    end: int
-    """Offset of the closing bracket."""
+    """Offset in the body."""
+    json: bytes
+
+    @property
+    def end(self) -> int:
+        """Offset of the closing bracket."""
+        return self.start + len(self.json) - 1
+
+    def find_message_ends(self) -> list[int]:
+        """Return the offsets in the body at which the messages end."""
+        position, ends = 1, list[int]()
+        for item in _items_decoder.decode(self.json):
+            while self.json[position] in b" \t\r\n,":
+                position += 1
+            position += len(memoryview(item))
+            ends.append(self.start + position)
+        return ends
 
 
-class _WholeConversation(NamedTuple):
+class _WholeConversation(msgspec.Struct, frozen=True, eq=False):
     """A body that was read whole and its prompt, for which a cache entry is to be made."""
 
     kind: ApiKind
     body: bytes
-    location: _MessagesLocation
+    messages_start: int
+    """Offset in the body of its array of messages."""
+    message_ends: list[int]
+    """Offsets in the body at which its messages end."""
     inputs: TemplateInputs
     system_message_count: int
     messages: list[Message]
@@ -80,7 +97,7 @@ class _WholeConversation(NamedTuple):
         return 1 + sum(1 for _ in takewhile(is_system_message, self.messages))
 
 
-class _BodyTail(NamedTuple):
+class _BodyTail(msgspec.Struct, frozen=True, eq=False):
     """The new part of a body that continues a cached one: its last messages, and what else the template depends on.
 
     It begins at a boundary, a place between two messages up to which both bodies are equal.
@@ -94,22 +111,15 @@ class _BodyTail(NamedTuple):
     """Messages of the chat after the boundary."""
     system_message_count: int
     template_digest: bytes
-    message_ends: list[int]
-    """Offsets in the body at which its new messages end."""
-    messages_end: int
-    """Offset in the body of the end of its array of messages."""
+    messages_array: _MessagesArray
+    """The body's array of messages, of which a first one stands for all before the boundary."""
+
+    def find_message_ends(self) -> list[int]:
+        """Return the offsets in the body at which the new messages end."""
+        return self.messages_array.find_message_ends()[1:]
 
 
-class _RenderedTail(NamedTuple):
-    """The new part of a continued body, and the text that the template writes for it."""
-
-    boundary: Boundary
-    tail: _BodyTail
-    new_messages: NewMessages
-    text: str
-
-
-class Continuation(NamedTuple):
+class Continuation(msgspec.Struct, eq=False):
     """The whole prompt of a body that continues a cached conversation.
 
     It was made of the cached token ids before `boundary` and of the newly read `tail`.
@@ -121,16 +131,13 @@ class Continuation(NamedTuple):
     token_ids: array[int]
     char_count: int
     """Characters of the prompt's text."""
-    successor: CachedConversation | None
+    successor: CachedConversation | None = None
     """Conversation to be cached instead of `conversation`, or beside it."""
 
     @property
     def request(self) -> RoutingRequest:
-        """The body's request; of a chat's messages it has the opening ones and the new ones."""
-        tail = self.tail
-        if self.conversation.kind != "chat":
-            return tail.request
-        return tail.request.replace(messages=[*self.conversation.opening_messages, *tail.new_messages])
+        """The body's request, without the messages before the boundary."""
+        return self.tail.request
 
     @property
     def predecessor(self) -> CachedConversation | None:
@@ -161,8 +168,8 @@ def cache_conversation(
     if chat is None or prompt_ids is None or not chat.messages or not _is_supported(request, chat):
         return None
     messages = chat.messages
-    location = _locate_messages(body)
-    if location is None or outline is None:
+    messages_array = _locate_messages(body)
+    if messages_array is None or outline is None:
         return None
     has_system_field = request.kind != "chat" and bool(getattr(request.source, "system", None))
     system_message_count = int(has_system_field and is_system_message(messages[0]))
@@ -170,7 +177,8 @@ def cache_conversation(
     whole = _WholeConversation(
         kind=request.kind,
         body=body,
-        location=location,
+        messages_start=messages_array.start,
+        message_ends=messages_array.find_message_ends(),
         inputs=TemplateInputs(chat, template_digest, messages[0]),
         system_message_count=system_message_count,
         messages=messages,
@@ -182,15 +190,15 @@ def cache_conversation(
         return None
     return CachedConversation(
         kind=request.kind,
-        messages_start=location.start,
+        messages_start=messages_array.start,
         template_digest=template_digest,
         system_message_count=system_message_count,
-        opening_messages=messages[: whole.opening_message_count],
+        first_message=messages[0],
         outline=_extend_outline(outline, boundaries[-1], []),
         boundaries=boundaries,
         token_ids=whole.token_ids,
-        end_bytes=len(body) - location.end,
-        end_digest=_digest_end(body, location.end),
+        end_bytes=len(body) - messages_array.end,
+        end_digest=_digest_end(body, messages_array.end),
         bare_request=chat.replace(messages=None) if request.kind == "chat" else None,
         keeps_messages_as_sent=renderer.template.keeps_messages_as_sent,
     )
@@ -226,7 +234,7 @@ def _make_first_boundaries(whole: _WholeConversation, renderer: BoundaryRenderer
         token_count = len(whole.token_ids) - len(tail_ids)
         if whole.token_ids[token_count:] != tail_ids:
             continue  # the text after the boundary has other tokens if it is encoded on its own
-        body_end = whole.location.message_ends[-trailing_count - 1]
+        body_end = whole.message_ends[-trailing_count - 1]
         boundaries.append(
             Boundary(
                 body_end=body_end,
@@ -247,7 +255,7 @@ def _choose_trailing_counts(whole: _WholeConversation) -> list[int]:
     The next request of a client appends to this one, but may change its last few messages. In a chat, the last question
     and the messages after it may be left out too, as a template may write them otherwise once there is a new question.
     """
-    message_count = len(whole.location.message_ends)
+    message_count = len(whole.message_ends)
     trailing_counts = {1, TRAILING_MESSAGES}
     if whole.kind == "chat":  # also a boundary before the last question
         question_indices = [i for i, message in enumerate(whole.messages) if message.get("role") == "user"]
@@ -261,9 +269,9 @@ def _count_messages_before(whole: _WholeConversation, trailing_count: int, templ
     Return None if a message of the chat was made from messages on both sides, so that the chat cannot be cut there.
     """
     if whole.kind == "chat":
-        return len(whole.location.message_ends) - trailing_count
-    body_end = whole.location.message_ends[-trailing_count - 1]
-    tail = _read_tail(whole.kind, whole.location.start, body_end, whole.body, template)
+        return len(whole.message_ends) - trailing_count
+    body_end = whole.message_ends[-trailing_count - 1]
+    tail = _read_tail(whole.kind, whole.messages_start, body_end, whole.body, template)
     if tail is None or tail.system_message_count != whole.system_message_count:
         return None
     return _count_before_tail(whole.messages, tail)
@@ -297,15 +305,14 @@ def continue_conversation(
     )
     if tail is None or not _has_same_inputs(conversation, tail):
         return None
-    inputs = TemplateInputs(tail.chat, tail.template_digest, conversation.opening_messages[0])
-    new_messages = renderer.prepare(boundary.rendered, inputs, tail.new_messages)
-    text = new_messages.render()
-    if text is None:
+    inputs = TemplateInputs(tail.chat, tail.template_digest, conversation.first_message)
+    new_messages = renderer.render_new(boundary.rendered, inputs, tail.new_messages)
+    if new_messages is None:
         return None
-    rendered_tail = _RenderedTail(boundary, tail, new_messages, text)
     next_boundary = _find_next_boundary(
-        conversation, rendered_tail, body, renderer.template, further_differs=further_differs
+        conversation, boundary, tail, new_messages, body, further_differs=further_differs
     )
+    text = new_messages.text
     text_ids, next_token_count = array(ID_TYPE), boundary.token_count
     next_position = 0
     if next_boundary is not None:  # the text is encoded in two parts to count the tokens before the next boundary
@@ -315,11 +322,11 @@ def continue_conversation(
     text_ids += renderer.tokenizer.encode_array(text[next_position:], add_special_tokens=False)
     token_ids = conversation.token_ids[: boundary.token_count + len(text_ids)]  # often the final length: no copy later
     token_ids[boundary.token_count :] = text_ids
-    continuation = Continuation(conversation, boundary, tail, token_ids, boundary.char_count + len(text), None)
-    if next_boundary is None:
-        return continuation
-    next_boundary = msgspec.structs.replace(next_boundary, token_count=next_token_count)
-    return continuation._replace(successor=_make_successor(continuation, next_boundary, body))
+    continuation = Continuation(conversation, boundary, tail, token_ids, boundary.char_count + len(text))
+    if next_boundary is not None:
+        next_boundary = msgspec.structs.replace(next_boundary, token_count=next_token_count)
+        continuation.successor = _make_successor(continuation, next_boundary, body)
+    return continuation
 
 
 def _has_same_inputs(conversation: CachedConversation, tail: _BodyTail) -> bool:
@@ -334,9 +341,10 @@ def _has_same_inputs(conversation: CachedConversation, tail: _BodyTail) -> bool:
 
 def _find_next_boundary(
     conversation: CachedConversation,
-    rendered_tail: _RenderedTail,
+    boundary: Boundary,
+    tail: _BodyTail,
+    new_messages: RenderedMessages,
     body: bytes,
-    template: ChatTemplate,
     *,
     further_differs: bool,
 ) -> Boundary | None:
@@ -345,24 +353,27 @@ def _find_next_boundary(
     Its number of tokens is not set yet. Return None if the boundary would save little, or if the prompt's text cannot
     be cut there.
     """
-    boundary, tail = rendered_tail.boundary, rendered_tail.tail
     grown_bytes = len(body) - boundary.body_end
-    if grown_bytes < max(GROWTH_BYTES_MIN, boundary.body_end // 32) or _depends_on_template(tail.request):
+    if grown_bytes < max(GROWTH_BYTES_MIN, boundary.body_end // 32) or len(tail.new_messages) < 2:
         return None
+    if _depends_on_template(tail.request):
+        return None
+    message_ends = tail.find_message_ends()
     trailing_count = _choose_next_trailing_count(conversation, boundary, further_differs=further_differs)
-    body_message_count = len(tail.message_ends) - trailing_count
+    body_message_count = len(message_ends) - trailing_count
     if body_message_count <= 0:
         return None
-    body_end = tail.message_ends[body_message_count - 1]
+    body_end = message_ends[body_message_count - 1]
     new_count: int | None = body_message_count
     if conversation.kind != "chat":
+        template = new_messages.renderer.template
         last_tail = _read_tail(conversation.kind, conversation.messages_start, body_end, body, template)
         if last_tail is None or not _has_same_inputs(conversation, last_tail):
             return None
         new_count = _count_before_tail(tail.new_messages, last_tail)
     if not new_count:
         return None
-    cut = rendered_tail.new_messages.cut(new_count, rendered_tail.text)
+    cut = new_messages.cut(new_count)
     if cut is None or not cut.position:
         return None
     return Boundary(
@@ -401,8 +412,8 @@ def _make_successor(continuation: Continuation, next_boundary: Boundary, body: b
         outline=_extend_outline(conversation.outline, boundary, tail.new_messages[:new_count]),
         boundaries=[*boundaries, next_boundary],
         token_ids=continuation.token_ids,
-        end_bytes=len(body) - tail.messages_end,
-        end_digest=_digest_end(body, tail.messages_end),
+        end_bytes=len(body) - tail.messages_array.end,
+        end_digest=_digest_end(body, tail.messages_array.end),
         bare_request=tail.chat.replace(messages=None) if conversation.kind == "chat" else None,
     )
 
@@ -459,7 +470,7 @@ def _read_chat_tail(
     # The body has a comma after the boundary: an empty object before it completes the array.
     array_start = b"[{}"
     array_json = b"%b%b]" % (array_start, body[start:end])
-    if count_openings(array_json) > TAIL_BRACKETS_MAX:
+    if has_more_objects(array_json, TAIL_BRACKETS_MAX):
         return None
     try:
         messages = _messages_decoder.decode(array_json)
@@ -473,8 +484,7 @@ def _read_chat_tail(
         new_messages=messages[1:],
         system_message_count=conversation.system_message_count,
         template_digest=conversation.template_digest,
-        message_ends=_find_item_ends(array_json, start - len(array_start))[1:],
-        messages_end=end,
+        messages_array=_MessagesArray(start - len(array_start), array_json),
     )
 
 
@@ -488,18 +498,18 @@ def _read_tail(
     if messages_start + len(body) - prefix_end > TAIL_BYTES_MAX:
         return None
     short_body = b"%b%b%b" % (body[: messages_start + 1], _SENTINEL_JSON, body[prefix_end:])
-    if count_openings(short_body) > TAIL_BRACKETS_MAX:
+    if has_more_objects(short_body, TAIL_BRACKETS_MAX):
         return None
     try:
         request = parse_routing_of_kind(kind, short_body)
         chat = request if request.source is None else convert_source_to_chat(request, template)
-        location = _locate_messages(short_body, messages_start)
+        messages_array = _locate_messages(short_body, messages_start)
     except RequestError:
         return None
     # A system text beside the array becomes the first message of the chat; the sentinel comes after it.
     messages = chat.messages or []
     system_message_count = 0 if messages[:1] == [_SENTINEL_MESSAGE] else 1
-    if location is None or messages[system_message_count : system_message_count + 1] != [_SENTINEL_MESSAGE]:
+    if messages_array is None or messages[system_message_count : system_message_count + 1] != [_SENTINEL_MESSAGE]:
         return None
     if not _is_supported(request, chat):
         return None
@@ -510,13 +520,12 @@ def _read_tail(
         new_messages=messages[system_message_count + 1 :],
         system_message_count=system_message_count,
         template_digest=_digest_template_inputs(template, chat, system_message_count),
-        message_ends=[message_end + removed_bytes for message_end in location.message_ends[1:]],
-        messages_end=location.end + removed_bytes,
+        messages_array=_MessagesArray(messages_array.start + removed_bytes, messages_array.json),
     )
 
 
-def _locate_messages(body: bytes, messages_start: int | None = None) -> _MessagesLocation | None:
-    """Return the place of a body's array of messages; None if it cannot be told, or if there is none.
+def _locate_messages(body: bytes, messages_start: int | None = None) -> _MessagesArray | None:
+    """Return a body's array of messages; None if its place cannot be told, or if there is none.
 
     `messages_start`: offset of the array, if known. Else the array is searched by its first bytes.
     """
@@ -526,21 +535,9 @@ def _locate_messages(body: bytes, messages_start: int | None = None) -> _Message
             messages_start = body.find(array_json[:256])
         if not array_json.startswith(b"[") or not body.startswith(array_json, messages_start):
             return None
-        message_ends = _find_item_ends(array_json, messages_start)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
-    return _MessagesLocation(messages_start, message_ends, messages_start + len(array_json) - 1)
-
-
-def _find_item_ends(array_json: bytes, start: int) -> list[int]:
-    """Return the offsets at which the items of an array end, which itself begins at `start`."""
-    position, ends = 1, list[int]()
-    for item in _items_decoder.decode(array_json):
-        while array_json[position] in b" \t\r\n,":
-            position += 1
-        position += len(memoryview(item))
-        ends.append(start + position)
-    return ends
+    return _MessagesArray(messages_start, array_json)
 
 
 def _digest_end(body: bytes, end: int) -> int:

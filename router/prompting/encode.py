@@ -53,22 +53,26 @@ _ITEM_REFERENCE = re.compile(
 _TokenIds = list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]]
 
 
-def count_openings(text: bytes) -> int:
-    """Return the number of opening brackets and braces, which is at least that of lists and objects."""
+def has_more_objects(text: bytes, objects_max: int) -> bool:
+    """Return whether JSON may have more lists and objects than `objects_max`. Brackets in strings count too."""
+    return len(text) > 2 * objects_max and _count_openings(text) > objects_max  # an object has two brackets
+
+
+def _count_openings(text: bytes) -> int:
     return text.count(b"[") + text.count(b"{")
 
 
 def is_light(body: bytes) -> bool:
     """Whether a body is small enough to be decoded and rendered while other requests wait."""
-    return len(body) <= LIGHT_BYTES and count_openings(body) <= LIGHT_OBJECTS
+    return len(body) <= LIGHT_BYTES and not has_more_objects(body, LIGHT_OBJECTS)
 
 
 def is_within_bounds(body: bytes) -> bool:
     """Whether a body of valid JSON has few enough values to be decoded."""
-    if len(body) <= VALUES_MAX and count_openings(body) <= OBJECTS_MAX:
+    if len(body) <= VALUES_MAX and not has_more_objects(body, OBJECTS_MAX):
         return True  # even if none of the brackets is inside of a string
     body_without_strings = _JSON_STRING.sub(b"", body)
-    object_count = count_openings(body_without_strings)
+    object_count = _count_openings(body_without_strings)
     return object_count <= OBJECTS_MAX and object_count + body_without_strings.count(b",") <= VALUES_MAX
 
 

@@ -67,7 +67,7 @@ class ReadBody(msgspec.Struct, Generic[Target], eq=False):
     """
 
     request: RoutingRequest
-    """The request. If it continues a cached chat, it has only the opening messages and the new ones."""
+    """The request. If it continues a cached chat, its messages are unknown: `continuation` has the new ones."""
     target: Target
     """Target that the caller chose for `request`."""
     prompt: TokenizedPrompt

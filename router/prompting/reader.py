@@ -10,13 +10,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import msgspec
 
 from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing_of_kind
 from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
-from router.prompting.conversation_cache import CachedConversation, Match
+from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reader import (
     INLINE_BYTES_MAX,
     ConversationReader,
@@ -57,7 +60,7 @@ def _always() -> bool:
     return True
 
 
-class _BodyToRead(NamedTuple, Generic[Target]):
+class _BodyToRead(msgspec.Struct, Generic[Target], frozen=True, eq=False):
     """A body that is to be read, with the arguments of `PromptReader.begin_read`."""
 
     body: RequestBody
@@ -200,12 +203,15 @@ class PromptReader:
         """
         body_to_read = _BodyToRead(body, kind, make_target, is_wanted, tenant)
         if may_continue and kind is not None and self.conversations.may_have(kind, body.body_bytes):
-            matches = self.conversations.find(kind, body.body)
-            if matches and body.body_bytes - matches[0][1].body_end > INLINE_BYTES_MAX:
-                return self._continue_in_thread(matches, body_to_read)
-            read = self._continue(matches, body_to_read) if matches else None
-            if read is not None:
-                return read
+            data = body.body
+            matches = self.conversations.find(kind, data)
+            if matches:
+                read_continuation = partial(self._run_timed, partial(self.conversations.read, matches, data))
+                if len(data) - matches[0][1].body_end > INLINE_BYTES_MAX:
+                    return self._continue_in_thread(read_continuation, data, body_to_read)
+                read = self._finish_continuation(*read_continuation(), data, make_target)
+                if read is not None:
+                    return read
         return self._begin_whole_read(body_to_read)
 
     def _begin_whole_read(
@@ -255,7 +261,7 @@ class PromptReader:
     async def _read_large(self, body_to_read: _BodyToRead[Target]) -> ReadBody[Target]:
         """Read a large body in a worker process; if a worker has the tokenizer, let it tokenise the prompt."""
         assert self.worker_pool is not None
-        body, kind, make_target, is_wanted, tenant = body_to_read
+        body, make_target = body_to_read.body, body_to_read.make_target
         targets: list[Target] = []
 
         def make_task(request: RoutingRequest) -> ReadTask:
@@ -266,7 +272,9 @@ class PromptReader:
             return task
 
         started_s = time.perf_counter()
-        request, spans, result = await self.worker_pool.read(body.pieces, kind, make_task, is_wanted, tenant)
+        request, spans, result = await self.worker_pool.read(
+            body.pieces, body_to_read.kind, make_task, body_to_read.is_wanted, body_to_read.tenant
+        )
         target = targets[-1] if targets else make_target(request)
         token_ids: Sequence[int] | None
         size, conversation = result.size, result.conversation
@@ -297,42 +305,34 @@ class PromptReader:
 
     # Conversations that return ----------------------------------------------------------------------------------------
 
-    async def _continue_in_thread(self, matches: list[Match], body_to_read: _BodyToRead[Target]) -> ReadBody[Target]:
+    async def _continue_in_thread(
+        self,
+        read_continuation: Callable[[], tuple[Continuation | None, float]],
+        body: bytes,
+        body_to_read: _BodyToRead[Target],
+    ) -> ReadBody[Target]:
         """Continue a cached conversation in a thread, else read the body whole."""
-        data = body_to_read.body.body
-        continuation = await self.run_in_thread(lambda: self._read_after_boundary(matches, data))
-        read = None
-        if continuation is not None:
-            read = self._finish_continuation(*continuation, data, body_to_read.make_target)
+        continuation, read_s = await self.run_in_thread(read_continuation)
+        read = self._finish_continuation(continuation, read_s, body, body_to_read.make_target)
         if read is not None:
             return read
         whole = self._begin_whole_read(body_to_read)
         return whole if isinstance(whole, ReadBody) else await whole
 
-    def _continue(self, matches: list[Match], body_to_read: _BodyToRead[Target]) -> ReadBody[Target] | None:
-        """Continue a cached conversation; None if none of the matches can be used."""
-        data = body_to_read.body.body
-        continuation = self._read_after_boundary(matches, data)
-        if continuation is None:
-            return None
-        return self._finish_continuation(*continuation, data, body_to_read.make_target)
-
-    def _read_after_boundary(self, matches: list[Match], body: bytes) -> tuple[Continuation, float] | None:
-        """Continue a cached conversation; return the continuation and the seconds that it took. Thread-safe."""
-        renderer = self.conversations.renderer_of(matches[0][0].model)
-        if renderer is None:
-            return None
-        continuation, read_s = self._run_timed(lambda: self.conversations.read(matches, body, renderer))
-        return None if continuation is None else (continuation, read_s)
-
     def _finish_continuation(
-        self, continuation: Continuation, read_s: float, body: bytes, make_target: Callable[[RoutingRequest], Target]
+        self,
+        continuation: Continuation | None,
+        read_s: float,
+        body: bytes,
+        make_target: Callable[[RoutingRequest], Target],
     ) -> ReadBody[Target] | None:
         """Return a body of which only the messages after the cached ones were read.
 
-        Return None if its prompt is too long, or if the client now asks for another model: it must be read whole then.
-        Now and then it is also read whole in the background, to check that the ids are equal.
+        Return None if the body must be read whole: there is no continuation, its prompt is too long, or the client now
+        asks for another model. Now and then it is also read whole in the background, to check that the ids are equal.
         """
+        if continuation is None:
+            return None
         request, conversation = continuation.request, continuation.conversation
         target = make_target(request)
         tokens_max, token_ids = target.tokens_max, continuation.token_ids

@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from prompts.chat_rendering import BILLING_LINE
 from prompts.schemas import Message
@@ -30,7 +31,7 @@ Edges = tuple[str, str]
 """White space before and after the text of a message."""
 
 
-class MemoKey(NamedTuple):
+class MemoKey(msgspec.Struct, frozen=True):
     """Everything by which a template decides what it writes around the texts of new messages."""
 
     prefix_digest: int
@@ -43,7 +44,7 @@ class MemoKey(NamedTuple):
     """Date and time as the template writes them."""
 
 
-class PlainTurn(NamedTuple):
+class PlainTurn(msgspec.Struct, frozen=True, eq=False):
     """New messages that are each a role and a text, with the key under which the memo knows them."""
 
     key: MemoKey
@@ -53,11 +54,11 @@ class PlainTurn(NamedTuple):
     def after(self, count: int, prefix_digest: int) -> PlainTurn:
         """Return the messages after the first `count`, after the placeholders of this digest."""
         key = self.key
-        tail_key = key._replace(prefix_digest=prefix_digest, roles=key.roles[count:], edges=key.edges[count:])
+        tail_key = MemoKey(prefix_digest, key.inputs_digest, key.roles[count:], key.edges[count:], key.clock)
         return PlainTurn(tail_key, self.texts[count:])
 
 
-class _TurnSkeleton(NamedTuple):
+class _TurnSkeleton(msgspec.Struct, frozen=True, eq=False):
     """Text that a template writes around the texts of a turn: the pieces before, between and after them."""
 
     pieces: tuple[str, ...]
@@ -97,7 +98,7 @@ class TurnMemo:
         `render` renders other messages in place of the turn: here the same messages with random texts, which show where
         the template puts each text. The result must also give `text`, or else the turn's key is never filled.
         """
-        key, texts = turn
+        key, texts = turn.key, turn.texts
         if key in self._skeleton_by_key or len(text) - sum(map(len, texts)) > _CHARS_MAX:
             return
         sentinels = [f"x{secrets.token_hex(8)}x" for _ in texts]
