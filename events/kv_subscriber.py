@@ -4,6 +4,7 @@
     kv_subscriber http://127.0.0.1:8000                       # asks the worker where its events are
     kv_subscriber tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558
     kv_subscriber http://a:8000 http://b:8000 --from-start --type removed --json
+    kv_subscriber http://a:8000 --state seen.json           # killed and started again, it goes on where it was
     kv_subscriber http://a:8000 --record capture.frames.jsonl.gz
 
 Without --from-start or --snapshot it shows what happens from now on. Ctrl-C ends it.
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +31,76 @@ import events
 from events import BlockRemoved, BlockStored, Event, Message, Notice, StartMode, StreamConfig, StreamSource
 from events.frames import pack_seq
 
-EVENT_CLASS_BY_OPTION: dict[str, type[Event]] = {
-    "stored": BlockStored,
-    "removed": BlockRemoved,
-    "cleared": events.AllBlocksCleared,
-}
-"""Class of the events that each value of `--type` selects."""
-EventClasses = tuple[type[Event], ...]
+EVENT_CLASS_BY_NAME = {"stored": BlockStored, "removed": BlockRemoved, "cleared": events.AllBlocksCleared}
 SHOWN_HASH_COUNT = 4
-POLL_S = 0.2
+SAVE_INTERVAL_S = 0.2
 CONNECT_PATIENCE_S = 3.0
 """Time after which a stream that is not connected yet is reported."""
+
+
+@dataclass(frozen=True)
+class EventFilter:
+    """Selects the events to show, by the program's options. An empty field selects all of them."""
+
+    types: tuple[str, ...] = ()
+    """`stored`, `removed` or `cleared`."""
+    groups: tuple[int, ...] = ()
+    media: tuple[str, ...] = ()
+    holders: tuple[str, ...] = ()
+    """Parts of the names of streams."""
+
+    def matches_stream(self, stream_id: str) -> bool:
+        return not self.holders or any(holder in stream_id for holder in self.holders)
+
+    def matches(self, event: Event) -> bool:
+        """Return whether to show an event. A clearing concerns every group and medium."""
+        if self.types and not isinstance(event, tuple(EVENT_CLASS_BY_NAME[name] for name in self.types)):
+            return False
+        if isinstance(event, events.AllBlocksCleared):
+            return True
+        if self.groups and (event.group_idx or 0) not in self.groups:
+            return False
+        return not self.media or event.medium in self.media
+
+
+@dataclass
+class PositionFile:
+    """File with the last batch shown of each stream, so that the program can continue there after a kill."""
+
+    path: Path | None
+    """None: positions are not saved."""
+    position_by_stream: dict[str, tuple[int, int]] = field(default_factory=dict)
+    saved_at: float = 0.0
+
+    @classmethod
+    def load(cls, path: Path | None) -> PositionFile:
+        """Read the positions, if there is a file. Raises ClickException if it has another format."""
+        if path is None or not path.exists():
+            return cls(path)
+        try:
+            return cls(path, msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[int, int]]))
+        except msgspec.MsgspecError as error:
+            raise click.ClickException(f"--state {path}: not a state file of kv_subscriber: {error}") from error
+
+    def record(self, item: Message | Notice) -> None:
+        """Take over the position of a batch; after a clearing, the stream has no position."""
+        if isinstance(item, Message):
+            if item.position is not None:
+                self.position_by_stream[item.stream_id] = item.position
+        elif isinstance(item.content, events.Clear):
+            self.position_by_stream.pop(item.stream_id, None)
+
+    def save_if_due(self, now: float) -> None:
+        if now - self.saved_at >= SAVE_INTERVAL_S:
+            self.saved_at = now
+            self.save()
+
+    def save(self) -> None:
+        """Write the file, by a rename, so that a kill leaves the old file or the new one."""
+        if self.path is not None:
+            temporary_path = self.path.with_name(self.path.name + ".new")
+            temporary_path.write_bytes(msgspec.json.encode(self.position_by_stream))
+            os.replace(temporary_path, self.path)
 
 
 def format_hash(block_hash: int | bytes | None) -> str:
@@ -52,8 +114,7 @@ def format_hashes(hashes: list[int | bytes]) -> str:
     return text + (f" and {len(hashes) - SHOWN_HASH_COUNT} more" if len(hashes) > SHOWN_HASH_COUNT else "")
 
 
-def format_event(event: Event) -> str:
-    """Return one line on an event: where it happened, and the names of its blocks."""
+def format_event(event: Event, show_tokens: bool) -> str:
     if isinstance(event, events.AllBlocksCleared):
         return "Cleared  everything"
     location = f"group {event.group_idx or 0} {event.medium or '?'}"
@@ -64,7 +125,9 @@ def format_event(event: Event) -> str:
     parent_name = format_hash(event.parent_block_hash)[:16]
     sizes_text = f"{len(event.block_hashes)} x {event.block_size} tokens"
     headline = f"Stored   {location}{attention_kind}{lora_text}: {sizes_text} after {parent_name}: "
-    return headline + format_hashes(event.block_hashes)
+    return (
+        headline + format_hashes(event.block_hashes) + (f"\n         tokens {event.token_ids}" if show_tokens else "")
+    )
 
 
 def format_notice(notice: object) -> str:
@@ -82,11 +145,8 @@ def format_notice(notice: object) -> str:
     return "UP       connected" if notice.up else "DOWN     connection lost"
 
 
-def format_text_lines(item: Message | Notice, shown_classes: EventClasses) -> Iterator[str]:
-    """Yield the lines that show a notice or a batch.
-
-    A batch has a line for each event of `shown_classes`, for each that could not be read, and for each unknown type.
-    """
+def format_text_lines(item: Message | Notice, event_filter: EventFilter, show_tokens: bool) -> Iterator[str]:
+    """Yield a line for a notice, or for each event of a batch that the filter selects or that could not be read."""
     time_of_day = time.strftime("%H:%M:%S")
     if isinstance(item, Notice):
         yield f"{time_of_day} {item.stream_id} {format_notice(item.content)}"
@@ -94,26 +154,26 @@ def format_text_lines(item: Message | Notice, shown_classes: EventClasses) -> It
     seq_text = "snapshot" if item.seq is None else f"seq {item.seq}"
     origin = " (replayed)" if item.origin.value == "replay" else ""
     line_start = f"{time_of_day} {item.stream_id} {seq_text}{origin}"
-    for event in item.decoded_batch.batch.events:
-        if isinstance(event, shown_classes):
-            yield f"{line_start} {format_event(event)}"
+    for event in filter(event_filter.matches, item.decoded_batch.batch.events):
+        yield f"{line_start} {format_event(event, show_tokens)}"
     for error in item.decoded_batch.errors:
         yield f"{line_start} BAD      {error}"
     for event_type, count in item.decoded_batch.unknown_type_counts.items():
         yield f"{line_start} UNKNOWN  {count} x {event_type}"
 
 
-def format_json_lines(item: Message | Notice, shown_classes: EventClasses) -> Iterator[str]:
-    """Yield JSON objects that show a notice or a batch, for the same things as `format_text_lines` yields lines."""
+def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iterator[str]:
+    """Yield a JSON object for a notice, or for each event of a batch that the filter selects.
+
+    Events that could not be read, and the types that are not known, have an object too.
+    """
     if isinstance(item, Notice):
         fields = {name: getattr(item.content, name) for name in item.content.__dataclass_fields__}
         yield json.dumps({"stream": item.stream_id, "notice": type(item.content).__name__, **fields})
         return
     batch = item.decoded_batch.batch
     common_fields = {"stream": item.stream_id, "seq": item.seq, "origin": item.origin.value, "ts": batch.ts}
-    for event in batch.events:
-        if not isinstance(event, shown_classes):
-            continue
+    for event in filter(event_filter.matches, batch.events):
         fields = {name: value for name, value in msgspec.structs.asdict(event).items() if value is not None}
         line = {**common_fields, "dp_rank": batch.data_parallel_rank, "type": type(event).__name__, **fields}
         yield json.dumps(line, default=encode_bytes)
@@ -194,25 +254,35 @@ def discover_streams(worker_url: str, topic: str | None, config: StreamConfig) -
 @click.option("--from-start", is_flag=True, help="Begin with everything the worker can still replay.")
 @click.option("--snapshot", is_flag=True, help="Begin with what is resident now (vLLM: what it can still replay).")
 @click.option(
-    "--type", "types", multiple=True, type=click.Choice(list(EVENT_CLASS_BY_OPTION)), help="Only these event types."
+    "--type", "types", multiple=True, type=click.Choice(list(EVENT_CLASS_BY_NAME)), help="Only these event types."
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line, with token ids.")
+@click.option("--group", "groups", multiple=True, type=int, help="Only these cache groups.")
+@click.option("--medium", "media", multiple=True, help="Only these media: GPU, CPU, STORAGE ...")
+@click.option("--holder", "holders", multiple=True, help="Only streams whose name contains this.")
+@click.option("--tokens", is_flag=True, help="Show token ids.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--record", type=click.Path(path_type=Path), help="Write the raw frames (.jsonl or .jsonl.gz).")
+@click.option("--state", "state_path", type=click.Path(path_type=Path), help="Remember the last batch seen here.")
 @click.option("--batches", type=click.IntRange(min=1), help="End after so many batches.")
 def command(
     addresses: tuple[str, ...], replays: tuple[str, ...], binds: tuple[str, ...], topic: str | None, from_start: bool,
-    snapshot: bool, types: tuple[str, ...], as_json: bool, record: Path | None, batches: int | None,
+    snapshot: bool, types: tuple[str, ...], groups: tuple[int, ...], media: tuple[str, ...], holders: tuple[str, ...],
+    tokens: bool, as_json: bool, record: Path | None, state_path: Path | None, batches: int | None,
 ) -> None:  # fmt: skip
-    """Follow the streams, print their events, and record their frames, until Ctrl-C or `batches` batches."""
+    """Follow the streams, print their events, and save what was seen, until Ctrl-C or `batches` batches."""
     if not addresses and not binds:
         raise click.UsageError("nothing to follow: give an event address, a worker's URL or --bind")
     if snapshot:
         start_mode = StartMode.SNAPSHOT
     else:
         start_mode = StartMode.RING if from_start else StartMode.LIVE
-    shown_classes = tuple(EVENT_CLASS_BY_OPTION[name] for name in types or EVENT_CLASS_BY_OPTION)
-    format_lines = format_json_lines if as_json else format_text_lines
-    sources = list(iter_sources(addresses, replays, topic, StreamConfig(start_mode=start_mode)))
+    position_file = PositionFile.load(state_path)
+    event_filter = EventFilter(types, groups, media, holders)
+    sources = [
+        replace(source, resume_position=position_file.position_by_stream.get(source.stream_id))
+        for source in list(iter_sources(addresses, replays, topic, StreamConfig(start_mode=start_mode)))
+        if event_filter.matches_stream(source.stream_id)
+    ]
     connection_report = ConnectionReport(sources, time.monotonic())
     batch_count = 0
     with events.Subscriber(sources) as subscriber, open_recording(record) as recording_file:
@@ -222,18 +292,25 @@ def command(
             )
         try:
             while batches is None or batch_count < batches:
-                item = subscriber.get(POLL_S)
+                item = subscriber.get(SAVE_INTERVAL_S)
+                position_file.save_if_due(time.monotonic())
                 connection_report.update(item, time.monotonic())
-                if item is None:
+                if item is None or not event_filter.matches_stream(item.stream_id):
                     continue
-                for line in format_lines(item, shown_classes):
+                if as_json:
+                    lines = format_json_lines(item, event_filter)
+                else:
+                    lines = format_text_lines(item, event_filter, show_tokens=tokens)
+                for line in lines:
                     print(line, flush=True)
+                position_file.record(item)
                 if isinstance(item, Message):
                     batch_count += 1
                     if recording_file is not None and item.seq is not None:
                         print(format_frames(item), file=recording_file, flush=True)
         except (KeyboardInterrupt, BrokenPipeError):
             pass
+        position_file.save()
 
 
 class ConnectionReport:
