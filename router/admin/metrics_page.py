@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from prometheus_client import generate_latest
@@ -16,7 +17,7 @@ from router.edge.proxy import Proxy
 from router.fleet.feed import IndexFeed
 from router.fleet.members import Fleet
 from router.http.routes import CachedPage, Response, Routes
-from router.metrics import Histogram, Metrics
+from router.metrics import Metrics
 from router.miss_reasons.explanation import GROUPS
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
@@ -70,35 +71,12 @@ def build_page_families(sources: MetricsSources) -> Iterator[Family]:
     proxy = sources.proxy
     metrics, snapshot = proxy.metrics, proxy.core.snapshot(proxy.now())
     metrics.flush_ended()
-    yield from _build_families(CounterMetricFamily, _iter_request_counters(metrics))
-    yield from _build_families(CounterMetricFamily, _iter_part_counters(sources, snapshot))
+    yield from _build_families(CounterMetricFamily, _list_request_counters(metrics))
+    yield from _build_families(CounterMetricFamily, _list_room_counters(sources, snapshot))
     yield from build_feed_families(sources.feed.sum_counters())
-    yield from _build_families(GaugeMetricFamily, _iter_gauges(sources, snapshot))
-    yield from _build_families(GaugeMetricFamily, _iter_worker_gauges(sources, snapshot))
-    for name, help_text, histograms in (
-        ("request_seconds", "Seconds from a complete request to the end of its answer.", metrics.request_s),
-        (
-            "time_to_first_byte_seconds",
-            "Seconds from a complete request to the first byte of the answer's body.",
-            metrics.ttft_s,
-        ),
-    ):
-        yield _build_histogram_family(name, help_text, histograms.by_labels, ["worker", "model", "stream"])
-    yield _build_histogram_family(
-        "prefill_leg_seconds",
-        "Seconds of prefills at one worker for answers that another worker decodes.",
-        metrics.transfers.prefill_s.by_labels,
-        ["worker"],
-    )
-    for name, help_text, histogram in (
-        (
-            "routing_seconds",
-            "Seconds that the router adds: from a complete request to its dispatch.",
-            metrics.routing_s,
-        ),
-        ("tokenize_seconds", "Seconds to render and encode a prompt.", metrics.tokenize_s),
-    ):
-        yield _build_histogram_family(name, help_text, {(): histogram}, [])
+    yield from _build_families(GaugeMetricFamily, _list_gauges(sources, snapshot))
+    yield from _build_families(GaugeMetricFamily, _list_worker_gauges(sources, snapshot))
+    yield from _build_histogram_families(metrics)
 
 
 def build_feed_families(feed_counters: Mapping[str, Mapping[str, int]]) -> Iterator[Family]:
@@ -116,162 +94,150 @@ def build_feed_families(feed_counters: Mapping[str, Mapping[str, int]]) -> Itera
     return _build_families(CounterMetricFamily, rows)
 
 
-def _iter_request_counters(metrics: Metrics) -> Iterator[Row]:
-    """Yield the counters of requests, attempts and their tokens."""
-    yield Row("requests", "Requests that ended, by route, model and outcome.", metrics.requests,
-              ("route", "model", "outcome"))  # fmt: skip
-    yield Row("decisions", "Attempts sent to each worker.", metrics.decisions, ("worker",))
-    yield Row(
-        "attempt_failures", "Attempts that failed, by worker and kind of failure.", metrics.failures, ("worker", "kind")
-    )
-    yield Row("broken_streams", "Answers that broke off in the middle: continued elsewhere, completed here, or cut.",
-              metrics.broken_streams, ("outcome",))  # fmt: skip
-    yield Row("kv_transfers", "Requests for which KV was to move between workers, by kind and outcome.",
-              metrics.transfers.outcomes, ("kind", "outcome"))  # fmt: skip
-    yield Row("kv_transfer_planned_tokens", "Tokens of which KV was to move between workers.",
-              metrics.transfers.planned_tokens, ("kind",))  # fmt: skip
-    yield Row("kv_transfer_planned_bytes", "Bytes of these tokens, for workers that tell how many bytes a token has.",
-              metrics.transfers.planned_bytes, ("kind",))  # fmt: skip
-    yield Row("http_errors", "Requests refused before routing, by status.", metrics.http_errors, ("status",))
-    yield Row("crashes", "Unexpected exceptions that ended a request.", metrics.crashes, ("where", "kind"))
-    yield Row("refused_bytes", "Requests refused because too many bytes wait.", metrics.refused_bytes, ("bound",))
-    yield Row("refused_by_key", "Requests refused because their API key has too much in flight.",
-              metrics.refused_by_key, ("bound",))  # fmt: skip
-    yield Row("key_requests", "Requests of each API key that workers answered.", metrics.key_requests, ("key",))
-    yield Row("key_tokens", "Tokens of each API key: prompt, of them cached and computed, and output.",
-              metrics.key_tokens, ("key", "kind"))  # fmt: skip
-    yield Row("cache_miss_requests",
-              "Requests of compared conversations, by the reason for most of their lost tokens.",
-              metrics.cache_miss_requests, ("reason",))  # fmt: skip
+# fmt: off
+def _list_request_counters(metrics: Metrics) -> list[Row]:
+    """Return the counters of requests, attempts and their tokens."""
     tokens_by_group = {
         (reason, GROUPS.get(reason, "none")): tokens for reason, tokens in metrics.cache_miss_tokens.items()
     }
-    yield Row("cache_miss_tokens",
-              "Prompt tokens of compared conversations that had to be computed, by reason and group.",
-              tokens_by_group, ("reason", "group"))  # fmt: skip
-    yield Row("reused_tokens",
-              "Tokens of requests with reported reuse: of the prompt, cached at the best worker, predicted, "
-              "reported.", metrics.reused_tokens, ("point",))  # fmt: skip
-    for name, help_text, count in (
-        ("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", metrics.prompt_tokens),
-        ("predicted_cached_tokens", "Prompt tokens predicted to be cached.", metrics.predicted_cached_tokens),
-        ("reported_prompt_tokens", "Prompt tokens as the workers report them.", metrics.reported_prompt_tokens),
-        ("reported_cached_tokens", "Cached prompt tokens as the workers report them.", metrics.reported_cached_tokens),
-        ("client_disconnects", "Requests that their client left early.", metrics.client_disconnects),
-    ):
-        yield Row(name, help_text, {(): count})
+    return [
+        Row("requests", "Requests that ended, by route, model and outcome.",
+            metrics.requests, ("route", "model", "outcome")),
+        Row("decisions", "Attempts sent to each worker.", metrics.decisions, ("worker",)),
+        Row("attempt_failures", "Attempts that failed, by worker and kind of failure.",
+            metrics.failures, ("worker", "kind")),
+        Row("broken_streams", "Answers that broke off in the middle: continued elsewhere, completed here, or cut.",
+            metrics.broken_streams, ("outcome",)),
+        Row("kv_transfers", "Requests for which KV was to move between workers, by kind and outcome.",
+            metrics.transfers.outcomes, ("kind", "outcome")),
+        Row("kv_transfer_planned_tokens", "Tokens of which KV was to move between workers.",
+            metrics.transfers.planned_tokens, ("kind",)),
+        Row("kv_transfer_planned_bytes", "Bytes of these tokens, for workers that tell how many bytes a token has.",
+            metrics.transfers.planned_bytes, ("kind",)),
+        Row("http_errors", "Requests refused before routing, by status.", metrics.http_errors, ("status",)),
+        Row("crashes", "Unexpected exceptions that ended a request.", metrics.crashes, ("where", "kind")),
+        Row("refused_bytes", "Requests refused because too many bytes wait.", metrics.refused_bytes, ("bound",)),
+        Row("refused_by_key", "Requests refused because their API key has too much in flight.",
+            metrics.refused_by_key, ("bound",)),
+        Row("key_requests", "Requests of each API key that workers answered.", metrics.key_requests, ("key",)),
+        Row("key_tokens", "Tokens of each API key: prompt, of them cached and computed, and output.",
+            metrics.key_tokens, ("key", "kind")),
+        Row("cache_miss_requests", "Requests of compared conversations, by the reason for most of their lost tokens.",
+            metrics.cache_miss_requests, ("reason",)),
+        Row("cache_miss_tokens",
+            "Prompt tokens of compared conversations that had to be computed, by reason and group.",
+            tokens_by_group, ("reason", "group")),
+        Row("reused_tokens",
+            "Tokens of requests with reported reuse: of the prompt, cached at the best worker, predicted, reported.",
+            metrics.reused_tokens, ("point",)),
+        _total("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", metrics.prompt_tokens),
+        _total("predicted_cached_tokens", "Prompt tokens predicted to be cached.", metrics.predicted_cached_tokens),
+        _total("reported_prompt_tokens", "Prompt tokens as the workers report them.", metrics.reported_prompt_tokens),
+        _total("reported_cached_tokens", "Cached prompt tokens as the workers report them.",
+               metrics.reported_cached_tokens),
+        _total("client_disconnects", "Requests that their client left early.", metrics.client_disconnects),
+    ]
 
 
-def _iter_part_counters(sources: MetricsSources, snapshot: CoreSnapshot) -> Iterator[Row]:
-    """Yield the counters that the core, the fleet and the prompt reader keep."""
+def _list_room_counters(sources: MetricsSources, snapshot: CoreSnapshot) -> list[Row]:
+    """Return the counters that are kept outside `Metrics`: by the core, the fleet, the prompt reader and the feed."""
     conversations, events = sources.prompt_reader.conversations, sources.feed.events
-    loads = {row.target: row.engine_load for row in snapshot.workers}
-    yield Row("kv_transfer_received_bytes", "Bytes of KV from other workers, as the worker reports them.",
-              {target: load.received_kv_bytes for target, load in loads.items()
-               if load is not None and load.received_kv_bytes is not None}, ("worker",))  # fmt: skip
-    yield Row("core", "Events in the core: routed, queued, refused, retried ...", snapshot.counters, ("event",))
-    yield Row("worker_check_failures",
-              "Probes and checks of a worker that failed, or got an unusable answer.",
-              sources.fleet.failed_checks, ("worker",))  # fmt: skip
-    yield Row("large_bodies",
-              "Large bodies given to helper processes, by outcome.",
-              sources.worker_pool.counts, ("outcome",))  # fmt: skip
-    yield Row("peer_messages",
-              "Messages between routers, by outcome.",
-              sources.count_peer_messages(), ("outcome",))  # fmt: skip
-    for name, help_text, count in (
-        ("tokenize_cpu_seconds", "CPU seconds of rendering and encoding prompts, estimated from one in sixteen.",
-         sources.prompt_reader.cpu_s + sources.worker_pool.cpu_s),
-        ("conversation_cache_hits", "Bodies from 1 KB on that continue a cached conversation.",
-         conversations.cache.hits),
-        ("conversation_cache_misses", "Bodies from 1 KB on that continue no cached conversation.",
-         conversations.cache.misses),
-        ("conversation_cache_checks", "Continued conversations that were read whole too, one in 64.",
-         conversations.check_count),
-        ("conversation_cache_differences", "Checks that found other token ids; the model's chats are then read whole.",
-         conversations.difference_count),
-        ("event_faults", "Errors on the thread that reads events; each ended a message or began a stream anew.",
-         events.fault_count),
-        ("event_messages_ignored", "Event messages of topics that no worker has.", events.ignored_message_count),
-    ):  # fmt: skip
-        yield Row(name, help_text, {(): count})
+    received_bytes_by_target = {
+        row.target: row.engine_load.received_kv_bytes
+        for row in snapshot.workers
+        if row.engine_load is not None and row.engine_load.received_kv_bytes is not None
+    }
+    return [
+        Row("kv_transfer_received_bytes", "Bytes of KV from other workers, as the worker reports them.",
+            received_bytes_by_target, ("worker",)),
+        Row("core", "Events in the core: routed, queued, refused, retried ...", snapshot.counters, ("event",)),
+        Row("worker_check_failures", "Probes and checks of a worker that failed, or got an unusable answer.",
+            sources.fleet.failed_checks, ("worker",)),
+        Row("large_bodies", "Large bodies given to helper processes, by outcome.",
+            sources.worker_pool.counts, ("outcome",)),
+        Row("peer_messages", "Messages between routers, by outcome.", sources.count_peer_messages(), ("outcome",)),
+        _total("tokenize_cpu_seconds", "CPU seconds of rendering and encoding prompts, estimated from one in sixteen.",
+               sources.prompt_reader.cpu_s + sources.worker_pool.cpu_s),
+        _total("conversation_cache_hits", "Bodies from 1 KB on that continue a cached conversation.",
+               conversations.cache.hits),
+        _total("conversation_cache_misses", "Bodies from 1 KB on that continue no cached conversation.",
+               conversations.cache.misses),
+        _total("conversation_cache_checks", "Continued conversations that were read whole too, one in 64.",
+               conversations.check_count),
+        _total("conversation_cache_differences",
+               "Checks that found other token ids; the model's chats are then read whole.",
+               conversations.difference_count),
+        _total("event_faults", "Errors on the thread that reads events; each ended a message or began a stream anew.",
+               events.fault_count),
+        _total("event_messages_ignored", "Event messages of topics that no worker has.", events.ignored_message_count),
+    ]
 
 
-def _iter_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> Iterator[Row]:
-    """Yield the gauges of the whole router."""
+def _list_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> list[Row]:
+    """Return the gauges of the whole router."""
     index = sources.proxy.core.index.stats()
-    for name, help_text, value in (
-        (
-            "request_buffer_bytes",
-            "Bytes of requests and of unread answers; small ones do not count.",
-            sources.proxy.metrics.request_buffer_bytes,
-        ),
-        ("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
-        ("queued", "Requests that wait in the router.", snapshot.queued_requests),
-        (
-            "large_bodies_waiting_bytes",
-            "Bytes of large bodies that are not read yet.",
-            sources.worker_pool.waiting_bytes,
-        ),
-        (
-            "conversation_cache_bytes",
-            "Bytes of memory of cached conversations.",
-            sources.prompt_reader.conversations.cache.used_bytes,
-        ),
-        ("index_holders", "Event streams in the index.", index.holders),
-        ("index_entries", "Blocks in the index, counted once for each worker and cache group.", index.entries),
-        ("index_parked", "Events waiting for their parent block.", index.parked),
-        ("index_pins", "Prompts that count as cached until their events come.", index.pins),
-        ("index_memory_bytes", "Bytes of memory of the index.", index.memory_bytes),
-    ):
-        yield Row(name, help_text, {(): value})
+    return [
+        _total("request_buffer_bytes", "Bytes of requests and of unread answers; small ones do not count.",
+               sources.proxy.metrics.request_buffer_bytes),
+        _total("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
+        _total("queued", "Requests that wait in the router.", snapshot.queued_requests),
+        _total("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.",
+               sources.worker_pool.waiting_bytes),
+        _total("conversation_cache_bytes", "Bytes of memory of cached conversations.",
+               sources.prompt_reader.conversations.cache.used_bytes),
+        _total("index_holders", "Event streams in the index.", index.holders),
+        _total("index_entries", "Blocks in the index, counted once for each worker and cache group.", index.entries),
+        _total("index_parked", "Events waiting for their parent block.", index.parked),
+        _total("index_pins", "Prompts that count as cached until their events come.", index.pins),
+        _total("index_memory_bytes", "Bytes of memory of the index.", index.memory_bytes),
+    ]
 
 
-def _iter_worker_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> Iterator[Row]:
-    """Yield the gauges of each worker, and of each group of workers that move KV between them."""
+def _list_worker_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> list[Row]:
+    """Return the gauges of each worker, and of each group of workers that move KV between them."""
+    rows, worker = snapshot.workers, ("worker",)
     missing_roles = {
         (group["group"], role): float(not group[workers_field])
         for group in describe_kv_groups(sources.proxy.core.workers.values())
         for role, workers_field in ((PREFILL_ROLE, "sources"), (DECODE_ROLE, "destinations"))
     }
-    yield Row(
-        "kv_role_missing",
-        "1 where no worker of a group gives KV (prefill), or none takes it (decode).",
-        missing_roles,
-        ("group", "role"),
-    )
-    yield from _iter_state_gauges(sources, snapshot)
-    rows = snapshot.workers
-    for name, help_text, values in (
-        ("prefilling", "Requests at the worker without a first token.", {row.target: row.prefilling for row in rows}),
-        ("decoding", "Requests at the worker past their first token.", {row.target: row.decoding for row in rows}),
-        (
-            "queue_seconds",
-            "Predicted seconds of prefill that the worker still has to do.",
-            {row.target: row.queue_s for row in rows},
-        ),
-        (
-            "utilisation",
-            "Seconds of prefill sent to the worker, per second.",
-            {row.target: row.utilisation for row in rows},
-        ),
-        ("alarms", "Alarms that are raised for the worker.", {row.target: len(row.alarms) for row in rows}),
-    ):
-        yield Row(f"worker_{name}", help_text, values, ("worker",))
+    return [
+        Row("kv_role_missing", "1 where no worker of a group gives KV (prefill), or none takes it (decode).",
+            missing_roles, ("group", "role")),
+        *_list_state_gauges(sources, snapshot),
+        Row("worker_prefilling", "Requests at the worker without a first token.",
+            {row.target: row.prefilling for row in rows}, worker),
+        Row("worker_decoding", "Requests at the worker past their first token.",
+            {row.target: row.decoding for row in rows}, worker),
+        Row("worker_queue_seconds", "Predicted seconds of prefill that the worker still has to do.",
+            {row.target: row.queue_s for row in rows}, worker),
+        Row("worker_utilisation", "Seconds of prefill sent to the worker, per second.",
+            {row.target: row.utilisation for row in rows}, worker),
+        Row("worker_alarms", "Alarms that are raised for the worker.",
+            {row.target: len(row.alarms) for row in rows}, worker),
+    ]
+# fmt: on
 
 
-def _iter_state_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> Iterator[Row]:
-    """Yield the gauges that show the state of each worker. A worker that was never reached is starting."""
+def _list_state_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> list[Row]:
+    """Return the gauges that show the state of each worker. A worker that was never reached is starting."""
     state_by_worker = dict.fromkeys(sources.fleet.list_starting_reasons(), "starting")
     state_by_worker |= {row.target: row.state for row in snapshot.workers}
     up_workers = {worker: float(state == "up") for worker, state in state_by_worker.items()}
-    yield Row("worker_up", "1 where the worker takes requests.", up_workers, ("worker",))
     states = {
         (worker, possible_state.value): float(possible_state == state)
         for worker, state in state_by_worker.items()
         for possible_state in WorkerState
     }
-    yield Row("worker_state", "1 for the state that the worker is in, 0 for the others.", states, ("worker", "state"))
+    return [
+        Row("worker_up", "1 where the worker takes requests.", up_workers, ("worker",)),
+        Row("worker_state", "1 for the state that the worker is in, 0 for the others.", states, ("worker", "state")),
+    ]
+
+
+def _total(name: str, help_text: str, value: float) -> Row:
+    """Return the row of a metric without labels."""
+    return Row(name, help_text, {(): value})
 
 
 def _build_families(
@@ -284,26 +250,27 @@ def _build_families(
         yield family
 
 
-def _build_histogram_family(
-    name: str, help_text: str, histogram_by_labels: Mapping[tuple[str, ...], Histogram], labels: list[str]
-) -> HistogramMetricFamily:
-    family = HistogramMetricFamily(NAME_PREFIX + name, help_text, labels=labels)
-    for label_values, histogram in histogram_by_labels.items():
-        family.add_metric(label_values, histogram.buckets(), histogram.total)
-    return family
-
-
-class _Registry:
-    """Registry of prometheus_client, as far as its text writer uses one."""
-
-    def __init__(self, families: Iterator[Family]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Any]:
-        return self._families
+def _build_histogram_families(metrics: Metrics) -> Iterator[Family]:
+    """Yield the histograms of times."""
+    answer_labels = ["worker", "model", "stream"]
+    for name, help_text, histogram_by_labels, labels in (
+        ("request_seconds", "Seconds from a complete request to the end of its answer.",
+         metrics.request_s.by_labels, answer_labels),
+        ("time_to_first_byte_seconds", "Seconds from a complete request to the first byte of the answer's body.",
+         metrics.ttft_s.by_labels, answer_labels),
+        ("prefill_leg_seconds", "Seconds of prefills at one worker for answers that another worker decodes.",
+         metrics.transfers.prefill_s.by_labels, ["worker"]),
+        ("routing_seconds", "Seconds that the router adds: from a complete request to its dispatch.",
+         {(): metrics.routing_s}, []),
+        ("tokenize_seconds", "Seconds to render and encode a prompt.", {(): metrics.tokenize_s}, []),
+    ):  # fmt: skip
+        family = HistogramMetricFamily(NAME_PREFIX + name, help_text, labels=labels)
+        for label_values, histogram in histogram_by_labels.items():
+            family.add_metric(label_values, histogram.buckets(), histogram.total)
+        yield family
 
 
 def render_metrics(families: Iterator[Family]) -> bytes:
     """Write families in Prometheus' text format."""
-    registry: Any = _Registry(families)
+    registry: Any = SimpleNamespace(collect=lambda: families)  # all that the text writer uses of a registry
     return generate_latest(registry)

@@ -26,6 +26,7 @@ from router.fleet.kubernetes_objects import (
     LINE_BYTES_MAX,
     EndpointReadiness,
     ObjectCache,
+    PoolSelection,
     read_pod,
     read_pool,
     read_slice,
@@ -101,13 +102,13 @@ async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) ->
 async def _follow_service(api: Any, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
     path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
     cache = ObjectCache(lambda raw: read_slice(raw, source.port))
-    await _follow(api, path, f"kubernetes.io/service-name={source.name}", cache, update)
+    await _ObjectWatch(api, path, f"kubernetes.io/service-name={source.name}", cache, update).run()
 
 
 async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
     """Follow the pods that a pool selects, and start anew when its selection changes."""
     path = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools/{source.name}"
-    selection: tuple[str, tuple[int, ...]] | None = None
+    selection: PoolSelection | None = None
     task: asyncio.Task[None] | None = None
     try:
         while True:
@@ -120,10 +121,10 @@ async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, updat
                     selection = new_selection
                     if task is not None:
                         task.cancel()
-                    ports = new_selection[1] if source.port is None else (int(source.port),)
+                    ports = selection.ports if source.port is None else (int(source.port),)
                     cache = ObjectCache(partial(read_pod, ports=ports))
-                    pods = f"/api/v1/namespaces/{namespace}/pods"
-                    task = asyncio.get_running_loop().create_task(_follow(api, pods, new_selection[0], cache, update))
+                    watch = _ObjectWatch(api, f"/api/v1/namespaces/{namespace}/pods", selection.labels, cache, update)
+                    task = asyncio.get_running_loop().create_task(watch.run())
             await asyncio.sleep(POOL_S)
             if task is not None and task.done():
                 task.result()
@@ -132,67 +133,81 @@ async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, updat
             task.cancel()
 
 
-async def _follow(api: Any, path: str, labels: str, cache: ObjectCache, update: AddressCallback) -> None:
-    """Keep a cache of the API server's objects, and call `update` with their addresses after each change.
+@dataclass
+class _ObjectWatch:
+    """Keeps a cache of the objects with some labels equal to the API server's, and reports their addresses."""
 
-    All objects are listed once, then changes are watched. After a failure the watch goes on where it was, or begins
-    with a new list if the position is lost. The addresses stay as they are meanwhile.
-    """
-    pause_s = RETRY_S
-    while True:
-        started_s = time.monotonic()
-        try:
-            if not cache.version:
-                await _list(api, path, labels, cache)
-                update(cache.merge_addresses())
-            await _watch(api, path, labels, cache, update)
-            pause_s = RETRY_S
-            if cache.version and time.monotonic() - started_s < RETRY_S:
+    api: Any
+    """Client of the package kubernetes_asyncio."""
+    path: str
+    """Path of the objects' kind and namespace in the API."""
+    labels: str
+    cache: ObjectCache
+    update: AddressCallback
+    """Called with all addresses after the first list, and after each change."""
+
+    async def run(self) -> None:
+        """List the objects and watch their changes, until cancelled.
+
+        A watch that ends, or that fails, goes on from the last version that it brought. After a failure the addresses
+        stay as they are until the API answers again.
+        """
+        failure_pause_s = RETRY_S
+        while True:
+            started_s = time.monotonic()
+            try:
+                if self.cache.needs_list:
+                    await self._list()
+                await self._watch()
+            except (_RetryableError, DecodeError) as error:
+                if isinstance(error, DecodeError):
+                    self.cache.require_list()  # a change was not understood, so the cache may be wrong
+                log.warning("%s: %s; the workers stay as they are; next try in %g s", self.path, error, failure_pause_s)
+                await asyncio.sleep(failure_pause_s)
+                failure_pause_s = min(2 * failure_pause_s, RETRY_S_MAX)
+                continue
+            failure_pause_s = RETRY_S
+            if not self.cache.needs_list and time.monotonic() - started_s < RETRY_S:
                 await asyncio.sleep(RETRY_S)  # a server that ends each watch at once is not asked all the time
-        except (_RetryableError, DecodeError) as error:
-            log.warning("%s: %s; the workers stay as they are, again in %g s", path, error, pause_s)
-            if isinstance(error, DecodeError):
-                cache.require_list()
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RETRY_S_MAX)
 
+    async def _list(self) -> None:
+        """Load all objects, page by page, and report their addresses."""
+        query = [("labelSelector", self.labels), ("limit", str(PAGE_OBJECTS))]
+        continue_token = self.cache.add_page(await _get(self.api, self.path, query))
+        while continue_token:
+            page = await _get(self.api, self.path, [*query, ("continue", continue_token)])
+            continue_token = self.cache.add_page(page)
+        if self.cache.needs_list:
+            raise _RetryableError("a list without a version")
+        self.update(self.cache.merge_addresses())
 
-async def _list(api: Any, path: str, labels: str, cache: ObjectCache) -> None:
-    query = [("labelSelector", labels), ("limit", str(PAGE_OBJECTS))]
-    continue_token = cache.add_page(await _get(api, path, query))
-    while continue_token:
-        continue_token = cache.add_page(await _get(api, path, [*query, ("continue", continue_token)]))
-    if not cache.version:
-        raise _RetryableError("a list without a version")
-
-
-async def _watch(api: Any, path: str, labels: str, cache: ObjectCache, update: AddressCallback) -> None:
-    """Apply the events of one watch, until the server ends it or says 410."""
-    query = [
-        ("labelSelector", labels), ("watch", "true"), ("allowWatchBookmarks", "true"),
-        ("resourceVersion", cache.version), ("timeoutSeconds", str(WATCH_S)),
-    ]  # fmt: skip
-    response = await _request(api, path, query, WATCH_S + 30)
-    try:
-        if response.status == GONE:
-            cache.require_list()
-            return
-        if response.status != 200:
-            raise _RetryableError(f"the API answers {response.status}")
-        partial_line = b""
-        async for chunk in iterate_body(response):
-            *lines, partial_line = (partial_line + chunk).split(b"\n")
-            if len(partial_line) > LINE_BYTES_MAX:
-                raise _RetryableError(f"an event of over {LINE_BYTES_MAX} bytes")
-            changes = [cache.apply_event(line) for line in lines if line.strip()]
-            if not cache.version:
+    async def _watch(self) -> None:
+        """Apply the changes of one watch until the server ends it, or says that a new list is needed (410)."""
+        query = [
+            ("labelSelector", self.labels), ("watch", "true"), ("allowWatchBookmarks", "true"),
+            ("resourceVersion", self.cache.version), ("timeoutSeconds", str(WATCH_S)),
+        ]  # fmt: skip
+        response = await _request(self.api, self.path, query, WATCH_S + 30)
+        try:
+            if response.status == GONE:
+                self.cache.require_list()
                 return
-            if any(changes):
-                update(cache.merge_addresses())
-    except _CONNECTION_ERRORS as error:
-        raise _RetryableError(f"{type(error).__name__}: {error}") from error
-    finally:
-        response.close()
+            if response.status != 200:
+                raise _RetryableError(f"the API answers {response.status}")
+            partial_line = b""
+            async for chunk in iterate_body(response):
+                *lines, partial_line = (partial_line + chunk).split(b"\n")
+                if len(partial_line) > LINE_BYTES_MAX:
+                    raise _RetryableError(f"an event of over {LINE_BYTES_MAX} bytes")
+                changes = [self.cache.apply_event(line) for line in lines if line.strip()]
+                if self.cache.needs_list:
+                    return
+                if any(changes):
+                    self.update(self.cache.merge_addresses())
+        except _CONNECTION_ERRORS as error:
+            raise _RetryableError(f"{type(error).__name__}: {error}") from error
+        finally:
+            response.close()
 
 
 async def _get(api: Any, path: str, query: list[tuple[str, str]]) -> bytes:

@@ -7,7 +7,7 @@ gets no new request and keeps those it has. An address that is in two slices whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -137,11 +137,18 @@ def read_pod(raw: bytes, ports: Iterable[int]) -> EndpointReadiness:
     return {f"{bracket_host(pod.status.pod_ip)}:{port}": is_ready for port in ports}
 
 
-def read_pool(raw: bytes) -> tuple[str, tuple[int, ...]]:
-    """Return the label selector and the target ports of an InferencePool. Raises DecodeError."""
+class PoolSelection(NamedTuple):
+    """Pods of an InferencePool: a label selector, and the ports at which each pod serves."""
+
+    labels: str
+    ports: tuple[int, ...]
+
+
+def read_pool(raw: bytes) -> PoolSelection:
+    """Return which pods an InferencePool selects. Raises DecodeError."""
     spec = _decode(raw, _Pool).spec
     labels = ",".join(f"{name}={value}" for name, value in sorted(spec.selector.match_labels.items()))
-    return labels, tuple(port.number for port in spec.target_ports)
+    return PoolSelection(labels, tuple(port.number for port in spec.target_ports))
 
 
 class ObjectCache:
@@ -165,8 +172,13 @@ class ObjectCache:
             self._objects, self._pending_list, self.version = pending_list, None, page.metadata.resource_version
         return str(page.metadata.next)
 
+    @property
+    def needs_list(self) -> bool:
+        """Whether all objects have to be listed before changes can be watched."""
+        return not self.version
+
     def require_list(self) -> None:
-        """Note that a new list is needed. Until it is complete, the known objects stand."""
+        """Have all objects listed again, as changes were lost. Until the list is complete, the known objects stand."""
         self.version, self._pending_list = "", None
 
     def apply_event(self, line: bytes) -> bool:
