@@ -31,13 +31,13 @@ class SectionedOption(click.Option):
 
 
 class SectionedCommand(click.Command):
-    """A command whose `--help` shows flags under headings: those of its schema, after its own options."""
+    """A command whose `--help` shows options under several headings.
+
+    A SectionedOption has a heading. Plain options, such as `--config`, come last under the first heading.
+    """
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the flags of `--help` under their headings; click calls this.
-
-        Under the first heading are also the options that are no settings, such as `--config`.
-        """
+        """Write the options of `--help` under their headings; click calls this."""
         rows_by_heading: dict[str, list[tuple[str, str] | None]] = {MAIN_HEADING: []}
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
         sectioned_options = [option for option in options if isinstance(option, SectionedOption)]

@@ -79,7 +79,7 @@ class Setting:
 
     @property
     def flag_names(self) -> tuple[str, ...]:
-        """Names of the flag; "--on/--off" for a boolean."""
+        """Names of the flag; for a boolean, such as "--cache-headers/--no-cache-headers"."""
         assert self.config_field.flag is not None
         if self.config_field.flag.names:
             return self.config_field.flag.names
@@ -96,8 +96,10 @@ class Setting:
         """Expected value in words, such as "a whole number from 0 to 65535"."""
         if self.config_field.is_section:
             return "a JSON object"
-        path_kind = next((mark[1:-1] for mark in self.config_field.annotation_marks if mark in (FILE, FOLDER)), None)
-        return f"a {path_kind}" if path_kind is not None else describe_type(self.config_field.value_type)
+        for mark in (FILE, FOLDER):
+            if mark in self.config_field.annotation_marks:
+                return f"a {mark.strip('<>')}"
+        return describe_type(self.config_field.value_type)
 
     def parse_value(self, label: str, value: Any) -> Any:
         """Convert a value to the setting's type. Raises ConfigError, which names the setting by `label`."""

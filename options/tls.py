@@ -33,11 +33,13 @@ def make_client_context(
 ) -> ssl.SSLContext:
     """Make the TLS context of outgoing connections. Raises ConfigError.
 
-    `certificate_path`: certificate for servers that require one. `ca_path`: trusted authorities; None: the system's.
-    `flag_prefix`: beginning of the flags' names in errors.
+    `certificate_path`: certificate for servers that require one. `ca_path`: certificates of the authorities to trust;
+    with None the system's authorities are trusted. `flag_prefix`: beginning of the flags' names in errors, such as
+    "--worker-tls" for --worker-tls-cert.
     """
-    context = ssl.create_default_context()
-    if ca_path is not None:
+    if ca_path is None:
+        context = ssl.create_default_context()
+    else:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         _trust_authorities(context, ca_path, f"{flag_prefix}-ca")
     if (certificate_path is None) != (key_path is None):

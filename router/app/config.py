@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, LoadedConfig, Schema, Size
+from options.tls import make_client_context, make_server_context
 from prompts.kv_source import KV_PARAMS_FIELD, read_fleet_key
 from router.decide.config import CoreConfig
 from router.decide.workers import BLOCKCAST, KINDS_BY_DIALECT
@@ -136,7 +137,6 @@ class ProcessConfig:
     def __post_init__(self) -> None:
         """Check that the settings fit together. Raises ConfigError."""
         self._check_workers()
-        self._check_tls()
         if self.admin_address is not None and self.admin_address[1] > 65535:
             raise ConfigError(f"--admin: got {self.admin!r}, expected HOST:PORT with a port of at most 65535")
         if self.reuse_port and self.port == 0:
@@ -156,15 +156,6 @@ class ProcessConfig:
             KubernetesSource.parse(spec)
         if self.kubernetes and find_spec("kubernetes_asyncio") is None:
             raise ConfigError("--kubernetes needs more: pip install 'blockcast[kubernetes]'")
-
-    def _check_tls(self) -> None:
-        """Raise ConfigError for a certificate without its key, a key without its certificate, or a CA without both."""
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ConfigError("--tls-cert and --tls-key: expected both or neither")
-        if (self.worker_tls_cert is None) != (self.worker_tls_key is None):
-            raise ConfigError("--worker-tls-cert and --worker-tls-key: expected both or neither")
-        if self.tls_client_ca is not None and self.tls_cert is None:
-            raise ConfigError("--tls-client-ca: needs --tls-cert and --tls-key")
 
     def read_fleet_key(self) -> bytes | None:
         """Return the key under which engines move KV; None if there is none. Raises ConfigError."""
@@ -198,8 +189,10 @@ class ProcessConfig:
 
     @staticmethod
     def verify(loaded_config: LoadedConfig) -> ProcessConfig:
-        """Check what only a start would check: each line of a workers file. Raises ConfigError."""
+        """Check what only a start would check: TLS files, and each line of a workers file. Raises ConfigError."""
         config: ProcessConfig = loaded_config.config
+        make_server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
+        make_client_context(config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls")
         if config.workers_file is not None:
             read_workers_file(Path(config.workers_file))
         return config

@@ -94,7 +94,7 @@ class CompletionResult(NamedTuple):
 class WorkerCheck:
     """Checks whether a router can use one worker: its address, tokenizer, template, events and reports of usage.
 
-    It sends the worker a few short requests. `run_steps` runs all steps and yields what each found.
+    It sends the worker a few short requests. `run` runs all steps and yields the finding of each.
     """
 
     def __init__(
@@ -104,16 +104,23 @@ class WorkerCheck:
         self._headers = headers if flag.sends_api_key else {}
         self._prober = Prober(session, headers=headers)
         self._facts = WorkerFacts(False)
+        """Result of the first step."""
         self._model = ServedModel("", "")
+        """Base model that the requests are for."""
         self._received = ReceivedEvents()
+        """Events that came since the first request."""
         self._salt = f"check-{random.SystemRandom().getrandbits(64):x}"
 
-    async def run_steps(self) -> AsyncIterator[Finding]:
-        """Run one step after the other and yield their findings. Ends early if the worker does not answer."""
+    async def run(self) -> AsyncIterator[Finding]:
+        """Check the worker step by step and yield the finding of each step.
+
+        Checks its address, then whether it reads prompts as the router does, then requests and their events. Ends early
+        if no worker answers at the address.
+        """
         self._facts = await self._prober.probe(self._flag)
         if await self._is_router():
-            reason = "is a router, whose events are none of its own: name the workers behind it, one by one"
-            yield Finding("address", False, f"{self._flag.url} {reason}")
+            text = "is a router, which publishes no events of its own: name the workers behind it, one by one"
+            yield Finding("address", False, f"{self._flag.url} {text}")
             return
         yield self._check_address()
         if not self._facts.is_alive:
@@ -480,7 +487,7 @@ async def check_workers(
         connector = aiohttp.TCPConnector(ssl=tls or True)
         async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
             for flag in flags:
-                async for finding in WorkerCheck(flag, session, prompts, make_key_headers(key)).run_steps():
+                async for finding in WorkerCheck(flag, session, prompts, make_key_headers(key)).run():
                     report(flag.worker_id, finding)
                     are_all_sound &= finding.is_ok is not False
     return are_all_sound

@@ -101,17 +101,21 @@ def format_summary(page: WorkersPage, previous_page: WorkersPage | None, interva
 
 
 def format_transfers(page: WorkersPage, previous_page: WorkersPage | None, interval_s: float) -> str:
-    """Return one line on the KV that moves between workers, or an empty text where none can move."""
-    groups, kinds = page.get("kv_groups", []), page.get("kv_transfers", {})
-    if not groups and not kinds:
+    """Return a line such as "KV that moves: 2.0 pulls/s, 0.5 prefills/s, 0 failed"; empty where no KV can move.
+
+    A pull copies cached KV from another worker, and a prefill has another worker compute the prompt. A group of workers
+    between which no KV moves is listed with the reason.
+    """
+    groups, counts_by_kind = page.get("kv_groups", []), page.get("kv_transfers", {})
+    if not groups and not counts_by_kind:
         return ""
     parts = []
-    for kind, outcomes in kinds.items():
-        rate = "-"
+    for kind, counts in counts_by_kind.items():
+        transfers_per_s = "-"
         if previous_page is not None and interval_s > 0:
-            previous_outcomes = previous_page.get("kv_transfers", {}).get(kind, {})
-            rate = f"{(outcomes['started'] - previous_outcomes.get('started', 0)) / interval_s:.1f}"
-        parts.append(f"{rate} {kind}s/s")
+            previous_counts = previous_page.get("kv_transfers", {}).get(kind, {})
+            transfers_per_s = f"{(counts['started'] - previous_counts.get('started', 0)) / interval_s:.1f}"
+        parts.append(f"{transfers_per_s} {kind}s/s")
     parts.append(f"{page['counters'].get('failed_transfers', 0)} failed")
     parts += [f"none in {group['dialect']}: {group['problem']}" for group in groups if group["problem"]]
     return "KV that moves: " + ", ".join(parts)

@@ -79,12 +79,10 @@ class KubernetesSource:
 async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) -> None:
     """Call `update` with all addresses at the start and after each change, until cancelled.
 
-    Raises ConfigError if the Python package or the way to the API is missing.
+    Raises ConfigError if the API is not configured.
     """
-    try:
-        from kubernetes_asyncio import client, config
-    except ImportError as error:
-        raise ConfigError(f"--kubernetes needs more: pip install 'blockcast[kubernetes]' ({error})") from None
+    from kubernetes_asyncio import client, config  # an optional package, which the configuration has checked
+
     configuration = client.Configuration()
     try:
         await config.load_config(client_configuration=configuration)

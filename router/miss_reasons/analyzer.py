@@ -35,9 +35,9 @@ class AnalyzedRequest:
     reported_tokens: int | None = None
     """Cached tokens as the worker reports them; None if it does not."""
     stored_prompt: ref[PreviousPrompt] | None = None
-    """The prompt as the next one of its conversation finds it; None if it was only placed.
+    """The prompt with which the conversation's next one is compared; None if this one was not compared either.
 
-    The reference is weak, because a request is kept for longer than the history has memory for its prompt.
+    The reference is weak: the history alone decides how long it keeps prompts, which are larger than requests.
     """
     is_final: bool = False
     """Whether this is the last request of its session."""
@@ -46,11 +46,14 @@ class AnalyzedRequest:
 
     @property
     def explanation(self) -> MissExplanation:
-        """Reasons of the uncached tokens, corrected by the worker's report of cached tokens once that has come."""
+        """Reasons why tokens of the prompt were not cached, made anew at each call.
+
+        Once the worker has reported how many tokens it reused, the reasons are corrected by that number.
+        """
         decision, ranges = self.placement.decision, self.compared_ranges
         if ranges is None:
             ranges = attribute_without_comparison(self.prompt_tokens, self.placement)
-        best = decision.most_cached or decision.terms
+        best = decision.most_cached or decision.terms  # no other worker had more than the chosen one
         explanation = MissExplanation(
             id=self.id,
             timestamp=self.placement.timestamp,
@@ -100,7 +103,7 @@ class MissAnalyzer:
 
     def explain(self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts) -> MissExplanation:
         """Explain why the prompt of a request that is not sent would not be cached. Changes nothing."""
-        return _analyze(prompt, self.history.find_match(prompt), placement, facts).explanation
+        return _compare_with_last_prompt(prompt, self.history.find_match(prompt), placement, facts).explanation
 
     def record_placed(self, id: str, session: str | None, prompt_tokens: int, placement: Placement) -> AnalyzedRequest:
         """Record a request at its first byte, without a comparison with the last prompt of its conversation."""
@@ -120,7 +123,7 @@ class MissAnalyzer:
             raise ValueError(f"a block of {placement.block_tokens} tokens: expected at least 1")
         self.history.expire(placement.at_s)
         match = self.history.find_match(prompt)
-        request = _analyze(prompt, match, placement, facts)
+        request = _compare_with_last_prompt(prompt, match, placement, facts)
         request.is_final = prompt.route.is_final
         request.is_sampled = is_sampled
         stored_prompt = PreviousPrompt(
@@ -132,7 +135,7 @@ class MissAnalyzer:
             session=prompt.route.session,
             keys=_select_storage_keys(prompt),  # by which the next prompt finds this one, if no session is named
         )
-        request.stored_prompt = ref(stored_prompt)  # weak: the history alone decides how long a prompt is kept
+        request.stored_prompt = ref(stored_prompt)
         if len(prompt.token_ids) >= placement.block_tokens:  # a shorter prompt is never cached
             self.history.add(stored_prompt, replaces=None if match is None else match.previous)
         self._store(request)
@@ -172,13 +175,13 @@ class MissAnalyzer:
             self._recent_requests.popitem(last=False)
 
 
-def _analyze(
+def _compare_with_last_prompt(
     prompt: AnalyzedPrompt, match: PromptMatch | None, placement: Placement, facts: MissFacts
 ) -> AnalyzedRequest:
-    """Return a request with the uncached ranges that a comparison with `match` shows.
+    """Compare a prompt with the last one of its conversation, and return the request with its uncached ranges.
 
-    `match`: the last prompt of its conversation. None means the first prompt of a conversation, unless earlier ones
-    may not have been stored: then there is no comparison.
+    `match`: that last prompt. Without one, the prompt is the first of its conversation, and its tokens are new. But if
+    earlier prompts may not have been stored, nothing can be compared.
     """
     is_compared = match is not None or not prompt.is_history_incomplete
     return AnalyzedRequest(

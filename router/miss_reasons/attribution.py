@@ -181,26 +181,32 @@ def _add_lost(
 def _add_changed(
     builder: _RangeBuilder, prompt: AnalyzedPrompt, match: PromptMatch, usable_tokens: int, facts: MissFacts
 ) -> None:
-    """Add the tokens that replace other tokens of the conversation's last prompt or of its answer.
+    """Add the tokens after the last usable block that the conversation's last prompt and its answer had too.
 
-    If nothing was replaced, add the end of the last prompt that filled no whole block, and so was never cached.
+    They are computed because the client or the template changed an earlier message (the prompt does not continue the
+    last one), because the answer is written otherwise than the model wrote it, or else because they filled no whole
+    block and so were never cached. With blocks of 16 tokens and a last prompt of 70, tokens 64 to 69 are such a
+    partial block.
     """
     previous = match.previous
-    if not match.is_continuation:
-        if not match.is_same_session or match.scope_difference is not None:
-            builder.add("partial_block", match.common_tokens)
-            return
+    is_comparable = match.is_same_session and match.scope_difference is None
+    if not match.is_continuation and is_comparable:
         reason, message_index = _classify_message_difference(prompt, match, facts)
-        end = max(previous.cacheable_tokens, match.common_tokens + 1)
-        builder.add(reason, end, position=match.common_tokens, message=message_index)
-    elif builder.offset >= usable_tokens or prompt.outline is None:
+        changed_until = max(previous.cacheable_tokens, match.common_tokens + 1)
+        builder.add(reason, changed_until, position=match.common_tokens, message=message_index)
+        return
+    if not match.is_continuation:  # a prompt of the parent session, or of another model: nothing in it was changed
+        builder.add("partial_block", match.common_tokens)
+        return
+    if builder.offset >= usable_tokens or prompt.outline is None:
         builder.add("partial_block", previous.cacheable_tokens)
-    else:
-        answer_index = previous.message_count
-        answer_change = classify_answer_change(prompt.outline, answer_index)
-        if answer_change is not None:
-            position = max(builder.offset, match.common_tokens)
-            builder.add(answer_change, previous.cacheable_tokens, position=position, message=answer_index)
+        return
+    # Full blocks at the end of the last prompt and its answer are missing, and no worker lost them.
+    answer_index = previous.message_count
+    answer_change = classify_answer_change(prompt.outline, answer_index)
+    if answer_change is not None:
+        position = max(builder.offset, match.common_tokens)
+        builder.add(answer_change, previous.cacheable_tokens, position=position, message=answer_index)
 
 
 def _classify_loss(previous: PreviousPrompt, facts: MissFacts, now: float) -> tuple[str, float | None]:

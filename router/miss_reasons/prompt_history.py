@@ -233,10 +233,12 @@ class PromptHistory:
 def _measure_similarity(
     previous: PreviousPrompt, prompt: AnalyzedPrompt, message_digests: set[int], common_tokens: int
 ) -> int | None:
-    """Return how much two prompts have in common: messages if both have some, else tokens at their beginnings.
+    """Return how similar a stored prompt is to a new one; None if they are not of one conversation.
 
-    None if it is too little for one conversation, or if one of them is a request beside it. `message_digests`: those of
-    `prompt`, collected once for all earlier prompts that it is compared with.
+    Chats are compared by the number of messages that both have, other prompts by the length of their common beginning,
+    `common_tokens`. All candidates of a conversation are of one kind, so the numbers only order them. Agents also send
+    side requests, such as for a title, under the conversation's name: these are not compared.
+    `message_digests`: digests of the new prompt's messages, collected once for all candidates.
     """
     if prompt.outline is not None and previous.outline is not None:
         if is_side_request(previous.outline, prompt.outline):

@@ -10,33 +10,36 @@ WATCHED_MAX: Final = 1024
 
 
 class WatchedConversations:
-    """Keys of the conversations to compare, at most WATCHED_MAX, each with the time of its last stored prompt."""
+    """Conversations of which every prompt is compared with the one before, to explain its cache misses.
+
+    A client or an operator asks for them one by one. At most WATCHED_MAX are watched, each by its key.
+    """
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
-        self._stored_s: OrderedDict[int, float | None] = OrderedDict()
+        self._stored_at_s_by_key: OrderedDict[int, float | None] = OrderedDict()
         """Time of the last stored prompt by key, the least recently used first; None if no prompt was stored."""
 
     def __len__(self) -> int:
-        return len(self._stored_s)
+        return len(self._stored_at_s_by_key)
 
     def add(self, key: int) -> None:
         """Watch a conversation. The least recently used one is dropped if there are too many."""
-        self._stored_s.setdefault(key, None)
-        self._stored_s.move_to_end(key)
-        if len(self._stored_s) > WATCHED_MAX:
-            self._stored_s.popitem(last=False)
+        self._stored_at_s_by_key.setdefault(key, None)
+        self._stored_at_s_by_key.move_to_end(key)
+        if len(self._stored_at_s_by_key) > WATCHED_MAX:
+            self._stored_at_s_by_key.popitem(last=False)
 
     def __contains__(self, key: int) -> bool:
-        return key in self._stored_s
+        return key in self._stored_at_s_by_key
 
     def has_recent_prompt(self, key: int, now: float) -> bool:
         """Return whether a prompt of the conversation was stored less than `ttl_s` ago."""
-        stored_s = self._stored_s.get(key)
-        return stored_s is not None and now - stored_s < self._ttl_s
+        stored_at_s = self._stored_at_s_by_key.get(key)
+        return stored_at_s is not None and now - stored_at_s < self._ttl_s
 
     def record_prompt(self, key: int, now: float) -> None:
         """Record that a prompt of the conversation is stored, if the conversation is watched."""
-        if key in self._stored_s:
-            self._stored_s[key] = now
-            self._stored_s.move_to_end(key)
+        if key in self._stored_at_s_by_key:
+            self._stored_at_s_by_key[key] = now
+            self._stored_at_s_by_key.move_to_end(key)

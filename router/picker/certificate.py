@@ -1,4 +1,7 @@
-"""Make a self-signed certificate: Envoy's gateways want TLS from pickers, and check neither name nor issuer."""
+"""Make a self-signed certificate for the picker's port.
+
+Gateways of the Inference Extension want TLS from endpoint pickers, and check neither name nor issuer.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,14 @@ def make_self_signed_certificate(host: str) -> tuple[bytes, bytes]:
         hosts.append(x509.IPAddress(ipaddress.ip_address(host)))
     except ValueError:
         hosts.append(x509.DNSName(host))
-    valid_from = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=1)  # clocks differ
+    # A gateway's clock may be behind this machine's.
+    valid_from = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=1)
     certificate = (
         x509.CertificateBuilder(
             issuer, issuer, key.public_key(), x509.random_serial_number(), valid_from, valid_from + LIFETIME
         )
         .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)  # it is its own issuer
         .sign(key, SHA256())
     )
     private_key = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

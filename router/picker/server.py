@@ -29,6 +29,8 @@ READY = ("", "readiness", "inference-extension", SERVICE)
 """Names of the health checks that tell whether the picker is ready."""
 KEEPALIVE_MS = 20_000
 STREAMS_MAX = 100_000
+FRAME_BYTES_MAX = 1 << 20
+"""Most bytes of a message besides the body of the request: its headers and gRPC's framing."""
 
 
 class PickerServer:
@@ -71,8 +73,8 @@ class PickerServer:
         log.info("gRPC health checks on %s:%d", host, bound_health_port)
 
     def _make_picker_server(self) -> grpc.aio.Server:
-        """Return a gRPC server that has `_serve_stream` serve the streams of Envoy."""
-        message_bytes_max = self._app.limits.body_bytes_max + (1 << 20)
+        """Return the gRPC server at which Envoy asks for workers: `_serve_stream` serves each of its streams."""
+        message_bytes_max = self._app.limits.body_bytes_max + FRAME_BYTES_MAX
         server = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", min(message_bytes_max, 2**31 - 1)),
@@ -118,21 +120,12 @@ class PickerServer:
     async def _serve_stream(self, _request_iterator: Any, context: Any) -> None:
         """Serve one gRPC stream of Envoy, which opens one for each HTTP request that it asks about.
 
-        Read its messages (head, body, answer) one by one and reply to each. Once the request is complete, wait until
-        the router has chosen a worker. An error ends this stream alone.
+        An error ends this stream alone. gRPC passes `_request_iterator`, which reads more slowly than `context.read`.
         """
         client = PickerClient(self._app, self._picker_state, context.peer())
         self.streams += 1
         try:
-            while not client.is_over and not client.is_abandoned:
-                message = await context.read()
-                if message is grpc.aio.EOF:
-                    break
-                client.receive(message)
-                if client.is_choosing:
-                    await client.decision_made
-                for response in client.pop_responses():
-                    await context.write(response)
+            await _answer_messages(client, context)
         except (UnexpectedMessage, DecodeError) as error:
             self._app.record_rejection(400)
             if not self._has_warned:
@@ -146,6 +139,22 @@ class PickerServer:
         finally:
             self.streams -= 1
             client.close()
+
+
+async def _answer_messages(client: PickerClient, context: Any) -> None:
+    """Read Envoy's messages about one request (head, body, answer) one by one, and reply to each.
+
+    Once the request is complete, the reply waits until the router has chosen a worker.
+    """
+    while not client.is_over and not client.is_abandoned:
+        message = await context.read()
+        if message is grpc.aio.EOF:
+            return
+        client.receive(message)
+        if client.is_choosing:
+            await client.decision_made
+        for response in client.pop_responses():
+            await context.write(response)
 
 
 def _bind(server: grpc.aio.Server, host: str, port: int, certificate: tuple[bytes, bytes] | None, flag: str) -> int:

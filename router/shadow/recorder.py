@@ -144,11 +144,11 @@ class Recorder:
 
     def record_logged(self, line: LogLine, route: RouteRequest, worker: str) -> None:
         """Record a request of a log, which was answered by `worker`."""
-        at_s = line.at if line.at is not None else float(len(self.requests))
+        at_s = line.arrived_s if line.arrived_s is not None else float(len(self.requests))
         request = self._observe(route, at_s)
         request.worker, request.cached_tokens, request.output_tokens = worker, line.cached_tokens, line.output_tokens
         request.first_token_s = None if line.ttft_s is None else at_s + line.ttft_s
-        request.end_s = None if line.seconds is None else at_s + line.seconds
+        request.end_s = None if line.latency_s is None else at_s + line.latency_s
         self._store(request)
 
     # Workers of requests --------------------------------------------------------------------------------------------

@@ -91,23 +91,23 @@ class RecordedPlacement(Router):
 def compare(
     observed_requests: Sequence[ObservedRequest],
     engines: Sequence[ObservedEngine],
-    block: int,
+    block_tokens: int,
     config: CoreConfig | None = None,
     warming: int = 0,
 ) -> Comparison:
     """Compare the recorded placement of requests with that of `router run`.
 
     `observed_requests` are in the order of arrival, all on `engines`; the first `warming` of them only fill the caches.
-    `block` is the number of tokens in a block. Raises ValueError if no request is left to compare.
+    Raises ValueError if no request is left to compare.
     """
     indices = range(warming, len(observed_requests))
     if not indices:
         raise ValueError(
             f"{len(observed_requests)} requests were seen, of which {warming} only fill the caches: none is left"
         )
-    workload = make_workload(observed_requests, block, waits=False)
-    waiting_workload = make_workload(observed_requests, block, waits=True)
-    cluster = _make_cluster(observed_requests, engines, workload, block)
+    workload = make_workload(observed_requests, block_tokens, waits=False)
+    waiting_workload = make_workload(observed_requests, block_tokens, waits=True)
+    cluster = _make_cluster(observed_requests, engines, workload, block_tokens)
     cluster, today_result = _simulate_recorded_placement(observed_requests, engines, cluster, workload)
     router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
     has_ends = any(request.end_s is not None for request in observed_requests)
@@ -135,25 +135,25 @@ def compare(
 
 
 def _make_cluster(
-    observed_requests: Sequence[ObservedRequest], engines: Sequence[ObservedEngine], workload: Workload, block: int
+    observed_requests: Sequence[ObservedRequest],
+    engines: Sequence[ObservedEngine],
+    workload: Workload,
+    block_tokens: int,
 ) -> ClusterConfig:
-    """Return the workers to simulate, with the caches that they report and the step times that the answers show.
-
-    `block`: tokens of a cache block.
-    """
-    steps = learn_step_times(observed_requests, engines)
+    """Return the workers to simulate, with the caches that they report and the step times that the answers show."""
+    step_times_by_engine = learn_step_times(observed_requests, engines)
     longest_request_tokens = max(request.prompt_tokens + request.output_tokens for request in workload.requests)
     # Each cache holds at least the longest request, as the real one has served it: a report may be too small.
-    longest_request_blocks = ceil(longest_request_tokens / block) + 2
+    longest_request_blocks = ceil(longest_request_tokens / block_tokens) + 2
     workers = []
     for engine in engines:
         cache_blocks = None
         if engine.cache_tokens is not None:
-            cache_blocks = max(engine.cache_tokens // block, longest_request_blocks)
-        workers.append(WorkerConfig(steps[engine.name], cache_blocks))
+            cache_blocks = max(engine.cache_tokens // block_tokens, longest_request_blocks)
+        workers.append(WorkerConfig(step_times_by_engine[engine.name], cache_blocks))
     # All simulated workers have the same limits: those of the most limited engine.
     limits = EngineLimits(
-        min(engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS for engine in engines),
+        max_sequences=min(engine.max_num_seqs or DEFAULT_MAX_NUM_SEQS for engine in engines),
         is_preemptive=True,
         shortest_first=all(engine.shortest_first for engine in engines),
     )
@@ -297,7 +297,11 @@ def _list_answer_events(requests: Iterable[ObservedRequest]) -> list[tuple[float
 
 
 def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[ObservedEngine]) -> dict[str, StepTimes]:
-    """Return the step times of each worker, learned from recorded answers as the router learns from its own."""
+    """Return the step times of each worker, learned from the recorded answers.
+
+    The router's own tracker of loads learns them: it is told of the arrival, first token and end of each request, in
+    the order of time.
+    """
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = {engine.name: tracker.add_target(engine.name, None, HolderId(i)) for i, engine in enumerate(engines)}
     request_by_serial = {request.serial: request for request in requests if request.worker in targets}
@@ -312,7 +316,7 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
                 cached_tokens=min(request.cached_tokens or 0, request.prompt_tokens),
                 is_streaming=True,
                 now=now,
-                expected_output_tokens=float(request.output_tokens or 0),
+                expected_output_tokens=float(request.output_tokens or 0),  # known by now, so nothing is guessed
             )
         elif event is _AnswerEvent.FIRST_TOKEN:
             tracker.record_first_token(in_flight_requests[serial], now)
@@ -346,7 +350,7 @@ class _BlockNumbers:
         return list(islice(self._unused_numbers, block_count))
 
 
-def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, waits: bool) -> Workload:
+def make_workload(observed_requests: Sequence[ObservedRequest], block_tokens: int, *, waits: bool) -> Workload:
     """Convert recorded requests to a workload of the simulation.
 
     With `waits`, a request that waited for the end of an answer keeps its recorded delay after that end. Without it,
@@ -369,13 +373,13 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block: int, *, w
             output_tokens=observed.output_tokens or mean_output_tokens,
             block_ids=block_numbers.get_numbers(observed.block_ids),
             previous_index=predecessor,
-            block_size=block,
+            block_size=block_tokens,
         )
         requests.append(request)
         if continued_index is not None:
             continued_end_s = observed_requests[continued_index].end_s
             if continued_end_s is None or continued_end_s <= observed.arrival_s:
-                _set_final_blocks(requests[continued_index], request, block)
+                _set_final_blocks(requests[continued_index], request, block_tokens)
     for request in requests:
         _complete_final_blocks(request, block_numbers)
     return Workload("seen", requests, f"{len(requests)} requests that were seen")
@@ -394,10 +398,10 @@ def _find_mean_output_tokens(requests: Sequence[ObservedRequest]) -> int:
     return max(1, round(fmean(output_lengths))) if output_lengths else 1
 
 
-def _set_final_blocks(earlier: SimRequest, request: SimRequest, block: int) -> None:
+def _set_final_blocks(earlier: SimRequest, request: SimRequest, block_tokens: int) -> None:
     """Set the blocks of an earlier request and its answer from the prompt that continues it, unless it differs."""
     full_blocks = earlier.full_block_count
-    known_block_count = min((earlier.prompt_tokens + earlier.output_tokens) // block, request.full_block_count)
+    known_block_count = min((earlier.prompt_tokens + earlier.output_tokens) // block_tokens, request.full_block_count)
     if earlier.final_block_ids or known_block_count < full_blocks:
         return
     if earlier.block_ids[:full_blocks] == request.block_ids[:full_blocks]:

@@ -20,18 +20,18 @@ class LogLine(msgspec.Struct):
     body: msgspec.Raw = msgspec.Raw()
     """The body that was posted, as an object or as text."""
     path: str | None = None
-    at: float | None = None
+    arrived_s: float | None = msgspec.field(name="at", default=None)
     """Time of the request, in seconds of any clock."""
     worker: str | None = None
     """Id, HOST:PORT or URL of the worker that answered."""
     ttft_s: float | None = None
     """Time from the request to the first token."""
-    seconds: float | None = None
+    latency_s: float | None = msgspec.field(name="seconds", default=None)
     """Time from the request to the end of the answer."""
     cached_tokens: int | None = None
     """Prompt tokens that the worker had in its cache, as it reported them."""
     output_tokens: int | None = None
-    headers: dict[str, str] = {}
+    headers: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 def read_log(lines: Iterable[bytes], source: str) -> Iterator[tuple[LogLine, HttpRequest]]:
