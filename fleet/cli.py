@@ -42,7 +42,9 @@ _timeout_option = click.option(
     "--timeout", type=float, default=1800.0, show_default=True, metavar="SECONDS", help="Longest that --wait takes."
 )
 _resource_option = partial(click.option, cls=SectionedOption, heading="Resources and simulation", position=1)
-_timeout_setting = partial(click.option, cls=SectionedOption, heading="Timeouts of programs", position=2)
+_timeout_setting = partial(
+    click.option, cls=SectionedOption, heading="Timeouts of programs", position=2, show_default=True, metavar="SECONDS"
+)
 
 
 def _add_fleet_options(command: Any) -> Any:
@@ -167,85 +169,37 @@ def cli() -> None:
     """Workers and routers on a Ray cluster: started, placed, restarted, replaced and scaled."""
 
 
+# fmt: off
 @cli.command(cls=SectionedCommand)
 @click.argument("model", required=False, default="")
 @click.argument("flags", nargs=-1, metavar="[-- ENGINE FLAGS...]")
 @click.option("--replicas", type=click.IntRange(0, 999_999), default=1, show_default=True, help="Number of workers.")
 @click.option("--routers", type=click.IntRange(0, 64), default=1, show_default=True, help="Number of routers.")
-@click.option(
-    "--engine",
-    default="ours",
-    show_default=True,
-    metavar="ours|vllm|PATH",
-    help="Engine of the workers; PATH is a vllm program on the nodes.",
-)
-@click.option(
-    "--tensor-parallel-size",
-    "-tp",
-    type=click.IntRange(1, 64),
-    default=1,
-    show_default=True,
-    help="Ranks of a worker, all on one node.",
-)
+@click.option("--engine", default="ours", show_default=True, metavar="ours|vllm|PATH",
+    help="Engine of the workers; PATH is a vllm program on the nodes.")
+@click.option("--tensor-parallel-size", "-tp", type=click.IntRange(1, 64), default=1, show_default=True,
+    help="Ranks of a worker, all on one node.")
 @_resource_option("--simulate", metavar="SPEC", help="Workers compute nothing (docs/how-to/simulate-a-fleet.md).")
 @_resource_option("--time-scale", type=float, help="With --simulate: factor on all step times.")
-@_resource_option(
-    "--cpus", type=click.FloatRange(min=0), default=1.0, show_default=True, help="CPUs that Ray reserves for a worker."
-)
-@_resource_option(
-    "--gpus", type=click.IntRange(0, 64), help="GPUs of a worker. [default: one a rank, where there are any]"
-)
-@_resource_option(
-    "--router-cpus",
-    type=click.FloatRange(min=0),
-    default=1.0,
-    show_default=True,
-    help="CPUs that Ray reserves for a router.",
-)
+@_resource_option("--cpus", type=click.FloatRange(min=0), default=1.0, show_default=True,
+    help="CPUs that Ray reserves for a worker.")
+@_resource_option("--gpus", type=click.IntRange(0, 64),
+    help="GPUs of a worker. [default: one a rank, where there are any]")
+@_resource_option("--router-cpus", type=click.FloatRange(min=0), default=1.0, show_default=True,
+    help="CPUs that Ray reserves for a router.")
 @_resource_option("--router-host", default="", help="Address that routers listen on. [default: their node's]")
-@click.option(
-    "--router-port",
-    type=click.IntRange(0, 65000),
-    default=8080,
-    show_default=True,
-    help="Port of the first router; others count up.",
-)
+@click.option("--router-port", type=click.IntRange(0, 65000), default=8080, show_default=True,
+    help="Port of the first router; others count up.")
 @click.option("--router-flags", default="", metavar="TEXT", help="Flags of `router run`, quoted as in a shell.")
-@_resource_option(
-    "--env", multiple=True, metavar="NAME[=VALUE]", help="Environment variable of all programs. Repeatable."
-)
-@_timeout_setting(
-    "--start-timeout",
-    type=float,
-    default=1800.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A program that does not serve by then is restarted.",
-)
-@_timeout_setting(
-    "--drain-timeout",
-    type=float,
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Longest that requests of a stopping worker may take.",
-)
-@_timeout_setting(
-    "--stop-timeout",
-    type=float,
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Time from SIGTERM to SIGKILL.",
-)
-@_timeout_setting(
-    "--hang-timeout",
-    type=click.FloatRange(min=0),
-    default=120.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A program without answers to health checks for so long is restarted.",
-)
+@_resource_option("--env", multiple=True, metavar="NAME[=VALUE]",
+    help="Environment variable of all programs. Repeatable.")
+@_timeout_setting("--start-timeout", type=float, default=1800.0,
+    help="A program that does not serve by then is restarted.")
+@_timeout_setting("--drain-timeout", type=float, default=300.0,
+    help="Longest that requests of a stopping worker may take.")
+@_timeout_setting("--stop-timeout", type=float, default=60.0, help="Time from SIGTERM to SIGKILL.")
+@_timeout_setting("--hang-timeout", type=click.FloatRange(min=0), default=120.0,
+    help="A program without answers to health checks for so long is restarted.")
 @_wait_option
 @_timeout_option
 @_add_fleet_options
@@ -255,7 +209,7 @@ def up(model: str, flags: tuple[str, ...], replicas: int, routers: int, name: st
     \b
     ray start --head
     fleet up /models/llama --replicas 8 --routers 2 -- --max-num-seqs 64
-    """  # fmt: skip
+    """
     with report_errors() as out:
         if re.match(NAME_PATTERN, name) is None:
             raise SpecError(f"--name: got {name!r}, expected letters, digits, - and _")
@@ -284,6 +238,7 @@ def up(model: str, flags: tuple[str, ...], replicas: int, routers: int, name: st
         except ValueError as error:
             raise SpecError(f"fleet {name!r} runs already: scale, roll, or `fleet down` first") from error
         wait_and_print_routers(directory, options, out)
+# fmt: on
 
 
 def make_engine_flags(options: dict[str, Any]) -> tuple[str, ...]:
@@ -356,15 +311,9 @@ def scale(replicas: int | None, routers: int | None, name: str, **options: Any) 
 @_timeout_option
 @_add_fleet_options
 def roll(
-    model: str | None,
-    flags: tuple[str, ...],
-    is_for_routers: bool,
-    engine: str,
-    router_flags: str | None,
-    surge: bool,
-    name: str,
-    **options: Any,
-) -> None:
+    model: str | None, flags: tuple[str, ...], is_for_routers: bool, engine: str, router_flags: str | None,
+    surge: bool, name: str, **options: Any,
+) -> None:  # fmt: skip
     """Replace the workers one by one: with the same command line, or with MODEL and ENGINE FLAGS instead of it."""
     with report_errors() as out:
         if is_for_routers and (model is not None or surge):

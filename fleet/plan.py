@@ -79,10 +79,7 @@ Action = StartAction | PhaseChange
 
 
 def plan_actions(
-    target_by_kind: Mapping[MemberKind, MemberTarget],
-    members: Sequence[Member],
-    drain_timeout_s: float,
-    now: float,
+    target_by_kind: Mapping[MemberKind, MemberTarget], members: Sequence[Member], drain_timeout_s: float, now: float
 ) -> list[Action]:
     """Return the actions to take now, so that the fleet comes nearer to its targets.
 
@@ -116,10 +113,7 @@ def _plan_stops(
 
 
 def _plan_count_changes(
-    kind: MemberKind,
-    target: MemberTarget,
-    members: Sequence[Member],
-    stops: Sequence[PhaseChange],
+    kind: MemberKind, target: MemberTarget, members: Sequence[Member], stops: Sequence[PhaseChange]
 ) -> list[Action]:
     """Return the removals, cancelled drains and starts that bring the members of a kind to their target.
 

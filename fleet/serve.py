@@ -67,12 +67,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
     """Request router of one Ray Serve handle or proxy."""
 
     def initialize_state(
-        self,
-        router: str,
-        admin_key: str,
-        timeout_s: float = 0.25,
-        model: str = "",
-        tokenizer: str = "",
+        self, router: str, admin_key: str, timeout_s: float = 0.25, model: str = "", tokenizer: str = ""
     ) -> None:
         """Take the `request_router_kwargs` of the deployment.
 

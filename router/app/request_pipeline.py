@@ -27,11 +27,7 @@ class RequestPipeline:
     """The parts of a router that a request for workers passes: reading, limits, decision, forwarding and counting."""
 
     def __init__(
-        self,
-        config: ProcessConfig,
-        index: PrefixIndex,
-        worker_tls: ssl.SSLContext | None,
-        now: Callable[[], float],
+        self, config: ProcessConfig, index: PrefixIndex, worker_tls: ssl.SSLContext | None, now: Callable[[], float]
     ) -> None:
         """Make the parts. Functions in `proxy.on_end` are called at the end of a request, in this order."""
         self.proxy = _make_proxy(config, index, worker_tls, now)

@@ -147,10 +147,7 @@ class Tracing:
 def _list_request_attributes(context: RequestContext) -> dict[str, str | int]:
     """Return the attributes of the span of a whole request, as far as they are known."""
     route, decision, usage = context.route, context.decision, context.usage
-    attributes: dict[str, str | int] = {
-        "blockcast.outcome": context.outcome,
-        "blockcast.request_id": context.name,
-    }
+    attributes: dict[str, str | int] = {"blockcast.outcome": context.outcome, "blockcast.request_id": context.name}
     if route is not None:
         attributes["gen_ai.request.model"] = route.model
         attributes["blockcast.prompt_tokens"] = route.prompt_tokens

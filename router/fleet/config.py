@@ -10,6 +10,7 @@ from msgspec import Meta
 from options import Flag, Seconds, Size
 
 
+# fmt: off
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
     """How often workers are checked, and how much of them is followed."""
@@ -20,27 +21,17 @@ class FleetConfig:
     """Doubles up to a minute while the worker reports no load."""
     starting_s: Annotated[Seconds, "Time between two checks of a worker that is down or was never reached."] = 0.5
     starting_s_max: Annotated[Seconds, "The pause before a worker that was never reached doubles up to this."] = 5.0
-    failures_to_down: Annotated[
-        int, Meta(ge=1, le=10**9), "Failed health checks in a row after which a worker is down."
-    ] = 2
+    failures_to_down: Annotated[int, Meta(ge=1, le=10**9),
+        "Failed health checks in a row after which a worker is down."] = 2
     """One failed check is enough after a failed request."""
-    trust_event_endpoints: Annotated[
-        bool,
-        Flag("--trust-event-endpoints/--no-trust-event-endpoints"),
-        "Follow event endpoints that workers name on other hosts, and ipc:// ones.",
-    ] = False
-    streams_max: Annotated[
-        int,
-        Meta(ge=1, le=10**6),
+    trust_event_endpoints: Annotated[bool, Flag("--trust-event-endpoints/--no-trust-event-endpoints"),
+        "Follow event endpoints that workers name on other hosts, and ipc:// ones."] = False
+    streams_max: Annotated[int, Meta(ge=1, le=10**6),
         "Most event streams of all workers, as far as file descriptors allow.",
-        "The cache of a worker with further streams is estimated from the requests sent to it.",
-    ] = 16_384
-    index_mb: Annotated[
-        Annotated[int, Meta(ge=1, le=10**6, title="MIB"), Size(1 << 20)],
-        Flag("--index-memory"),
+        "The cache of a worker with further streams is estimated from the requests sent to it."] = 16_384
+    index_mb: Annotated[Annotated[int, Meta(ge=1, le=10**6, title="MIB"), Size(1 << 20)], Flag("--index-memory"),
         "Largest size of the index of all workers' blocks.",
-        "Beyond it the worker that announced the most, for the size of its cache, is dropped from the index.",
-    ] = 8192
+        "Beyond it the worker that announced the most, for the size of its cache, is dropped from the index."] = 8192
     names_s: Annotated[Seconds, "Time between two resolutions of host names of many workers."] = 10.0
     peers_s: Annotated[Seconds, "Pause before other routers are asked for a snapshot again; doubles."] = 10.0
     peers_s_max: Annotated[Seconds, "Longest pause between such requests."] = 600.0

@@ -23,15 +23,7 @@ from events.codec import decode_batch_rank
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
 from events.sources import EventSource
-from events.stream_types import (
-    Apply,
-    Clear,
-    DroppedMessages,
-    Gap,
-    Instruction,
-    MalformedMessage,
-    PublisherRestarted,
-)
+from events.stream_types import Apply, Clear, DroppedMessages, Gap, Instruction, MalformedMessage, PublisherRestarted
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
 from router.fleet.worker_stream import ObservedCapacity, StreamCounters, WorkerStream

@@ -24,13 +24,7 @@ from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import WorkerSpec
 from router.fleet.config import FleetConfig
-from router.fleet.discovery import (
-    EVENTS_FLAG,
-    Prober,
-    WorkerFacts,
-    make_worker_spec,
-    suggest_remedy,
-)
+from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, make_worker_spec, suggest_remedy
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
 from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
