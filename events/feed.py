@@ -18,7 +18,16 @@ from typing import Any, NamedTuple, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from events.feed_sockets import MAX_TOPICS, Context, FollowedStream, StreamSource, Subscription, open_request_socket
+from events.feed_sockets import (
+    MAX_TOPICS,
+    BoundSubscription,
+    Context,
+    FollowedStream,
+    StreamSource,
+    StreamSubscription,
+    Subscription,
+    open_request_socket,
+)
 from events.frames import (
     SNAPSHOT_REQUEST,
     SNAPSHOT_SEQ,
@@ -109,7 +118,7 @@ class EventFeed:
 
     def has_publisher(self) -> bool:
         """Return whether a publisher is connected to a bound socket."""
-        return any(subscription.publisher_count for subscription in self._list_subscriptions())
+        return any(subscription.publisher_count for subscription in self._list_bound_subscriptions())
 
     def rematch_topics(self) -> None:
         """Search again for the streams of unclaimed topics, because a worker was added."""
@@ -135,9 +144,7 @@ class EventFeed:
 
         `find_source` returns the stream of a topic; None leaves the topic unclaimed. Raises zmq.ZMQError.
         """
-        subscription = Subscription(self._context, None, is_bound=True)
-        subscription.open(endpoint)
-        subscription.find_source = find_source
+        subscription = BoundSubscription(self._context, endpoint, find_source)
         self._thread.submit(lambda: self._register(subscription))
         bound_endpoint = subscription.socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound_endpoint, bytes)
@@ -184,7 +191,8 @@ class EventFeed:
             # A handler or an earlier socket of this round may have closed it.
             if (subscription := self._subscription_by_socket.get(socket)) is not None:
                 read_socket = self._read_monitor if socket is subscription.monitor else self._read_live
-                self._run_guarded(subscription.stream, read_socket, subscription)
+                failing_stream = subscription.stream if isinstance(subscription, StreamSubscription) else None
+                self._run_guarded(failing_stream, read_socket, subscription)
             elif (stream := self._stream_by_dealer.get(socket)) is not None:
                 self._run_guarded(stream, self._read_replies, stream)
 
@@ -238,8 +246,9 @@ class EventFeed:
     def _add(self, source: StreamSource, pause_s: float = RETRY_S) -> None:
         """Follow a stream, in place of one with the same id. If its address is unusable, try again in `pause_s`."""
         self._remove(source.stream_id)
+        stream = FollowedStream(source)
         try:
-            subscription = self._open_subscription(source)
+            subscription = StreamSubscription(self._context, stream)
         except zmq.ZMQError as error:
             reason = f"cannot subscribe to {source.endpoint!r}: {error}"
             logger.error("stream %s: %s; tried again in %g s", source.stream_id, reason, pause_s)
@@ -247,30 +256,21 @@ class EventFeed:
             self._unopened_source_by_stream_id[source.stream_id] = unopened_source
             self._handler.handle(source.stream_id, MalformedMessage(reason), b"")
             return
-        stream = subscription.stream = FollowedStream(source)
         self._stream_by_id[source.stream_id] = stream
         self._register(subscription)
-
-    def _open_subscription(self, source: StreamSource) -> Subscription:
-        """Connect a SUB socket to a publisher. Raises zmq.ZMQError if the address cannot be used."""
-        subscription = Subscription(self._context, source.topic, is_bound=False)
-        subscription.open(source.endpoint)
-        return subscription
 
     def _reopen(self, stream: FollowedStream) -> None:
         """Replace the subscription of a stream that has not connected again by itself."""
         stream.disconnected_at = time.monotonic()
-        old_subscriptions = [item for item in self._list_subscriptions() if item.stream is stream]
-        if not old_subscriptions:
+        old_subscription = self._find_subscription(stream)
+        if old_subscription is None:
             return  # the publisher connects to a bound socket
         try:
-            replacement = self._open_subscription(stream.source)
+            replacement = StreamSubscription(self._context, stream)
         except zmq.ZMQError as error:
             logger.error("stream %s: cannot subscribe again: %s", stream.source.stream_id, error)
             return
-        for old_subscription in old_subscriptions:
-            self._unregister(old_subscription)
-        replacement.stream = stream
+        self._unregister(old_subscription)
         self._register(replacement)
 
     def _register(self, subscription: Subscription) -> None:
@@ -285,13 +285,21 @@ class EventFeed:
             return
         self._busy_streams.discard(stream)
         self._cancel_request(stream)
-        for subscription in self._list_subscriptions():
-            if subscription.stream is stream:
-                self._unregister(subscription)
-            subscription.unclaim_topics(stream)
+        subscription = self._find_subscription(stream)
+        if subscription is not None:
+            self._unregister(subscription)
+        for bound_subscription in self._list_bound_subscriptions():
+            bound_subscription.unclaim_topics(stream)
 
-    def _list_subscriptions(self) -> set[Subscription]:
-        return set(self._subscription_by_socket.values())
+    def _find_subscription(self, stream: FollowedStream) -> StreamSubscription | None:
+        """Return the subscription of a stream; None if its publisher connects to a bound socket."""
+        subscriptions = self._subscription_by_socket.values()
+        stream_subscriptions = (item for item in subscriptions if isinstance(item, StreamSubscription))
+        return next((item for item in stream_subscriptions if item.stream is stream), None)
+
+    def _list_bound_subscriptions(self) -> set[BoundSubscription]:
+        subscriptions = list(self._subscription_by_socket.values())  # the caller may be on another thread
+        return {subscription for subscription in subscriptions if isinstance(subscription, BoundSubscription)}
 
     def _unregister(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
@@ -307,28 +315,31 @@ class EventFeed:
     def _read_monitor(self, subscription: Subscription) -> bool:
         """Handle what a socket's monitor reports about its connections; return whether it reported anything.
 
-        A bound socket has a connection for each publisher. Which one is told by its first message, so only the ends
-        matter here, and how many there are. The connection of a connected socket is that of its one stream.
+        The connection of a StreamSubscription is that of its stream. A bound socket has a connection for each
+        publisher: which publisher it is, only its first message tells.
         """
         had_event = False
         while subscription.monitor.poll(0):
             message = recv_monitor_message(subscription.monitor)
             event_type = message["event"]
             had_event = True
-            if subscription.is_bound:
-                if event_type == zmq.EVENT_ACCEPTED:
-                    subscription.descriptors.add(int(message["value"]))
-                elif event_type == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    subscription.publisher_count += 1
-                elif event_type == zmq.EVENT_DISCONNECTED:
-                    subscription.remove_connection(int(message["value"]))
-                    self._on_peer_disconnected(subscription, int(message["value"]))
-            elif subscription.stream is not None:
-                if event_type == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._on_connected(subscription.stream)
-                elif event_type == zmq.EVENT_DISCONNECTED:
-                    self._on_disconnected(subscription.stream)
+            if isinstance(subscription, BoundSubscription):
+                self._handle_publisher_event(subscription, event_type, int(message["value"]))
+            elif event_type == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._on_connected(subscription.stream)
+            elif event_type == zmq.EVENT_DISCONNECTED:
+                self._on_disconnected(subscription.stream)
         return had_event
+
+    def _handle_publisher_event(self, subscription: BoundSubscription, event_type: int, descriptor: int) -> None:
+        """Handle the begin or the end of a connection of a bound socket."""
+        if event_type == zmq.EVENT_ACCEPTED:
+            subscription.descriptors.add(descriptor)
+        elif event_type == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            subscription.publisher_count += 1
+        elif event_type == zmq.EVENT_DISCONNECTED:
+            subscription.remove_connection(descriptor)
+            self._on_peer_disconnected(subscription, descriptor)
 
     def _on_connected(self, stream: FollowedStream) -> None:
         stream.is_connected, stream.disconnected_at = True, None
@@ -345,7 +356,7 @@ class EventFeed:
         self._enqueue_instructions(stream, stream.stream_state.on_disconnected())
         self._handler.on_connection_changed(stream.source.stream_id, False)
 
-    def _on_peer_disconnected(self, subscription: Subscription, descriptor: int) -> None:
+    def _on_peer_disconnected(self, subscription: BoundSubscription, descriptor: int) -> None:
         for topic, topic_descriptor in list(subscription.descriptor_by_topic.items()):
             if topic_descriptor != descriptor:
                 continue
@@ -361,7 +372,7 @@ class EventFeed:
 
         Messages of a stream that has not worked off the earlier ones stay in ZeroMQ's queue.
         """
-        if subscription.stream is not None and subscription.stream.is_busy:
+        if isinstance(subscription, StreamSubscription) and subscription.stream.is_busy:
             return
         messages: list[list[zmq.Frame]] = []
         received_bytes = 0
@@ -375,7 +386,7 @@ class EventFeed:
         # now, all messages came on the known connection. Otherwise they are dropped, and the replay that follows a new
         # connection brings them again. On a bound socket each message itself tells its connection.
         had_connection_event = self._read_monitor(subscription)
-        if had_connection_event and not subscription.is_bound:
+        if had_connection_event and isinstance(subscription, StreamSubscription):
             return
         for frames in messages:
             self._handle_live_message(subscription, frames)
@@ -388,15 +399,19 @@ class EventFeed:
         try:
             message = parse_live_message([frame.bytes for frame in frames])
         except DecodeError as error:
-            stream = subscription.stream_by_topic.get(frames[0].bytes) if subscription.is_bound else subscription.stream
+            if isinstance(subscription, BoundSubscription):
+                stream = subscription.stream_by_topic.get(frames[0].bytes)
+            else:
+                stream = subscription.stream
             if stream is None:
                 self.ignored_message_count += 1
             else:
                 self._handler.handle(stream.source.stream_id, MalformedMessage(str(error)), b"")
             return
-        stream = subscription.stream
-        if subscription.is_bound:
+        if isinstance(subscription, BoundSubscription):
             stream = self._get_topic_stream(subscription, message.topic, int(frames[0].get(zmq.SRCFD)))
+        else:
+            stream = subscription.stream
         if stream is None or not stream.accepts_topic(message.topic):
             self.ignored_message_count += 1
             return
@@ -411,7 +426,9 @@ class EventFeed:
             lambda state: state.on_live_batch(message.seq, message.payload, time.monotonic(), message.publisher_id),
         )
 
-    def _get_topic_stream(self, subscription: Subscription, topic: bytes, descriptor: int) -> FollowedStream | None:
+    def _get_topic_stream(
+        self, subscription: BoundSubscription, topic: bytes, descriptor: int
+    ) -> FollowedStream | None:
         """Return the stream of a message that came on a bound socket; None if its topic belongs to no stream.
 
         To a bound socket many publishers connect, and each has a topic of its own. The first message of a topic may
@@ -432,9 +449,8 @@ class EventFeed:
             self._run_guarded(stream, self._on_connected, stream)
         return stream
 
-    def _claim_topic(self, subscription: Subscription, topic: bytes) -> bool:
+    def _claim_topic(self, subscription: BoundSubscription, topic: bytes) -> bool:
         """Follow an unclaimed topic if it belongs to a stream; return whether it does."""
-        assert subscription.find_source is not None
         source = subscription.find_source(topic.decode(errors="replace"))
         if source is None or any(
             stream.source.stream_id == source.stream_id and stream.is_connected
@@ -448,10 +464,9 @@ class EventFeed:
         return True
 
     def _rematch_topics(self) -> None:
-        for subscription in self._list_subscriptions():
-            if subscription.is_bound:
-                for topic in list(subscription.descriptor_by_unclaimed_topic):
-                    self._claim_topic(subscription, topic)
+        for subscription in self._list_bound_subscriptions():
+            for topic in list(subscription.descriptor_by_unclaimed_topic):
+                self._claim_topic(subscription, topic)
 
     # Requests
 
@@ -581,5 +596,5 @@ class EventFeed:
             self._run_guarded(None, command)
         for stream in self._stream_by_id.values():
             self._cancel_request(stream)
-        for subscription in self._list_subscriptions():
+        for subscription in set(self._subscription_by_socket.values()):
             self._unregister(subscription)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import zmq
 
@@ -149,16 +150,13 @@ class FollowedStream:
         return StreamState(config, resume_position)
 
 
-class Subscription:
-    """SUB socket with its monitor. A connected socket carries one stream, a bound one carries a stream for each topic.
+class _SubSocket:
+    """SUB socket that receives live messages, and the monitor on which ZeroMQ reports the socket's connections."""
 
-    A socket is connected to a publisher that listens, or bound for publishers that connect to it.
-    """
+    def __init__(self, context: Context, topic: str | None) -> None:
+        """Create the socket, with bounds on what a publisher can send.
 
-    def __init__(self, context: Context, topic: str | None, is_bound: bool) -> None:
-        """Create the socket, with bounds on what a publisher can send. `open` connects or binds it.
-
-        `topic`: only topics that begin with it are received; None for all. `is_bound`: publishers connect to us.
+        `topic`: only topics that begin with it are received; None for all.
         """
         self.socket: Socket = context.socket(zmq.SUB)
         self.socket.linger = 0
@@ -170,60 +168,77 @@ class Subscription:
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self.monitor: Socket = self.socket.get_monitor_socket(_MONITORED)
-        """Socket on which ZeroMQ reports connections and their ends."""
-        self.is_bound = is_bound
-        self.stream: FollowedStream | None = None
-        """The stream of a connected socket."""
-        self.find_source: Callable[[str], StreamSource | None] | None = None
-        """Finds the stream of a topic, for a bound socket."""
-        self.stream_by_topic: dict[bytes, FollowedStream] = {}
-        """Streams of a bound socket."""
-        self.descriptor_by_topic: dict[bytes, int] = {}
-        """Connection of the last message of each topic, for a bound socket."""
-        self.descriptor_by_unclaimed_topic: OrderedDict[bytes, int] = OrderedDict()
-        """Connection of the last message of each topic without a stream, the oldest forgotten first."""
-        self.descriptors: set[int] = set()
-        """Connections of a bound socket, also those of strangers that have not failed yet."""
-        self.publisher_count = 0
-        """Publishers that are connected to a bound socket, and perhaps a few strangers for a short time."""
 
-    def open(self, endpoint: str) -> None:
-        """Bind or connect the socket. Raises zmq.ZMQError, after closing everything, if the address cannot be used."""
+    def open(self, attach: Callable[[str], object], endpoint: str) -> None:
+        """Call `attach`, which binds or connects the socket. Raises zmq.ZMQError, after closing everything."""
         if "[" in endpoint or "::" in endpoint:
             self.socket.setsockopt(zmq.IPV6, 1)
         try:
-            if self.is_bound:
-                self.socket.bind(endpoint)
-            else:
-                self.socket.connect(endpoint)
+            attach(endpoint)
         except zmq.ZMQError:
             self.close()
             raise
-
-    def unclaim_topics(self, stream: FollowedStream) -> None:
-        """Make the topics of a stream unclaimed, for a bound socket."""
-        for topic in [topic for topic, topic_stream in self.stream_by_topic.items() if topic_stream is stream]:
-            del self.stream_by_topic[topic]
-            self.descriptor_by_topic.pop(topic, None)
-
-    def remove_connection(self, descriptor: int) -> None:
-        """Forget a connection of a bound socket. ZeroMQ does not say whether it was a publisher's or a stranger's."""
-        self.descriptors.discard(descriptor)
-        self.publisher_count = min(self.publisher_count, len(self.descriptors))
-
-    def record_unclaimed_topic(self, topic: bytes, descriptor: int) -> bool:
-        """Record a message whose topic has no stream; return True for the first one that is remembered."""
-        is_new = topic not in self.descriptor_by_unclaimed_topic and len(topic) <= MAX_TOPIC_BYTES
-        if is_new and len(self.descriptor_by_unclaimed_topic) >= MAX_TOPICS:
-            self.descriptor_by_unclaimed_topic.popitem(last=False)
-        if len(topic) <= MAX_TOPIC_BYTES:
-            self.descriptor_by_unclaimed_topic[topic] = descriptor
-        return is_new
 
     def close(self) -> None:
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(0)
+
+
+class StreamSubscription(_SubSocket):
+    """Subscription to a publisher that listens at an address: all messages are of one stream."""
+
+    def __init__(self, context: Context, stream: FollowedStream) -> None:
+        """Connect to the stream's publisher. Raises zmq.ZMQError if the address cannot be used."""
+        super().__init__(context, stream.source.topic)
+        self.stream = stream
+        self.open(self.socket.connect, stream.source.endpoint)
+
+
+class BoundSubscription(_SubSocket):
+    """Subscription to publishers that connect to us. The topic of a message tells whose it is.
+
+    ZeroMQ numbers connections by their file descriptors. A topic is unclaimed until it is known to be that of a stream.
+    """
+
+    def __init__(self, context: Context, endpoint: str, find_source: Callable[[str], StreamSource | None]) -> None:
+        """Bind the socket. `find_source` returns the stream of a topic. Raises zmq.ZMQError."""
+        super().__init__(context, None)
+        self.find_source = find_source
+        self.stream_by_topic: dict[bytes, FollowedStream] = {}
+        self.descriptor_by_topic: dict[bytes, int] = {}
+        """Connection of the last message of each stream's topic."""
+        self.descriptor_by_unclaimed_topic: OrderedDict[bytes, int] = OrderedDict()
+        """Connection of the last message of each topic without a stream, the oldest forgotten first."""
+        self.descriptors: set[int] = set()
+        """All connections, also those of strangers that have not failed yet."""
+        self.publisher_count = 0
+        """Publishers that are connected, and perhaps a few strangers for a short time."""
+        self.open(self.socket.bind, endpoint)
+
+    def unclaim_topics(self, stream: FollowedStream) -> None:
+        """Make the topics of a stream unclaimed."""
+        for topic in [topic for topic, topic_stream in self.stream_by_topic.items() if topic_stream is stream]:
+            del self.stream_by_topic[topic]
+            self.descriptor_by_topic.pop(topic, None)
+
+    def remove_connection(self, descriptor: int) -> None:
+        """Forget a connection. ZeroMQ does not say whether it was a publisher's or a stranger's."""
+        self.descriptors.discard(descriptor)
+        self.publisher_count = min(self.publisher_count, len(self.descriptors))
+
+    def record_unclaimed_topic(self, topic: bytes, descriptor: int) -> bool:
+        """Record a message whose topic has no stream; return True for the first one that is remembered."""
+        if len(topic) > MAX_TOPIC_BYTES:
+            return False
+        is_new = topic not in self.descriptor_by_unclaimed_topic
+        if is_new and len(self.descriptor_by_unclaimed_topic) >= MAX_TOPICS:
+            self.descriptor_by_unclaimed_topic.popitem(last=False)
+        self.descriptor_by_unclaimed_topic[topic] = descriptor
+        return is_new
+
+
+Subscription: TypeAlias = StreamSubscription | BoundSubscription
 
 
 def open_request_socket(context: Context, endpoint: str, request: list[bytes]) -> Socket:

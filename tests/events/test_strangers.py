@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from events.config import KVEventsConfig
-from events.feed_sockets import MAX_MESSAGE_BYTES, Subscription
+from events.feed_sockets import MAX_MESSAGE_BYTES, BoundSubscription
 from events.frames import MAX_REQUEST_BYTES
 from events.publisher import EventPublisher
 from router.fleet import peers
@@ -35,8 +35,7 @@ def _publisher(socket_name: str) -> Iterator[str]:
 @contextmanager
 def _bound_feed() -> Iterator[str]:
     context: zmq.Context[Any] = zmq.Context()
-    bound = Subscription(context, None, is_bound=True)
-    bound.open("tcp://127.0.0.1:*")
+    bound = BoundSubscription(context, "tcp://127.0.0.1:*", lambda topic: None)
     try:
         yield cast(bytes, bound.socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
     finally:
