@@ -400,22 +400,25 @@ class DirectoryActor:
 
         Every wanted member is up, answers and has the right revision, and every router finds all engines up.
         """
+        targets = self._state.target_by_kind
         members = list(self._state.member_by_name.values())
-        for kind, target in self._state.target_by_kind.items():
-            members_of_kind = [member for member in members if member.kind is kind]
-            if len(members_of_kind) != target.count:
-                return False
-            if any(member.phase is not Phase.UP or member.revision != target.revision for member in members_of_kind):
-                return False
-        reports = [self._get_report(member) for member in members]
-        if any(report is None or report.program.silent_s for report in reports):
-            return False
-        engine_count = self._state.target_by_kind[MemberKind.ENGINE].count
-        for router in self._list_routers():
-            status_by_worker = self._get_status_by_worker(router) or {}
-            if sum(status.is_up for status in status_by_worker.values()) != engine_count:
-                return False
-        return True
+        member_count_by_kind = Counter(member.kind for member in members)
+        engine_counts_of_routers = [
+            sum(status.is_up for status in (self._get_status_by_worker(router) or {}).values())
+            for router in self._list_routers()
+        ]
+        return (
+            all(member_count_by_kind[kind] == target.count for kind, target in targets.items())
+            and all(self._is_member_settled(member) for member in members)
+            and all(engine_count == targets[MemberKind.ENGINE].count for engine_count in engine_counts_of_routers)
+        )
+
+    def _is_member_settled(self, member: Member) -> bool:
+        """Return whether a member is up in its newest revision, has reported, and answers its health probes."""
+        report = self._get_report(member)
+        is_answering = report is not None and not report.program.silent_s
+        is_current = member.revision == self._state.target_by_kind[member.kind].revision
+        return is_answering and is_current and member.phase is Phase.UP
 
 
 def create_directory(spec: FleetSpec, engine_count: int, router_count: int) -> Any:

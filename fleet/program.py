@@ -249,7 +249,11 @@ class SupervisedProgram:
         return True
 
     def _probe_until_end(self, run: ProgramRun) -> None:
-        """Probe a program that serves until it ends or is to stop; kill it if it does not answer for too long."""
+        """Probe a serving program every few seconds, until it ends or `stop` is called.
+
+        The state and the events say when it falls silent and when it answers again. A program that stays silent for
+        `hang_timeout_s` is killed; it is then started again as after any end.
+        """
         hang_timeout_s = self._spec.hang_timeout_s
         pause_s = min(HEALTH_CHECK_S, hang_timeout_s / 4) if hang_timeout_s else HEALTH_CHECK_S
         history = ProbeHistory()

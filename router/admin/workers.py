@@ -42,7 +42,11 @@ class WorkerListRoutes:
         routes.add("POST", "/workers/*/drain", self._drain_worker, public=False)
 
     def describe_workers(self) -> dict[str, Any]:
-        """Return the body of `GET /workers`."""
+        """Return the body of `GET /workers`: the workers, and figures of the whole router.
+
+        A worker has a row for each data-parallel rank, with its figures. A worker that was never reached has one row,
+        with the reason.
+        """
         snapshot = self._core.snapshot(self._now())
         rows = [self._describe_worker(row) for row in snapshot.workers]
         for worker_id, reason in self._fleet.list_starting_reasons().items():

@@ -31,21 +31,17 @@ class AdminGuard:
         self._key = key.encode()
         self._hosts = frozenset(host.lower() for host in hosts) | {"localhost"}
 
-    def check_on_admin_address(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Check a request on the admin address."""
-        self._check(request)
-
-    def check_on_loopback(self, connection: ClientConnection, request: HttpRequest) -> None:
+    def check_from_loopback(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Check a request on the main address: it has to come from this machine, and not through a proxy."""
         if not connection.peer.startswith(LOOPBACK) or any(request.get_header(name) for name in PROXY_HEADERS):
             raise _forbidden_error(f"{request.path} is served on the admin address only, or to loopback")
-        self._check(request)
+        self.check(connection, request)
 
     def refuse(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Refuse every request for an admin route: the main address serves none if there is an admin address."""
         raise _forbidden_error(f"{request.path} is served on the admin address only")
 
-    def _check(self, request: HttpRequest) -> None:
+    def check(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Check the key, the Host and Origin headers, and the declared type of the body."""
         if not hmac.compare_digest(bearer_token(request), self._key):
             message = (
@@ -64,18 +60,16 @@ class AdminGuard:
             raise RequestError("the body needs the header Content-Type: application/json", param=None, status=415)
 
     def _is_own_host(self, host: str) -> bool:
-        """Return whether a Host header names this router: by an allowed name, or by any IP address."""
+        """Return whether a Host header names this router: by an allowed name, or by any IP address.
+
+        A web page reaches this address under a name of its own, which its DNS server gives the router's address. So
+        other names are refused. An IP address in the Host header is the one that was connected to.
+        """
         try:
             name = urlsplit(f"//{host}").hostname or ""
+            return name in self._hosts or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
-        if name in self._hosts:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
 
 
 class ApiKeys:

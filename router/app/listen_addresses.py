@@ -43,13 +43,13 @@ class ListenAddresses:
         admin = config.admin_address
         hosts = [config.host] if admin is None else [config.host, admin[0]]
         guard = AdminGuard(self._admin_key, [*config.admin_hosts, *hosts])
-        main_guard = guard.check_on_loopback if admin is None else guard.refuse
+        main_guard = guard.check_from_loopback if admin is None else guard.refuse
         main_address = config.host, config.http_port
         port = await self._bind(
             "--host and --port", main_address, main_guard, connections_max, reuse_port=config.reuse_port
         )
         if admin is not None:
-            admin_port = await self._bind("--admin", admin, guard.check_on_admin_address, connections_max)
+            admin_port = await self._bind("--admin", admin, guard.check, connections_max)
             log.info("admin routes on %s:%d", admin[0], admin_port)
         return port
 

@@ -100,10 +100,12 @@ class RouterProcess:
     async def run(self) -> None:
         """Serve until a signal, then drain. Raises OSError for an address that cannot be used, and ConfigError."""
         async with self._resources:
+            # All addresses are bound first: one that cannot be used ends the start at once.
             self.cluster.start_feed()
             port = await self._addresses.bind(self._find_connections_max())
             self.cluster.connect_peers()
             picker = self._bind_picker(self._config) if isinstance(self._config, EppConfig) else None
+            # Clients are let in only once some worker is known, as their requests would be refused before.
             self.cluster.follow_workers()
             if self._config.admin_api_key is None:
                 print(f"router admin key: {self._admin_key}", flush=True)
@@ -113,7 +115,7 @@ class RouterProcess:
             self._resources.callback(self._timers.stop)
             if picker is not None:
                 await self._start_picker(picker)
-            limit_garbage_collection()
+            limit_garbage_collection()  # what exists now lives to the end, so it is not looked at again
             self._print_address(port)
             self._shutdown.watch_signals()
             await self._shutdown.wait_until_requested()

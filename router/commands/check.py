@@ -232,16 +232,9 @@ class WorkerCheck:
     # The events -----------------------------------------------------------------------------------------------------
 
     async def _is_listening(self, source: EventSource) -> bool:
-        """Return whether the address of a source accepts connections."""
+        """Return whether the address of a source accepts connections; only TCP addresses can be tried."""
         parts = urlsplit(source.endpoint)
-        if parts.scheme != "tcp":
-            return True
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, parts.port), 2.0)
-        except (OSError, asyncio.TimeoutError):
-            return False
-        writer.close()
-        return True
+        return parts.scheme != "tcp" or await self._prober.is_listening(parts.hostname or "", parts.port or 0)
 
     def _make_stream_sources(self, sources: Sequence[EventSource], join: StartMode) -> list[StreamSource]:
         """Return the sources to follow, with all topics, so that a wrong topic is seen."""
@@ -441,10 +434,8 @@ def _bind_endpoints(feed: EventFeed, silent_sources: Sequence[EventSource]) -> b
 
 def _count_common_tokens(ids: Sequence[int], other_ids: Sequence[int]) -> int:
     """Return the length of the common beginning of two prompts."""
-    for position, (token_id, other_id) in enumerate(zip(ids, other_ids)):
-        if token_id != other_id:
-            return position
-    return min(len(ids), len(other_ids))
+    differing_positions = (i for i, (token_id, other_id) in enumerate(zip(ids, other_ids)) if token_id != other_id)
+    return next(differing_positions, min(len(ids), len(other_ids)))
 
 
 def _get_cached_tokens(usage: dict[str, Any]) -> int | None:

@@ -301,7 +301,7 @@ class Prober:
         if status not in NOT_OFFERED and previous is not None and previous.sources:
             return previous.sources  # a worker that is busy or behind a busy proxy publishes where it did
         host = urlsplit(flag.url).hostname or "127.0.0.1"
-        return (make_default_source(host, flag.topic),) if await self._is_listening(host, DEFAULT_PORT) else ()
+        return (make_default_source(host, flag.topic),) if await self.is_listening(host, DEFAULT_PORT) else ()
 
     async def _check_hosts(self, flag: WorkerFlag, sources: tuple[EventSource, ...]) -> None:
         """Raise DecodeError if a worker names an event endpoint on another host.
@@ -372,7 +372,8 @@ class Prober:
             return dataclasses.replace(transfer, can_give=False, engine_ids=())
         return dataclasses.replace(transfer, can_give=True, engine_ids=engine_ids)
 
-    async def _is_listening(self, host: str, port: int) -> bool:
+    async def is_listening(self, host: str, port: int) -> bool:
+        """Return whether an address accepts connections."""
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), min(1.0, self._timeout_s))
         except (OSError, asyncio.TimeoutError):

@@ -38,7 +38,7 @@ def test_every_route_but_a_few_needs_the_key(edge: Any) -> None:
     """Walks what there is: a new route is closed until it is put on the list here."""
 
     async def scenario() -> None:
-        await edge.start(guard=AdminGuard("secret", ()).check_on_loopback)
+        await edge.start(guard=AdminGuard("secret", ()).check_from_loopback)
         found = routes_of(edge.routes)
         assert len(found) >= 10
         for method, path, _ in found:
@@ -82,7 +82,7 @@ def test_what_a_web_page_or_a_proxy_sends_is_refused(
     """400 is the handler's own answer: it was let in."""
 
     async def scenario() -> None:
-        await edge.start(guard=AdminGuard("secret", ["router.example"]).check_on_loopback)
+        await edge.start(guard=AdminGuard("secret", ["router.example"]).check_from_loopback)
         assert (
             status(await edge.exchange(build_request(b"POST", b"/workers", *headers, body=NEW, host=host))) == expected
         )
@@ -92,7 +92,7 @@ def test_what_a_web_page_or_a_proxy_sends_is_refused(
 
 def test_each_address_has_its_rule(edge: Any) -> None:
     guard = AdminGuard("secret", ())
-    rules = [(guard.check_on_admin_address, 200), (guard.check_on_loopback, 200), (guard.refuse, 403)]
+    rules = [(guard.check, 200), (guard.check_from_loopback, 200), (guard.refuse, 403)]
 
     async def one(rule: Any, expected: int) -> None:
         await edge.start(guard=rule)

@@ -91,5 +91,5 @@ def test_a_foreign_host_is_refused_without_its_name() -> None:
         "GET", b"/workers", "/workers", HeaderBlock(b"Host: %b\r\nAuthorization: Bearer k\r\n" % SECRET)
     )
     with pytest.raises(RequestError, match="--admin-host") as refused:
-        AdminGuard("k", ()).check_on_admin_address(None, request)  # type: ignore[arg-type]
+        AdminGuard("k", ()).check(None, request)  # type: ignore[arg-type]
     assert SECRET.decode() not in refused.value.message
