@@ -159,6 +159,8 @@ def _format_member(member: dict[str, Any]) -> str:
     text += f"{member['url'] or '-':32} node {member['node'][:8] or '-'}"
     if member["kind"] == "engine":
         text += f"  {member['in_flight']} in flight, queue {member['queue_s']:.2f} s"
+    if member["wait"]:
+        text += f"  {member['wait']}"
     if member["silent_s"]:
         text += f"  DOES NOT ANSWER for {member['silent_s']:.0f} s"
     return text

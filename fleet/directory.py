@@ -38,6 +38,8 @@ REPORT_S = 1.0
 """Time between two reports of a member while all members are up."""
 FAILED_START_PAUSE_S = 5.0
 """Time without starts after an actor died before its program served."""
+OLD_NODE_S_MAX = 30.0
+"""Longest wait of a router for room on the node of its slot's earlier router, before another node is tried."""
 MAX_EVENTS = 200
 STARTS_PER_PASS = 4
 """Most members started in one pass: Ray takes up to two seconds for each on a busy node, and reports wait meanwhile."""
@@ -60,11 +62,14 @@ class MemberLink:
     """The actor of a member, and what it has reported."""
 
     actor: Any
+    created_at_s: float
     call: Any = None
     """The call of `report` that has not returned yet."""
     called_at_s: float = 0.0
     report: MemberReport | None = None
     """The newest report."""
+    has_warned: bool = False
+    """Whether it was logged that no node has room for the member."""
 
 
 class DirectoryActor:
@@ -140,6 +145,7 @@ class DirectoryActor:
             "name": member.name, "kind": member.kind.value, "slot": member.slot, "revision": member.revision,
             "phase": member.phase.value, "seconds": now - member.phase_since_s, "node": report.node if report else "",
             "url": member.launch.url if member.launch else "", "silent_s": report.program.silent_s if report else 0.0,
+            "wait": self._describe_wait(member),
         }  # fmt: skip
         if member.kind is MemberKind.ENGINE:
             statuses = self._list_worker_statuses(member)
@@ -190,6 +196,7 @@ class DirectoryActor:
         """Read the reports that have come, take the actions that the plan wants, and ask for further reports."""
         state = self._state
         self._read_reports(now)
+        self._limit_waits_for_room(now)
         members = list(state.member_by_name.values())
         for member in members:
             member.in_flight = self._count_in_flight(member) if member.phase is Phase.DRAINING else None
@@ -237,7 +244,7 @@ class DirectoryActor:
         actor = actor_class.remote(
             msgspec.json.encode(state.spec), member.kind.value, member.slot, self._list_workers()
         )
-        self._link_by_member[member.name] = MemberLink(actor)
+        self._link_by_member[member.name] = MemberLink(actor, now)
 
     def _make_actor_options(self, member: Member) -> dict[str, Any]:
         """Return Ray's options for a member's actor: its name, what it reserves, and how its node is chosen."""
@@ -256,12 +263,36 @@ class DirectoryActor:
     def _choose_strategy(self, member: Member) -> str | NodeAffinitySchedulingStrategy:
         """Return how Ray chooses a member's node: spread, but a router goes where its slot was before, if it can.
 
-        So a router that is replaced keeps its address, which clients know.
+        So a router that is replaced keeps its address, which clients know. Ray waits for room there, and takes another
+        node only if that one is gone.
         """
-        earlier_node = self._state.node_by_router_slot.get(member.slot)
-        if member.kind is MemberKind.ENGINE or earlier_node is None:
-            return "SPREAD"
-        return NodeAffinitySchedulingStrategy(earlier_node, soft=True)
+        old_node = self._find_old_node(member)
+        return "SPREAD" if old_node is None else NodeAffinitySchedulingStrategy(old_node, soft=True)
+
+    def _limit_waits_for_room(self, now: float) -> None:
+        """Give up the wait of routers for room on their old nodes, and log which members no node has room for."""
+        for member in list(self._state.member_by_name.values()):
+            link = self._link_by_member[member.name]
+            if link.report is not None or now - link.created_at_s < OLD_NODE_S_MAX:
+                continue
+            if self._find_old_node(member) is not None:
+                del self._state.node_by_router_slot[member.slot]
+                self._remove_member(member, "its old node has no room, and another one is tried")
+            elif not link.has_warned:
+                link.has_warned = True
+                self._record_event(f"{member.name}: {self._describe_wait(member)}")
+
+    def _describe_wait(self, member: Member) -> str:
+        """Return for which resources a member without a report waits; an empty text for other members."""
+        if self._get_report(member) is not None:
+            return ""
+        old_node, options = self._find_old_node(member), self._make_actor_options(member)
+        resources = f"{options['num_cpus']:g} CPUs" + (f", {options['num_gpus']} GPUs" if options["num_gpus"] else "")
+        return f"waits for {resources} on {f'node {old_node[:8]}' if old_node else 'any node'}"
+
+    def _find_old_node(self, member: Member) -> str | None:
+        """Return the node of the earlier router of this slot; None for an engine or a new slot."""
+        return self._state.node_by_router_slot.get(member.slot) if member.kind is MemberKind.ROUTER else None
 
     def _adopt_member(self, member: Member) -> None:
         """Watch a member that an earlier directory process started."""
@@ -270,7 +301,7 @@ class DirectoryActor:
         except ValueError:
             self._remove_member(member, "its actor is not there")
             return
-        self._link_by_member[member.name] = MemberLink(actor)
+        self._link_by_member[member.name] = MemberLink(actor, time.time())
         if member.phase is Phase.STOPPING:
             actor.stop.remote()
 

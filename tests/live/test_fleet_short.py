@@ -167,3 +167,29 @@ def test_a_router_that_is_wanted_again_does_not_wait_for_its_old_node(fleet: Sho
     finally:
         fleet("down", "--timeout", "60")
         ray.kill(occupant)
+
+
+def test_a_router_that_lost_its_place_goes_to_another_node(fleet: Short) -> None:
+    flags = ("--router-cpus", "4", "--router-host", "127.0.0.1", "--router-port", "0", "--replicas", "0")
+    fleet("up", "--simulate", SLOW, *flags, "--timeout", "120")
+    (router,) = fleet.status()["members"]
+
+    @ray.remote(num_cpus=4)
+    class Occupant:
+        def begin(self) -> None:
+            """Answer once it has the node's CPUs."""
+
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(router["node"], soft=False)
+    occupant = Occupant.options(scheduling_strategy=strategy).remote()
+    begun = occupant.begin.remote()  # waits for the router's CPUs
+    try:
+        ray.kill(ray.get_actor(router["name"], namespace="blockcast"))
+        ray.get(begun, timeout=60)
+        status = fleet.wait_until(lambda status: any(member["wait"] for member in status["members"]))
+        assert status["members"][0]["wait"] == f"waits for 4 CPUs on node {router['node'][:8]}"
+        status = fleet.wait_until(lambda status: status["settled"])
+        assert status["members"][0]["node"] != router["node"]
+        assert any("its old node has no room" in text for _, text in status["events"])
+    finally:
+        fleet("down", "--timeout", "60")
+        ray.kill(occupant)
