@@ -337,8 +337,7 @@ class WorkerRegistry:
             return
         for rank in range(worker.spec.ranks):
             target_rank = rank if worker.spec.ranks > 1 else None
-            name = worker.worker_id if target_rank is None else f"{worker.worker_id}#{rank}"
-            holder = self._index.add_holder(name, base_model)
+            holder = self._index.add_holder(base_model)
             worker.holders.append(holder)
             target = self._tracker.add_target(worker.worker_id, target_rank, holder, pool=base_model)
             self._targets[worker.worker_id].append(target)

@@ -124,7 +124,7 @@ class PrefixIndex(Protocol):
     def seed(self) -> int:
         """Seed of the prefix digests, 64 bits. Routers that exchange dumps have the same seed."""
 
-    def add_holder(self, name: str, model: str) -> HolderId: ...
+    def add_holder(self, model: str) -> HolderId: ...
 
     def remove_holder(self, holder: HolderId) -> None:
         """Forget a holder, its blocks and its pins."""

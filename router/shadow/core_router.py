@@ -75,9 +75,9 @@ class BlockScaledIndex:
             )
         return matches
 
-    def add_holder(self, name: str, model: str) -> HolderId:
+    def add_holder(self, model: str) -> HolderId:
         """Add a worker's rank, and declare to the inner index that its blocks have one token id each."""
-        holder = self._inner.add_holder(name, model)
+        holder = self._inner.add_holder(model)
         self._inner.declare_groups(holder, [{"group_idx": None, "kind": "full_attention", "block_size": 1}])
         return holder
 

@@ -74,7 +74,7 @@ def predict(capture: Path, index: PrefixIndex) -> Iterator[Row]:
                 continue
             rank_offset = int(frame.get("port_offset") or 0)  # ranks publish on ports of their own: each is a holder
             if rank_offset not in holders:
-                holders[rank_offset] = index.add_holder(f"{capture.name}:{rank_offset}", model)
+                holders[rank_offset] = index.add_holder(model)
             report = index.ingest(holders[rank_offset], bytes.fromhex(frame["frames"][-1]))
             assert not report.malformed, f"{capture}: frame {frame_count}: {report.malformed}"
         reported_tokens = cached_tokens(request)

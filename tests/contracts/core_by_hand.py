@@ -26,7 +26,7 @@ class NaiveIndex:
         self._pins_of_removed_holders: set[PinId] = set()
         self._next = 0
 
-    def add_holder(self, name: str, model: str) -> HolderId:
+    def add_holder(self, model: str) -> HolderId:
         self._next += 1
         holder = HolderId(self._next)
         self.models[holder] = model

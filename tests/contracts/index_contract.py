@@ -52,7 +52,7 @@ def store_prompt(count: int, size: int = 16, first: int = 1, tokens: list[int] =
 
 def one_holder(make: MakeIndex) -> tuple[PrefixIndex, HolderId]:
     index = make()
-    return index, index.add_holder("w", "m")
+    return index, index.add_holder("m")
 
 
 def single_match(index: PrefixIndex, tokens: Tokens = PROMPT, scope: Scope = SCOPE) -> Match | None:
@@ -128,7 +128,7 @@ def check_copies_are_counted(make: MakeIndex) -> None:
 def check_what_is_gone_is_remembered(make: MakeIndex) -> None:
     """Who held it and when it left, until a miss in between; what is still held somewhere is for `match` to tell."""
     index, holder = one_holder(make)
-    other = index.add_holder("v", "m")
+    other = index.add_holder("m")
     index.ingest(holder, batch(store_prompt(8)), 1.0)
     index.ingest(other, batch(store_prompt(3)), 1.0)
     assert index.find_lost_blocks(PROMPT, SCOPE, 0, 16) is None
@@ -262,7 +262,7 @@ def check_clear_event_inside_a_batch(make: MakeIndex) -> None:
 
 def check_clear_and_remove_holder(make: MakeIndex) -> None:
     index = make()
-    a, b = index.add_holder("a", "m"), index.add_holder("b", "m")
+    a, b = index.add_holder("m"), index.add_holder("m")
     for holder in (a, b):
         index.ingest(holder, batch(store_prompt(4)))
     index.clear(a)
@@ -274,7 +274,7 @@ def check_clear_and_remove_holder(make: MakeIndex) -> None:
         index.ingest(b, batch(store_prompt(4)))
     with pytest.raises(KeyError):
         index.clear(b)
-    c = index.add_holder("c", "m")
+    c = index.add_holder("m")
     assert c != b
     index.ingest(c, batch(store_prompt(1)))
     index.ingest(a, batch(store_prompt(2)))
@@ -283,7 +283,7 @@ def check_clear_and_remove_holder(make: MakeIndex) -> None:
 
 def check_models_are_apart(make: MakeIndex) -> None:
     index = make()
-    a, b = index.add_holder("a", "m"), index.add_holder("b", "other")
+    a, b = index.add_holder("m"), index.add_holder("other")
     index.ingest(a, batch(store_prompt(4)))
     index.ingest(b, batch(store_prompt(2)))
     assert tokens_by_holder(index) == {a: 64}
@@ -293,7 +293,7 @@ def check_models_are_apart(make: MakeIndex) -> None:
 
 def check_many_holders(make: MakeIndex) -> None:
     index = make()
-    holders = [index.add_holder(f"w{i}", "m") for i in range(150)]
+    holders = [index.add_holder("m") for _ in range(150)]
     for i, holder in enumerate(holders):
         index.ingest(holder, batch(store_prompt(1 + i % 12)))
     assert tokens_by_holder(index) == {holder: 16 * (1 + i % 12) for i, holder in enumerate(holders)}
@@ -310,7 +310,7 @@ def check_many_holders(make: MakeIndex) -> None:
 
 def check_block_sizes_between_holders(make: MakeIndex) -> None:
     index = make()
-    a, b = index.add_holder("a", "m"), index.add_holder("b", "m")
+    a, b = index.add_holder("m"), index.add_holder("m")
     index.ingest(a, batch(store_prompt(4)))
     index.ingest(b, batch(store_prompt(2, size=48)))
     assert tokens_by_holder(index) == {a: 64, b: 96}
@@ -339,7 +339,7 @@ def check_salts(make: MakeIndex) -> None:
     assert tokens_of(index, scope=Scope("m", "B")) == 0
     assert tokens_of(index, scope=Scope("m", "A")) == 48
     sglang = make()
-    holder = sglang.add_holder("s", "m")
+    holder = sglang.add_holder("m")
     sglang.ingest(holder, batch(store_prompt(2, cache_salt="A")))
     assert (tokens_of(sglang), tokens_of(sglang, scope=Scope("m", "A"))) == (0, 32)
 
@@ -364,7 +364,7 @@ def check_blocks_with_media_match_nothing(make: MakeIndex) -> None:
     report = index.ingest(holder, batch(store_event([5], PROMPT[64:80], parent=4)))
     assert (report.stored, report.parked, tokens_of(index)) == (1, 0, 16)
     assert index.ingest(holder, batch(remove_event(2, 5))).unknown_removals == 0
-    salted = index.add_holder("w2", "m")
+    salted = index.add_holder("m")
     index.ingest(salted, batch(store_prompt(2, extra_keys=[(("img", 4), "salt"), None])))
     assert tokens_by_holder(index, scope=Scope("m", "salt")) == {}
 
@@ -850,7 +850,7 @@ def check_pins_end_in_any_order(make: MakeIndex) -> None:
     rng = random.Random(5)
     for _ in range(40):
         index = make()
-        cuts = {index.add_holder("a", "m"): 16, index.add_holder("b", "m"): 32}
+        cuts = {index.add_holder("m"): 16, index.add_holder("m"): 32}
         for holder, size in cuts.items():
             index.ingest(holder, batch(store_event([1], [7] * size, size=size)))
         pins: list[tuple[Any, HolderId, list[int]]] = []
@@ -936,7 +936,7 @@ def check_pins_end_with_their_holder(make: MakeIndex) -> None:
     index.remove_holder(holder)
     assert index.stats().pins == 0
     index.unpin(pin)
-    other = index.add_holder("w2", "m")
+    other = index.add_holder("m")
     index.pin(other, PROMPT[:32], SCOPE)
     assert match_pinned(index) == (0, 32)
 
@@ -967,7 +967,7 @@ def check_prepared_prompts(make: MakeIndex) -> None:
         pin = index.pin(holder, prompt, scope)
         assert match_pinned(index, scope=scope)[1] == 16 * ((len(PROMPT) - 1) // 16)
         index.unpin(pin)
-    other = index.add_holder("w2", "m")
+    other = index.add_holder("m")
     index.ingest(other, batch(store_prompt(3, size=4)))
     assert [match.tokens for match in index.match(prompt, SCOPE)] == [64, 12]
 
@@ -975,7 +975,7 @@ def check_prepared_prompts(make: MakeIndex) -> None:
 def check_an_order_leaves_out_who_is_beaten(make: MakeIndex) -> None:
     """Six holders of 4, 1, 0, 2, 2 and 3 blocks, one of the four in flight."""
     index = make()
-    holders = [index.add_holder(f"w{i}", "m") for i in range(6)]
+    holders = [index.add_holder("m") for _ in range(6)]
     for holder, blocks in zip(holders, (3, 1, 0, 2, 2, 3)):
         if blocks:
             index.ingest(holder, batch(store_prompt(blocks)))
@@ -1034,7 +1034,7 @@ def check_bad_events_cost_only_themselves(make: MakeIndex) -> None:
 
 def check_dump_moves_to_an_index_of_the_same_seed(make_seeded: Callable[[int], PrefixIndex]) -> None:
     index, twin, stranger = make_seeded(5), make_seeded(5), make_seeded(6)
-    holder = index.add_holder("w", "m")
+    holder = index.add_holder("m")
     events = [
         in_group(store_prompt(8), 1, "full_attention"),
         in_group(store_event([7, 8], PROMPT[:128]), 0, "sliding_window", 33),
@@ -1043,7 +1043,7 @@ def check_dump_moves_to_an_index_of_the_same_seed(make_seeded: Callable[[int], P
     index.ingest(holder, batch(*events))
     index.ingest(holder, batch(store_event([1], PROMPT[:16], medium="CPU", group_idx=1)))
     chunks = dump(index, holder)
-    copy = twin.add_holder("w", "m")
+    copy = twin.add_holder("m")
     for chunk in chunks:
         assert twin.ingest(copy, chunk).malformed == []
     assert twin.groups(copy) == index.groups(holder)
@@ -1054,7 +1054,7 @@ def check_dump_moves_to_an_index_of_the_same_seed(make_seeded: Callable[[int], P
         index.ingest(holder, payload)
         twin.ingest(copy, payload)
     assert tokens_of(twin) == tokens_of(index) == 0
-    other = stranger.add_holder("w", "m")
+    other = stranger.add_holder("m")
     assert all(len(stranger.ingest(other, chunk).malformed) == 1 for chunk in chunks)
     assert stranger.stats().entries == 0
 

@@ -341,7 +341,7 @@ def test_a_publisher_that_spoke_before_its_worker_was_known_is_picked_up(
         return bool(subscription.descriptor_by_unclaimed_topic)
 
     wait_until(spoke, "it is heard, and nobody knows it")
-    holder = index.add_holder("h:8000", "m")
+    holder = index.add_holder("m")
     replay_endpoint = resolve_endpoint(str(pub.describe_source().replay_endpoint), "127.0.0.1")
     source = EventSource(endpoint="tcp://127.0.0.1:1", replay_endpoint=replay_endpoint, topic="kv@h:8000@m")
     index_feed.follow("h:8000", [source], [holder])
@@ -537,7 +537,7 @@ def test_replies_wait_here_and_not_in_zeromq(
 
 def test_one_stream_with_a_large_payload_does_not_hold_the_index(index: PrefixIndex, index_feed: IndexFeed) -> None:
     """A million unknown events of one worker are applied in slices; an event of another comes in between."""
-    holders = [index.add_holder(name, "m") for name in ("a", "b")]
+    holders = [index.add_holder("m") for _ in range(2)]
     for name, holder in zip(("a", "b"), holders):
         index_feed.follow(name, [EventSource(endpoint="tcp://127.0.0.1:1")], [holder])
     large, small = list(index_feed._stream_by_id)

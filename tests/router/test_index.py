@@ -60,7 +60,7 @@ def test_predicts_what_real_engines_reused(factory: Callable[[], PrefixIndex]) -
 def test_readers_beside_a_writer(factory: Callable[[], PrefixIndex]) -> None:
     """What a reader sees is always the state between two batches: the whole prompt or nothing of it."""
     index = factory()
-    holders = [index.add_holder(f"w{i}", "m") for i in range(3)]
+    holders = [index.add_holder("m") for _ in range(3)]
     store, clear = contract.batch(contract.store_prompt(8)), contract.batch(contract.AllBlocksCleared())
     lengths: set[int] = set()
     faults: list[BaseException] = []

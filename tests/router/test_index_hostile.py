@@ -44,7 +44,7 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 def one_holder() -> tuple[PrefixIndex, HolderId]:
     index = make_index(1)
-    return index, index.add_holder("w", "m")
+    return index, index.add_holder("m")
 
 
 def ingest(index: PrefixIndex, holder: HolderId, payload: bytes) -> IngestReport:
@@ -156,7 +156,7 @@ def test_mixed_shapes(parts: list[tuple[Any, int]], random: Any) -> None:
 
 def test_copies_in_a_dump_are_counted_not_added_one_by_one() -> None:
     source, twin = make_index(3), make_index(3)
-    holder, copy = source.add_holder("a", "m"), twin.add_holder("b", "m")
+    holder, copy = source.add_holder("m"), twin.add_holder("m")
     source.ingest(holder, batch(stored_event([1])))
     (chunk,) = dump(source, holder)
     content = msgspec.msgpack.decode(chunk)
@@ -170,7 +170,7 @@ def test_copies_in_a_dump_are_counted_not_added_one_by_one() -> None:
 def test_a_dump_can_be_read_whatever_the_holder_has() -> None:
     """A kind that a worker declared is as long as it likes; copies are counted beyond what a dump may tell."""
     source, twin = make_index(3), make_index(3)
-    holder, copy = source.add_holder("a", "m"), twin.add_holder("b", "m")
+    holder, copy = source.add_holder("m"), twin.add_holder("m")
     source.declare_groups(holder, [{"group_idx": 0, "kind": "k" * 4_000, "block_size": 1}])
     for _ in range(18):
         source.ingest(holder, batch(*[stored_event([1] * 65_000, group_idx=0)]))
@@ -292,7 +292,7 @@ def store_largest_event(index: PrefixIndex, holder: HolderId) -> None:
 
 def restore_dump(index: PrefixIndex, holder: HolderId) -> None:
     index.ingest(holder, batch(stored_event(list(range(1, 20_000)))))
-    other = index.add_holder("other", "m")
+    other = index.add_holder("m")
     for payload in dump(index, holder):
         index.ingest(other, payload)
     assert index.stats().entries == 2 * 19_999
@@ -396,7 +396,7 @@ import gc, threading, time
 from router.index import make_index
 
 index = make_index(1)
-holder = index.add_holder("w", "m")
+holder = index.add_holder("m")
 declared = [{"group_idx": i, "kind": "full_attention", "block_size": 16} for i in range(40)]
 index.declare_groups(holder, declared)
 

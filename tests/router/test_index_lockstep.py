@@ -121,7 +121,7 @@ def _change_event(event: Any, change: dict[str, Any]) -> Any:
 def test_odd_copies_take_nothing_away(layout: Any, run: Any, batch_events: int) -> None:
     """Copies on slower tiers told without group or tokens: every prefix stays usable that was so without them."""
     index, world = make_index(1), World(layout)
-    plain, odd = index.add_holder("plain", "m"), index.add_holder("odd", "m")
+    plain, odd = index.add_holder("m"), index.add_holder("m")
     events_by_index: dict[Any, list[Any]] = {plain: [], odd: []}
     prompts: set[tuple[int, ...]] = set()
     for operation in run:
@@ -157,7 +157,7 @@ def test_native_equals_the_reference(
     """Reports, groups, statistics and every field of every match, pins included."""
     pair = (ReferenceIndex(seed), make_index(seed))
     worlds = [World(layout, names_are_bytes) for layout in layouts]
-    holders = [[index.add_holder(f"w{i}", "m") for i in range(len(worlds))] for index in pair]
+    holders = [[index.add_holder("m") for _ in range(len(worlds))] for index in pair]
     assert holders[0] == holders[1]
     tried_prompts: set[tuple[int, ...]] = {()}
     for pick, prompt, stays in pins:
@@ -218,8 +218,8 @@ def test_runs_of_blocks_that_some_hold_in_part(run: Any, pins: Any) -> None:
     """One prompt, of which three holders have these and those blocks on these and those tiers."""
     pair, layout = (ReferenceIndex(7), make_index(7)), (Spec(None, None, 2),)
     worlds = [World(layout) for _ in range(3)]
-    holders = [pair[0].add_holder(f"w{i}", "m") for i in range(3)]
-    assert holders == [pair[1].add_holder(f"w{i}", "m") for i in range(3)]
+    holders = [pair[0].add_holder("m") for _ in range(3)]
+    assert holders == [pair[1].add_holder("m") for _ in range(3)]
     for pick, kind, tier, start, count in run:
         args = (tier, RUN, start, count) if kind == "store" else (tier, RUN, start)
         payload = encode_batch(EventBatch(0.0, drive(worlds[pick], (kind, 0, *args))))
@@ -234,7 +234,7 @@ def test_runs_of_blocks_that_some_hold_in_part(run: Any, pins: Any) -> None:
 
 def _check_copy(source: PrefixIndex, twin: PrefixIndex, holder: Any, prompts: Any) -> None:
     """A dump of either implementation rebuilds the holder in either."""
-    copy = twin.add_holder("copy", "m")
+    copy = twin.add_holder("m")
     for chunk in dump(source, holder):
         assert twin.ingest(copy, chunk).malformed == []
     for prompt in prompts:

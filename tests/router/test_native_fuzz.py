@@ -80,7 +80,7 @@ def ingest_in_both(*batches: bytes) -> IngestReport:
     ingest_results = []
     entries = []
     for index in (ReferenceIndex(1), make_index(1)):
-        holder = index.add_holder("w", "m")
+        holder = index.add_holder("m")
         reports = [index.ingest(holder, payload) for payload in batches]
         index.match([1, 2, 3] * 100, Scope("m"))
         ingest_results.append([(counts(report), len(report.malformed)) for report in reports])
@@ -250,6 +250,6 @@ def test_rank_of_another_type(rank: object) -> None:
 def test_hostile_payloads(payload: bytes) -> None:
     """Claimed lengths far beyond the bytes, and nesting far beyond the stack."""
     index = make_index()
-    holder = index.add_holder("w", "m")
+    holder = index.add_holder("m")
     assert len(index.ingest(holder, payload).malformed) == 1
     assert index.stats().entries == 0

@@ -80,7 +80,7 @@ def count_cached_tokens(index: ReferenceIndex, holder: HolderId) -> int:
 def test_what_is_announced_before_and_after_joining_is_known(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
     pub.publish(block_events(0, 3))
-    holder = index.add_holder("a", "m")
+    holder = index.add_holder("m")
     feed.follow("a", [source_of(pub)], [holder])
     wait_until(lambda: count_cached_tokens(index, holder) == 12, "the snapshot is applied")
     wait_until(lambda: feed.is_synced("a"), "synced")
@@ -102,7 +102,7 @@ def test_a_worker_that_announces_more_than_its_cache_holds_is_forgotten(
 ) -> None:
     monkeypatch.setattr("router.fleet.feed.COUNT_EVERY", 4)
     liar, honest = publisher(), publisher()
-    liar_holder, honest_holder = index.add_holder("a", "m"), index.add_holder("b", "m")
+    liar_holder, honest_holder = index.add_holder("m"), index.add_holder("m")
     feed.follow("a", [source_of(liar)], [liar_holder], blocks_max=20)
     feed.follow("b", [source_of(honest)], [honest_holder], blocks_max=20)
     if has_died:
@@ -133,7 +133,7 @@ def test_a_full_index_forgets_who_announced_most_for_its_cache(
     feed = IndexFeed(index, index_bytes_max=1, streams_max=3)
     feed.start()
     small, large = publisher(), publisher()
-    small_holder, large_holder = index.add_holder("a", "m"), index.add_holder("b", "m")
+    small_holder, large_holder = index.add_holder("m"), index.add_holder("m")
     feed.follow("b", [source_of(large)], [large_holder], blocks_max=1000)
     assert (feed.count_free_streams("a"), feed.count_free_streams("b")) == (2, 3)
     feed.follow("a", [source_of(small)], [small_holder], blocks_max=10)
@@ -153,7 +153,7 @@ def test_a_full_index_forgets_who_announced_most_for_its_cache(
 def test_a_restart_on_the_same_address_forgets_the_old_life(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
     source = source_of(pub)
-    holder = index.add_holder("a", "m")
+    holder = index.add_holder("m")
     feed.follow("a", [source], [holder])
     pub.publish(block_events(0, 5))
     wait_until(lambda: count_cached_tokens(index, holder) == 20, "the first life")
@@ -177,7 +177,7 @@ def test_what_a_full_cache_holds_is_reported_until_it_restarts(
     unknown, full = CapacityObserved("a", 0, None), CapacityObserved("a", 0, 40)
     pub = publisher()
     source = source_of(pub)
-    feed.follow("a", [source], [index.add_holder("a", "m")])
+    feed.follow("a", [source], [index.add_holder("m")])
     pub.publish(block_events(0, 10))
     wait_until(lambda: feed.is_synced("a"), "synced")
     for i in range(10, 20):
@@ -204,7 +204,7 @@ def test_a_cache_that_was_given_back_is_not_believed_and_its_stream_goes_on(
     index: ReferenceIndex, feed: IndexFeed, reported_facts: list[WorkerFact]
 ) -> None:
     pub = publisher()
-    holder = index.add_holder("a", "m")
+    holder = index.add_holder("m")
     feed.follow("a", [source_of(pub)], [holder])
     pub.publish(block_events(0, 5))
     wait_until(lambda: count_cached_tokens(index, holder) == 20, "awake")
@@ -228,7 +228,7 @@ def test_a_lost_worker_leaves_the_index_and_comes_back(
 ) -> None:
     """The core says that a worker is lost, so the core is not told by the feed."""
     pub = publisher()
-    holder = index.add_holder("a", "m")
+    holder = index.add_holder("m")
     feed.follow("a", [source_of(pub)], [holder])
     pub.publish(block_events(0, 5))
     wait_until(lambda: count_cached_tokens(index, holder) == 20, "announced")
@@ -248,7 +248,7 @@ def test_a_worker_that_died_and_came_back_counts_as_restarted(
 ) -> None:
     """vLLM has no replay unless its operator asks for it."""
     pub = publisher()
-    holder = index.add_holder("a", "m")
+    holder = index.add_holder("m")
 
     def make_source(by: EventPublisher) -> EventSource:
         changes = {} if replays else {"replay_endpoint": None, "snapshot": False}
@@ -293,7 +293,7 @@ def test_events_of_another_rank_are_told(index: ReferenceIndex, feed: IndexFeed,
     sources = [msgspec.structs.replace(source_of(pub), data_parallel_rank=rank) for rank, pub in enumerate(pubs)]
     for order, wrong in ((sources, [None, None]), (sources[::-1], [1, 0])):
         ranked_sources = [msgspec.structs.replace(source, data_parallel_rank=rank) for rank, source in enumerate(order)]
-        feed.follow("a", ranked_sources, [index.add_holder(f"a{rank}-{len(wrong)}", "m") for rank in range(2)])
+        feed.follow("a", ranked_sources, [index.add_holder("m") for _ in range(2)])
         wait_until(lambda: feed.is_synced("a"), "followed")
         for pub in pubs:
             pub.publish(block_events(0, 1))
@@ -308,7 +308,7 @@ def test_events_of_another_rank_are_told(index: ReferenceIndex, feed: IndexFeed,
 
 def test_a_forgotten_worker_writes_nothing_more(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
-    holder = index.add_holder("a", "m")
+    holder = index.add_holder("m")
     feed.follow("a", [source_of(pub)], [holder])
     pub.publish(block_events(0, 1))
     wait_until(lambda: count_cached_tokens(index, holder) == 4, "announced")
@@ -322,7 +322,7 @@ def test_a_forgotten_worker_writes_nothing_more(index: ReferenceIndex, feed: Ind
 
 def test_following_again_without_a_change_keeps_the_stream(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
-    holder = index.add_holder("a", "m")
+    holder = index.add_holder("m")
     feed.follow("a", [source_of(pub)], [holder])
     pub.publish(block_events(0, 2))
     wait_until(lambda: count_cached_tokens(index, holder) == 8, "announced")
@@ -339,7 +339,7 @@ def test_following_again_without_a_change_keeps_the_stream(index: ReferenceIndex
 
 def test_a_publisher_that_connects_is_known_by_its_topic(index: ReferenceIndex, feed: IndexFeed) -> None:
     address = feed.bind("tcp://127.0.0.1:*")
-    holder = index.add_holder("h:8000", "m")
+    holder = index.add_holder("m")
     feed.follow("h:8000", [EventSource(endpoint="tcp://127.0.0.1:1", topic="kv@h:8000@m")], [holder])
     pub = EventPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint=address, topic="kv@h:8000@m"))
     end = time.monotonic() + 10
@@ -356,7 +356,7 @@ def test_a_publisher_that_connects_is_known_by_its_topic(index: ReferenceIndex, 
 def test_what_cannot_be_read_is_counted_and_shown(index: ReferenceIndex, feed: IndexFeed) -> None:
     from events.stream_types import Apply, MalformedMessage, Origin
 
-    holder = index.add_holder("a", "m")
+    holder = index.add_holder("m")
     feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [holder])
     stream_id = next(iter(feed._stream_by_id))
     feed.handle(stream_id, Apply(0, b"\xc1nonsense", Origin.LIVE), b"")
@@ -371,7 +371,7 @@ def test_messages_without_a_sequence_number_are_counted_and_shown(index: Referen
     pub = context.socket(zmq.XPUB)
     try:
         port = pub.bind_to_random_port("tcp://127.0.0.1")
-        feed.follow("a", [EventSource(endpoint=f"tcp://127.0.0.1:{port}")], [index.add_holder("a", "m")])
+        feed.follow("a", [EventSource(endpoint=f"tcp://127.0.0.1:{port}")], [index.add_holder("m")])
         assert pub.poll(10_000)
         for frames in ([b"payload"], [b"topic", b"payload"], [b"topic", b"7", b"payload"]):
             pub.send_multipart(frames)
@@ -390,7 +390,7 @@ def test_a_late_router_starts_from_what_a_peer_knows() -> None:
     )
     source = msgspec.structs.replace(source_of(pub), snapshot=False)
     old, late = ReferenceIndex(7), ReferenceIndex(7)
-    holders = [index.add_holder("a", "m") for index in (old, late)]
+    holders = [index.add_holder("m") for index in (old, late)]
     first, second = feeds = [IndexFeed(index) for index in (old, late)]
     for feed in feeds:
         feed.start()
@@ -440,7 +440,7 @@ def test_a_snapshot_is_made_between_the_turns_of_other_streams() -> None:
 
     big, other = publisher(), publisher()
     index = SlowDumpIndex(7)
-    holders = [index.add_holder(name, "m") for name in "ab"]
+    holders = [index.add_holder("m") for _ in range(2)]
     feed = IndexFeed(index)
     feed.start()
     for name, pub, holder in zip("ab", (big, other), holders):
@@ -465,11 +465,11 @@ def test_a_peers_snapshot_that_the_worker_does_not_confirm_is_forgotten(fault: s
         source_pub.publish(block_events(0, 3))
         source_pub.publish(block_events(3, 2) if source_pub is pub else [BlockRemoved([1], "GPU")])
     old, late = ReferenceIndex(7), ReferenceIndex(8 if fault == "another seed" else 7)
-    holder = late.add_holder("a", "m")
+    holder = late.add_holder("m")
     first, second = IndexFeed(old), IndexFeed(late)
     first.start()
     second.start()
-    first.follow("a", [source_of(pub)], [old.add_holder("a", "m")])
+    first.follow("a", [source_of(pub)], [old.add_holder("m")])
     wait_until(lambda: first.is_synced("a"), "the first router follows")
     pub.publish(block_events(5, 1))
     wait_until(lambda: first.make_snapshot("a", 0) is not None, "the first router is in step")
@@ -496,7 +496,7 @@ def test_a_store_that_repeats_a_hit_is_no_second_copy(
 ) -> None:
     """vLLM with kv_cache_report_mode=full announces every hit again; the block is there once all the same."""
     pub = publisher()
-    holder = index.add_holder("a", "m")
+    holder = index.add_holder("m")
     feed.follow("a", [msgspec.structs.replace(source_of(pub), reannounces=reannounces)], [holder])
     wait_until(lambda: feed.is_synced("a"), "synced")
     for _ in range(3):
@@ -519,7 +519,7 @@ class RouterPair:
         self.pub = EventPublisher(config)
         self.source = msgspec.structs.replace(source_of(self.pub), snapshot=False)
         self.indexes = [ReferenceIndex(7), ReferenceIndex(7)]
-        self.holders = [index.add_holder("a", "m") for index in self.indexes]
+        self.holders = [index.add_holder("m") for index in self.indexes]
         self.feeds = [IndexFeed(index) for index in self.indexes]
         for feed, holder in zip(self.feeds, self.holders):
             feed.start()
@@ -633,7 +633,7 @@ def test_a_stream_that_never_connected_says_so(index: ReferenceIndex, feed: Inde
     with socket.socket() as bound_socket:
         bound_socket.bind(("127.0.0.1", 0))
         source = EventSource(endpoint=f"tcp://127.0.0.1:{bound_socket.getsockname()[1]}")
-        holder = index.add_holder("a", "m")
+        holder = index.add_holder("m")
         feed.follow("a", [source], [holder])
         (row,) = feed.describe_streams("a")["streams"]
     assert (row["up"], row["phase"]) == (False, "disconnected")
@@ -646,7 +646,7 @@ def test_a_publisher_that_has_connected_is_not_missed(
     """With --bind-events, a worker without a request so far has published nothing, and its endpoint is the router's."""
     monkeypatch.setattr("router.fleet.worker_stream.UNREACHABLE_S", 0.0)
     endpoint = feed.bind("tcp://127.0.0.1:*")
-    feed.follow("a", [EventSource(endpoint=endpoint, topic="kv@a@m")], [index.add_holder("a", "m")])
+    feed.follow("a", [EventSource(endpoint=endpoint, topic="kv@a@m")], [index.add_holder("m")])
     assert feed.list_unreachable_endpoints("a") == [endpoint], "nobody has connected"
     with zmq.Context() as context, context.socket(zmq.PUB) as silent_publisher:
         silent_publisher.connect(endpoint)
@@ -670,8 +670,8 @@ def test_an_address_where_nobody_listens_is_said_once(
         closed_socket.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{closed_socket.getsockname()[1]}"
     reachable = publisher()
-    feed.follow("a", [EventSource(endpoint=endpoint)], [index.add_holder("a", "m")])
-    feed.follow("b", [source_of(reachable)], [index.add_holder("b", "m")])
+    feed.follow("a", [EventSource(endpoint=endpoint)], [index.add_holder("m")])
+    feed.follow("b", [source_of(reachable)], [index.add_holder("m")])
     wait_until(lambda: feed.is_synced("b"), "the other worker is followed")
     wait_until(lambda: feed.list_unreachable_endpoints("a") == [endpoint], "the wrong address is noticed")
     assert feed.list_unreachable_endpoints("b") == []

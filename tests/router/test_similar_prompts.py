@@ -32,7 +32,7 @@ def test_a_prompt_is_matched_as_if_no_similar_one_were_known(
 ) -> None:
     """`changed_position`: a place of the second prompt with another token than in the first."""
     index = make_index(seed=3)
-    holder = index.add_holder("a", "m")
+    holder = index.add_holder("m")
     stored_event = BlockStored(list(range(75)), None, list(LONG[:1200]), 16, None, "GPU", None)
     index.ingest(holder, encode_batch(EventBatch(0.0, [stored_event])))
     first_ids, second_ids = array("I", LONG[:first]), array("I", LONG[:second])

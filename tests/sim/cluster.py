@@ -54,7 +54,7 @@ class Link:
 
     def __init__(self, node: Node, router: Router, rng: random.Random, make_stream: MakeStream) -> None:
         self.node, self.router, self.rng = node, router, rng
-        self.holder = router.index.add_holder(node.name, MODEL)
+        self.holder = router.index.add_holder(MODEL)
         self.stream = make_stream(StreamConfig(max_recent_batches=rng.choice([2, 16, 1024]), max_early_batches=64))
         self.wire = Wire(rng)
         self.reply: tuple[int, Iterator[SeqAndPayload]] | None = None

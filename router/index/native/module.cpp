@@ -410,8 +410,7 @@ NB_MODULE(_native, module) {
     nb::class_<Index>(module, "Index")
         .def(nb::init<u64>(), nb::arg("seed"))
         .def_prop_ro("seed", [](const Index& index) { return index.digester().seed(); })
-        .def("add_holder", [](Index& index, const std::string&, const std::string& model) { return index.add_holder(model); },
-             nb::arg("name"), nb::arg("model"), nb::call_guard<nb::gil_scoped_release>())
+        .def("add_holder", &Index::add_holder, nb::arg("model"), nb::call_guard<nb::gil_scoped_release>())
         .def("remove_holder", &Index::remove_holder, nb::arg("holder"), nb::call_guard<nb::gil_scoped_release>())
         .def("clear", &Index::clear, nb::arg("holder"), nb::call_guard<nb::gil_scoped_release>())
         .def("set_reannounces", &Index::set_reannounces, nb::arg("holder"), nb::arg("reannounces"),

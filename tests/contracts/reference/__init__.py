@@ -74,10 +74,10 @@ class ReferenceIndex:
     def seed(self) -> int:
         return self._digester.seed
 
-    def add_holder(self, name: str, model: str) -> HolderId:
+    def add_holder(self, model: str) -> HolderId:
         with self._lock:
             holder = HolderId(next(self._holder_ids))
-            self._holders[holder] = Holder(holder, name, model, self._digester)
+            self._holders[holder] = Holder(holder, model, self._digester)
             self._pins[holder] = Pins()
             return holder
 

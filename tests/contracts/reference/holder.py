@@ -61,8 +61,8 @@ class Name:
 class Holder:
     """State of one stream. All methods run under the index's lock."""
 
-    def __init__(self, holder: HolderId, name: str, model: str, digester: Digester) -> None:
-        self.id, self.name, self.model = holder, name, model
+    def __init__(self, holder: HolderId, model: str, digester: Digester) -> None:
+        self.id, self.model = holder, model
         self.reannounces = False
         self._digester = digester
         self.groups: dict[GroupKey, Group] = {}

@@ -54,7 +54,7 @@ class EmptyIndex:
     """No worker holds anything; pins are counted."""
 
     def __init__(self) -> None:
-        self.holders: dict[int, str] = {}
+        self.holders: set[int] = set()
         self.pins: set[int] = set()
         self._next = 0
 
@@ -62,13 +62,13 @@ class EmptyIndex:
         self._next += 1
         return self._next
 
-    def add_holder(self, name: str, model: str) -> HolderId:
+    def add_holder(self, model: str) -> HolderId:
         holder = self._number()
-        self.holders[holder] = name
+        self.holders.add(holder)
         return HolderId(holder)
 
     def remove_holder(self, holder: HolderId) -> None:
-        del self.holders[holder]
+        self.holders.remove(holder)
 
     def clear(self, holder: HolderId) -> None: ...
 
