@@ -100,8 +100,7 @@ class ForwardedRoutes:
                 [*self.paths, *self._local_routes.list_paths()],
                 reason="this path is not forwarded to workers; --pass-route forwards it",
             )
-        upgrade_line = request.headers.first_line_by_name.get(b"upgrade")
-        if upgrade_line is not None and b"websocket" in upgrade_line.lower():
+        if b"websocket" in request.headers.lines_by_name.get(b"upgrade", b"").lower():
             raise UpgradeRequired(path)
         if request.method not in methods and not is_preflight:
             raise MethodNotAllowed(request, methods)

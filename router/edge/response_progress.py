@@ -29,15 +29,11 @@ _FINAL_EVENT_PATTERN = re.compile(
     + _BLANK_LINE
     + rb")"
 )
-_ANTHROPIC_COUNT_KEYS = (
-    b'"input_tokens"',
-    b'"cache_read_input_tokens"',
-    b'"output_tokens"',
-    b'"cache_creation_input_tokens"',
+_COUNTS_PATTERN = re.compile(
+    rb'"((?:prompt|cached|completion|input|cache_read_input|output|cache_creation_input)_tokens)"'
+    rb"(?:\s*:\s*(\d{1,9})\s*[,}])?"
 )
-"""Keys in Anthropic's Messages. The first count does not include the second and the last one."""
-_COUNT_PATTERN = re.compile(rb"\s*:\s*(\d{1,9})\s*[,}]")
-"""Pattern of a count. One with more digits is not believed."""
+"""Pattern of a key with its count, which is missing where it has more digits, or where the text may end within them."""
 
 
 class ResponseProgress:
@@ -125,32 +121,21 @@ def _read_usage(text: bytes, start: int) -> ReportedUsage:
     """Read a `usage` object of the OpenAI or the Anthropic API. `start`: position after its opening brace.
 
     Responses, an API of OpenAI, has the counts of both: Anthropic's `input_tokens`, and OpenAI's `cached_tokens`. So
-    a count without Anthropic's key is read by OpenAI's.
+    a count without Anthropic's key is read by OpenAI's. Anthropic's `input_tokens` do not include those of the cache.
     """
-    openai_usage = ReportedUsage(
-        _read_count(text, start, b'"prompt_tokens"'),
-        _read_count(text, start, b'"cached_tokens"'),
-        _read_count(text, start, b'"completion_tokens"'),
-    )
-    if openai_usage.prompt_tokens is not None:
-        return openai_usage
-    uncached_tokens, cache_read_tokens, output_tokens, cache_written_tokens = [
-        _read_count(text, start, key) for key in _ANTHROPIC_COUNT_KEYS
-    ]
-    if uncached_tokens is None and output_tokens is None:
-        return openai_usage
-    prompt_tokens = None
+    # The first of equal keys counts: what follows the object may have them too.
+    counts = {key: int(count) if count else None for key, count in reversed(_COUNTS_PATTERN.findall(text, start))}
+    prompt_tokens, cached_tokens = counts.get(b"prompt_tokens"), counts.get(b"cached_tokens")
+    completion_tokens = counts.get(b"completion_tokens")
+    uncached_tokens, output_tokens = counts.get(b"input_tokens"), counts.get(b"output_tokens")
+    if prompt_tokens is not None or (uncached_tokens is None and output_tokens is None):
+        return ReportedUsage(prompt_tokens, cached_tokens, completion_tokens)
+    cache_read_tokens = counts.get(b"cache_read_input_tokens")
     if uncached_tokens is not None:
+        cache_written_tokens = counts.get(b"cache_creation_input_tokens")
         prompt_tokens = uncached_tokens + (cache_read_tokens or 0) + (cache_written_tokens or 0)
     return ReportedUsage(
         prompt_tokens,
-        openai_usage.cached_tokens if cache_read_tokens is None else cache_read_tokens,
-        openai_usage.completion_tokens if output_tokens is None else output_tokens,
+        cached_tokens if cache_read_tokens is None else cache_read_tokens,
+        completion_tokens if output_tokens is None else output_tokens,
     )
-
-
-def _read_count(tail: bytes, position: int, key: bytes) -> int | None:
-    """Return the count of `key` after `position`; None if there is no count, or `tail` may end within its digits."""
-    position = tail.find(key, position)
-    match = _COUNT_PATTERN.match(tail, position + len(key)) if position >= 0 else None
-    return int(match[1]) if match is not None else None

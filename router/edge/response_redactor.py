@@ -61,7 +61,10 @@ class ResponseRedactor:
         """
         data = self._pending + content if self._pending else content
         if not self._is_blanking and self._key_pattern.search(data) is None:  # as nearly always
-            end = len(data) if ends else _end_before_key(data, 0)
+            if ends or data[-1:] not in _KEY_START_ENDS:
+                self._pending = b""
+                return data
+            end = _end_before_key(data, 0)
             self._pending = data[end:]
             return data[:end]
         out = bytearray()
@@ -128,8 +131,6 @@ def _end_before_key(data: bytes, start: int) -> int:
 
     That is its end, unless an internal key may begin there and go on in the next part of the answer.
     """
-    if data[-1:] not in _KEY_START_ENDS:
-        return len(data)
     key_start = _KEY_START_PATTERN.search(data, max(start, len(data) - KEY_START_BYTES_MAX))
     return len(data) if key_start is None else key_start.start()
 

@@ -30,7 +30,7 @@ class RoutingHeaders:
 
         `session_names`: headers that name sessions. `model_header`: the one by which a gateway names the model.
         """
-        header_names = request.headers.first_line_by_name
+        header_names = request.headers.lines_by_name
         model = None if model_header is None else request.get_header(model_header)
         self.model = model[:NAME_BYTES_MAX].decode("utf-8", "replace") if model else None
         self.session: NameByMeaning = {}

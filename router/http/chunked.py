@@ -19,7 +19,7 @@ BETWEEN_CHUNKS: Final = -1
 """Value of `remaining_bytes` when a size line or a trailer line comes next."""
 
 _EXTENSION = rb";" + TOKEN_PATTERN + rb"(?:=(?:" + TOKEN_PATTERN + rb'|"[ !#-\[\]-~]*"))?'
-_SIZE_PATTERN = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\Z")
+_SIZE_LINE_PATTERN = re.compile(rb"([0-9A-Fa-f]{1,12})(?:" + _EXTENSION + rb")*\r\n")
 _TRAILER_PATTERN = re.compile(
     rb"(?i)(?!content-length:|transfer-encoding:)" + TOKEN_PATTERN + rb":[\t -~\x80-\xff]*\r\n\Z"
 )
@@ -105,12 +105,11 @@ class ChunkedBody:
         chunk that continues in the next read, and malformed lines.
         """
         while position < len(data):
-            line_end = data.find(b"\r\n", position, position + MAX_LINE_BYTES)
-            size_match = _SIZE_PATTERN.match(data[position:line_end]) if line_end >= 0 else None
+            size_match = _SIZE_LINE_PATTERN.match(data, position, position + MAX_LINE_BYTES)
             if size_match is None:
                 break
             chunk_bytes = int(size_match[1], 16)
-            content_start = line_end + 2
+            content_start = size_match.end()
             content_end = content_start + chunk_bytes
             if chunk_bytes == 0 or not data.startswith(b"\r\n", content_end):
                 break
@@ -147,7 +146,7 @@ class ChunkedBody:
             if self._trailer_bytes > MAX_TRAILER_BYTES:
                 raise ProtocolError("trailers too long")
         else:
-            match = _SIZE_PATTERN.match(line[:-2]) if line.endswith(b"\r\n") else None
+            match = _SIZE_LINE_PATTERN.fullmatch(line)
             if match is None:
                 raise ProtocolError(f"bad chunk size {line[:40]!r}")
             chunk_bytes = int(match[1], 16)

@@ -96,7 +96,7 @@ _DECODING_ERRORS: Final = (zlib.error, EOFError) if zstd is None else (zlib.erro
 
 def get_body_coding(request: HttpRequest) -> str | None:
     """Return how a body is compressed; None if it is not. Raises UnsupportedEncoding."""
-    if b"content-encoding" not in request.headers.first_line_by_name:
+    if b"content-encoding" not in request.headers.lines_by_name:
         return None
     coding_header = b",".join(request.headers.get_all(b"content-encoding")).strip().lower()
     coding = coding_header.removeprefix(b"x-").decode("latin-1")

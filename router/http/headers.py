@@ -34,14 +34,16 @@ _ALWAYS_FORWARDED = frozenset((b"content-length", b"content-type", b"host", b"au
 class HeaderBlock:
     """Headers as they were sent. Immutable."""
 
-    __slots__ = ("_lines", "first_line_by_name", "raw")
+    __slots__ = ("lines_by_name", "raw")
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
-        self._lines = [(line.partition(b":")[0].lower(), line) for line in raw.splitlines(keepends=True)]
-        """Name in lower case, and line, of each header."""
-        self.first_line_by_name = dict(reversed(self._lines))
-        """First line of each name in lower case."""
+        lines_by_name: dict[bytes, bytes] = {}
+        for line in raw.splitlines(keepends=True):
+            name = line.partition(b":")[0].lower()
+            lines_by_name[name] = lines_by_name[name] + line if name in lines_by_name else line
+        self.lines_by_name = lines_by_name
+        """Lines of each name in lower case, nearly always one."""
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[bytes, bytes]]) -> HeaderBlock:
@@ -50,12 +52,17 @@ class HeaderBlock:
 
     def get(self, name: bytes) -> bytes | None:
         """Return the first value of `name` (lower-case) without white space around it; None if there is none."""
-        line = self.first_line_by_name.get(name)
-        return None if line is None else line[len(name) + 1 :].strip(b" \t\r\n")
+        lines = self.lines_by_name.get(name)
+        return None if lines is None else lines[len(name) + 1 : lines.index(b"\n")].strip(b" \t\r")
 
     def get_all(self, name: bytes) -> list[bytes]:
         """Return every value of `name` (lower-case), in order."""
-        return [line[len(name) + 1 :].strip(b" \t\r\n") for line_name, line in self._lines if line_name == name]
+        lines = self.lines_by_name.get(name, b"").splitlines()
+        return [line[len(name) + 1 :].strip(b" \t") for line in lines]
+
+    def count(self, name: bytes) -> int:
+        """Return the number of lines of `name` (lower-case)."""
+        return self.lines_by_name.get(name, b"").count(b"\n")
 
     def read_connection_options(self) -> set[bytes]:
         """Return the options of all `Connection` headers in lower case: `close`, `keep-alive`, or names of headers."""
@@ -64,16 +71,16 @@ class HeaderBlock:
     def join_lines_without(self, names: frozenset[bytes]) -> bytes:
         """Return the lines of all headers but `names` (lower-case) and those that a `Connection` header names.
 
-        A `Connection` header lists headers that are meant for this connection only.
+        A `Connection` header lists headers that are meant for this connection only. Lines of one name come together.
         """
-        if b"connection" in self.first_line_by_name:
+        if b"connection" in self.lines_by_name:
             names = names | (self.read_connection_options() - _ALWAYS_FORWARDED)
-        return b"".join([line for name, line in self._lines if name not in names])
+        return b"".join([lines for name, lines in self.lines_by_name.items() if name not in names])
 
 
 MAX_LENGTH_DIGITS: Final = 15
 """Most digits of a content-length."""
-_LENGTH_PATTERN = re.compile(rb"[0-9]{1,%d}\Z" % MAX_LENGTH_DIGITS)
+_LENGTH_LINE_PATTERN = re.compile(rb"[^:]*:[ \t]*([0-9]{1,%d})[ \t]*\r\n" % MAX_LENGTH_DIGITS)
 
 
 class ProtocolError(Exception):
@@ -85,23 +92,23 @@ def parse_framing(headers: HeaderBlock) -> tuple[bool, int | None]:
 
     Raises `ProtocolError` if the headers could be read in two ways.
     """
-    has_length = b"content-length" in headers.first_line_by_name
-    if b"transfer-encoding" in headers.first_line_by_name:
+    length_lines = headers.lines_by_name.get(b"content-length")
+    if b"transfer-encoding" in headers.lines_by_name:
         transfer_encodings = headers.get_all(b"transfer-encoding")
-        if has_length or len(transfer_encodings) != 1 or transfer_encodings[0].lower() != b"chunked":
+        if length_lines or len(transfer_encodings) != 1 or transfer_encodings[0].lower() != b"chunked":
             raise ProtocolError("transfer-encoding other than a lone chunked")
         return True, None
-    if not has_length:
+    if length_lines is None:
         return False, None
-    content_lengths = headers.get_all(b"content-length")
-    if len(content_lengths) != 1 or not _LENGTH_PATTERN.match(content_lengths[0]):
+    match = _LENGTH_LINE_PATTERN.fullmatch(length_lines)
+    if match is None:
         raise ProtocolError("bad content-length: expected one number")
-    return False, int(content_lengths[0])
+    return False, int(match[1])
 
 
 def wants_keep_alive(headers: HeaderBlock, *, is_http_1_0: bool) -> bool:
     """Return whether the sender of a message wants to use the connection again (RFC 9112 section 9.3)."""
-    if b"connection" not in headers.first_line_by_name:
+    if b"connection" not in headers.lines_by_name:
         return not is_http_1_0
     options = headers.read_connection_options()
     return b"close" not in options and (b"keep-alive" in options or not is_http_1_0)

@@ -246,7 +246,7 @@ class RequestParser:
         """Keep a request until its body has come: `body_bytes` of it, or chunks."""
         self._request = request
         self._has_new_head = True
-        self._is_continue_expected = b"expect" in request.headers.first_line_by_name and not request.is_http_1_0
+        self._is_continue_expected = b"expect" in request.headers.lines_by_name and not request.is_http_1_0
         self._body = BodyPieces()
         self._body_remaining_bytes = body_bytes
         self._chunked_body = None
@@ -293,10 +293,10 @@ class RequestParser:
         request = HttpRequest(match[1].decode(), match[2], match[2].partition(b"?")[0].decode("ascii"), headers)
         request.is_http_1_0 = match[3] == b"1.0"
         request.keep_alive = wants_keep_alive(headers, is_http_1_0=request.is_http_1_0)
-        host_count = len(headers.get_all(b"host"))
+        host_count = headers.count(b"host")
         if host_count != 1 and not (request.is_http_1_0 and host_count == 0):
             raise BadRequest(400, "exactly one Host header is needed")
-        if b"expect" in headers.first_line_by_name:
+        if b"expect" in headers.lines_by_name:
             expectations = [expectation.lower() for expectation in headers.get_all(b"expect")]
             if expectations != [b"100-continue"] * len(expectations):
                 raise BadRequest(417, "expect: only 100-continue is understood")

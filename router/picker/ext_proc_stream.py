@@ -187,7 +187,7 @@ class ExtProcStream:
         endpoints = ",".join(choice.endpoints)
         set_headers = [(DESTINATION_HEADER.encode(), endpoints.encode()), *choice.headers]
         has_new_body = self._is_head_answered and request.pieces is not self._original_pieces
-        if has_new_body and b"content-length" in request.headers.first_line_by_name:
+        if has_new_body and b"content-length" in request.headers.lines_by_name:
             set_headers.append((b"content-length", b"%d" % request.body_bytes))
         common_response = pb.CommonResponse(
             header_mutation=build_header_mutation(set_headers, choice.removed_headers), clear_route_cache=True
