@@ -1,7 +1,7 @@
-"""Which blocks of a prefix a model still reads: all of them, or the last ones if a window slides.
+"""Blocks of a prefix that a model still reads: all of them, or the last ones if the attention window slides.
 
-From that follow how much memory a sequence needs, and after which prefix it can resume. Pure arithmetic over a
-`CacheSpec` and nodes of the prefix tree. Refuses to know which sequence holds which block.
+These decide how much memory a sequence needs, and after which prefix it can resume. Pure arithmetic over a `CacheSpec`
+and nodes of the prefix tree. Refuses to know which sequence holds which block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ENDLESS = sys.maxsize
 
 
 class PrefixBlocks(Protocol):
-    """Cached blocks of one block of a prefix: those of a node, or of several memories together."""
+    """Kinds of blocks that are cached for one block of a prefix: by a `Node`, or by two engines together."""
 
     def has_block(self, kind: int) -> bool: ...
     def has_host_block(self, kind: int) -> bool: ...
@@ -26,7 +26,7 @@ class PrefixBlocks(Protocol):
 
 
 class AttentionWindows:
-    """Computes what the window of each attention group demands. Full attention is a window that never slides."""
+    """Computes which blocks the window of each attention group needs. Full attention is a window that never slides."""
 
     def __init__(self, spec: CacheSpec, step_tokens_max: int | None) -> None:
         """`step_tokens_max`: most tokens that a step adds to a sequence, for which sliding windows need room, too."""
@@ -52,7 +52,7 @@ class AttentionWindows:
         return self.first_block_needed(kind, block_count)
 
     def first_block_seen(self, group: int, position: int) -> int:
-        """Return the first block that a query at `position`, or at a later one, still reads."""
+        """Return the index of the first block that queries from `position` on read."""
         return max(0, position - self._tokens_by_group[group] + 1) // self._block_size
 
     def count_blocks_needed(self, block_count: int) -> list[int]:
@@ -61,9 +61,9 @@ class AttentionWindows:
         return counts + [1] * self._has_state
 
     def count_missing_blocks(self, nodes: list[Node], block_count: int) -> list[int]:
-        """Return how many more blocks of every kind become live if a sequence resumes after `nodes`.
+        """Return how many more blocks of every kind sequences hold if one of them resumes after `nodes`.
 
-        `block_count`: blocks that the sequence grows to. Blocks that other sequences hold are live already.
+        `block_count`: blocks that the sequence grows to. Blocks that other sequences hold already are not counted.
         """
         counts = self.count_blocks_needed(block_count)
         for group in range(len(self._blocks_by_group)):
@@ -72,10 +72,11 @@ class AttentionWindows:
         return counts
 
     def compute_token_capacity(self, unit_count: int, blocks_per_unit: Sequence[int]) -> int:
-        """Return the tokens that one sequence alone can hold in `unit_count` units of memory. Found by bisection.
+        """Return the length in tokens of the longest sequence that fits alone in `unit_count` units of memory.
 
-        A unit holds blocks of one kind: full attention, a sliding window or a recurrent state. `blocks_per_unit` says
-        how many, by kind. A window and a state need no more memory from some length on.
+        `blocks_per_unit[k]`: blocks of kind k that a unit can hold. Memory does not grow in proportion to the length,
+        because a sliding window and a recurrent state need no more from some length on. So the length is found by
+        bisection.
         """
         fitting_tokens = 0
         too_many_tokens = (unit_count * blocks_per_unit[0] + 1) * self._block_size
@@ -89,10 +90,10 @@ class AttentionWindows:
         return fitting_tokens
 
     def count_resumable_nodes(self, nodes: Sequence[PrefixBlocks]) -> int:
-        """Return how much of a cached prefix can be used: the largest number of its leading nodes to resume after.
+        """Return the largest number of leading nodes of a cached prefix after which a sequence can resume.
 
-        After these no block is missing that a sliding window still reads, nor the recurrent state, if the model has
-        one. A shorter prefix has other windows. So both conditions are checked again after each cut.
+        There, no block of a sliding window may be missing, nor the recurrent state, if the model has one. A shorter
+        prefix has other windows, so both conditions are checked again after each cut.
         """
         node_count = len(nodes)
         while node_count:

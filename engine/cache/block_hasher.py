@@ -1,7 +1,7 @@
-"""Hashes the blocks of sequences, each block once in a request's life. A block's key (`BlockKey`) is its name.
+"""Hashes the blocks of sequences, each block once in a request's life.
 
-Refuses to know what is cached under a name. Invariant: a sequence has the keys of its leading full blocks. Equal keys
-mean that one's KV can be used for the other (`events.hashing`).
+Refuses to know which blocks are cached. Invariant: a sequence has the keys of its leading full blocks. Two blocks with
+equal keys have the same KV (`events.hashing`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ _NO_EXTRA_KEYS = _extra_keys(None, None, first=False)
 
 
 class BlockHasher:
-    """Computes and keeps the keys of each sequence's blocks."""
-
-    names_blocks = True
-    """Whether blocks get keys at all."""
+    """Computes the keys of each sequence's blocks, and keeps them until the request ends."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -41,9 +38,9 @@ class BlockHasher:
     def block_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
         """Return the keys of at least the first `count` blocks, which must be full. Only new blocks are hashed.
 
-        A hash covers the block's tokens and the hash of the block before it, so it stands for the whole prefix. A LoRA
-        adapter or a salt is hashed, too, as the same tokens have other KV there, or are not to be shared. The list is
-        the hasher's own; it grows with later calls.
+        A hash covers the block's tokens and the hash of the block before it, so it identifies the whole prefix. The
+        name of a LoRA adapter is hashed, too, because the adapter changes the KV; and so is a salt, which keeps tenants
+        from sharing KV. The caller must not change the list, which grows with later calls.
         """
         keys = self._keys_by_sequence.setdefault(seq, [])
         hashed_count = len(keys)
@@ -65,10 +62,10 @@ class BlockHasher:
         return keys
 
     def find_common_prefix(self, seq: Sequence, other_seq: Sequence) -> tuple[int, int]:
-        """Return (number of leading blocks that both have, hash of the last of them); (0, 0) without a common block.
+        """Return (number of leading blocks that both sequences have, hash of the last); (0, 0) without a common block.
 
-        Each sequence keeps at least one token to compute. A hash covers all blocks before it, so the end of the common
-        prefix is found by bisection.
+        The last token of a sequence is left out, because it must be computed in any case. Equal hashes mean that all
+        blocks before are equal, too, so the end of the common prefix is found by bisection.
         """
         max_blocks = min(len(seq.token_ids) - 1, len(other_seq.token_ids) - 1) // self._block_size
         keys, other_keys = self.block_keys(seq, max_blocks), self.block_keys(other_seq, max_blocks)
@@ -84,7 +81,7 @@ class BlockHasher:
         return min_blocks, keys[min_blocks - 1].hash
 
     def hashed_keys(self, seq: Sequence) -> Items[BlockKey]:
-        """Return the keys that were computed before."""
+        """Return the keys of `seq` that earlier calls computed."""
         return self._keys_by_sequence.get(seq, ())
 
     def discard(self, seq: Sequence) -> None:
@@ -92,10 +89,8 @@ class BlockHasher:
         self._keys_by_sequence.pop(seq, None)
 
 
-class NoNames(BlockHasher):
+class NoBlockKeys(BlockHasher):
     """Null object for a cache without prefix caching: no block has a key."""
-
-    names_blocks = False
 
     def __init__(self) -> None:
         super().__init__(block_size=1)

@@ -1,6 +1,7 @@
-"""Blocks of memory, and the nodes of the prefix tree that name them.
+"""Blocks of memory, and the nodes of the prefix tree.
 
-Refuses to know the pool, the tree and the log of events, which use both. Invariant: key, hash and parent of a node
+A node stands for one block of a prefix. It refers to the memory that holds this block's KV, and is called the node of
+that memory block. Refuses to know the pool, the tree and the log of events. Invariant: key, hash and parent of a node
 never change, so the publisher's thread may read them while the step's thread works.
 """
 
@@ -14,7 +15,7 @@ from engine.types import BlockId, UnitId
 
 
 class BlockKey:
-    """Identity of one block of a prefix: its tokens and other keys. The hash covers all earlier blocks as well."""
+    """Identity of one block of a prefix: its tokens and other keys. The hash also covers all blocks before it."""
 
     __slots__ = ("extra_keys", "hash", "lora_name", "packed_tokens")
 
@@ -25,10 +26,11 @@ class BlockKey:
         self.packed_tokens = packed_tokens
         """Token ids as `events.pack_token_ids` writes them, which takes less memory than a tuple of ints."""
         self.extra_keys = extra_keys
+        """LoRA name and cache salt as events announce them; None if the block has neither."""
         self.lora_name = lora_name
 
     def equals(self, other: BlockKey) -> bool:
-        """Return whether tokens and keys are equal, as hashes can collide."""
+        """Return whether both keys have the same tokens and extra keys. Equal hashes do not prove that."""
         return self is other or (
             self.packed_tokens == other.packed_tokens
             and self.extra_keys == other.extra_keys
@@ -40,19 +42,19 @@ class BlockState(enum.Enum):
     """Use of a block of memory. docs/architecture.md has the table of its changes."""
 
     HOLE = "hole"
-    """No sequence holds the block, and no node names it."""
+    """No sequence holds the block, and it is not in the prefix tree."""
     PRIVATE = "private"
-    """Sequences hold the block, and no node names it."""
+    """A sequence holds the block, and it is not in the prefix tree."""
     PENDING = "pending"
-    """Sequences hold the block, and a node names it; a planned step has yet to compute it, so it is not announced."""
+    """Sequences hold the block. It is in the prefix tree, but not announced, because a step has yet to compute it."""
     LIVE = "live"
-    """Sequences hold the block, a node names it, and it is computed and announced."""
+    """Sequences hold the block. It is in the prefix tree, computed and announced."""
     CACHED = "cached"
-    """No sequence holds the block, but a node names it: a prompt can use it until it is evicted."""
+    """No sequence holds the block. It is in the prefix tree: a prompt can use it until it is evicted."""
 
 
 class Block:
-    """A block of a unit's memory, and how it is used. `node` is the tree node that names it; None: no node does."""
+    """A block of a unit's memory, and how it is used."""
 
     __slots__ = ("eviction_stamp", "id", "is_pending", "node", "ref_count", "unit")
 
@@ -62,8 +64,9 @@ class Block:
         self.ref_count = 0
         """Number of sequences, or of steps, that hold the block."""
         self.node: Node | None = None
+        """Node of the prefix tree that has this block; None if the block is not in the tree."""
         self.is_pending = False
-        """Whether the block is named before a step that is planned or in flight computes it."""
+        """Whether the block is in the tree, and a step that is planned or in flight has yet to compute it."""
         self.eviction_stamp = 0
         """Order of eviction while cached: the lowest stamp goes first."""
 
@@ -81,7 +84,7 @@ class Block:
         return BlockState.LIVE if self.ref_count else BlockState.CACHED
 
     def __repr__(self) -> str:
-        return f"Block({self.id}, kind={self.unit.kind}, refs={self.ref_count}, named={self.node is not None})"
+        return f"Block({self.id}, kind={self.unit.kind}, refs={self.ref_count}, in_tree={self.node is not None})"
 
 
 class StateBlock(Block):
@@ -92,13 +95,13 @@ class StateBlock(Block):
     def __init__(self, unit: Unit, slot: int, blocks_per_unit: int) -> None:
         super().__init__(unit, slot, blocks_per_unit)
         self.is_in_flight = False
-        """Whether the step that takes the checkpoint is in flight: the next step may resume from it."""
+        """Whether the step that takes the checkpoint has begun, so that the next step may resume from it."""
         self.is_shared = False
         """Whether more than one sequence has reached the checkpoint."""
         self.is_superseded = False
-        """Whether a deeper checkpoint of the same path makes this one nearly useless."""
+        """Whether a later checkpoint of the same prefix makes this one nearly useless."""
         self.value = 0
-        """Blocks of full attention that the checkpoint saves from being computed again."""
+        """Blocks of full attention that need not be computed again thanks to the checkpoint."""
 
 
 class Unit:
@@ -117,7 +120,7 @@ class Unit:
 
 
 class Node:
-    """A block of a prefix in the prefix tree, which names the memory that holds the block's KV, or state.
+    """A block of a prefix in the prefix tree, with the memory blocks that hold its KV, or the state after it.
 
     `blocks[k]`: the device's block of kind k, or None. `host_blocks[k]`: the block of host memory, or None.
     """
@@ -191,9 +194,10 @@ class Node:
         return isinstance(block, StateBlock) and block.is_superseded and not block.ref_count
 
     def count_saved_blocks(self, blocks_per_state: int) -> int | None:
-        """Return the blocks that the state here saves over the state before it; None if there is no state here.
+        """Return how many blocks less must be computed with the state here than with the state before it.
 
-        A superseded state before it counts only if it is at least `blocks_per_state` blocks away.
+        None if there is no state here. A superseded state before it counts only if it is at least `blocks_per_state`
+        blocks away.
         """
         if not self.has_block(-1):
             return None

@@ -1,8 +1,8 @@
 """Changes of the cache: recorded on the step's thread, turned into KV events on another thread.
 
 A step records which nodes changed, and takes the record as `StepEvents`. The publisher makes the events on its own
-thread. That keeps the step's thread from reading the blocks: after a forward pass they are no longer in the CPU's
-caches. Refuses to know the tree. Invariant: events come in the order of the changes. One exception: the removal of a
+thread, so that the step's thread need not read the blocks, which are no longer in the CPU's caches after a forward
+pass. Refuses to know the tree. Invariant: events come in the order of the changes. One exception: the removal of a
 block from host memory may come before the arrival of blocks that moved there earlier.
 """
 
@@ -26,9 +26,9 @@ class Change(NamedTuple):
 
     action: int
     kind: int
-    """Kind of the blocks, unless they are demoted."""
+    """Kind of the blocks; 0 for DEMOTED, which may have blocks of all kinds."""
     nodes: Any
-    """Nodes of the blocks. DEMOTED: {(kind, node): None}."""
+    """Nodes of the blocks; for DEMOTED the keys of a dict are (kind, node)."""
 
 
 class EventLog:
@@ -71,7 +71,7 @@ class EventLog:
     def record_host_removed(self, kind: int, node: Node) -> None:
         """Record that host memory lost a block, mostly to make room for a block that moved there.
 
-        The removal is put before the demotions that were recorded last, so that these stay one change.
+        The removal is put before the demotions that were recorded last. So consecutive demotions stay one change.
         """
         insert_index = len(self._changes)
         demotions = self._get_last_change(DEMOTED, 0)
@@ -88,7 +88,7 @@ class EventLog:
         self._changes.append(Change(CLEARED, 0, ()))
 
     def drain(self) -> StepEvents | None:
-        """Take what was recorded since the last call; None if nothing was, as after most steps."""
+        """Return the changes since the last call as events, and forget them; None without changes."""
         changes = self._changes
         if not changes:
             return None
@@ -128,29 +128,29 @@ class StepEvents(Collection[Event]):
         if action == CLEARED:
             return [AllBlocksCleared()]
         if action == STORED:
-            return [self._make_stored(kind, nodes, GPU)]
+            return [self._make_stored_event(kind, nodes, GPU)]
         if action == REMOVED:
-            return [_make_removed(kind, nodes, GPU)]
+            return [_make_removed_event(kind, nodes, GPU)]
         if action == HOST_REMOVED:
-            return [_make_removed(kind, nodes, CPU)]
+            return [_make_removed_event(kind, nodes, CPU)]
         assert action == DEMOTED
-        return self._make_demoted(nodes)
+        return self._make_demotion_events(nodes)
 
-    def _make_demoted(self, demoted_nodes: Iterable[tuple[int, Node]]) -> Iterator[Event]:
-        """Make the events of (kind, node) pairs of blocks that moved from the device to host memory.
+    def _make_demotion_events(self, demoted_nodes: Iterable[tuple[int, Node]]) -> Iterator[Event]:
+        """Yield the events of blocks, given as (kind, node), that moved from the device to host memory.
 
-        The blocks left the device children first. A reader links blocks to their parents, so their arrival is announced
-        parents first.
+        First all blocks are announced as stored in host memory, then as removed from the device. A block is announced
+        as stored after its parent, because readers link it to the parent. It left the device before its parent.
         """
         nodes_by_kind: list[list[Node]] = [[] for _ in self._log.kinds]
         for kind, node in demoted_nodes:
             nodes_by_kind[kind].append(node)
         for kind, nodes in enumerate(nodes_by_kind):
             for chain_nodes in self._split_into_chains(kind, reversed(nodes)):
-                yield self._make_stored(kind, chain_nodes, CPU)
+                yield self._make_stored_event(kind, chain_nodes, CPU)
         for kind, nodes in reversed(list(enumerate(nodes_by_kind))):
             if nodes:
-                yield _make_removed(kind, nodes, GPU)
+                yield _make_removed_event(kind, nodes, GPU)
 
     def _split_into_chains(self, kind: int, nodes: Iterable[Node]) -> Iterator[list[Node]]:
         """Yield runs of nodes in which each is the parent of the next. One event announces one run."""
@@ -164,10 +164,10 @@ class StepEvents(Collection[Event]):
         if chain_nodes:
             yield chain_nodes
 
-    def _make_stored(self, kind: int, nodes: list[Node], medium: str) -> BlockStored:
-        """Return the event which announces that `medium`, a memory such as CPU or GPU, now has the blocks of `nodes`.
+    def _make_stored_event(self, kind: int, nodes: list[Node], medium: str) -> BlockStored:
+        """Return the event which announces that `medium`, CPU or GPU memory, now has the blocks of `nodes`.
 
-        Each node is the parent of the next. `kind` is an index into the log's kinds of blocks, such as full attention.
+        Each node is the parent of the next one. `kind`: index of the attention group, or of recurrent state.
         """
         token_ids = unpack_token_ids(b"".join([node.key.packed_tokens for node in nodes]))
         assert len(token_ids) == len(nodes) * self._log.block_size
@@ -188,5 +188,5 @@ class StepEvents(Collection[Event]):
         )
 
 
-def _make_removed(kind: int, nodes: list[Node], medium: str) -> BlockRemoved:
+def _make_removed_event(kind: int, nodes: list[Node], medium: str) -> BlockRemoved:
     return BlockRemoved(block_hashes=[node.hash for node in nodes], medium=medium, group_idx=kind)

@@ -1,6 +1,6 @@
 """The order in which a pool evicts its cached blocks: the interface, and the order by age.
 
-A pool has one order, tells it of every block that becomes cached or is used again, and asks it which block to evict.
+A pool has one order. It reports every block that becomes cached or is used again, and asks which block to evict next.
 `engine.cache.learned_order` has the other implementation.
 """
 
@@ -18,22 +18,22 @@ from engine.cache.spec import CacheSpec
 from engine.types import Sequence as EngineSequence
 
 _CLOCK_BITS = 40
-"""Low bits of a stamp, which hold the number of the release: blocks of equal worth go by age."""
+"""Low bits of a stamp, which count the releases of blocks: of blocks with equal worth, the oldest goes first."""
 _HEAP_SLACK = 64
 """Entries that the heap of states may hold beyond twice the number of cached states."""
 
 
 class TreeHooks:
-    """Calls that tell an eviction order of changes in the prefix tree. The order by age ignores them all."""
+    """Calls that report changes of the prefix tree to an eviction order. The order by age ignores them all."""
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         """Record that this order's memory no longer has a block of `kind` at `node`."""
 
     def mark_child_added(self, node: Node) -> None:
-        """Record that a node was added below `node`. Called for the order of host memory only."""
+        """Record that `node` got a child in the tree. Called for the order of host memory only."""
 
     def mark_node_removed(self, node: Node) -> None:
-        """Record that `node` left the tree, as neither memory has a block. Called for the order of host memory only."""
+        """Record that `node` left the tree. Called for the order of host memory only."""
 
     def clear(self) -> None:
         """Record that the tree is empty. `mark_freed` is still called for each block."""
@@ -45,14 +45,14 @@ class TreeHooks:
 class EvictionOrder(TreeHooks, ABC):
     """Decides which cached block of a memory pool is evicted next. The pool reports every change of a block's use.
 
-    The life of a block: a sequence holds it; once it is full, a node of the prefix tree names it; when no sequence
-    holds it any more, it is cached (`mark_cached`), until a prompt uses it again (`mark_used`) or it is evicted
-    (`mark_freed`). A block is of one kind: of one of the attention groups, or a recurrent state.
+    A block is cached (`mark_cached`) once no sequence holds it and it is in the prefix tree. It leaves the cached
+    blocks when a sequence holds it again (`mark_used`), or when it is evicted (`mark_freed`). Every block has a kind:
+    one of the attention groups, or recurrent state.
     """
 
     @abstractmethod
     def mark_cached(self, block: Block) -> None:
-        """Record that no sequence holds a named block any more."""
+        """Record that no sequence holds a block of the prefix tree any more."""
 
     @abstractmethod
     def mark_used(self, block: Block) -> None:
@@ -60,14 +60,14 @@ class EvictionOrder(TreeHooks, ABC):
 
     @abstractmethod
     def mark_freed(self, block: Block) -> None:
-        """Record that a cached block has lost its name, and its memory is free."""
+        """Record that a cached block has left the prefix tree, and its memory is free."""
 
     @abstractmethod
     def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
         """Return the block to evict next; None if there is none.
 
-        `useful_kinds`: the attention kinds of which a block would help to make the room that is needed. A state may
-        always be returned, because it takes a whole unit of memory, which any kind can use.
+        `useful_kinds`: attention kinds to choose from, because evicting a block of another kind would not free memory
+        that the caller can use. A state may always be chosen: it has a whole unit of memory, which any kind can use.
         """
 
     @abstractmethod
@@ -76,15 +76,15 @@ class EvictionOrder(TreeHooks, ABC):
 
     @abstractmethod
     def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
-        """Assert that the order holds exactly these blocks, which are given by kind."""
+        """Assert that the order holds exactly `cached_blocks[k]`, for every kind k."""
 
 
 class LruOrder(EvictionOrder):
     """Evicts the least recently used block first, and keeps a block that is worth more for longer.
 
-    This is GreedyDual-Size (Cao and Irani, USITS 1997). The stamp of a block is its worth plus the stamp of the last
-    evicted block. So a block of twice the worth stays for twice as many evictions. A state is worth the blocks of full
-    attention that it saves. All KV blocks are worth the same, so that their order is LRU.
+    This is GreedyDual-Size (Cao and Irani, USITS 1997). A released block gets a stamp: its worth plus the stamp of the
+    last evicted block. The lowest stamp is evicted next. All KV blocks are worth the same, so their order is LRU. A
+    recurrent state is worth the blocks of full attention that need not be computed again thanks to it.
     """
 
     def __init__(self, blocks_per_unit: Sequence[int], state_kind: int) -> None:
@@ -93,7 +93,7 @@ class LruOrder(EvictionOrder):
         self._state_kind = state_kind
         self._release_count = 0
         self._inflation_value = 0
-        """Worth part of the stamp of the last evicted block. New stamps start from it."""
+        """Stamp of the last evicted block, without the release count. New stamps add their worth to it."""
         self._cached_blocks: list[OrderedDict[Block, None]] = [OrderedDict() for _ in blocks_per_unit]
         """Cached blocks of each kind, oldest first."""
         self._state_heap: list[tuple[int, int, StateBlock]] = []
@@ -158,7 +158,7 @@ class LruOrder(EvictionOrder):
 
 
 def _is_current(entry: tuple[int, int, StateBlock]) -> bool:
-    """Return whether a queued state is cached, and was not used since it was queued."""
+    """Return whether the state of a heap entry is cached, and was not used since the entry was pushed."""
     pushed_stamp, _, block = entry
     return block.ref_count == 0 and block.node is not None and block.eviction_stamp == pushed_stamp
 

@@ -1,11 +1,12 @@
-"""Host memory under the device's memory: it keeps blocks that the device evicts, until a prompt needs them.
+"""Host memory below the device's memory: it keeps blocks that the device evicts, until a prompt needs them.
 
-Host memory has a pool of its own, of the same units and kinds, for nodes of the same prefix tree. A block that the
-device evicts is planned to be copied here (`demote`). A block that a request finds here is planned to be copied back
+Host memory has a pool of its own, of the same units and kinds, for nodes of the same prefix tree. When the device
+evicts a block, a copy to host memory is planned (`demote`). When a request finds a block here, a copy back is planned
 (`plan_loads`). Both go into one list of copies, which a step does first and in order. So memory that is given up in a
 plan may be used again in the same plan. Until the step of a load is committed, the device's block is pending, like a
 block that is computed. A block is in one of the two pools: the host's copy is dropped once the device has a computed
-one (`discard_duplicate`). The state of a running sequence is not such a copy (`unpin_state`).
+one (`discard_duplicate`). Only a state may be in both: the running sequence that loaded it changes its own copy
+(`unpin_state`).
 
 A copy to the host is planned before the block's memory on the device is written again, and at the latest when the plan
 is complete (`plan_copies`).
@@ -59,18 +60,16 @@ class HostLoad(NamedTuple):
 
 
 class HostTier:
-    """Keeps blocks that the device evicted in host memory of `unit_count` units, perhaps none.
-
-    The copies between the memories go into `block_copies`, the list of the plan being made.
-    """
+    """Keeps blocks that the device evicted in host memory. A tier of no units keeps nothing."""
 
     def __init__(
         self, unit_count: int, spec: CacheSpec, tree: PrefixTree, order: EvictionOrder, block_copies: list[BlockCopy]
     ) -> None:
         """Make an empty memory of `unit_count` units of equal size. A unit holds several blocks of one kind.
 
-        `tree` tells this tier which blocks the device evicts, and names the blocks here, too. `order` says which block
-        is evicted from host memory first. `block_copies`: the list of the plan being made, to which copies are added.
+        `tree`: the prefix tree of both memories, which from now on reports the blocks that the device evicts. `order`
+        chooses the block to evict from host memory next. Copies between the memories are added to `block_copies`, the
+        list of the plan being made.
         """
         tree.lower_tier = self
         blocks_per_unit = spec.blocks_per_unit_by_kind()
@@ -80,9 +79,9 @@ class HostTier:
         self._tree = tree
         self._block_copies = block_copies
         self._unplanned_copy_by_block: dict[Block, BlockCopy] = {}
-        """Copy that fills a host block and that no plan has yet, by host block."""
+        """Host block -> the copy that is to fill it, and that is in no plan yet."""
         self._unplanned_blocks_by_unit: dict[Unit, list[Block]] = {}
-        """Host blocks that are still to be copied from a unit of the device that this plan evicted, by unit."""
+        """Unit of the device -> host blocks that are to be filled from evicted blocks of this unit."""
         self._planned_stores: list[Block] = []
         """Host blocks that the step being planned fills."""
         self.planned_loads: list[HostLoad] = []
@@ -112,8 +111,8 @@ class HostTier:
     def demote(self, block: Block, *, keep_on_host: bool) -> None:
         """Move a computed device block, which is about to be evicted, to host memory, and announce the move.
 
-        Without `keep_on_host`, or without room, the block is announced as removed. If it is one of full attention, the
-        host blocks after it in the prefix are dropped, too, since no prefix can be resumed across the gap.
+        Without `keep_on_host`, or without room, the block is announced as removed. After the removal of a
+        full-attention block, no prompt can use the host blocks that follow it in the tree, so these are dropped, too.
         """
         node, kind, event_log = block.node, block.kind, self._tree.event_log
         assert node is not None
@@ -127,9 +126,10 @@ class HostTier:
             event_log.record_removed(kind, node)
 
     def _store(self, block: Block, node: Node) -> bool:
-        """Give `node`, the name of `block` in the prefix tree, a host block; return False if there is no room.
+        """Allocate a host block for `node`, into which `block` will be copied; return False if there is no room.
 
-        The copy that fills it is only noted here. It is planned later, but before the device's memory is overwritten.
+        The copy is planned later (`plan_copies`), but before the device's memory is overwritten. If the host block is
+        dropped before that, no copy is made.
         """
         kind = block.kind
         host_block = self._pool.allocate(kind) if self._pool.units else None
@@ -163,14 +163,14 @@ class HostTier:
             self._stored_blocks_by_kind[block_copy.kind] += 1
 
     def find_content(self, host_block: Block) -> BlockPlace:
-        """Return where the content of a host block is. While no plan has copied it, it is still on the device."""
+        """Return the memory that holds the content of a host block: still the device's, if no plan has copied it."""
         unplanned_copy = self._unplanned_copy_by_block.get(host_block)
         if unplanned_copy is not None:
             return BlockPlace(host_block.kind, unplanned_copy.source)
         return BlockPlace(host_block.kind, host_block.id, is_on_host=True)
 
     def untrusted_blocks(self) -> list[Block]:
-        """Return the host blocks that planned or still unplanned copies fill. A failed step makes them untrusted."""
+        """Return the host blocks that are still to be filled. After a failed step their contents may be wrong."""
         return [*self._planned_stores, *self._unplanned_copy_by_block]
 
     # ------------------------------------------------------------------ from host memory to the device
@@ -189,7 +189,7 @@ class HostTier:
             self.planned_loads.append(load)
 
     def plan_load_copy(self, load: HostLoad) -> None:
-        """Plan the copy of a load alone: the caller then names the device's block and unpins the host's."""
+        """Plan only the copy of a load. The caller adds the device's block to the tree and unpins the host's."""
         target, host_block = load
         self.flush_before_overwrite(target)
         self._plan_copy(host_block)
@@ -211,14 +211,14 @@ class HostTier:
                 self.unpin_state(host_block)
 
     def rollback_loads(self, loads: Sequence[HostLoad]) -> None:
-        """Take back loads that were not done, children first."""
+        """Undo loads that were not done, children first."""
         for block, host_block in reversed(loads):
             if block.node is not None:
                 self._tree.detach_pending(block)
             self.unpin(host_block)
 
     def unpin(self, host_block: Block) -> None:
-        """Give up one hold of a block. A block without a name is free then, so its planned copy is cancelled."""
+        """Remove one reference to a host block. If a block outside the tree becomes free, cancel the copy to it."""
         if host_block.node is None and host_block.ref_count == 1:
             self._unplanned_copy_by_block.pop(host_block, None)
         self._pool.release(host_block)
@@ -251,8 +251,8 @@ class HostTier:
     def evict(self, block: Block) -> None:
         """Evict a host block to make room.
 
-        If it is one of full attention of which the device has no copy, the host blocks after it in the prefix go, too:
-        without it no prefix that contains them can be resumed.
+        If no memory has this full-attention block any more, no prompt can use the host blocks that follow it in the
+        tree, so these are dropped, too.
         """
         assert block.node is not None
         if block.kind == FULL_KIND and not block.node.has_computed(FULL_KIND):
@@ -281,7 +281,7 @@ class HostTier:
         self._tree.remove_if_empty(node)
 
     def _free_if_unpinned(self, host_block: Block) -> None:
-        """Free a block that no node names, unless a step reads the block. Cancel the copy that would fill it."""
+        """Free a block that has left the tree, unless a step reads it, and cancel the copy that would fill it."""
         if not host_block.ref_count:
             self._unplanned_copy_by_block.pop(host_block, None)
             self._pool.drop(host_block)
@@ -299,13 +299,13 @@ class HostTier:
             host_block for host_blocks in self._unplanned_blocks_by_unit.values() for host_block in host_blocks
         }
         assert unplanned_blocks >= set(self._unplanned_copy_by_block), "no unit will plan a copy"
-        named_blocks = {
+        tree_blocks = {
             host_block for node in self._tree.nodes() for host_block in node.host_blocks if host_block is not None
         }
         for unit in self._pool.units:
             for host_block in unit.blocks:
                 assert host_block.ref_count == pinned_blocks.count(host_block), f"{host_block!r} of the host"
-                assert (host_block in named_blocks) == (host_block.node is not None)
+                assert (host_block in tree_blocks) == (host_block.node is not None)
         for node in self._tree.nodes():
             for kind, block in enumerate(node.host_blocks):
                 assert block is None or (block.node is node and block.kind == kind)

@@ -1,17 +1,19 @@
 """The engine's cache as the scheduler sees it: block tables of sequences over the pool and the prefix tree.
 
 A block goes through these calls. `admit` gives a sequence the cached blocks of its prompt, and `grow` gives it new
-ones. `register_full_blocks` names the blocks that a step finishes: they are pending, and another request of the same
-step may share them. `commit`, after the step is computed, announces them. If an identical block exists by then, the
-table is redirected to it. `release` gives all blocks of a sequence up. docs/architecture.md has the table of states.
+ones. `register_full_blocks` puts the blocks that a step fills into the prefix tree: they are pending, and another
+request of the same step may share them. `commit`, after the step is computed, announces them. If an identical block
+exists by then, the table is redirected to it. `release` gives all blocks of a sequence up. docs/architecture.md has the
+table of states.
 
 When memory runs out `grow` returns False, and the scheduler preempts a sequence. A block that several sequences share
-has no owner: it is freed, or stays cached, when the last of them releases it (`Block.ref_count`).
+has no owner: when the last of them releases it (`Block.ref_count`), it stays cached if it is in the prefix tree, else
+its memory is free.
 
-Owns the block tables. Refuses to know budgets, sampling and order of requests. A model without states, a cache without
-host memory and one without prefix caching are no special cases here: null objects stand for them (`NoStates`, a
-`HostTier` of no units, `NoNames`). Invariant: a sequence that is not detached holds, at all its named positions,
-exactly the blocks that the tree names. So a parent is never freed before a live child.
+Owns the block tables. Refuses to know budgets, sampling and order of requests. Null objects stand for states in a model
+without them (`NoStates`), for host memory (a `HostTier` of no units) and for prefix caching (`NoBlockKeys`).
+Invariant: a sequence that is not detached holds exactly the blocks of its nodes in the prefix tree. So a parent is
+never freed before a live child.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from engine.cache.attention_windows import AttentionWindows
-from engine.cache.block_hasher import BlockHasher, NoNames
+from engine.cache.block_hasher import BlockHasher, NoBlockKeys
 from engine.cache.blocks import Block, BlockKey, Node
 from engine.cache.event_log import StepEvents
 from engine.cache.eviction_order import LruEviction
@@ -75,7 +77,8 @@ class KVCache:
         self.spec = spec
         self.block_size = spec.block_size
         self._groups = range(len(spec.groups))
-        self._hasher = BlockHasher(spec.block_size) if enable_prefix_caching else NoNames()
+        self._caches_prefixes = enable_prefix_caching
+        self._hasher = BlockHasher(spec.block_size) if enable_prefix_caching else NoBlockKeys()
         self.windows = AttentionWindows(spec, step_tokens_max)
         host_unit_count *= enable_prefix_caching
         self._eviction = LruEviction(spec)
@@ -134,7 +137,11 @@ class KVCache:
         return self._matcher.count_resumable_blocks(seq) * self.block_size
 
     def should_wait(self, seq: Sequence) -> bool:
-        """Return whether a running sequence is about to compute or checkpoint what `seq` would compute again."""
+        """Return whether `seq` should wait, because a running sequence is about to cache more of its prompt.
+
+        With 3 blocks of the prompt cached, the question is whether a running sequence is going to compute the fourth.
+        In a model with recurrent states, it must also leave a checkpoint from which `seq` can resume.
+        """
         matched_nodes = self._matcher.match(seq)
         keys = self._matcher.list_keys(seq)
         if self.has_states:
@@ -143,7 +150,7 @@ class KVCache:
         return match_count < len(keys) and self._will_compute(match_count, keys[match_count])
 
     def _will_compute(self, index: int, key: BlockKey) -> bool:
-        """Return whether a running sequence is going to compute the block with this key at `index`."""
+        """Return whether a running sequence has this key at block `index`, and has yet to compute that block."""
         for seq, seq_blocks in self._blocks_by_sequence.items():
             if len(seq_blocks.nodes) > index or seq_blocks.is_detached:
                 continue
@@ -155,22 +162,24 @@ class KVCache:
     # ------------------------------------------------------------------ a sequence's blocks
 
     def admit(self, seq: Sequence, reserve_blocks: int = 0) -> bool:
-        """Give a sequence the cached blocks of its longest prefix, and set `seq.computed_tokens` to their tokens.
+        """Start to run a sequence: give it the cached blocks of its prefix, and set `seq.computed_tokens` to their end.
 
-        Returns False and changes nothing if the sequence's known tokens and `reserve_blocks` more blocks do not fit
-        beside the live blocks. So an admitted sequence always finds memory for its known tokens.
+        With blocks of 16 tokens, 2 of them cached, and a prompt of 40 tokens, `computed_tokens` becomes 32. Returns
+        False, with nothing changed, if the tokens of the sequence and `reserve_blocks` more blocks do not fit beside
+        the blocks that other sequences hold. So an admitted sequence always finds memory for its prompt.
         """
         assert seq not in self._blocks_by_sequence
         matched_nodes = self._matcher.match(seq)
         nodes = matched_nodes[: self.windows.count_resumable_nodes(matched_nodes)]
-        known_blocks = ceil_div(len(seq.token_ids), self.block_size)
-        block_counts = self.windows.count_missing_blocks(nodes, known_blocks + reserve_blocks)
+        sequence_block_count = ceil_div(len(seq.token_ids), self.block_size)
+        block_counts = self.windows.count_missing_blocks(nodes, sequence_block_count + reserve_blocks)
         if not self.pool.can_allocate(block_counts):
             return False
+        # Hold all cached blocks and the source of the state first, because an allocation may evict others.
         state_source = self._states.find_source(nodes, block_counts)
-        seq_blocks = SequenceBlocks(seq, len(self._groups), is_detached=not self._hasher.names_blocks)
+        seq_blocks = SequenceBlocks(seq, len(self._groups), is_detached=not self._caches_prefixes)
         host_hits = self._acquire_prefix(seq_blocks, nodes)
-        state_loads = self._states.create_state(seq, state_source)  # holds its source before blocks are allocated
+        state_loads = self._states.create_state(seq, state_source)
         self.host_tier.plan_loads([*self._allocate_for_loads(seq_blocks, nodes, host_hits), *state_loads])
         seq_blocks.rewrite_tables()
         seq_blocks.nodes = nodes
@@ -184,11 +193,11 @@ class KVCache:
         return True
 
     def _acquire_prefix(self, seq_blocks: SequenceBlocks, nodes: list[Node]) -> list[HostHit]:
-        """Give a sequence the device's blocks of a cached prefix, and hold the blocks that only host memory has.
+        """Give a sequence the device's blocks of a cached prefix, and return the blocks that only host memory has.
 
-        `nodes` name the blocks of the prefix, one after the other; a node may have a block for each group of layers.
-        Returns the held blocks of host memory. In the sequence's tables, None stands for these until they are loaded,
-        and for blocks before the sliding window, which are never read again.
+        `nodes`: the prefix tree's nodes of the prefix, in order; a node has a block for each group of layers. In the
+        tables, None stands for blocks that host memory has, until they are loaded, and for blocks before a sliding
+        window, which are never read again.
         """
         host_hits: list[HostHit] = []
         for group, blocks in enumerate(seq_blocks.blocks_by_group):
@@ -209,14 +218,13 @@ class KVCache:
     ) -> list[HostLoad]:
         """Allocate a device block for each block of the prefix that only host memory has (a host hit).
 
-        Returns the copies that fill the new blocks. An allocation may evict blocks, and so remove some of `nodes` from
-        the tree. These are replaced in the list.
+        Returns the copies that fill the new blocks. An allocation may evict blocks, after which a node leaves the tree.
+        Such a node is made again, and replaced in `nodes`.
         """
         loads: list[HostLoad] = []
         for group, node, host_block in host_hits:
             block = self._allocate(group)
-            assert block is not None, "admitted without room for what is loaded"
-            # A node of `nodes` leaves the tree if its last device block was evicted for one of these allocations.
+            assert block is not None, "admitted without room for the blocks to load"
             if node is not nodes[node.depth] or node not in self.tree:
                 parent = nodes[node.depth - 1] if node.depth else None
                 new_node = self.tree.get_or_create(node.key, parent)
@@ -228,17 +236,20 @@ class KVCache:
         return loads
 
     def _plan_checkpoints(self, seq: Sequence, matched_block_count: int) -> None:
-        """Plan a checkpoint at the end of the prompt's cached part, and one at its last block boundary."""
+        """Plan a state checkpoint at the end of the prompt's cached blocks, and one at the end of its last full block.
+
+        Other prompts may branch where the cached blocks end. A repetition or the next turn resumes at the last block.
+        """
         if self.has_states:
-            last_boundary = (len(seq.token_ids) - 1) // self.block_size
-            keys = self._hasher.block_keys(seq, last_boundary)
-            for block_count in {matched_block_count, min(last_boundary, len(keys))} - {0}:
+            full_block_count = (len(seq.token_ids) - 1) // self.block_size
+            keys = self._hasher.block_keys(seq, full_block_count)
+            for block_count in {matched_block_count, min(full_block_count, len(keys))} - {0}:
                 self._states.plan_checkpoint(seq, block_count, keys[block_count - 1].hash)
 
     def plan_shared_prefix(self, seq: Sequence, waiting_seq: Sequence) -> int:
-        """Return how many prompt tokens `waiting_seq` need not compute, because the running `seq` computes them first.
+        """Return how many prompt tokens the running `seq` computes first, so that `waiting_seq` need not compute them.
 
-        If the model has states, `seq` is to leave a checkpoint at the end of that common prefix.
+        In a model with states, also plan that `seq` leaves a checkpoint at the end of that common prefix.
         """
         if self._blocks_by_sequence[seq].is_detached:
             return 0
@@ -270,7 +281,7 @@ class KVCache:
         return True
 
     def _allocate(self, kind: int) -> Block | None:
-        """Allocate a block of `kind`, after a compaction if need be; None if the live blocks leave no room."""
+        """Allocate a block of `kind`, if need be after moving blocks; None if sequences hold too much memory."""
         block = self.pool.allocate(kind)
         if block is not None:
             return block
@@ -283,17 +294,18 @@ class KVCache:
         return block
 
     def _compact_for(self, kind: int) -> None:
-        """Free a unit, a piece of memory for blocks of one kind, by moving the blocks in it to places in other units.
+        """Free a unit of memory for blocks of `kind`, by moving the blocks in it to other units.
 
-        The plan being made copies their contents. Moved blocks have other ids, so all block tables are written again.
+        The plan being made copies the contents of moved blocks. A moved block has another id, so all block tables are
+        written again.
         """
         moves = self.pool.compact(kind)
-        self.host_tier.plan_copies()  # before the memory of evicted blocks is overwritten
+        self.host_tier.plan_copies()  # before the moves overwrite the memory of evicted blocks
         for group, moved_block, old_id in moves:
             self._block_copies.append(BlockCopy(group, old_id, moved_block.id))
             self._steps.register_move(moved_block)
         for seq_blocks in self._blocks_by_sequence.values():
-            seq_blocks.mark_replaced()
+            seq_blocks.increment_table_version()
             seq_blocks.rewrite_tables()
 
     def release(self, seq: Sequence) -> None:
@@ -315,11 +327,11 @@ class KVCache:
     # ------------------------------------------------------------------ steps
 
     def register_full_blocks(self, seq: Sequence, end: int) -> None:
-        """Name the blocks that are full once `seq` is computed up to `end`; `commit` merges identical blocks."""
+        """Put the blocks that are full once `seq` is computed up to `end` into the prefix tree, as pending blocks."""
         self._steps.register_full_blocks(self._blocks_by_sequence[seq], end)
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Complete a plan with its copies, and advance its sequences. The step counts as running from now on."""
+        """Complete a plan with its copies, and advance its sequences. The step counts as in flight from now on."""
         self.host_tier.plan_copies()
         plan.block_copies = self._block_copies.copy()
         self._block_copies.clear()
@@ -329,9 +341,9 @@ class KVCache:
         self._steps.begin_step(plan.chunks)
 
     def commit(self, chunks: Items[Chunk], ended_sequences: Collection[Sequence] = ()) -> None:
-        """Record that the oldest running step is computed: announce its blocks, and release blocks before the windows.
+        """Record that the oldest step in flight is computed: announce its blocks, release blocks before the windows.
 
-        `ended_sequences`: sequences that get no tree nodes for further blocks.
+        `ended_sequences`: sequences of finished requests, for which no further blocks are registered.
         """
         self._steps.commit(chunks, ended_sequences)
         if self.windows.sliding_groups:
@@ -340,30 +352,29 @@ class KVCache:
         self._states.commit(chunks)
 
     def _release_outside_windows(self, seq_blocks: SequenceBlocks, end: int) -> None:
-        """Release the blocks that no query from position `end` on reads."""
+        """Release the blocks that are too old for a sliding window: no query from position `end` on reads them."""
         for group in self.windows.sliding_groups:
             seq_blocks.release_before(group, self.windows.first_block_seen(group, end), self.pool)
 
     def rollback(self) -> None:
-        """Undo the newest running step, which was not computed. Its sequences must be released afterwards."""
+        """Undo the newest step in flight, which was not computed. Its sequences must be released afterwards."""
         self._steps.rollback()
 
     def invalidate_failed_copies(self) -> bool:
-        """Drop blocks that copies of failed steps may not have filled. If a sequence holds one, return True and drop
-        none.
+        """Evict blocks that copies of failed steps may not have filled.
+
+        Returns True, with nothing done, if sequences hold such a block: they must be released first.
         """
         return self._steps.invalidate_failed_copies()
 
     def take_events(self) -> StepEvents | None:
-        """Return the events since the last call, in order; None if nothing changed. They are made while they are
-        iterated.
-        """
+        """Return the events since the last call, in order; None if nothing changed. Iterating makes the events."""
         return self.tree.event_log.drain()
 
     # ------------------------------------------------------------------ the whole cache
 
     def reset(self) -> None:
-        """Empty the prefix cache. Running sequences keep their blocks, which get no tree nodes any more."""
+        """Empty the prefix cache. Running sequences keep their blocks, and register no further ones."""
         for block in self.tree.clear():
             if block.ref_count == 0:
                 self.pool.drop(block)

@@ -20,7 +20,7 @@ from engine.types import Sequence as EngineSequence
 class _LearnedOrder(EvictionOrder):
     """Base of the learned eviction orders of device and host memory.
 
-    It also keeps all blocks in an order by age, which decides where the learned queues hold no block.
+    All blocks are also kept in an order by age, which decides when the learned queue of the memory is empty.
     """
 
     def __init__(self, eviction: AdaptiveEviction[Node], age_order: LruOrder, blocks_per_state: int) -> None:
@@ -42,16 +42,16 @@ class _LearnedOrder(EvictionOrder):
 class LearnedDeviceOrder(_LearnedOrder):
     """Decides which block leaves the device next: one of the conversation that is least likely to return.
 
-    The learned queue holds what can leave the prefix tree without breaking a path: its leaves, and superseded states,
-    which a later state of the same conversation replaces. If the queue is empty, the oldest block goes. States are the
-    last kind of a node's blocks, full attention is the first.
+    The learned queue holds the nodes at the ends of cached prefixes, and states that a later state of the same
+    conversation has superseded. If the queue is empty, the oldest block goes. In `node.blocks`, full attention is the
+    first kind, and recurrent state is the last.
     """
 
     def mark_cached(self, block: Block) -> None:
-        """Note that a block is held by no sequence any more, and may be evicted.
+        """Record that no sequence holds a block any more, so that it may be evicted.
 
-        Full-attention blocks may enter the learned queue, and of the states only those that a later one replaces. The
-        value of a state is the blocks of work that it saves, here divided by the blocks that fit into its memory.
+        Of the states, only superseded ones enter the queue, with the number of blocks that a state saves per block of
+        its memory.
         """
         self._age_order.mark_cached(block)
         assert block.node is not None
@@ -69,7 +69,7 @@ class LearnedDeviceOrder(_LearnedOrder):
             self._eviction.device_queue.remove(block.node)
 
     def mark_evicted(self, node: Node, kind: int) -> None:
-        """Update the queue after a block left the tree. If it was one of full attention, its parent may leave next."""
+        """Update the queue after an eviction. After that of a full-attention block, its parent may be evicted next."""
         if kind != FULL_KIND:
             self._eviction.requeue_state(node)
         else:
@@ -100,8 +100,8 @@ class LearnedDeviceOrder(_LearnedOrder):
 class LearnedHostOrder(_LearnedOrder):
     """Decides which block leaves host memory next: one of the conversation that is least likely to return.
 
-    The learned queue holds leaves of the prefix tree that only the host has, and superseded states, which a later
-    state of the same conversation replaces. If the queue is empty, the oldest block goes.
+    The learned queue holds leaves of the prefix tree that only host memory has, and states that a later state of the
+    same conversation has superseded. If the queue is empty, the oldest block goes.
     """
 
     def mark_cached(self, block: Block) -> None:
@@ -149,7 +149,7 @@ class LearnedHostOrder(_LearnedOrder):
 
 
 class LearnedEviction(LruEviction):
-    """Evicts first what is least likely to be asked again, learned from how often and when conversations return.
+    """Evicts the cached prefixes that are least likely to be used again, learned from how conversations return.
 
     A turn is one request of a conversation. The prompt of the next turn begins with the prompt of the turn before, so
     the cached prefix of a turn is worth keeping until the next turn is due. Device and host memory have one order
@@ -173,7 +173,7 @@ class LearnedEviction(LruEviction):
         self._turn_by_sequence: dict[EngineSequence, ConversationTurn] = {}
 
     def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:
-        """Record a sequence's prompt as a turn, found by its block hashes; `hit_blocks` of the first were cached."""
+        """Record a sequence's prompt as a turn of a conversation. The first `hit_blocks` of its blocks were cached."""
         block_count = len(seq.token_ids) // self._block_size
         hashes = [key.hash for key in hasher.block_keys(seq, block_count)[:block_count]]
         self._turn_by_sequence[seq] = self._eviction.begin_turn(hashes, hit_blocks)

@@ -1,8 +1,9 @@
-"""The unit pool: memory cut into units of equal size, each free or given to one kind of block.
+"""The unit pool: memory cut into units of equal size, each free or divided into blocks of one kind.
 
 A **kind** is an attention group (its index in `CacheSpec.groups`) or, as the last kind, recurrent state. A unit of
-kind k holds N_k blocks (`blocks_per_unit`; 1 for state). A block is a **hole** (unused), **live** (`ref_count` > 0)
-or **cached** (no references, but named in the prefix tree). A dense model is the case of one kind with N = 1.
+kind k holds N_k blocks (`blocks_per_unit`; 1 for state). A block is **live** (sequences hold it: `ref_count` > 0),
+**cached** (no sequence holds it, but it is in the prefix tree) or a **hole** (unused). A model with one attention group
+has one kind with N = 1.
 
 Owns the state of every block, and decides which memory is taken. Its `EvictionOrder` decides which cached block goes
 first. Refuses to know hashes, sequences, tensors and events. To evict a block the pool calls `evict`, which takes the
@@ -23,10 +24,7 @@ from engine.types import BlockId
 
 
 class UnitPool:
-    """Gives out and takes back the memory of one model's cache.
-
-    `blocks_per_unit[k]`: blocks of kind k in a unit. The kind of states, if any, comes last, with one block a unit.
-    """
+    """Allocates and frees the blocks of one model's cache."""
 
     def __init__(
         self,
@@ -36,30 +34,31 @@ class UnitPool:
         order: EvictionOrder,
         evict: Callable[[Block], None],
     ) -> None:
-        """Make a pool of free units. A unit is a piece of memory that can hold several blocks of any one kind.
+        """Make a pool of `unit_count` free units. A unit is memory that can be divided into blocks of any one kind.
 
-        `blocks_per_unit`: how many, by kind. `state_kind`: the kind of states, after all others. `order` says which
-        cached block is evicted next, and `evict` takes it out of the prefix tree. Raises ValueError for a negative size
-        or no kinds.
+        Kinds are numbered: 0 .. `state_kind` - 1 are attention groups, and `state_kind` is recurrent state, if the
+        model has any. `blocks_per_unit[k]`: blocks of kind k in a unit. With [4, 8, 1] and `state_kind` 2, a unit holds
+        4 blocks of group 0, or 8 of group 1, or one state. `order` chooses the cached block to evict next, and `evict`
+        takes it out of the prefix tree.
         """
-        if unit_count < 0:
-            raise ValueError(f"unit_count: expected at least 0, got {unit_count}")
-        if not blocks_per_unit or min(blocks_per_unit) < 1:
-            raise ValueError(f"blocks_per_unit: expected at least one block of every kind, got {list(blocks_per_unit)}")
+        assert unit_count >= 0
+        assert min(blocks_per_unit) >= 1
+        kind_count = len(blocks_per_unit)
         self.blocks_per_unit = tuple(blocks_per_unit)
         self.units: list[Unit] = [Unit(i) for i in range(unit_count)]
         self._free_units: list[Unit] = self.units[::-1]
         self._attention_kinds = range(state_kind)
-        self._block_classes = [Block if kind < state_kind else StateBlock for kind in range(len(blocks_per_unit))]
+        self._block_classes = [Block if kind < state_kind else StateBlock for kind in range(kind_count)]
         self._order = order
         self._evict_block = evict
-        self._live_blocks = [0] * len(blocks_per_unit)
+        self._live_blocks = [0] * kind_count
+        """Number of blocks of each kind that sequences hold."""
         self._live_units = 0
-        """Sum over kinds of ceil(live / N): the units of an ideally packed pool."""
-        self._idle_units = [0] * len(blocks_per_unit)
+        """Units that the live blocks of all kinds would fill if they were packed."""
+        self._idle_units = [0] * kind_count
         """Number of units of each attention kind that hold cached blocks and no live one."""
-        self._units_by_holes: list[list[dict[Unit, None]]] = [[{} for _ in range(n)] for n in blocks_per_unit]
-        """Units that have holes, by kind and number of holes (1 .. N - 1)."""
+        self._units_by_hole_count: list[list[dict[Unit, None]]] = [[{} for _ in range(n)] for n in blocks_per_unit]
+        """[kind][number of unused blocks] -> the units with so many, as an ordered set."""
 
     # ------------------------------------------------------------------ questions
 
@@ -73,9 +72,9 @@ class UnitPool:
         return self._live_units
 
     def can_allocate(self, block_counts: Sequence[int]) -> bool:
-        """Return whether `block_counts[k]` more blocks of every kind k fit, if all else that no sequence holds goes.
+        """Return whether `block_counts[k]` more blocks of every kind k fit if all cached blocks are evicted.
 
-        Blocks that sequences hold are live; they can be moved together (`compact`), but not evicted.
+        Blocks that sequences hold can be moved closer together (`compact`), but not evicted.
         """
         units_needed = sum(
             ceil_div(live_count + count, blocks_per_unit)
@@ -86,10 +85,10 @@ class UnitPool:
     # ------------------------------------------------------------------ changes
 
     def allocate(self, kind: int) -> Block | None:
-        """Return a block of `kind` with one reference; None if only a compaction can make room.
+        """Return a block of `kind` with one reference; None if eviction alone cannot make room.
 
-        An unused place (hole) in the fullest unit of the kind is taken first, then a free unit. Otherwise cached blocks
-        are evicted.
+        An unused block in a unit of this kind is taken first, then a block of a free unit. Without either, cached
+        blocks are evicted. After None, `compact` may still make room.
         """
         block = self._take_hole(kind)
         while block is None and not self._free_units:
@@ -115,8 +114,8 @@ class UnitPool:
     def release(self, block: Block) -> None:
         """Remove one reference to a block.
 
-        A block without references is kept for later prompts if a node of the prefix tree names it. Else it becomes a
-        hole: its memory can be used at once.
+        A block in the prefix tree (`block.node`) that loses its last reference stays cached for later prompts. Any
+        other block becomes a hole: its memory can be used at once.
         """
         assert block.ref_count > 0, f"{block!r} released more often than held"
         block.ref_count -= 1
@@ -130,12 +129,12 @@ class UnitPool:
         else:
             assert not block.is_pending, f"{block!r}: the last reference to a block being computed was released"
             self._order.mark_cached(block)
-        # A unit that `_make_hole` made free has no kind any more. Any other one without live blocks has cached ones.
-        if unit.live_blocks == 0 and unit.kind in self._attention_kinds:
+        is_unit_free = unit.kind is None  # `_make_hole` frees a unit that has only holes
+        if unit.live_blocks == 0 and not is_unit_free and kind in self._attention_kinds:
             self._idle_units[kind] += 1
 
     def drop(self, block: Block) -> None:
-        """Turn a cached block into a hole (unused memory), after the caller has taken it out of the prefix tree."""
+        """Make a cached block unused, after the caller has taken it out of the prefix tree."""
         assert block.ref_count == 0
         assert block.node is None
         kind, unit = block.kind, block.unit
@@ -147,7 +146,7 @@ class UnitPool:
     # ------------------------------------------------------------------ inside
 
     def _divide_free_unit(self, kind: int) -> Block:
-        """Divide a free unit of memory into blocks of `kind`. Return the first; the others are holes (unused)."""
+        """Divide a free unit of memory into blocks of `kind`. Return the first; the others are unused (holes)."""
         unit = self._free_units.pop()
         blocks_per_unit = self.blocks_per_unit[kind]
         block_class = self._block_classes[kind]
@@ -155,9 +154,17 @@ class UnitPool:
         unit.blocks = [block_class(unit, slot, blocks_per_unit) for slot in range(blocks_per_unit)]
         unit.holes = unit.blocks[::-1]
         block = unit.holes.pop()
-        if blocks_per_unit > 1:
-            self._units_by_holes[kind][blocks_per_unit - 1][unit] = None
+        self._index_by_holes(unit, kind)
         return block
+
+    def _index_by_holes(self, unit: Unit, kind: int) -> None:
+        """Record a unit under its number of unused blocks, so that `_take_hole` finds it. Full units are left out."""
+        if unit.holes:
+            self._units_by_hole_count[kind][len(unit.holes)][unit] = None
+
+    def _unindex_by_holes(self, unit: Unit, kind: int) -> None:
+        if unit.holes:
+            del self._units_by_hole_count[kind][len(unit.holes)][unit]
 
     def _count_live(self, kind: int, change: int) -> None:
         """Add `change` to the number of live blocks of a kind."""
@@ -171,36 +178,31 @@ class UnitPool:
         unit.live_blocks += 1
 
     def _take_hole(self, kind: int) -> Block | None:
-        """Return an unused block ("hole") in a unit of the kind; None if the kind has none. The caller makes it live.
+        """Take an unused block ("hole") from a unit of this kind; return None if no unit has one.
 
-        A unit is a piece of memory that holds several blocks of one kind. The unit with the fewest holes is filled
-        first, so that units with more holes can become free as a whole.
+        The unit with the fewest unused blocks is filled first, so that emptier units can become free as a whole. The
+        caller adds the first reference to the block.
         """
-        for hole_count, units in enumerate(self._units_by_holes[kind]):
+        for units in self._units_by_hole_count[kind]:
             if not units:
                 continue
             unit, _ = units.popitem()
             block = unit.holes.pop()
-            if hole_count > 1:
-                self._units_by_holes[kind][hole_count - 1][unit] = None
-            if unit.live_blocks == 0:  # it had cached blocks only, and gets a live one
+            self._index_by_holes(unit, kind)
+            if unit.live_blocks == 0:  # the unit had cached blocks only, and is no longer idle
                 self._idle_units[kind] -= 1
             return block
         return None
 
     def _make_hole(self, block: Block) -> None:
-        """Mark a block as unused (a hole) in its unit of memory. A unit that has only holes becomes free for any kind.
-
-        Units with holes are indexed by the number of holes, so the unit moves to the next index.
-        """
+        """Mark a block as unused in its unit of memory. A unit with only unused blocks becomes free for any kind."""
         unit, kind = block.unit, block.kind
-        if unit.holes:
-            del self._units_by_holes[kind][len(unit.holes)][unit]
+        self._unindex_by_holes(unit, kind)
         unit.holes.append(block)
         if len(unit.holes) == self.blocks_per_unit[kind]:
             self._free_unit(unit)
         else:
-            self._units_by_holes[kind][len(unit.holes)][unit] = None
+            self._index_by_holes(unit, kind)
 
     def _free_unit(self, unit: Unit) -> None:
         unit.kind = None
@@ -210,8 +212,8 @@ class UnitPool:
     def _evict_for(self, kind: int) -> bool:
         """Evict the next cached block that helps to make room for a block of `kind`; return False if there is none.
 
-        A block of the same kind leaves its place. A block of another kind helps only if no sequence uses its unit of
-        memory: further evictions then free the whole unit.
+        A block of the same kind leaves its own memory. A block of another kind helps only if no sequence uses its unit
+        of memory, because further evictions then free the whole unit.
         """
         useful_kinds = [k for k in self._attention_kinds if k == kind or self._idle_units[k]]
         victim = self._order.find_victim(useful_kinds)
@@ -221,11 +223,11 @@ class UnitPool:
         return True
 
     def compact(self, kind: int) -> list[tuple[int, Block, BlockId]]:
-        """Empty a unit of memory that other kinds use, so that `kind` can have it.
+        """Free a unit of memory that another kind uses, so that `kind` can have it.
 
-        The unit's live blocks move to unused places in other units of their kind, and cached blocks may be evicted. If
-        `can_allocate` was true before, a unit is free afterwards. Returns the moves in order, as (kind, block, old id),
-        for the caller to copy the contents; the block already has its new id.
+        Live blocks of that unit move to unused blocks in other units of their kind; cached blocks may be evicted. If
+        `can_allocate` was true before, a unit is free afterwards. Returns the moves as (kind, block, old id), in order.
+        The block already has its new id; the caller must copy the contents.
         """
         source_unit = self._find_unit_to_empty(kind)
         if source_unit is None:
@@ -251,16 +253,15 @@ class UnitPool:
         return min(candidates, key=lambda unit: unit.live_blocks, default=None)
 
     def _move_live_blocks(self, source_unit: Unit) -> list[tuple[int, Block, BlockId]]:
-        """Move the live blocks of a unit to holes (unused places) in other units of its kind, and free the unit.
+        """Move the live blocks of a unit to unused blocks (holes) in other units of its kind, and free the unit.
 
-        Without a hole, cached blocks of the kind are evicted to make one. If that frees another unit, it is enough,
-        and moving stops. Returns the moves as `compact` does.
+        Without a hole, the oldest cached blocks of the kind are evicted to make one. If an eviction frees another
+        unit, moving stops, because one free unit is enough. Returns the moves as (kind, block, old id).
         """
         kind = source_unit.kind
         assert kind is not None
         moves: list[tuple[int, Block, BlockId]] = []
-        if source_unit.holes:  # so that no block moves to a hole of this unit
-            del self._units_by_holes[kind][len(source_unit.holes)][source_unit]
+        self._unindex_by_holes(source_unit, kind)  # so that no block moves within this unit
         for slot, block in enumerate(source_unit.blocks):
             if block.ref_count == 0:
                 continue
@@ -269,8 +270,7 @@ class UnitPool:
                 self._evict_block(self._order.find_oldest(kind))
                 hole = self._take_hole(kind)
             if hole is None:
-                if source_unit.holes:
-                    self._units_by_holes[kind][len(source_unit.holes)][source_unit] = None
+                self._index_by_holes(source_unit, kind)
                 return moves
             moves.append((kind, block, block.id))
             self._swap_with_hole(block, slot, hole)
@@ -292,11 +292,10 @@ class UnitPool:
     # ------------------------------------------------------------------ proof
 
     def check_invariants(self) -> None:
-        """Assert that the counts and indexes of the pool agree with what its units and blocks say.
+        """Assert that the pool's counts and indexes agree with its units and blocks.
 
-        A unit is a piece of memory, free or divided into blocks of one kind. A block is live (a sequence holds it),
-        cached (only the prefix tree names it) or a hole (unused). A unit of holes only is free. An idle unit has no
-        live block.
+        A unit is free, or divided into blocks of one kind. A block is live (a sequence holds it), cached (only the
+        prefix tree has it) or a hole (unused). An idle unit has cached blocks and no live one.
         """
         free_units = set(self._free_units)
         assert len(free_units) == len(self._free_units)
@@ -321,7 +320,7 @@ class UnitPool:
             if unit_live_blocks == 0 and unit.kind in self._attention_kinds:
                 idle_units[unit.kind].append(unit)
             if holes:
-                assert unit in self._units_by_holes[unit.kind][len(holes)]
+                assert unit in self._units_by_hole_count[unit.kind][len(holes)]
         assert live_blocks_by_kind == self._live_blocks
         assert self._live_units == sum(map(ceil_div, live_blocks_by_kind, self.blocks_per_unit)) <= len(self.units)
         self._order.check_blocks(cached_blocks, len(self.units))

@@ -14,7 +14,7 @@ from engine.types import Sequence
 
 
 class PrefixMatcher:
-    """The cached prefixes of waiting sequences."""
+    """Finds the cached prefix of each waiting sequence, and remembers it from step to step."""
 
     def __init__(self, block_size: int, hasher: BlockHasher, tree: PrefixTree, windows: AttentionWindows) -> None:
         self._block_size = block_size
@@ -26,7 +26,7 @@ class PrefixMatcher:
     def list_keys(self, seq: Sequence) -> list[BlockKey]:
         """Return the keys of the blocks of `seq` that need not be computed if the cache has them.
 
-        At least one token is left to compute; all tokens are if the request wants logprobs of its prompt.
+        The last token must be computed in any case. If the request wants logprobs of its prompt, all tokens must.
         """
         if seq.request.params.prompt_logprobs is not None:
             return []

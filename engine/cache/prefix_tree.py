@@ -1,15 +1,15 @@
 """The prefix tree: which prefix each cached block belongs to, and which blocks were announced.
 
-A **node** is one block of a prefix: token ids, other keys, hash, and the node before it. It names at most one block of
-every kind on the device, and one in host memory, and leaves the tree when it names none. A node is found by its hash
-**and** checked against its token ids, keys and parent (by induction the whole prefix). So a hash collision is a miss,
-and never another request's KV.
+A **node** is one block of a prefix: token ids, other keys, hash, and the node before it. It has at most one memory
+block of every kind on the device, and one in host memory, and leaves the tree when it has none. A node is found by its
+hash, and then its token ids, keys and parent are compared (by induction the whole prefix). So a hash collision is a
+miss, and never another request's KV.
 
-Owns names and parent links. Refuses to know reference counts and sequences (the pool and `KVCache` do).
+Owns nodes and parent links. Refuses to know reference counts and sequences (the pool and `KVCache` do).
 
-Invariants: every hash has one node. If a node or its child names any block on the device, the node's group-0 block is
-on the device, too (prefix closure). Every node has a group-0 block in one of the memories. A block is announced once
-it is computed, after its parent, and its removal before its parent's. Stored and Removed of one (group, hash, medium)
+Invariants: every hash has one node. If a node or its child has any block on the device, the node's group-0 block is on
+the device, too (prefix closure). Every node has a group-0 block in one of the memories. A block is announced once it is
+computed, after its parent, and its removal before its parent's. Stored and Removed of one (group, hash, medium)
 alternate.
 """
 
@@ -28,20 +28,20 @@ class LowerTier(Protocol):
     """Interface of host memory, which takes blocks that the device evicts."""
 
     def demote(self, block: Block, *, keep_on_host: bool) -> None:
-        """Take a computed block of the device in, which is about to lose its name, and announce that."""
+        """Take over a computed block that the device is about to evict, and announce that."""
 
     def discard_duplicate(self, block: Block) -> None:
         """Drop the copy of a block that the device has computed now, unless a step reads the copy."""
 
     def forget_all(self) -> None:
-        """Forget every name."""
+        """Take all host blocks out of the tree."""
 
 
 class PrefixTree:
-    """Finds cached prefixes, and names the blocks that hold them. Announces every change of what is cached."""
+    """Finds cached prefixes and the blocks that hold them. Announces every change of the cached blocks."""
 
     def __init__(self, spec: CacheSpec, eviction: LruEviction, drop: Callable[[Block], None]) -> None:
-        """`drop`: gives a block that is no longer named back to the pool."""
+        """`drop`: gives a block that left the tree back to the pool."""
         self._node_by_hash: dict[int, Node] = {}
         self._no_blocks: tuple[None, ...] = (None,) * len(spec.blocks_per_unit_by_kind())
         self._device_order = eviction.device_order
@@ -49,7 +49,7 @@ class PrefixTree:
         self._return_to_pool = drop
         self.event_log = EventLog(spec)
         self.lower_tier: LowerTier
-        """Set by `HostTier` before any block is named."""
+        """Set by `HostTier` before any block is attached."""
 
     def __len__(self) -> int:
         return len(self._node_by_hash)
@@ -62,7 +62,7 @@ class PrefixTree:
         return self._node_by_hash.values()
 
     def get(self, hash_: int) -> Node | None:
-        """Return the node of a hash, unverified. Other threads may ask: the answer is that of some moment."""
+        """Return the node of a hash, without comparing tokens. Safe on other threads; the result may be outdated."""
         return self._node_by_hash.get(hash_)
 
     def find(self, key: BlockKey, parent: Node | None) -> Node | None:
@@ -78,8 +78,9 @@ class PrefixTree:
     def extend_match(self, keys: Sequence[BlockKey], nodes: list[Node]) -> None:
         """Change `nodes` in place to the nodes of the longest cached prefix of a prompt.
 
-        `keys` are the names of the prompt's blocks, one after the other. `nodes` is the result of an earlier call for
-        the same keys, or empty. Only its end is checked, since a node in the tree has all its ancestors.
+        `keys`: the keys of the prompt's blocks, in order. `nodes`: the result of an earlier call for the same keys, or
+        empty. Nodes that have left the tree since are removed from its end, because a node in the tree has all its
+        ancestors there; then nodes that are new are appended.
         """
         while nodes and self._node_by_hash.get(nodes[-1].hash) is not nodes[-1]:
             nodes.pop()
@@ -104,9 +105,9 @@ class PrefixTree:
     # ------------------------------------------------------------------ blocks of the device
 
     def attach(self, node: Node, block: Block) -> None:
-        """Name a block that the step being planned computes: the node stands for the prefix that ends with it.
+        """Put a block that the step being planned computes into the tree, at the node of its prefix.
 
-        From now on requests that are admitted share the block. It is pending until `commit` announces it.
+        Requests that are admitted from now on share the block. It is pending until `commit` announces it.
         """
         kind = block.kind
         assert node.blocks[kind] is None
@@ -129,16 +130,16 @@ class PrefixTree:
         self.lower_tier.discard_duplicate(block)
 
     def detach_pending(self, block: Block) -> None:
-        """Take the name of a pending block, which was not computed. Children go first."""
+        """Take a pending block, which was not computed, out of the tree. Call this for children before parents."""
         assert block.is_pending
         block.is_pending = False
         self._unlink(block)
 
     def evict(self, block: Block, *, keep_on_host: bool = True) -> None:
-        """Evict a cached block from the device.
+        """Evict a cached block from the device, and give its memory back to the pool.
 
-        A full-attention block takes its descendants with it, leaves first, because a prefix must stay whole.
-        `keep_on_host`: copy the blocks to host memory, if there is any.
+        With a full-attention block, the blocks after it in the tree are evicted, too, leaves first: without the block,
+        no prompt can use them. `keep_on_host`: copy the blocks to host memory, if there is any.
         """
         root = block.node
         assert root is not None
@@ -153,16 +154,14 @@ class PrefixTree:
             self._device_order.mark_evicted(node, kind)
 
     def detach(self, block: Block) -> None:
-        """Take the name of a computed state or window block, and leave its memory to the sequence that holds it."""
+        """Take a computed state out of the tree, and leave its memory to the sequence that holds it."""
         assert block.kind != FULL_KIND
         assert not block.is_pending
         self.lower_tier.demote(block, keep_on_host=True)
         self._unlink(block)
 
     def clear(self) -> list[Block]:
-        """Forget every name in both memories. Returns the device's blocks that had one; the caller frees those in no
-        use.
-        """
+        """Empty the tree. Returns the blocks of the device that were in it; the caller frees those that are unused."""
         self.lower_tier.forget_all()
         blocks = [b for node in self._node_by_hash.values() for b in node.blocks if b is not None]
         for block in blocks:
@@ -186,14 +185,14 @@ class PrefixTree:
     # ------------------------------------------------------------------ blocks of the host
 
     def attach_host(self, node: Node, block: Block) -> None:
-        """Name a block of the host that a step copies from the device."""
+        """Add a host block, to which a step copies the device's block, to a node."""
         host_blocks = list(node.host_blocks)
         host_blocks[block.kind] = block
         node.host_blocks = host_blocks
         block.node = node
 
     def detach_host(self, block: Block) -> None:
-        """Take the name of a block of the host, and announce that. The caller calls `remove_if_empty`."""
+        """Take a host block out of the tree, and announce its removal. The caller then calls `remove_if_empty`."""
         node, kind = block.node, block.kind
         assert node is not None
         self.event_log.record_host_removed(kind, node)
@@ -202,7 +201,7 @@ class PrefixTree:
         block.node = None
 
     def clear_host(self) -> list[Block]:
-        """Forget every name of the host without announcing it. Returns the host's blocks that had one."""
+        """Take all host blocks out of the tree, without announcing it, and return them."""
         blocks = []
         for node in self._node_by_hash.values():
             blocks += [block for block in node.host_blocks if block is not None]
@@ -212,7 +211,7 @@ class PrefixTree:
         return blocks
 
     def remove_if_empty(self, node: Node) -> None:
-        """Remove a node that names no block in either memory."""
+        """Remove a node that has no block in either memory."""
         if any(node.blocks) or any(node.host_blocks):
             return
         assert not node.children, "a node left before its children"
@@ -226,8 +225,8 @@ class PrefixTree:
     def check_invariants(self) -> None:
         """Assert that nodes, their blocks and the eviction orders agree.
 
-        Every node has a block in at least one memory, and so has every node above it. A block that a sequence holds
-        has only held blocks above it, and a computed block has only computed ones above it.
+        Every node has a block in at least one memory. The parent of a held block is held, and the parent of a computed
+        block is computed.
         """
         self._device_order.check_nodes(self.nodes())
         self._host_order.check_nodes(self.nodes())
@@ -255,13 +254,13 @@ def _check_blocks(node: Node) -> None:
 
 
 def _check_parent_block(node: Node, parent: Node) -> None:
-    """Assert that the block above a node's block on the device is there, as much computed and as much in use."""
+    """Assert that a full-attention block on the device has a parent block there, computed and held if the block is."""
     block, parent_block = node.blocks[FULL_KIND], parent.blocks[FULL_KIND]
     if block is None:
         return
-    assert parent_block is not None, "a block below none"
-    assert block.is_pending or not parent_block.is_pending, "a computed block below one that is not"
-    assert parent_block.ref_count > 0 or block.ref_count == 0, "a block in use below one that is not"
+    assert parent_block is not None, "a block without its parent"
+    assert block.is_pending or not parent_block.is_pending, "a computed block after a pending one"
+    assert parent_block.ref_count > 0 or block.ref_count == 0, "a held block after one that no sequence holds"
 
 
 def list_subtree(root: Node) -> list[Node]:

@@ -1,7 +1,7 @@
 """Blocks that are pulled from another engine into this cache, between steps.
 
-Owns no blocks: it allocates, names and releases those of the pool, for `engine.transfer`. Only while no step is in
-flight, except for `list_keys`.
+Owns no blocks: it allocates and releases blocks of the pool, and registers them in the prefix tree, for
+`engine.transfer`. Only while no step is in flight, except for `list_keys`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.types import BlockCopy, Sequence
 
 
 class PulledBlocks:
-    """Gives memory to blocks that are pulled from a peer, and names them once they are filled."""
+    """Gives memory to blocks that are pulled from a peer, and puts them into the prefix tree once they are filled."""
 
     def __init__(
         self,
@@ -30,7 +30,11 @@ class PulledBlocks:
         hasher: BlockHasher,
         block_copies: list[BlockCopy],
     ) -> None:
-        """`block_copies`: the copies of the plan being made."""
+        """Take the parts of the cache that pulled blocks change.
+
+        `block_copies`: copies that wait for the next step. A pull writes to the same memory before that step, so it
+        takes these copies (`take_copies`) and does them first.
+        """
         self._pool = pool
         self._tree = tree
         self._states = states
@@ -40,7 +44,7 @@ class PulledBlocks:
         self._block_copies = block_copies
 
     def list_keys(self, seq: Sequence) -> list[BlockKey]:
-        """Return the keys of the blocks of `seq`, which is not queued, that need not be computed if they are cached."""
+        """Return the keys of the blocks of `seq` that need not be computed if they are cached. `seq` is not queued."""
         keys = self._matcher.list_keys(seq)
         self._hasher.discard(seq)
         return keys
@@ -53,16 +57,17 @@ class PulledBlocks:
         return block
 
     def take_copies(self) -> list[BlockCopy]:
-        """Take the copies that no step in flight has. The caller does them at once, in order."""
+        """Take the copies that wait for the next step. The caller does them at once, in order."""
         block_copies = self._block_copies.copy()
         self._block_copies.clear()
         self._host_tier.take_planned_stores()
         return block_copies
 
     def name(self, block: Block, key: BlockKey, parent: Node | None) -> Node | None:
-        """Name and announce a filled block, and return its node. Its parent is held until `release`.
+        """Put a filled block into the prefix tree, announce it, and return its node.
 
-        Returns None, with nothing done, if its parent was evicted meanwhile, or if the name is taken.
+        Returns None, with nothing done, if the parent was evicted meanwhile, or if the tree has such a block already.
+        The parent of a full-attention block is held until `release`, so that it is not evicted before the child.
         """
         if parent is not None and (parent not in self._tree or not parent.has_computed(FULL_KIND)):
             return None
@@ -73,13 +78,13 @@ class PulledBlocks:
             self._tree.remove_if_empty(node)
             return None
         if block.kind == FULL_KIND and parent is not None:
-            self._pool.acquire(_full_block(parent))  # eviction takes ends of paths, and the parent is no end any more
+            self._pool.acquire(_full_block(parent))
         self._tree.attach(node, block)
         self._tree.commit(block)
         return node
 
     def release(self, block: Block) -> None:
-        """Give up the references of `allocate` and `name`, children before parents. Named blocks become cached."""
+        """Give up the references of `allocate` and `name`. A block in the tree becomes cached. Children go first."""
         node = block.node
         if isinstance(block, StateBlock) and node is not None:
             self._states.release_new_checkpoint(block)

@@ -1,4 +1,4 @@
-"""The blocks that a running sequence holds, and the nodes of the prefix tree that name them."""
+"""The blocks that a running sequence holds, and their nodes in the prefix tree."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class PendingMerge(NamedTuple):
     block_index: int
     """Index of the block in the table of its group."""
     identical_block: Block
-    """Block that replaces it, held until then."""
+    """Block of the prefix tree that replaces it. The sequence holds both until the commit."""
 
 
 class SequenceBlocks:
-    """The blocks that a running sequence holds, by group. Keeps `seq.block_tables`, which the runner reads, in step."""
+    """The blocks that a running sequence holds, by group. Also writes `seq.block_tables`, which the runner reads."""
 
     __slots__ = (
         "blocks_by_group",
@@ -38,27 +38,27 @@ class SequenceBlocks:
     )
 
     def __init__(self, seq: Sequence, group_count: int, *, is_detached: bool) -> None:
-        """Start without blocks. Each group of attention layers has a block table of its own."""
+        """Start without blocks. Each of the `group_count` groups of attention layers has a block table of its own."""
         self.seq = seq
         self.blocks_by_group: list[list[Block | None]] = [[] for _ in range(group_count)]
-        """Blocks held, by group and position. None stands for a block before the sliding window."""
+        """[group][block index]; None stands for a block before the sliding window, which is released."""
         self.nodes: list[Node] = []
-        """Tree node of each block that has one, in order of position."""
+        """Prefix tree nodes of the leading blocks, which are registered."""
         self.committed_block_count = 0
-        """Number of leading `nodes` with computed blocks. Running steps compute the later blocks."""
+        """Number of leading `nodes` with computed blocks. Steps in flight compute the other blocks."""
         self.pending_merges: list[PendingMerge] = []
         """Merges to do when their steps are committed, in order of position."""
         self.is_detached = is_detached
-        """Whether further blocks get no tree node: prefix caching is off, the cache was reset, or a hash collided."""
+        """Whether further blocks stay unregistered: prefix caching is off, the cache was reset, or a hash collided."""
         self.window_starts = [0] * group_count
         """Index of the first block that is still held, by group."""
         seq.block_tables = [[] for _ in range(group_count)]
-        self.mark_replaced()
+        self.increment_table_version()
 
     # ------------------------------------------------------------------ tables
 
-    def mark_replaced(self) -> None:
-        """Make the runner write this sequence's tables again in full. Appended blocks do not need this."""
+    def increment_table_version(self) -> None:
+        """Make the runner read this sequence's tables again in full, because blocks in them were replaced."""
         self.seq.table_version += 1
 
     def append(self, new_blocks: list[tuple[int, Block]]) -> None:
@@ -98,13 +98,13 @@ class SequenceBlocks:
         self.window_starts[group] = max(self.window_starts[group], end)
 
     def release(self, pool: UnitPool) -> None:
-        """Release all blocks, from the last position to the first. The last position is then evicted first."""
+        """Release all blocks, last position first, so that the end of the prefix is evicted before its beginning."""
         for column in zip_longest(*(reversed(blocks) for blocks in reversed(self.blocks_by_group))):
             for block in column:
                 if block is not None:
                     pool.release(block)
 
-    # ------------------------------------------------------------------ names
+    # ------------------------------------------------------------------ merges and pending blocks
 
     def take_merges(self, end: int) -> list[PendingMerge]:
         """Remove the pending merges of blocks before the block index `end`, and return them."""

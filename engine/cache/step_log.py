@@ -1,9 +1,9 @@
-"""Log of the blocks that each step, planned or in flight, finishes, loads and moves.
+"""Log of the blocks that each step, planned or in flight, fills, loads and moves.
 
-A step's blocks are **registered** while it is planned: they get their names, and later requests of the same step may
-share them. When the step is computed they are **committed**: announced, or merged with an identical block. If the step
-fails they are **rolled back**. If the last token of a block is not known when its step is planned, the block is named
-when the step is committed.
+While a step is planned, the blocks that it fills are **registered**: they enter the prefix tree, where later requests
+of the same step find them. When the step is computed, they are **committed**: announced by an event, or merged with an
+identical block. If the step fails, they are **rolled back**. If the last token of a block is not sampled yet, the block
+is registered when its step is committed.
 
 Knows nothing of admission, and of how memory is found.
 """
@@ -28,16 +28,16 @@ from engine.types import Chunk, Sequence
 
 
 class FinishedBlocks(NamedTuple):
-    """Blocks [start, end) of a sequence, which one step finishes and names."""
+    """Blocks [start, end) of a sequence, which one step fills."""
 
     seq_blocks: SequenceBlocks
     start: int
     end: int
     load_count: int
-    """Number of the step's `host_loads` that were planned before these blocks were named.
+    """Number of the step's `host_loads` that were planned before these blocks were registered.
 
-    If request A loads 2 blocks and finishes one, and then B loads 3 and finishes one, A's block has 2 and B's has 5. So
-    the order of announcements is 2 loads, A's block, 3 loads, B's block.
+    If request A loads 2 blocks and fills one, and then B loads 3 and fills one, A's block has 2 and B's has 5. So the
+    order of announcements is 2 loads, A's block, 3 loads, B's block.
     """
 
 
@@ -46,8 +46,8 @@ class PendingStep:
     """The blocks of one step, from its planning to its result."""
 
     finished_blocks: list[FinishedBlocks] = field(default_factory=list)
-    end_by_unnamed_sequence: dict[SequenceBlocks, int] = field(default_factory=dict)
-    """End of the block that the step fills, by sequence. The last token of such a sequence is not known yet."""
+    late_block_end_by_sequence: dict[SequenceBlocks, int] = field(default_factory=dict)
+    """End, in tokens, of the block that the step fills, for sequences with a last token that is not sampled yet."""
     moved_blocks: list[Block] = field(default_factory=list)
     """Blocks that a compaction moves at the start of the step."""
     host_stores: list[Block] = field(default_factory=list)
@@ -58,7 +58,7 @@ class PendingStep:
 
 
 class StepLog:
-    """Names the blocks of each step, and announces or undoes them once the step's result is known."""
+    """Registers the blocks of each step in the prefix tree, and commits or undoes them by the step's result."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class StepLog:
         states: StateCheckpoints | NoStates,
         host_tier: HostTier,
     ) -> None:
-        """Start without steps. All parts are the cache's own: this one is told of each step, and calls the others."""
+        """Start without steps. All parts belong to one cache, and the log changes them when a step begins or ends."""
         self._block_size = spec.block_size
         self._groups = range(len(spec.groups))
         self._hasher = hasher
@@ -91,31 +91,33 @@ class StepLog:
         self._planning_step.moved_blocks.append(block)
 
     def register_full_blocks(self, seq_blocks: SequenceBlocks, end: int) -> None:
-        """Assign tree nodes, by which others find them, to the blocks that are full once `end` tokens are computed.
+        """Register the blocks that are full once `end` tokens are computed, so that other requests find them.
 
-        A node is named by the hash of all tokens up to its end. So if a step in flight still draws the last of them,
-        the node is assigned when that step is committed. Does nothing if the sequence's further blocks get no names.
+        With blocks of 16 tokens and `end` 40, these are blocks 0 and 1. The key of a block is a hash of its tokens. So
+        if the last token is not sampled yet, the block is registered when the step being planned is committed. Does
+        nothing for a detached sequence.
         """
         full_count, remainder = divmod(end, self._block_size)
-        named_count = len(seq_blocks.nodes)
-        if full_count <= named_count or seq_blocks.is_detached:
+        registered_count = len(seq_blocks.nodes)
+        if full_count <= registered_count or seq_blocks.is_detached:
             return
         seq = seq_blocks.seq
-        if end > len(seq.token_ids):  # a step in flight draws the missing token
+        is_last_token_sampled = end <= len(seq.token_ids)
+        if not is_last_token_sampled:
             if not remainder:
-                self._planning_step.end_by_unnamed_sequence[seq_blocks] = end
+                self._planning_step.late_block_end_by_sequence[seq_blocks] = end
                 self._states.save_checkpoint(seq, None, end)
             return
-        self._assign_nodes(seq_blocks, full_count)
+        self._add_nodes(seq_blocks, full_count)
         load_count = len(self._host_tier.planned_loads)
         self._planning_step.finished_blocks.append(
-            FinishedBlocks(seq_blocks, named_count, len(seq_blocks.nodes), load_count)
+            FinishedBlocks(seq_blocks, registered_count, len(seq_blocks.nodes), load_count)
         )
         if not seq_blocks.is_detached:
             self._states.reserve_checkpoint(seq, seq_blocks.nodes, seq.computed_tokens, end)
 
     def begin_step(self, chunks: Items[Chunk]) -> None:
-        """Record that the step being planned is complete, and in flight from now on."""
+        """Record that planning of the step is complete, and that the step is in flight from now on."""
         step, self._planning_step = self._planning_step, PendingStep()
         step.chunks = chunks
         step.host_stores = self._host_tier.take_planned_stores()
@@ -123,65 +125,70 @@ class StepLog:
         self._steps_in_flight.append(step)
 
     def detach(self, seq_blocks: SequenceBlocks) -> None:
-        """Assign no nodes to further blocks of a sequence."""
+        """Keep further blocks of a sequence out of the prefix tree."""
         seq_blocks.is_detached = True
         self._states.cancel_planned(seq_blocks.seq)
 
     # ------------------------------------------------------------------ results
 
     def commit(self, chunks: Items[Chunk], ended_sequences: Collection[Sequence]) -> None:
-        """Announce the blocks of the oldest step in flight, which is computed, and merge identical blocks.
+        """Announce the blocks of the oldest step in flight, which is computed now, and merge identical blocks.
 
-        `ended_sequences`: further blocks of these sequences get no nodes. Only chunks that finish a block cost time.
+        `ended_sequences`: sequences of finished requests, for which late blocks are not registered any more.
         """
         step = self._steps_in_flight.popleft()
         assert step.chunks is chunks
-        announced_count = 0
+        committed_loads = 0
         for seq_blocks, start, end, load_count in step.finished_blocks:
             # A computed block may follow a loaded one in its prefix, so loads that were planned before it come first.
-            self._host_tier.commit_loads(step.host_loads[announced_count:load_count])
-            announced_count = max(announced_count, load_count)
+            self._host_tier.commit_loads(step.host_loads[committed_loads:load_count])
+            committed_loads = max(committed_loads, load_count)
             self._commit_blocks(seq_blocks, start, end)
-        self._host_tier.commit_loads(step.host_loads[announced_count:])
-        for seq_blocks, end in step.end_by_unnamed_sequence.items():
+        self._host_tier.commit_loads(step.host_loads[committed_loads:])
+        for seq_blocks, end in step.late_block_end_by_sequence.items():
             if seq_blocks.seq not in ended_sequences and not seq_blocks.is_detached:
-                self._name_and_commit(seq_blocks, end)
+                self._commit_late_block(seq_blocks, end)
 
-    def _name_and_commit(self, seq_blocks: SequenceBlocks, end: int) -> None:
-        """Name and announce a block that is computed now, and the checkpoint at its end, if its step took one.
+    def _commit_late_block(self, seq_blocks: SequenceBlocks, end: int) -> None:
+        """Register and announce the block that ends at `end`, and the state checkpoint there, if the step took one.
 
-        The block got no name with the others, because its last token was still being drawn when its step was planned.
+        When the step was planned, the block's last token was not sampled yet, so the block had no hash.
         """
         start, full_count = len(seq_blocks.nodes), end // self._block_size
-        self._assign_nodes(seq_blocks, full_count, is_computed=True)
+        self._add_nodes(seq_blocks, full_count, is_computed=True)
         if len(seq_blocks.nodes) == full_count:
             self._states.attach_checkpoint(seq_blocks.seq, seq_blocks.nodes[-1], end)
         self._commit_blocks(seq_blocks, start, len(seq_blocks.nodes))
 
     def rollback(self) -> None:
-        """Undo the newest step in flight, which was not computed: its registrations in the reverse of their order."""
+        """Undo the newest step in flight, which was not computed.
+
+        Blocks leave the prefix tree in the reverse order of their registration, so children leave before parents.
+        """
         step = self._steps_in_flight.pop()
         self._untrusted_blocks += step.moved_blocks
         self._states.rollback(step.chunks)
-        remaining_load_count = len(step.host_loads)
+        remaining_loads = len(step.host_loads)
         for seq_blocks, start, end, load_count in reversed(step.finished_blocks):
-            self._host_tier.rollback_loads(step.host_loads[load_count:remaining_load_count])
-            remaining_load_count = min(remaining_load_count, load_count)
+            self._host_tier.rollback_loads(step.host_loads[load_count:remaining_loads])
+            remaining_loads = min(remaining_loads, load_count)
             for block in reversed(list(seq_blocks.iter_pending_blocks(start, end))):
                 self._tree.detach_pending(block)
             del seq_blocks.nodes[start:]
-        self._host_tier.rollback_loads(step.host_loads[:remaining_load_count])
-        for seq_blocks, start, _, _ in step.finished_blocks:  # after the blocks that descend from them
+        self._host_tier.rollback_loads(step.host_loads[:remaining_loads])
+        for seq_blocks, start, _, _ in step.finished_blocks:  # after all blocks below them have left the tree
             seq_blocks.drop_merges(self._pool, start)
         self._untrusted_host_blocks += step.host_stores
 
     def invalidate_failed_copies(self) -> bool:
-        """Drop the blocks that copies of failed steps may or may not have filled.
+        """Evict the blocks that copies of failed steps may have left with wrong contents.
 
-        Returns True, with nothing done, while sequences hold any of these blocks: they must be released first.
+        Returns True, with nothing done, if sequences still hold any of these blocks: the caller must release them
+        first, and call again.
         """
         host_blocks = self._untrusted_host_blocks + self._host_tier.untrusted_blocks()
-        if any(block.ref_count for block in self._untrusted_blocks + host_blocks):
+        is_any_held = any(block.ref_count for block in self._untrusted_blocks + host_blocks)
+        if is_any_held:
             return True
         for block in self._untrusted_blocks:
             if block.node is not None:
@@ -193,12 +200,13 @@ class StepLog:
         self._untrusted_host_blocks.clear()
         return False
 
-    # ------------------------------------------------------------------ names
+    # ------------------------------------------------------------------ nodes of the prefix tree
 
-    def _assign_nodes(self, seq_blocks: SequenceBlocks, full_count: int, *, is_computed: bool = False) -> None:
-        """Name the sequence's blocks up to `full_count`; detach the sequence if another prefix has the same hash.
+    def _add_nodes(self, seq_blocks: SequenceBlocks, full_count: int, *, is_computed: bool = False) -> None:
+        """Register the sequence's first `full_count` blocks, as far as they are not. Detach it on a hash collision.
 
-        `is_computed`: the blocks are computed already, so they cannot share a pending block; they are named later.
+        `is_computed`: the blocks are computed already. They cannot be merged with a block that another step in flight
+        is still to compute, so registration stops there.
         """
         keys = self._hasher.block_keys(seq_blocks.seq, full_count)
         for index in range(len(seq_blocks.nodes), full_count):
@@ -210,26 +218,27 @@ class StepLog:
                 return
             seq_blocks.nodes.append(node)
             for group in self._groups:
-                self._name_block(seq_blocks, group, index, node)
+                self._attach_block(seq_blocks, group, index, node)
 
-    def _name_block(self, seq_blocks: SequenceBlocks, group: int, index: int, node: Node) -> None:
-        """Make `node` name a block of a sequence, so that other sequences with the same prefix find it.
+    def _attach_block(self, seq_blocks: SequenceBlocks, group: int, index: int, node: Node) -> None:
+        """Put a sequence's block at `index` into a node of the tree, where sequences with the same prefix find it.
 
-        If the node names another block with the same content already, the two are merged at the commit.
+        If the node already has another block with the same content, the two are merged when the step is committed.
         """
-        held_block, named_block = seq_blocks.blocks_by_group[group][index], node.blocks[group]
-        if held_block is None or held_block is named_block:
+        own_block, tree_block = seq_blocks.blocks_by_group[group][index], node.blocks[group]
+        if own_block is None or own_block is tree_block:
             return
-        if named_block is None:
-            self._tree.attach(node, held_block)
+        if tree_block is None:
+            self._tree.attach(node, own_block)
         else:
-            self._pool.acquire(named_block)
-            seq_blocks.pending_merges.append(PendingMerge(group, index, named_block))
+            self._pool.acquire(tree_block)
+            seq_blocks.pending_merges.append(PendingMerge(group, index, tree_block))
 
     def _commit_blocks(self, seq_blocks: SequenceBlocks, start: int, end: int) -> None:
-        """Announce the named blocks of [start, end), which are computed, and merge identical ones.
+        """Announce the blocks [start, end) of a sequence, which are computed now, and merge duplicates.
 
-        If another sequence computed the same block, the table gets that one, and the sequence's own is released.
+        If another sequence has put an identical block into the prefix tree first, this sequence's block table is
+        redirected to that block, and the sequence's own block is released.
         """
         for block in seq_blocks.iter_pending_blocks(start, end):
             self._tree.commit(block)
@@ -238,9 +247,10 @@ class StepLog:
             return
         merges = seq_blocks.take_merges(end)
         if merges:
-            seq_blocks.mark_replaced()
-        for group, index, identical_block in merges:
-            self._pool.release(seq_blocks.replace(group, index, identical_block))
+            seq_blocks.increment_table_version()
+        for group, index, tree_block in merges:
+            own_block = seq_blocks.replace(group, index, tree_block)
+            self._pool.release(own_block)
 
     def list_pinned_host_blocks(self) -> list[Block]:
         """Return the blocks of host memory that loads hold, one entry for each load."""
