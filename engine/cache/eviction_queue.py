@@ -1,12 +1,13 @@
-"""Evicts the ends of cached paths in the order of what `ReuseStats` has learned of conversations.
+"""Evicts the ends of cached paths, by what `ReuseStats` has learned of how conversations return.
 
-A path is the cached blocks of one conversation turn, and is evicted from its end. Its worth is the expected number of
+A path is the cached blocks of one conversation turn, and is evicted from its end. Its value is the expected number of
 hits of a block per unit of time: `return share / max(gap, age)` (see `engine.cache.reuse_stats`). Paths of equal class,
 gap and value share a queue. Only the ends of the queues are compared, and the number of queues does not grow with the
 cache. A path that was chosen is shortened until it is gone or another path is cached.
 
-If a path can be resumed only at states (`StateValuation`), it is worth what its last state saves for the memory that
-the state and the blocks take. A state that a deeper state of its path has superseded is evicted by itself.
+In a model with recurrent states, a path can be resumed only where a state was saved. Then the value of the path also
+depends on the blocks that its last state saves, for each block of memory (`StateValuation`). A state that a later state
+of the same path has superseded is evicted by itself.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from engine.cache.reuse_stats import ConversationTurn, ReuseStats
 _QUEUES_PER_DOUBLING = 2
 """Queues of one class for each doubling of the gap."""
 _OVERDUE_GAPS = 1.5
-"""A turn is overdue when its age is so many times its expected gap."""
+"""A turn is overdue when its age is more than so many times its expected gap."""
 
 _UNRESUMABLE_VALUE = 0.02
-"""Worth of a path without a state at its end, which only shows where a checkpoint should be."""
+"""Value of a path without a state at its end. No prompt resumes from it, but it shows where to save a state next."""
 
 EvictableT = TypeVar("EvictableT", bound="EvictableNode")
 
@@ -49,7 +50,10 @@ class StateValuation(Generic[EvictableT]):
     """`Node.count_saved_blocks`: blocks that the state at a node saves; None if there is no state."""
 
     def value_per_block(self, leaf: EvictableT) -> float:
-        """Return the blocks that a path ending at `leaf` saves, for each block of memory that path and state take."""
+        """Return the blocks that need not be computed thanks to the path to `leaf`, per block of memory that it takes.
+
+        If the state at the leaf saves 30 blocks, and takes the memory of 10, the value is 30 / (30 + 10).
+        """
         saved_blocks = self.count_saved_blocks(leaf, self.blocks_per_state)
         return _UNRESUMABLE_VALUE if saved_blocks is None else saved_blocks / (saved_blocks + self.blocks_per_state)
 
@@ -118,7 +122,7 @@ class EvictionQueue(Generic[EvictableT]):
     def shorten_path(self, leaf: EvictableT, parent: EvictableT) -> None:
         """Record that `leaf` was evicted: its path ends at `parent` now.
 
-        If only a shared prefix is left of the path, the path belongs to that prefix from now on.
+        Once only a prefix is left that several conversations share, the path is valued by the reuse of that prefix.
         """
         path = self._path_by_leaf.pop(leaf)
         path.leaf = parent
@@ -135,14 +139,14 @@ class EvictionQueue(Generic[EvictableT]):
         self._enqueue(path)
 
     def _find_shared_prefix(self, path: CachedPath[EvictableT]) -> ConversationTurn | None:
-        """Return the shared prefix at whose end a conversation's path ends now; None if the path has more, or less."""
+        """Return the shared prefix that a conversation's path was shortened to; None if it ends elsewhere."""
         turn = path.turn
         if turn.is_shared_prefix or path.leaf.depth >= turn.shared_blocks:
             return None
         return self._reuse_stats.shared_prefix_turn(path.leaf.hash, turn.end_clock)
 
     def requeue(self, node: EvictableT) -> None:
-        """Put the path that ends at `node`, if one does, into the queue of its present value.
+        """Move the path that ends at `node`, if one does, to the queue of its present value.
 
         Called when the state at `node` was used, added or removed.
         """
@@ -172,7 +176,7 @@ class EvictionQueue(Generic[EvictableT]):
         return node if state_value <= self._current_value(next_path) else None
 
     def mark_abandoned(self, turn: ConversationTurn) -> None:
-        """Let the path of `turn` be evicted first, because the next turn of its conversation has another path."""
+        """Evict the path of `turn` first from now on, because the next turn of its conversation has another path."""
         path = self._path_by_turn.pop(turn, None)
         if path is not None:
             self._dequeue(path)
@@ -209,7 +213,7 @@ class EvictionQueue(Generic[EvictableT]):
         assert self._superseded_states.keys() <= nodes_with_states
 
     def _select_path(self) -> CachedPath[EvictableT] | None:
-        """Return the path to evict from: the same one as before, until it is gone or another path is added."""
+        """Return the path to evict from: the path of the last call, until it is gone or another path is added."""
         if self._next_path is None:
             self._next_path = next(iter(self._abandoned_paths), None) or self._least_valuable_path()
         return self._next_path
@@ -242,7 +246,7 @@ class EvictionQueue(Generic[EvictableT]):
         return self._age(path) > _OVERDUE_GAPS * key.gap
 
     def _value_log2(self, leaf: EvictableT) -> int:
-        """Return log2, rounded, of the blocks saved for each block of the path that ends at `leaf`."""
+        """Return the rounded log2 of `StateValuation.value_per_block` at `leaf`; 0 for a model without states."""
         if self._state_valuation is None:
             return 0
         return round(math.log2(self._state_valuation.value_per_block(leaf)))
@@ -268,8 +272,7 @@ class EvictionQueue(Generic[EvictableT]):
 
 
 class AdaptiveEviction(Generic[EvictableT]):
-    """Evicts the path that is least likely to be continued, in device and host memory. Both learn from all
-    conversations.
+    """Evicts the path that is least likely to be continued. Device and host memory learn from the same conversations.
 
     Invariant: the device's queue holds exactly the cached nodes that have no cached child.
     """
@@ -282,7 +285,7 @@ class AdaptiveEviction(Generic[EvictableT]):
         self.device_queue: EvictionQueue[EvictableT] = EvictionQueue(self._reuse_stats, state_valuation)
         self.host_queue: EvictionQueue[EvictableT] = EvictionQueue(self._reuse_stats, state_valuation)
         self._last_turn = ConversationTurn(0, 0)
-        """The turn that ended last: the owner of nodes that become cached next."""
+        """The turn that ended last: nodes that become cached next belong to its path."""
 
     def begin_turn(self, block_hashes: Sequence[int], hit_blocks: int) -> ConversationTurn:
         """Record a request with these blocks in its prompt; the first `hit_blocks` of them were cached."""
@@ -310,11 +313,11 @@ class AdaptiveEviction(Generic[EvictableT]):
             self.device_queue.shorten_path(leaf, parent)
 
     def add_host_leaf(self, node: EvictableT) -> None:
-        """Add `node`, which has no children, to host memory; the turn is that of its path on the device."""
+        """Record that host memory has `node`, which has no children. Its path belongs to the same turn as before."""
         self.host_queue.add(node, self.device_queue.find_turn(node) or self._last_turn)
 
     def replace_host_leaf(self, leaf: EvictableT, parent: EvictableT) -> None:
-        """Record that `leaf` is gone and that `parent`, which host memory has, is the end of its path now."""
+        """Record that `leaf` has left the tree, so that its path in host memory ends at `parent` now."""
         if self.host_queue.find_turn(leaf) is not None:
             self.host_queue.shorten_path(leaf, parent)
         else:

@@ -6,12 +6,13 @@ holds are evicted in the order of their age.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 
 from engine.cache.block_hasher import BlockHasher
 from engine.cache.blocks import Block, Node, StateBlock
 from engine.cache.eviction_order import EvictionOrder, LruEviction, LruOrder
-from engine.cache.eviction_queue import AdaptiveEviction, StateValuation
+from engine.cache.eviction_queue import AdaptiveEviction, EvictionQueue, StateValuation
 from engine.cache.reuse_stats import ConversationTurn
 from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.types import Sequence as EngineSequence
@@ -23,14 +24,39 @@ class _LearnedOrder(EvictionOrder):
     All blocks are also kept in an order by age, which decides when the learned queue of the memory is empty.
     """
 
-    def __init__(self, eviction: AdaptiveEviction[Node], age_order: LruOrder, blocks_per_state: int) -> None:
-        """`blocks_per_state`: number of attention blocks that take as much memory as one state."""
+    def __init__(
+        self, eviction: AdaptiveEviction[Node], queue: EvictionQueue[Node], age_order: LruOrder, blocks_per_state: int
+    ) -> None:
+        """`queue`: the learned queue of this memory. `blocks_per_state`: attention blocks in the memory of a state."""
         self._eviction = eviction
+        self._queue = queue
         self._age_order = age_order
         self._blocks_per_state = blocks_per_state
 
+    @abstractmethod
+    def _get_blocks(self, node: Node) -> Sequence[Block | None]:
+        """Return the blocks that this memory has at a node: full attention is the first kind, state the last."""
+
+    def mark_used(self, block: Block) -> None:
+        self._age_order.mark_used(block)
+        assert block.node is not None
+        if isinstance(block, StateBlock):
+            self._eviction.requeue_state(block.node)
+        else:
+            self._queue.remove(block.node)
+
     def mark_freed(self, block: Block) -> None:
         self._age_order.mark_freed(block)
+
+    def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
+        """Return a superseded state that is worth little, else the end of the path that is worth least."""
+        if self._age_order.peek_victim(useful_kinds) is None:
+            return None
+        node = self._queue.select_state()
+        if node is not None:
+            return self._get_blocks(node)[-1]
+        node = self._queue.select_leaf()
+        return self._age_order.find_victim(useful_kinds) if node is None else self._get_blocks(node)[FULL_KIND]
 
     def find_oldest(self, kind: int) -> Block:
         return self._age_order.find_oldest(kind)
@@ -43,9 +69,11 @@ class LearnedDeviceOrder(_LearnedOrder):
     """Decides which block leaves the device next: one of the conversation that is least likely to return.
 
     The learned queue holds the nodes at the ends of cached prefixes, and states that a later state of the same
-    conversation has superseded. If the queue is empty, the oldest block goes. In `node.blocks`, full attention is the
-    first kind, and recurrent state is the last.
+    conversation has superseded. If the queue is empty, the oldest block goes.
     """
+
+    def _get_blocks(self, node: Node) -> Sequence[Block | None]:
+        return node.blocks
 
     def mark_cached(self, block: Block) -> None:
         """Record that no sequence holds a block any more, so that it may be evicted.
@@ -58,15 +86,7 @@ class LearnedDeviceOrder(_LearnedOrder):
         if not isinstance(block, StateBlock):
             self._eviction.mark_cached(block.node)
         elif block.is_superseded:
-            self._eviction.device_queue.add_superseded_state(block.node, block.value / self._blocks_per_state)
-
-    def mark_used(self, block: Block) -> None:
-        self._age_order.mark_used(block)
-        assert block.node is not None
-        if isinstance(block, StateBlock):
-            self._eviction.requeue_state(block.node)
-        else:
-            self._eviction.device_queue.remove(block.node)
+            self._queue.add_superseded_state(block.node, block.value / self._blocks_per_state)
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         """Update the queue after an eviction. After that of a full-attention block, its parent may be evicted next."""
@@ -75,15 +95,6 @@ class LearnedDeviceOrder(_LearnedOrder):
         else:
             parent = node.parent
             self._eviction.remove_leaf(node, parent if parent is not None and parent.is_cached(FULL_KIND) else None)
-
-    def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
-        if self._age_order.peek_victim(useful_kinds) is None:
-            return None
-        node = self._eviction.device_queue.select_state()
-        if node is not None:
-            return node.blocks[-1]
-        node = self._eviction.device_queue.select_leaf()
-        return self._age_order.find_victim(useful_kinds) if node is None else node.blocks[FULL_KIND]
 
     def clear(self) -> None:
         self._eviction.clear()
@@ -104,48 +115,34 @@ class LearnedHostOrder(_LearnedOrder):
     same conversation has superseded. If the queue is empty, the oldest block goes.
     """
 
+    def _get_blocks(self, node: Node) -> Sequence[Block | None]:
+        return node.host_blocks
+
     def mark_cached(self, block: Block) -> None:
         self._age_order.mark_cached(block)
         node = block.node
         assert node is not None
         if isinstance(block, StateBlock):
             if block.is_superseded or node.blocks[FULL_KIND] is not None:
-                self._eviction.host_queue.add_superseded_state(node, block.value / self._blocks_per_state)
+                self._queue.add_superseded_state(node, block.value / self._blocks_per_state)
         elif not node.children:
             self._eviction.add_host_leaf(node)
-
-    def mark_used(self, block: Block) -> None:
-        self._age_order.mark_used(block)
-        assert block.node is not None
-        if isinstance(block, StateBlock):
-            self._eviction.requeue_state(block.node)
-        else:
-            self._eviction.host_queue.remove(block.node)
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         if kind != FULL_KIND:
             self._eviction.requeue_state(node)
         elif any(node.blocks):
-            self._eviction.host_queue.remove(node)
+            self._queue.remove(node)
 
     def mark_child_added(self, node: Node) -> None:
-        self._eviction.host_queue.remove(node)
+        self._queue.remove(node)
 
     def mark_node_removed(self, node: Node) -> None:
         parent = node.parent
         if parent is not None and not parent.children and parent.is_cached_on_host(FULL_KIND):
             self._eviction.replace_host_leaf(node, parent)
         else:
-            self._eviction.host_queue.remove(node)
-
-    def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
-        if self._age_order.peek_victim(useful_kinds) is None:
-            return None
-        node = self._eviction.host_queue.select_state()
-        if node is not None:
-            return node.host_blocks[-1]
-        node = self._eviction.host_queue.select_leaf()
-        return self._age_order.find_victim(useful_kinds) if node is None else node.host_blocks[FULL_KIND]
+            self._queue.remove(node)
 
 
 class LearnedEviction(LruEviction):
@@ -167,9 +164,9 @@ class LearnedEviction(LruEviction):
         self._eviction: AdaptiveEviction[Node] = AdaptiveEviction(
             unit_count * blocks_per_unit[FULL_KIND], spec.block_size, state_valuation=valuation
         )
-        age_orders = [LruOrder(blocks_per_unit, spec.state_kind) for _ in range(2)]
-        self.device_order = LearnedDeviceOrder(self._eviction, age_orders[0], blocks_per_state)
-        self.host_order = LearnedHostOrder(self._eviction, age_orders[1], blocks_per_state)
+        eviction, age_orders = self._eviction, [LruOrder(blocks_per_unit, spec.state_kind) for _ in range(2)]
+        self.device_order = LearnedDeviceOrder(eviction, eviction.device_queue, age_orders[0], blocks_per_state)
+        self.host_order = LearnedHostOrder(eviction, eviction.host_queue, age_orders[1], blocks_per_state)
         self._turn_by_sequence: dict[EngineSequence, ConversationTurn] = {}
 
     def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:

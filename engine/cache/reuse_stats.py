@@ -1,15 +1,15 @@
 """How often, and after how long, conversations return to their cached prefixes.
 
-A **conversation** is a path of the prefix tree that requests continue: a prompt that begins with (nearly) the whole
-prompt of an earlier one is its next turn. Turns are put into **classes**, by the number of turns and by how much the
-last one added; shared prefixes of several conversations are classes of their own. For every class the returns and the
-gaps before them are counted. Conversations are remembered after their blocks were evicted, so that the counts do not
-depend on what was kept.
+A **conversation** is a sequence of requests: a prompt that begins with (nearly) the whole prompt of an earlier request
+is the next **turn** of its conversation. Turns are put into **classes**, by their number in the conversation and by the
+blocks that the last one added. Prefixes that several conversations share are classes of their own. For every class, the
+returns and the gaps before them are counted. Conversations are remembered after their blocks were evicted, so that the
+counts do not depend on which blocks stay cached.
 
-A turn that ended `age` ago is worth `return share / max(gap, age)`: hits of a block per unit of time. The gap is the
-geometric mean of the class's gap and the turn's own last one. So a turn keeps its worth while its return is due, and
-loses it afterwards, as in LRU. Of turns that are equally far from being due the youngest goes first: so a part of a
-cycle that is larger than the cache stays.
+A turn that ended `age` ago has the value `return share / max(gap, age)`: expected hits of a block per unit of time. The
+gap is the geometric mean of the class's gap and the turn's own last gap. So a turn keeps its value until its return is
+due, and loses it afterwards, as in LRU. Among turns that are equally far from being due, the youngest is evicted first.
+So if requests repeat a cycle that is larger than the cache, a part of the cycle stays cached.
 
 The clock counts blocks of prompts. Refuses to know pools, tokens and time of day.
 """
@@ -21,22 +21,22 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 _TURNS_MAX = 4
-"""Conversations with at least so many turns are one class."""
+"""Turns from this number on are in the same class."""
 _ADDED_STEP_MAX = 5
-"""Last step of added blocks that makes a class of its own."""
+"""Turns that added blocks of this step or a higher one are in the same class: see `classify_turn`."""
 _HALVE_AT_TURNS = 1024
 """Counted turns of a class at which its counts are halved, so that old turns are forgotten."""
 _OVERDUE_CAPACITIES = 2
-"""A turn counts as not returning after prompts of so many times the cache's size. Before, it does not count at all:
-most turns are young, and would make quick returns look rare."""
+"""A turn is counted as not returning once later prompts have so many times the blocks of the cache. Until then it is
+not counted: most turns are young, and would make quick returns look rare."""
 _PRIOR_TURNS = 10.0
-"""Turns that every class is assumed to have had, half of which returned."""
+"""Turns that every class is assumed to have had at the start; half of them returned."""
 
 
 class ConversationTurn:
-    """A request of a conversation, of which a next one may continue the prompt.
+    """A request of a conversation. The prompt of the next turn begins with the prompt of this one.
 
-    It may also stand for a shared prefix. Then `turn_count` counts the conversations that begin with it.
+    The class also represents a prefix that several conversations share. Then `turn_count` is their number.
     """
 
     __slots__ = (
@@ -55,13 +55,14 @@ class ConversationTurn:
         self.prompt_blocks = prompt_blocks
         """Blocks of the prompt."""
         self.shared_blocks = shared_blocks
-        """Leading blocks that other conversations have, too."""
+        """Leading blocks of the prompt that other conversations have, too."""
         self.is_shared_prefix = is_shared_prefix
         self.turn_count = 1
+        """Number of turns of the conversation up to this one."""
         self.added_blocks = prompt_blocks - shared_blocks
-        """Blocks that the prompt has more than the prompt of the previous turn."""
+        """Blocks of the prompt that the previous turn, or the shared prefix, did not have."""
         self.gap_blocks: int | None = None
-        """Blocks of all prompts between the previous turn and this one; None for the first turn."""
+        """Blocks of the prompts of all conversations between the previous turn and this one; None for a first turn."""
         self.end_clock = 0
         """Clock when the turn ended."""
         self.continuation_hash: int | None = None
@@ -70,7 +71,7 @@ class ConversationTurn:
 
 
 class ReuseCounts:
-    """Counts how many turns of one class returned, and after how long. Old turns lose weight by halving."""
+    """Counts how many turns of one class returned, and after how long. Halving the counts forgets old turns."""
 
     __slots__ = ("gap_log2_sum", "return_count", "turn_count")
 
@@ -104,10 +105,11 @@ class ReuseStats:
     """Remembers recent conversations, and counts for each class of turns how often they return."""
 
     def __init__(self, capacity_blocks: int, block_tokens: int) -> None:
-        """`capacity_blocks`: blocks of the cache, and most conversations that are remembered."""
+        """`capacity_blocks`: blocks of the cache, and the number of conversations that are remembered."""
         self.clock = 0
+        """Number of blocks in the prompts of all requests so far."""
         self._capacity_blocks = capacity_blocks
-        self._size_scale = max(1, 256 // block_tokens)
+        self._blocks_per_256_tokens = max(1, 256 // block_tokens)
         self._last_turns: OrderedDict[int, ConversationTurn] = OrderedDict()
         """Last turn of each conversation by its `continuation_hash`, oldest first."""
         self._uncounted_turns: OrderedDict[ConversationTurn, None] = OrderedDict()
@@ -130,7 +132,7 @@ class ReuseStats:
         else:
             turn = self._continue_turn(previous_turn, prompt_blocks)
         if prompt_blocks > turn.shared_blocks:
-            # The last block but one: a template may end a prompt in another way than it continues the prompt.
+            # Not the last block: a chat template may end a prompt with tokens that the next turn does not repeat.
             turn.continuation_hash = block_hashes[max(turn.shared_blocks, prompt_blocks - 2)]
         return turn
 
@@ -155,7 +157,7 @@ class ReuseStats:
         return turn
 
     def _record_shared_prefix(self, block_hash: int, prefix_blocks: int) -> None:
-        """Count a conversation that begins with a shared prefix, which ends with the block of this hash."""
+        """Record that a new conversation begins with a shared prefix. `block_hash`: hash of the prefix's last block."""
         prefix_turn = self._shared_prefixes.get(block_hash)
         if prefix_turn is None:
             prefix_turn = self._shared_prefixes[block_hash] = ConversationTurn(prefix_blocks, 0, is_shared_prefix=True)
@@ -183,7 +185,7 @@ class ReuseStats:
             self._last_turns.popitem(last=False)
 
     def _count_overdue_turns(self) -> None:
-        """Count the turns that ended so long ago that they are taken not to return."""
+        """Count the turns that ended so long ago that they are assumed not to return."""
         overdue_clock = self.clock - _OVERDUE_CAPACITIES * self._capacity_blocks
         oldest_turn = next(iter(self._uncounted_turns))
         while oldest_turn.end_clock < overdue_clock:
@@ -204,11 +206,11 @@ class ReuseStats:
         return prefix_turn
 
     def classify_turn(self, turn: ConversationTurn) -> tuple[bool, int, int]:
-        """Return the class of a turn: (shared prefix or not, number of turns, step of the blocks that it added).
+        """Return the class of a turn: (whether it is a shared prefix, number of turns, step of the tokens added).
 
-        The steps of added blocks grow by a factor of four, for blocks of 256 tokens.
+        Steps begin at 0, 512, 2048, 8192 tokens and so on, by a factor of four.
         """
-        added_step = min(_ADDED_STEP_MAX, (turn.added_blocks // self._size_scale).bit_length() // 2)
+        added_step = min(_ADDED_STEP_MAX, (turn.added_blocks // self._blocks_per_256_tokens).bit_length() // 2)
         return turn.is_shared_prefix, min(turn.turn_count, _TURNS_MAX), added_step
 
     def get_counts(self, turn: ConversationTurn) -> ReuseCounts:
