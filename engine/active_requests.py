@@ -44,7 +44,7 @@ class ActiveRequests:
     def __init__(
         self, cache: KVCache, waiting: PrefillQueue, totals: SchedulerTotals, steps_in_flight: deque[StepInFlight]
     ) -> None:
-        """All four are the scheduler's own, and shared with it: it admits to the cache, and plans and applies steps."""
+        """Start without requests. All four objects are the scheduler's, which changes them, too."""
         self._cache = cache
         self._waiting = waiting
         self._totals = totals
@@ -89,9 +89,9 @@ class ActiveRequests:
         self._waiting.add(entry)
 
     def undo_unexecuted_step(self, entry: RequestEntry, start: int) -> None:
-        """Preempt a request because a step that begins at position `start` was planned and never computed.
+        """Preempt a request because the step that was to compute its positions from `start` on was not computed.
 
-        If that was its first step, the request is as new again: neither a preemption nor a prompt is counted.
+        If that was the request's first step, the counts of preemptions and prompts become what they were before.
         """
         seq = entry.seq
         is_first_admission = not seq.preemptions and start == seq.cached_tokens
@@ -104,11 +104,11 @@ class ActiveRequests:
     # ------------------------------------------------------------------ the end of a request
 
     def take(self, request_id: str) -> RequestEntry | None:
-        """Forget the id of a request that ends, and return the request; None if there is none (any more)."""
+        """Remove a request from the requests by id, because it ends, and return it; None if there is none."""
         return self._entry_by_id.pop(request_id, None)
 
     def end_after_its_steps(self, entry: RequestEntry) -> None:
-        """Remove a request now, or mark it as ended while a step with it is in flight."""
+        """Remove a request now; if a step with it is in flight, mark it as ended, and remove it after the step."""
         if any(entry in step.entries for step in self._steps_in_flight):
             entry.has_ended, entry.next_check_position = True, 0
             self.ended_sequences.add(entry.seq)
@@ -126,7 +126,7 @@ class ActiveRequests:
         self._cache.discard_keys(entry.seq)
 
     def make_error_output(self, entry: RequestEntry, message: str) -> SequenceOutput:
-        """Forget the id of a request, and return its last output."""
+        """Remove a request from the requests by id, and return its last output, an error."""
         del self._entry_by_id[entry.request_id]
         return SequenceOutput(
             request_id=entry.request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=message

@@ -2,10 +2,10 @@
 
 Start reading here. In each step the scheduler makes a plan, the runner computes it, and the scheduler applies the
 result. Then the events of the cache are published: the blocks of a step are announced after the step is computed, and
-before its tokens are handed out. A copy to host memory is announced when it is planned, as every later step finds it
-there; if its step fails, its removal is announced. With overlapping steps the next step is planned and begun before
-the result of this one is waited for. One thread drives the core, which knows no sockets and no clock (`now` is an
-argument). The step loop calls `publish`, which must not block.
+before its tokens are returned. A copy to host memory is announced when it is planned, because every later step finds
+the block there; if the step fails, its removal is announced. If steps overlap, the next step is planned and begun while
+this step is computed. One thread drives the core, which knows no sockets and no clock (`now` is an argument). The step
+loop calls `publish`, which must not block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PREPARATION_WAIT_S = 0.01
 """Longest wait of a step for a grammar or for blocks when there is no other work. It bounds the wait of commands."""
 
 PublishEvents = Callable[[Collection[Event]], None]
-"""Takes the events of a step, which are made when they are iterated."""
+"""Publishes the events of a step. Iterating the collection makes the events."""
 
 
 class Runner(Protocol):

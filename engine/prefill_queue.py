@@ -1,9 +1,9 @@
 """The order in which prompts are computed.
 
 `arrival`: prompts that were begun go first, then the others in the order of their arrival. `shortest`: the prompt with
-the fewest tokens left goes first, begun or not, which makes the mean wait the shortest. So that no request waits
-forever, later requests count as longer. The request with the smallest (priority, tokens_remaining + AGEING *
-arrival_work) goes first, where
+the fewest tokens left goes first, begun or not, which makes the mean wait the shortest. Later requests count as longer,
+so that no request waits forever. The request with the smallest (priority, tokens_remaining + AGEING * arrival_work)
+goes first, where
 
     tokens_remaining   tokens of the prompt (and of an answer that is recomputed) that are neither computed nor cached
     arrival_work       prompt tokens that the engine had computed in all when the request arrived, or could have
@@ -13,8 +13,8 @@ No clock is needed, because an engine that computes nothing lets no request wait
 `tokens_remaining / AGEING` more prompt tokens have been computed, no new request goes before a prompt that had
 `tokens_remaining` tokens left. Requests of equal length are served in the order of their arrival.
 
-Owns the order of waiting requests, and the estimate of what is left of each. The estimate is made when a request
-arrives, and again when it is about to be admitted. It is used for the order alone. Refuses to know budgets and seats.
+Owns the order of waiting requests, and the estimate of each request's remaining tokens. The estimate is made when a
+request arrives, and again when it is about to be admitted. It is used for the order alone. Refuses to know budgets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.request_entry import RequestEntry
 from engine.types import Sequence
 
 AGEING = 0.1
-"""Tokens left for which a token that was computed before a request's arrival counts."""
+"""A request counts as longer by this many tokens for each prompt token that was computed before its arrival."""
 
 PrefillOrder = Literal["shortest", "arrival"]
 
@@ -83,7 +83,7 @@ class PrefillQueue:
         return sorted(entries, key=_sort_key)
 
     def requeue_if_longer(self, entry: RequestEntry) -> bool:
-        """Give a request a new place if more of it is left than expected. Returns whether that was so."""
+        """Move a request back in the queue if it has more tokens left than expected. Returns whether it moved."""
         tokens_remaining = self._estimate_tokens_remaining(entry)
         if tokens_remaining <= entry.tokens_remaining:
             return False
@@ -92,9 +92,9 @@ class PrefillQueue:
         return True
 
     def discount_shared_prefix(self, seq: Sequence, entries: list[RequestEntry]) -> None:
-        """Give waiting `entries` an earlier place if the running `seq` is going to compute a prefix of their prompts.
+        """Move waiting `entries` forward if the running `seq` is going to compute a prefix of their prompts.
 
-        They then have fewer tokens to compute, so in the order of the shortest first they come earlier.
+        These requests then have fewer tokens to compute, so the order `shortest` puts them earlier.
         """
         for entry in entries:
             shared_tokens = self._cache.plan_shared_prefix(seq, entry.seq)
@@ -114,10 +114,10 @@ class PrefillQueue:
         insort(self._entries, entry, key=_sort_key)
 
     def _set_sort_key(self, entry: RequestEntry, tokens_remaining: int) -> None:
-        """Set the place of a request: by priority, then by length if the shortest goes first, then by arrival.
+        """Set the sort key of a request: priority, then tokens left if the shortest goes first, then arrival.
 
-        The length is the tokens that are left. A part of the work that was done before it came is added, so that later
-        requests count as longer, and none waits forever.
+        A later request counts as longer, so that none waits forever. With AGEING 0.1, a request with 500 tokens left
+        that came after 10,000 computed tokens counts as 1,500 tokens.
         """
         entry.tokens_remaining = tokens_remaining
         priority, arrival_s, arrival_number = entry.arrival_order

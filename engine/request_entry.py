@@ -1,4 +1,4 @@
-"""A request inside the scheduler: its place in the order, when it ends, and when it next needs more than a token."""
+"""A request inside the scheduler: its place in the order, and when it ends."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class RequestEntry:
     length_max: int
     """Number of tokens, prompt and output together, at which the request ends."""
     eos_token_ids: frozenset[int] = frozenset()
-    """The model's own ends of an answer, which no output reports as a `stop_token_id`."""
+    """Members of `stop_token_ids` that are the model's own. No output reports them as a `stop_token_id`."""
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     has_reported_prompt: bool = False
-    """Whether the first output, which carries the facts about the prompt, has been made."""
+    """Whether the first output was made. It has `cached_tokens` and the logprobs of the prompt."""
     has_ended: bool = False
     """Whether the request was aborted or has finished while a step with it is in flight."""
     next_check_position: int = 0
-    """Decodes of positions before this one need no memory, finish no block and do not end the request."""
+    """Decodes of positions before this one need no memory, fill no block and do not end the request."""
     arrival_work: int = 0
     """Prompt tokens that the engine had computed when the request arrived: see `engine.prefill_queue`."""
     tokens_remaining: int = 0
@@ -39,14 +39,13 @@ class RequestEntry:
     def from_request(
         request: Request, now: float, arrival_number: int, eos_token_ids: frozenset[int], token_limit: int
     ) -> RequestEntry:
-        """Make the entry of a request that arrives at `now`, as the `arrival_number`-th.
+        """Make the entry of a request that arrives at `now`. `arrival_number`: number of requests that came before.
 
-        `eos_token_ids`: the model's tokens that end an answer, unless the request ignores them. They are kept apart
-        from the request's own stop tokens, which alone are reported to the client. `token_limit`: tokens of the
-        longest possible sequence, prompt and answer together.
+        `eos_token_ids`: the model's tokens that end an answer, unless the request ignores them. `token_limit`: tokens
+        of the longest possible sequence, prompt and answer together.
         """
         params = request.params
-        # If the answer was begun by another worker, what it generated is the end of `token_ids`, and no prompt.
+        # Another worker may have begun the answer. Then its tokens are the end of `token_ids`, and no prompt.
         prompt_len = len(request.token_ids) - request.resumed_output_len
         own_eos_ids = frozenset() if params.ignore_eos else eos_token_ids
         length_max = token_limit if params.max_tokens is None else min(token_limit, prompt_len + params.max_tokens)
@@ -63,20 +62,24 @@ class RequestEntry:
         return self.arrival_order < other.arrival_order
 
     def set_next_check(self, position: int, block_size: int) -> None:
-        """Set `next_check_position` of a request that has memory for `position`."""
+        """Set `next_check_position` of a request that has memory for `position`.
+
+        That is the last position of the block, or the last one before `length_max`. With blocks of 16 tokens and
+        `position` 20, it is 31.
+        """
         self.next_check_position = min((position // block_size + 1) * block_size, self.length_max) - 1
 
     def add_prompt_results(self, output: SequenceOutput) -> None:
-        """Put the facts about the prompt into the request's first output."""
+        """Add the number of cached tokens and the logprobs of the prompt to the request's first output."""
         self.has_reported_prompt = True
         output.cached_tokens = self.seq.cached_tokens
         if self.seq.request.params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *self.prompt_logprobs]
 
     def set_finish_reason(self, token_id: int, output: SequenceOutput) -> bool:
-        """Return whether the last token, `token_id`, ends the request. If so, give the output the reason.
+        """Return whether the last token, `token_id`, ends the request. If so, set the reason in `output`.
 
-        If the token is a stop token and also reaches the length, the reason is the stop token.
+        A stop token that also reaches the length counts as a stop token.
         """
         if token_id in self.stop_token_ids and self.seq.output_len >= self.seq.request.params.min_tokens:
             output.finish_reason = FinishReason.STOP

@@ -1,17 +1,19 @@
-"""Which sequences compute which positions in the next step.
+"""Plans each step: which sequences compute which positions.
 
 Continuous batching: every step mixes decodes and chunks of prefills under a token budget. Decodes go first (one token
 each), then prefills, started ones and waiting requests, in the order of `engine.prefill_queue`. When memory runs out,
 the running sequence that is last by (priority, arrival) is preempted: its blocks are released (most stay cached) and it
 is recomputed later.
 
-Owns the budget, seats, memory, and when a sequence ends. Refuses to know tensors, clocks and what is behind `KVCache`.
+Owns the token budget, the number of running sequences, and when a sequence ends. Refuses to know tensors, clocks and
+the parts of `KVCache`.
 
-No request starves. `max_num_batched_tokens >= max_num_seqs`, so every sequence that decodes advances in every step. The
-turn of a waiting request comes, and from then on others overtake it only while it waits for a prefix that a running
-sequence is about to compute (computing that twice would be slower for both). The first sequence by (priority, arrival)
-is never preempted. A preempted request is admitted again only when all its known tokens fit. So between two preemptions
-of a request, the requests before it have taken memory that they keep, which happens a bounded number of times.
+No request starves. `max_num_batched_tokens >= max_num_seqs`, so every sequence that decodes advances in every step.
+Every waiting request becomes the first of the queue at some time. From then on it is skipped only while a running
+sequence is about to compute a prefix of its prompt (computing that twice would be slower for both). The first sequence
+by (priority, arrival) is never preempted. A preempted request is admitted again only when all its tokens fit. So
+between two preemptions of a request, the requests before it have taken memory that they keep, which happens a bounded
+number of times.
 """
 
 from __future__ import annotations
@@ -29,19 +31,19 @@ from engine.types import Chunk, FinishReason, Request, SequenceOutput, StepPlan,
 __all__ = ["RequestRefusedError", "Scheduler", "SchedulerConfig"]
 
 _WAITING_SCAN_MAX = 32
-"""Number of waiting requests that a step compares with others for a common prefix."""
+"""Most waiting requests that a step skips, requeues, or compares with a running sequence for a common prefix."""
 
 
 class _MustDrain(Exception):
-    """The next step would preempt a sequence, so the steps in flight must be applied before it is planned."""
+    """The step being planned would preempt a sequence, so the step in flight must be applied first."""
 
 
 class Scheduler:
-    """Plans steps and takes in their results. Pure: no sockets, no clock, no tensors.
+    """Plans steps and applies their results. Pure: no sockets, no clock, no tensors.
 
-    Plans are applied (or failed) in their order. A plan may be made while another step is in flight, so that steps
-    overlap. Such a plan assumes that no sequence ends with the step in flight. A sequence that does end is computed
-    once more in vain: nothing of that gets a name, an event or an output. No sequence is preempted while a step is in
+    Plans are applied (or failed) in their order. Steps may overlap: a plan may be made while another step is in flight.
+    Such a plan assumes that no sequence ends with the step in flight. If a sequence does end, its next token is
+    computed in vain: it is not output, and no block with it is cached. No sequence is preempted while a step is in
     flight.
     """
 
@@ -50,15 +52,16 @@ class Scheduler:
         self.cache = cache
         self.totals = SchedulerTotals()
         self.token_limit = min(config.max_model_len, cache.token_capacity)
-        """The longest sequence, prompt and output together, that can ever be held."""
+        """Tokens of the longest sequence, prompt and output together, that the model and the cache can hold."""
         self._waiting_queue = PrefillQueue(config.prefill_order, cache)
         self._steps_in_flight: deque[StepInFlight] = deque()
         """Steps that are planned and not yet applied, oldest first."""
         self._requests = ActiveRequests(cache, self._waiting_queue, self.totals, self._steps_in_flight)
         self._uses_shared_prefixes = self._waiting_queue.is_shortest_first or cache.has_states
-        """Whether the common prefix of two prompts changes any decision."""
+        """Whether common prefixes of prompts matter: for the order of requests, or for where states are saved."""
         self._arrival_count = 0
         self._new_arrivals: list[RequestEntry] = []
+        """Requests that came since the last step was planned."""
 
     # ------------------------------------------------------------------ questions
 
@@ -94,10 +97,10 @@ class Scheduler:
     def abort(self, request_id: str) -> SequenceOutput | None:
         """End a request at any time, and return its last output; None if there is no such request (any more).
 
-        A waiting request leaves nothing behind. The named blocks of a running request stay cached for other prompts.
-        While a step with the request is in flight, its sequence keeps running as an ended one: it holds its blocks,
-        which others of the step may share, no further step computes it, and it gets no output. `apply` announces the
-        blocks of that step as usual, and then releases all blocks of the sequence.
+        A waiting request leaves nothing behind. A running request releases its blocks: full ones stay cached for other
+        prompts, and the memory of the others is free. If a step with the request is in flight, its blocks are released
+        only when the step is applied, because other requests of the step may share them. The step's full blocks are
+        announced and cached, too, but the request is in no further step and gets no further output.
         """
         entry = self._requests.take(request_id)
         if entry is None:
@@ -110,9 +113,9 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plan the next step: decodes first, then prompts that were begun, then waiting requests.
 
-        A plan with chunks must be applied or failed; an empty plan needs neither. None: memory ran out, and a sequence
-        of the step in flight would have to be preempted, so that step must be applied first. Admission comes last: it
-        preempts nobody.
+        If memory runs out, running sequences are preempted, but never to admit a waiting request. A plan with chunks
+        must be applied or failed later; an empty plan needs neither. Returns None if a sequence must be preempted while
+        a step is in flight: that step must be applied before planning again.
         """
         assert len(self._steps_in_flight) < 2, "schedule() with two steps in flight"
         self._share_prefixes_with_arrivals()
@@ -128,24 +131,25 @@ class Scheduler:
         return self._finish_draft(draft)
 
     def _share_prefixes_with_arrivals(self) -> None:
-        """Note for new requests which part of their prompts the prompts under way compute first.
+        """Compare new requests with prompts that are being computed, because a common prefix is computed only once.
 
-        Of a model with recurrent states, these prompts are to leave a checkpoint at the end of the common prefix, from
-        which the new requests resume. Only the first few new requests are compared.
+        New requests with such a prefix have fewer tokens to compute, so they move forward in the queue. In a model with
+        recurrent states, the running sequence must also save its state at the end of the common prefix.
         """
         arrivals, self._new_arrivals = self._new_arrivals, []
         if not arrivals or not self._uses_shared_prefixes:
             return
         new_entries = [entry for entry in arrivals[:_WAITING_SCAN_MAX] if entry.request_id in self._requests]
         for entry in self._requests.running:
-            if len(entry.seq.token_ids) - entry.seq.computed_tokens > 1:
+            is_prefill = len(entry.seq.token_ids) - entry.seq.computed_tokens > 1
+            if is_prefill:
                 self._waiting_queue.discount_shared_prefix(entry.seq, new_entries)
 
     def _plan_decodes(self, draft: StepDraft) -> list[RequestEntry]:
         """Add a chunk of one token for each sequence that decodes. Returns the requests with prompt left to compute.
 
-        A request that has ended, or that ends with the step in flight, gets no chunk. Of most requests nothing has to
-        be checked: before `next_check_position` they have memory, and cannot end.
+        A request that has ended, or that ends with the step in flight, gets no chunk. Before `next_check_position`, a
+        request has memory and cannot end, so most requests need no check.
         """
         block_size, chunk_by_entry = self.cache.block_size, draft.chunk_by_entry
         prefills: list[RequestEntry] = []
@@ -153,7 +157,8 @@ class Scheduler:
             seq = entry.seq
             start, token_count = seq.computed_tokens, len(seq.token_ids)
             if start < entry.next_check_position:
-                chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, start == token_count)
+                token_on_device = start == token_count  # the step in flight samples the token
+                chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, token_on_device)
                 continue
             ends_with_step_in_flight = start == token_count == entry.length_max - 1
             if entry.has_ended or ends_with_step_in_flight:
@@ -161,39 +166,37 @@ class Scheduler:
             if token_count - start > 1:
                 prefills.append(entry)
             elif self._grow_or_preempt(entry, start + 1, draft):
-                chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, start == token_count)
+                token_on_device = start == token_count
+                chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, token_on_device)
                 entry.set_next_check(start, block_size)
                 draft.unregistered_entries.append(entry)
         draft.set_budget(self.config)
         return prefills
 
     def _grow_or_preempt(self, entry: RequestEntry, end: int, draft: StepDraft) -> bool:
-        """Find memory for the positions of `entry` before `end`; return whether that succeeded.
+        """Give `entry` memory for its positions before `end`; return False if there is none.
 
-        If memory lacks, running requests are preempted: they give up their blocks and wait again. The last in order
-        goes first, perhaps `entry` itself. Once the step has admitted a request, none is preempted any more. Raises
-        _MustDrain if a step is in flight: its results come first.
+        Without free memory, the running request that came last is preempted, until there is enough: it releases its
+        blocks and waits again. That may be `entry` itself. No request is preempted once the step has admitted one.
+        Raises _MustDrain if a step is in flight, because its requests must not be preempted.
         """
-        while True:
-            if entry.seq not in self.cache:
-                return False
+        while entry.seq in self.cache:  # until `entry` itself is preempted
             if self.cache.grow(entry.seq, end):
                 return True
             if draft.has_admitted:
                 return False
             if self._steps_in_flight:
                 raise _MustDrain
-            victim = self._requests.running[-1]
-            draft.drop(victim)
+            last_entry = self._requests.running[-1]
+            draft.drop(last_entry)
             draft.is_admission_closed = True
-            self._requests.preempt(victim)
-            if victim is entry:
-                return False
+            self._requests.preempt(last_entry)
+        return False
 
     def _plan_prefills(self, prefills: list[RequestEntry], draft: StepDraft) -> None:
-        """Add chunks of prompts that were begun (`prefills`), each after the waiting requests that are shorter.
+        """Add chunks of prompts that were begun (`prefills`).
 
-        If the order is that of arrival, no waiting request comes before a prompt that was begun.
+        If the shortest prompt goes first, shorter waiting requests are admitted before each of these.
         """
         is_shortest_first = self._waiting_queue.is_shortest_first
         min_tokens = draft.admission_min_tokens if is_shortest_first else 1
@@ -217,10 +220,10 @@ class Scheduler:
         return self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.token_budget))
 
     def _admit_waiting(self, draft: StepDraft, started_entry: RequestEntry | None = None) -> None:
-        """Start waiting requests, first in the queue first, while token budget, seats and memory last.
+        """Start waiting requests, in the order of the queue, until token budget, running places or memory run out.
 
-        If `started_entry` is given, a request with a half computed prompt, stop at the first request that the queue
-        orders after it. Each pass starts, skips or requeues one request, or closes admission, which ends the loop.
+        `started_entry`: a request with a half computed prompt. If given, admit only requests that go before it. Each
+        pass starts, skips or requeues one request, or ends admission for this step.
         """
         waiting_queue = self._waiting_queue
         while (
@@ -238,12 +241,13 @@ class Scheduler:
             self._admit_or_skip(entry, draft)
 
     def _admit_or_skip(self, entry: RequestEntry, draft: StepDraft) -> None:
-        """Start a waiting request, or decide why not: it is skipped, gets a later place, or there is no memory.
+        """Start a waiting request if it can run now.
 
-        It is skipped for this step if a running sequence is about to compute what it would compute again. It gets a
-        later place if less of its prompt is cached than when it came. Without memory, no other is admitted either.
+        It is skipped in this step if a running sequence is about to compute a prefix of its prompt. It moves back in
+        the queue if blocks of its prompt were evicted since it came. If there is no memory for it, the step admits no
+        other request either.
         """
-        # Running requests keep some room to grow into, else the new request would be preempted at once.
+        # Leave running requests some memory to grow into, else the new request would soon be preempted.
         reserve_blocks = self.cache.growth_reserve_blocks if self._requests.running else 0
         if not self.cache.has_room_for_blocks(reserve_blocks + 1):
             draft.is_admission_closed = True
@@ -269,14 +273,17 @@ class Scheduler:
         draft.add(entry, Chunk(seq, seq.computed_tokens, end, end == len(seq.token_ids)))
 
     def _register_blocks(self, draft: StepDraft) -> None:
-        """Name the blocks that the planned chunks finish: requests that are admitted from now on share them."""
+        """Put the blocks that planned chunks fill into the prefix tree: requests admitted from now on share them."""
         entries, draft.unregistered_entries = draft.unregistered_entries, []
         for entry in entries:
             if entry in draft.chunk_by_entry:  # the others were preempted meanwhile
                 self.cache.register_full_blocks(entry.seq, draft.chunk_by_entry[entry].end)
 
     def _count_prefill_work(self, draft: StepDraft) -> None:
-        """Tell the queue how many prompt tokens the step computes, or could compute if a seat were free."""
+        """Report the step's prompt tokens to the queue, by which waiting requests age.
+
+        If requests wait only because `max_num_seqs` are running, the tokens of a full step are counted.
+        """
         work_tokens = max(0, self.config.max_num_batched_tokens - draft.decode_count - draft.token_budget)
         if self._waiting_queue and len(self._requests.running) >= self.config.max_num_seqs:
             work_tokens = max(work_tokens, self.config.count_full_prefill_work(draft.decode_count))
@@ -305,30 +312,34 @@ class Scheduler:
         return outputs
 
     def fail(self, plan: StepPlan, message: str) -> list[SequenceOutput]:
-        """End the requests of the oldest step, which was not computed, with an error. Nothing of it is announced.
+        """End the requests of the oldest step, which was not computed, with an error. None of its blocks is announced.
 
-        The step after it, if there is one, was not computed either: requests that only the later step has wait again.
+        A later step in flight was not computed either, but is not to blame: requests that only it has wait again. If
+        the failed step also copied blocks, their contents may be wrong. So if running requests hold such blocks, all
+        running requests are preempted and computed again.
         """
         failed_step, *later_steps = self._steps_in_flight
         assert plan is failed_step.plan
         self._steps_in_flight.clear()
         for _ in (failed_step, *later_steps):
             self.cache.rollback()
-        start_by_entry = {
-            entry: chunk.start for step in later_steps for entry, chunk in zip(step.entries, step.plan.chunks)
-        }
-        for entry in sorted(start_by_entry.keys() - set(failed_step.entries), reverse=True):
-            if entry.has_ended:
-                self._requests.remove(entry)
-            else:
-                self._requests.undo_unexecuted_step(entry, start_by_entry[entry])
+        for step in later_steps:
+            self._requeue_unexecuted(step, failed_step)
         outputs = self._end_failed_requests(failed_step, message)
-        # A failed copy may have left wrong content in blocks that other requests hold. These requests start anew.
         if self.cache.invalidate_failed_copies():
             for entry in self._requests.running[::-1]:
                 self._requests.preempt(entry)
             self.cache.invalidate_failed_copies()
         return outputs
+
+    def _requeue_unexecuted(self, step: StepInFlight, failed_step: StepInFlight) -> None:
+        """Move requests that `step` has, and the failed step before it has not, back to the waiting queue."""
+        start_by_entry = {entry: chunk.start for entry, chunk in zip(step.entries, step.plan.chunks)}
+        for entry in sorted(start_by_entry.keys() - set(failed_step.entries), reverse=True):
+            if entry.has_ended:
+                self._requests.remove(entry)
+            else:
+                self._requests.undo_unexecuted_step(entry, start_by_entry[entry])
 
     def _end_failed_requests(self, step: StepInFlight, message: str) -> list[SequenceOutput]:
         """Remove the requests of a failed step. Return an error for each of them that had not ended, in order."""

@@ -1,4 +1,4 @@
-"""The scheduler's limits, and the requests that it refuses for them."""
+"""The scheduler's limits, and the check of requests that can never be served within them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from engine.types import Request
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step, and the order in which prompts are computed. Raises ValueError for limits that cannot be
-    kept.
-    """
+    """Limits of a step, and the order in which prompts are computed. Raises ValueError for impossible limits."""
 
     max_num_seqs: int = 256
+    """Most sequences that run at a time."""
     max_num_batched_tokens: int = 2048
+    """Most tokens of a step: one for each decode, the others for prompts."""
     max_model_len: int = 4096
+    """Most tokens of one sequence, prompt and output together."""
     eos_token_ids: frozenset[int] = frozenset()
     target_prefill_tokens: int | None = None
-    """A step that computes so many prompt tokens admits no further request; None: only the budget limits a step.
+    """A step with at least so many prompt tokens admits no further request; None: as many as the step has room for.
 
-    If a larger step is not more efficient, a limit gives the requests that came first their first token sooner.
+    On a device that computes small steps as efficiently as large ones, small steps give the first requests their first
+    token sooner.
     """
     prefill_order: PrefillOrder = "shortest"
 
@@ -36,7 +38,7 @@ class SchedulerConfig:
             )
 
     def count_full_prefill_work(self, decode_count: int) -> int:
-        """Return the prompt tokens of a step with `decode_count` decodes, if enough requests wait."""
+        """Return the prompt tokens that a step with `decode_count` decodes has if requests are never lacking."""
         prefill_budget = self.max_num_batched_tokens - decode_count
         return min(prefill_budget, self.target_prefill_tokens or prefill_budget)
 

@@ -15,23 +15,27 @@ class StepDraft:
 
     chunk_by_entry: dict[RequestEntry, Chunk] = field(default_factory=dict)
     unregistered_entries: list[RequestEntry] = field(default_factory=list)
-    """Requests that finish blocks without a name so far. Such a request can still be preempted."""
+    """Requests that fill blocks in this step which are not in the prefix tree yet. They can still be preempted."""
     decode_count: int = 0
     token_budget: int = 0
-    """Prompt tokens that may be added."""
+    """Prompt tokens that may still be added to the step."""
     admission_min_tokens: int = 1
-    """Prompt tokens of the budget that must be left to admit another request."""
+    """A waiting request is admitted only while `token_budget` is at least this."""
     skipped_count: int = 0
-    """Waiting requests that wait for a prefix which a running sequence computes."""
+    """Waiting requests that were skipped, because a running sequence is about to compute a prefix of their prompts."""
     requeued_count: int = 0
-    """Waiting requests that were given a later place in the queue."""
+    """Waiting requests that moved back in the queue."""
     has_admitted: bool = False
-    """Whether a request was admitted: then no sequence is preempted any more."""
+    """Whether a waiting request was admitted. Then no sequence is preempted any more."""
     is_admission_closed: bool = False
-    """Whether no further request may be admitted."""
+    """Whether no further waiting request may be admitted."""
 
     def set_budget(self, config: SchedulerConfig) -> None:
-        """Give what the decodes leave of the step's tokens to prompts. Called once all decodes are planned."""
+        """Set the token budget of prompts: the step's tokens without those of the decodes, which are all planned.
+
+        With 2048 tokens a step, 48 decodes and a target of 256 prompt tokens, the budget is 2000. A request is
+        admitted while at least 1745 of these are left, that is, while prompts have less than 256.
+        """
         self.decode_count = len(self.chunk_by_entry)
         self.token_budget = config.max_num_batched_tokens - self.decode_count
         if config.target_prefill_tokens is not None:

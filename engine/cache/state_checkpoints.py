@@ -1,25 +1,27 @@
 """Recurrent states in the pool: one for every running sequence, and the checkpoints that sequences resume from.
 
-A checkpoint is a copy of a state, taken when a sequence stands exactly at the end of a block. The node of that block
-names it: it is the state *after* that prefix. A checkpoint takes a whole unit, so few are taken:
+A checkpoint is a copy of a sequence's state, taken when the sequence is computed exactly to the end of a block. The
+node of that block in the prefix tree has it: it is the state *after* that prefix. A checkpoint takes a whole unit, so
+few are taken:
 
-- at the branching point, where the prompt's cached blocks go on after its last checkpoint: other prompts may branch
-  there, too;
-- at the last block boundary of the prompt, where a repetition or the next turn resumes;
+- at the end of the prompt's cached blocks, if the last checkpoint is before that: other prompts may branch there, too;
+- at the end of the prompt's last full block, where a repetition or the next turn resumes;
 - at the end of the common prefix with a waiting request, which waits for the checkpoint;
 - where a long chunk of a prefill ends because the step's budget does;
-- in decode, at the last block boundary: one rolling checkpoint a sequence. The previous one is dropped, unless another
-  sequence has reached it or resumed from it.
+- in decode, at the end of each block. A sequence keeps only its last one, the rolling checkpoint: the one before is
+  evicted, unless another sequence has reached it or resumed from it.
 
-Chunks are cut at the first three, the planned stops.
+The first three are planned: a chunk ends there at the latest.
 
 Which state is evicted first: Marconi (MLSys 2025) weighs a state's age against the FLOPs that it saves per byte. SGLang
 keeps its states in a pool and an LRU list of their own. Here states and KV compete for the same units
-(`EvictionOrder`), and a state is worth the blocks that it saves over the checkpoint before it. A checkpoint is
-superseded once a deeper one of the same path was taken, unless the path branches there. Few requests resume from it,
-so it is worth little, and does not count as the checkpoint before another. It has its full worth again once it is used.
+(`EvictionOrder`). The value of a state is the number of blocks between the checkpoint before it and itself, because
+these need not be computed again. A checkpoint is superseded once a later one of the same prefix was taken, unless the
+tree branches there. Few requests resume from a superseded checkpoint. So its value is small until it is used, and it
+does not count as the checkpoint before another.
 
-Owns planned stops, the pins of a step, and the state copies of a plan. Refuses to know attention blocks.
+Owns planned checkpoints, the checkpoints that a step takes, and the state copies of a plan. Refuses to know attention
+blocks.
 """
 
 from __future__ import annotations
@@ -38,13 +40,15 @@ from engine.cache.spec import ceil_div
 from engine.types import Chunk, Sequence, StepPlan, UnitId
 
 _LONG_CHUNK_TOKENS = 1024
-"""Prefill chunks from this length on end at a block boundary. Chunks of half of it get a checkpoint at their end."""
+"""Prefill chunks from this length on end at a block boundary, so that a checkpoint can be taken there."""
+_CHECKPOINT_CHUNK_TOKENS = _LONG_CHUNK_TOKENS // 2
+"""A chunk of at least so many tokens gets a checkpoint at its end. Half, because `clip_chunk_end` shortens chunks."""
 _SUPERSEDED_DIVISOR = 16
-"""A superseded state is worth one block for each so many that it saves."""
+"""A superseded state of 16 saved blocks has the value of one saved block."""
 
 
 def compute_state_value(saved_blocks: int, *, is_superseded: bool) -> int:
-    """Return the worth, in blocks of full attention, of a state that saves so many over the state before it."""
+    """Return the value of a state for eviction, in blocks. `saved_blocks`: blocks since the state before it."""
     return ceil_div(saved_blocks, _SUPERSEDED_DIVISOR) if is_superseded else saved_blocks
 
 
@@ -64,6 +68,7 @@ class _SequenceState:
     """State and checkpoints of one running sequence."""
 
     block: StateBlock
+    """The sequence's own state, which every step changes."""
     source_checkpoint: StateBlock | None
     """Checkpoint that the sequence's first step copies, held until that step is over."""
     needs_init: bool = True
@@ -71,9 +76,9 @@ class _SequenceState:
     planned_stops: list[int] = field(default_factory=list)
     """Numbers of blocks after which a checkpoint is planned, ascending."""
     hash_by_stop: dict[int, int] = field(default_factory=dict)
-    """Planned stop -> hash of the prefix there, which waiting requests compare."""
+    """Planned stop -> hash of the prefix there, by which waiting requests recognise it."""
     pending_checkpoint_by_end: dict[int, StateBlock] = field(default_factory=dict)
-    """End of a chunk -> checkpoint that its step takes, until the step is committed."""
+    """End of a chunk, in tokens -> checkpoint that its step takes, until the step is committed."""
     rolling_checkpoint: StateBlock | None = None
     """Last checkpoint taken in decode."""
 
@@ -90,9 +95,9 @@ class StateCheckpoints:
         host_tier: HostTier,
         allocate: Callable[[int], Block | None],
     ) -> None:
-        """Start without sequences. The pool has blocks of several kinds; `kind` is the index of those for states.
+        """Start without sequences. `kind`: number of the kind of blocks that hold states.
 
-        `allocate(kind)` returns a free block, for which it may move others together; None if there is no memory.
+        `allocate(kind)` returns a free block, perhaps after moving other blocks; None if there is no memory.
         """
         self._kind = kind
         self._block_size = block_size
@@ -102,16 +107,18 @@ class StateCheckpoints:
         self._allocate = allocate
         self._state_by_sequence: dict[Sequence, _SequenceState] = {}
         self._stop_counts: Counter[tuple[int, int]] = Counter()
-        """(blocks before it, hash of the last one) of a planned checkpoint -> number of sequences that plan it."""
+        """(number of blocks before a planned checkpoint, hash of the last of them) -> sequences that plan it."""
         self._planned_copies: list[tuple[UnitId, UnitId]] = []
+        """(state of a sequence, checkpoint) units of the copies that the step being planned makes."""
 
     # ------------------------------------------------------------------ a sequence's state
 
     def find_source(self, nodes: list[Node], block_counts: list[int]) -> StateSource:
         """Return the checkpoint from which a sequence resumes after the prefix `nodes`.
 
-        `block_counts`: live blocks of every kind that the sequence needs besides. A copied checkpoint stays live beside
-        the copy until the first step is done. Without room for both, the sequence takes the checkpoint itself.
+        `block_counts`: blocks of every kind that the sequence needs besides. The sequence gets a copy of the
+        checkpoint, which is held until the first step has made the copy. Without room for both, the checkpoint itself
+        becomes the sequence's state.
         """
         if not nodes:
             return StateSource()
@@ -123,25 +130,27 @@ class StateCheckpoints:
         return StateSource(checkpoint, should_copy=checkpoint.ref_count > 0 or has_room_for_copy)
 
     def create_state(self, seq: Sequence, source: StateSource) -> list[HostLoad]:
-        """Give `seq` a state, which this step restores from its source, or zeroes. There must be room for it.
+        """Give `seq` a state, which the step being planned restores from `source`, or zeroes. There must be room.
 
-        Returns the copy from host memory that it needs, if any.
+        Returns the copy from host memory that restores it: one, or none.
         """
         checkpoint = source.checkpoint
         if checkpoint is not None:
             self._pool.acquire(checkpoint)
             checkpoint.is_shared = True
+        loads: list[HostLoad] = []
         if checkpoint is not None and not source.should_copy:
             assert checkpoint.ref_count == 1
             self._tree.detach(checkpoint)
-            state, loads = _SequenceState(checkpoint, None, needs_init=False), []
+            state = _SequenceState(checkpoint, None, needs_init=False)
         else:
-            # The host's block is held first: the allocation may evict others.
-            host_blocks = [] if source.host_node is None else [self._host_tier.pin(source.host_node, self._kind)]
+            # Hold the host's block before the allocation, which may evict blocks of the host.
+            host_block = None if source.host_node is None else self._host_tier.pin(source.host_node, self._kind)
             block = self._allocate(self._kind)
             assert isinstance(block, StateBlock), "admitted without room for its state"
-            state = _SequenceState(block, checkpoint, needs_init=not host_blocks)
-            loads = [HostLoad(block, host_block) for host_block in host_blocks]
+            state = _SequenceState(block, checkpoint, needs_init=host_block is None)
+            if host_block is not None:
+                loads.append(HostLoad(block, host_block))
         self._state_by_sequence[seq] = state
         seq.state_unit = state.block.unit.index
         return loads
@@ -155,14 +164,17 @@ class StateCheckpoints:
             self._stop_counts[block_count, hash_] += 1
 
     def has_planned_checkpoint(self, keys: Items[BlockKey], resumable_blocks: int) -> bool:
-        """Return whether a running sequence will take a checkpoint of the prefix `keys` after `resumable_blocks`."""
+        """Return whether a running sequence will take a checkpoint of this prefix, later than the cached one.
+
+        `resumable_blocks`: number of blocks after which the cache has a checkpoint of this prefix.
+        """
         return any(
             resumable_blocks < blocks <= len(keys) and keys[blocks - 1].hash == hash_
             for blocks, hash_ in self._stop_counts
         )
 
     def cancel_planned(self, seq: Sequence) -> None:
-        """Cancel the planned checkpoints of `seq`, because its further blocks stay unnamed."""
+        """Cancel the planned checkpoints of `seq`, because its further blocks stay out of the prefix tree."""
         state = self._state_by_sequence[seq]
         while state.planned_stops:
             self._remove_first_stop(state)
@@ -180,30 +192,29 @@ class StateCheckpoints:
         return end // self._block_size * self._block_size if is_long else end
 
     def reserve_checkpoint(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
-        """Save a copy of the sequence's state (a checkpoint) after the tokens [start, end), if one is due at `end`.
+        """Plan to save the state of `seq` after the chunk [start, end), if a checkpoint is due at `end`.
 
-        Later prompts with the same prefix resume from it. It is due at the end of a block: in decode, where one was
-        planned, or after a long chunk. If the prefix has one already, that one is noted as shared. Without memory
-        there is none. `nodes`: nodes of the prefix tree for the sequence's blocks.
+        Later prompts with the same prefix resume from it. One is due at the end of a block if it was planned, after a
+        long chunk, and in decode. If the prefix has a checkpoint already, that one is marked as shared. Without memory,
+        none is saved. `nodes`: nodes of the prefix tree for the sequence's blocks.
         """
         state = self._state_by_sequence[seq]
         block_count, remainder = divmod(end, self._block_size)
-        if remainder or block_count > len(nodes):
-            return
-        is_decode = end - start == 1 and end > seq.prompt_len
-        is_long = end - start >= _LONG_CHUNK_TOKENS // 2  # half, as `clip_chunk_end` shortens chunks
-        if not (is_decode or is_long or block_count in state.hash_by_stop):
+        ends_at_block = not remainder and block_count <= len(nodes)
+        is_long = end - start >= _CHECKPOINT_CHUNK_TOKENS
+        is_due = block_count in state.hash_by_stop or is_long or _is_decode(seq, start, end)
+        if not ends_at_block or not is_due:
             return
         node = nodes[block_count - 1]
         if node.checkpoint is not None:
             node.checkpoint.is_shared = True
-        elif not node.has_host_block(self._kind):  # a copy in host memory can be resumed from, too
+        elif not node.has_host_block(self._kind):  # a prompt can also resume from a checkpoint in host memory
             self.save_checkpoint(seq, node, end)
 
     def save_checkpoint(self, seq: Sequence, node: Node | None, end: int) -> None:
-        """Take a checkpoint with the step that computes up to `end`, if memory allows.
+        """Take a checkpoint with the step that computes up to `end`, if there is memory.
 
-        `node`: names the checkpoint; None: `attach_checkpoint` will.
+        `node`: node of the prefix tree that gets the checkpoint; None: `attach_checkpoint` is called later.
         """
         block = self._pool.allocate(self._kind)
         if isinstance(block, StateBlock):
@@ -214,7 +225,7 @@ class StateCheckpoints:
             self._planned_copies.append((state.block.unit.index, block.unit.index))
 
     def attach_checkpoint(self, seq: Sequence, node: Node, end: int) -> None:
-        """Name the checkpoint that the step being committed took at `end`, unless the node has one."""
+        """Give `node` the checkpoint that the step being committed took at `end`, unless it has one."""
         if node.checkpoint is not None:
             node.checkpoint.is_shared = True
             return
@@ -223,7 +234,10 @@ class StateCheckpoints:
             self._tree.attach(node, block)
 
     def fill_plan(self, plan: StepPlan) -> None:
-        """Add the state copies of a plan. The next plan may resume from the checkpoints that this one takes."""
+        """Add the copies of states to a plan: those that sequences resume from, and the checkpoints that they take.
+
+        From now on, the next plan may resume from these checkpoints.
+        """
         for chunk in plan.chunks:
             state = self._state_by_sequence[chunk.seq]
             if state.needs_init:
@@ -245,35 +259,33 @@ class StateCheckpoints:
             self._commit_chunk(chunk.seq, chunk.start, chunk.end)
 
     def _commit_chunk(self, seq: Sequence, start: int, end: int) -> None:
-        """Record that the tokens [start, end) of a sequence are computed, and announce the checkpoint at `end`, if any.
+        """Record that the chunk [start, end) of a sequence is computed, and announce the checkpoint at `end`, if any.
 
-        Also releases the checkpoint that the sequence resumed from, since the step has copied it. While an answer
-        grows, it leaves a checkpoint after every block, and only the last one is worth its memory. So the one before
-        it is evicted, and the last is kept as the sequence's rolling checkpoint.
+        The checkpoint that the sequence resumed from is released, because the step has copied it. In decode, only the
+        last checkpoint is worth its memory, so the one before it (the rolling checkpoint so far) is evicted.
         """
         state = self._state_by_sequence[seq]
         self._release_source(state)
         checkpoint = state.pending_checkpoint_by_end.pop(end, None)
         if checkpoint is None:
             return
-        if checkpoint.node is None:  # the cache was reset meanwhile, or the block that ends here got no name
+        if checkpoint.node is None:  # the cache was reset meanwhile, or the block that ends here is not in the tree
             self._pool.release(checkpoint)
             return
         self._tree.commit(checkpoint)
-        replaced_checkpoint = state.rolling_checkpoint
-        is_decode = end > seq.prompt_len and end - start == 1  # the answer grows by one token a step
-        if is_decode and replaced_checkpoint is not None:
-            self._evict_unless_used(replaced_checkpoint)
+        is_decode = _is_decode(seq, start, end)
+        if is_decode and state.rolling_checkpoint is not None:
+            self._evict_unless_used(state.rolling_checkpoint)
         self.release_new_checkpoint(checkpoint)
         state.rolling_checkpoint = checkpoint if is_decode else None
 
     def _evict_unless_used(self, checkpoint: StateBlock) -> None:
-        """Evict a checkpoint that is still named, unless other sequences have reached it or hold it."""
+        """Evict a checkpoint, unless other sequences have reached it or hold it."""
         if checkpoint.node is not None and not checkpoint.is_shared and not checkpoint.ref_count:
             self._tree.evict(checkpoint, keep_on_host=False)
 
     def release_new_checkpoint(self, checkpoint: StateBlock) -> None:
-        """Release a checkpoint that was just announced, so that it becomes cached. The one before it is superseded."""
+        """Release a checkpoint that was just announced, so that it becomes cached. It supersedes the one before it."""
         assert checkpoint.node is not None
         previous_node = self._previous_checkpoint(checkpoint.node)
         if previous_node is not None:
@@ -281,7 +293,7 @@ class StateCheckpoints:
         self._release_checkpoint(checkpoint)
 
     def rollback(self, chunks: Items[Chunk]) -> None:
-        """Take back the checkpoints of a step with these chunks, which was not computed."""
+        """Free the checkpoints of a step with these chunks, which was not computed."""
         for chunk in reversed(chunks):
             self._planned_copies.clear()
             block = self._state_by_sequence[chunk.seq].pending_checkpoint_by_end.pop(chunk.end, None)
@@ -307,10 +319,10 @@ class StateCheckpoints:
             self._release_checkpoint(source)
 
     def _release_checkpoint(self, checkpoint: StateBlock, *, is_superseded: bool = False) -> None:
-        """Release a checkpoint, so that it may be evicted, and set its value: the blocks of work that it saves.
+        """Release a checkpoint, so that it may be evicted, and set its value: the blocks since the previous checkpoint.
 
-        It saves those after the previous checkpoint on its path. A checkpoint is superseded once a deeper one was taken
-        on the same path. Few requests resume from it, so it has little value.
+        These need not be computed again thanks to the checkpoint. A superseded checkpoint, after which a later one was
+        taken, has less value, because few requests resume from it.
         """
         checkpoint.is_superseded = is_superseded
         node = checkpoint.node
@@ -318,7 +330,8 @@ class StateCheckpoints:
             self._pool.release(checkpoint)
             return
         previous_node = self._previous_checkpoint(node)
-        if not is_superseded:  # few requests resume from superseded ones, so they do not count as previous
+        if not is_superseded:
+            # Few requests resume from superseded checkpoints, so these do not count as previous.
             while previous_node is not None and previous_node.has_superseded_state():
                 previous_node = self._previous_checkpoint(previous_node)
         saved_blocks = node.depth + 1 if previous_node is None else node.depth - previous_node.depth
@@ -342,7 +355,7 @@ class StateCheckpoints:
         return ancestor
 
     def _mark_superseded(self, node: Node) -> None:
-        """Mark the checkpoint at `node` as superseded, unless its path branches there."""
+        """Mark the checkpoint at `node` as superseded, unless the prefix tree branches there."""
         checkpoint = node.checkpoint
         if checkpoint is not None and checkpoint.ref_count == 0 and len(node.children) < 2:
             self._pool.acquire(checkpoint)
@@ -367,6 +380,11 @@ class StateCheckpoints:
             for state in self._state_by_sequence.values()
         ]
         return [block for blocks in blocks_by_state for block in blocks if block is not None]
+
+
+def _is_decode(seq: Sequence, start: int, end: int) -> bool:
+    """Return whether the chunk [start, end) is one token of the answer."""
+    return end - start == 1 and end > seq.prompt_len
 
 
 class NoStates:
