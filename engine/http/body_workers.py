@@ -10,10 +10,10 @@ import logging
 import resource
 import signal
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -76,9 +76,7 @@ class BodyReader:
         if size <= THREAD_BYTES_MAX:
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread_pool, parse, data, self._tokenizer, self._limits)
-        task = asyncio.ensure_future(self._read_in_process(parse, data))
-        task.add_done_callback(lambda finished_task: finished_task.cancelled() or finished_task.exception())
-        return await asyncio.shield(task)  # the process finishes a body even if the client leaves
+        return await _finish_uncancelled(self._read_in_process(parse, data))
 
     async def _read_in_process(self, parse: BodyParser[T], data: bytes) -> T:
         """Parse a body in another process, which is ended if it takes too much time or memory. Raises RequestError."""
@@ -93,9 +91,8 @@ class BodyReader:
         digest = blake2b(constraint.lark_grammar.encode(), digest_size=16).digest()
         lark = self._checked_grammars.get(digest)
         if lark is None:
-            task = asyncio.ensure_future(self._check_in_process(constraint))
-            task.add_done_callback(lambda finished_task: finished_task.cancelled() or finished_task.exception())
-            lark = self._checked_grammars[digest] = (await asyncio.shield(task)).lark_grammar
+            checked_constraint = await _finish_uncancelled(self._check_in_process(constraint))
+            lark = self._checked_grammars[digest] = checked_constraint.lark_grammar
             if len(self._checked_grammars) > CHECKED_GRAMMARS_MAX:
                 self._checked_grammars.popitem(last=False)
         self._checked_grammars.move_to_end(digest)
@@ -122,6 +119,17 @@ class BodyReader:
         self._process_pool.close()
         self._compiler_pool.close()
         self._thread_pool.shutdown(wait=False, cancel_futures=True)
+
+
+async def _finish_uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`, which goes on if its waiter is cancelled because the client leaves.
+
+    A process that is parsing a body cannot be interrupted, so the pool must wait until it is free again.
+    """
+    task = asyncio.ensure_future(work)
+    # Nobody may be left to take the error of the task. Taking it here keeps asyncio from logging it.
+    task.add_done_callback(lambda finished_task: finished_task.cancelled() or finished_task.exception())
+    return await asyncio.shield(task)
 
 
 # In the process -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -93,10 +93,10 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 async def _generate(
     request: web.Request, parse: BodyParser[ParsedRequest], id_prefix: str, extra_bytes: int = 0
 ) -> web.StreamResponse:
-    """Answer a request: parse its body, submit its sequences to the engine's core process, and send what they give.
+    """Answer a request: parse its body, submit its sequences to the engine's core process, and send their outputs.
 
-    `id_prefix`: beginning of the answer's id. `extra_bytes`: bytes besides the body that `parse` reads, such as stored
-    messages; they count when it is decided where to parse.
+    `id_prefix`: beginning of the answer's id. `extra_bytes`: size of the other inputs of `parse`, such as stored
+    messages. Large inputs are parsed in another process.
     """
     state = request.app[STATE]
     data = await state.read_body(request)
@@ -148,8 +148,8 @@ async def _respond(
 ) -> web.StreamResponse:
     """Send the answer, as a stream or whole, from the outputs of the submitted sequences.
 
-    However this ends, the sequences that are not finished are aborted and counted: also if the client leaves, or if the
-    request's time limit passes, which makes `stream` raise an error.
+    If the client leaves, this task is cancelled. If the request's time limit passes, `stream` raises an error. In both
+    cases the sequences that are not finished are aborted, and counted as such.
     """
     state.begin_request()
     limit_s = state.config.request_timeout_s
@@ -162,9 +162,10 @@ async def _respond(
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
         delta_stream = DeltaStream(state, generation, stream)
         if generation.body.stream:
-            return await _stream_response(state, generation, writer, delta_stream, formatter)
+            return await _stream_response(state, writer, delta_stream, formatter, stream.logprob_share.release)
         async for deltas in delta_stream:
-            await delta_stream.format_logprobs(formatter, deltas)
+            # A whole answer keeps its share of the memory for logprobs until it is sent.
+            await format_logprobs(formatter, deltas, lambda logprob_count: None)
         response_body = formatter.format_response()
         _store_response(state, formatter)
         return await writer.write_body(response_body)
@@ -201,10 +202,10 @@ def _make_sequence_error(output: SequenceOutput, constraint: Constraint | None) 
 
 
 class DeltaStream:
-    """Iterates over the parts of an answer as they are generated, and records their times in the metrics.
+    """Iterates over the deltas of an answer as it is generated, and records their times in the metrics.
 
-    The engine's core process reports one output for each sequence and step. Each becomes a delta: what is new in its
-    choice, which is one of the answers that the request asked for.
+    The engine's core process reports one output for each sequence and step, such as the next token id. A delta is the
+    text that the output adds to its choice, one of the `n` answers that the request asked for.
     """
 
     def __init__(self, state: ServerState, generation: Generation, stream: OutputStream) -> None:
@@ -219,25 +220,6 @@ class DeltaStream:
         outputs = await self._stream.__anext__()
         now_s = time.perf_counter()
         return [self._apply_output(output, now_s) for output in outputs]
-
-    async def format_logprobs(self, formatter: ResponseFormatter, deltas: list[tuple[Choice, ChoiceDelta]]) -> None:
-        """Format the logprobs of deltas, some at a time, so that the event loop serves others between them.
-
-        They may be millions. So a stream holds a share of the memory for them, which is released as they are formatted.
-        """
-        if not isinstance(formatter, (ChatFormatter, CompletionFormatter)):
-            return
-        logprobs_since_pause = 0
-        for choice, delta in deltas:
-            formatted_count = formatter.format_logprob_slice(choice, delta)
-            while formatted_count:
-                if self._generation.body.stream:
-                    self._stream.logprob_share.release(formatted_count)
-                logprobs_since_pause += formatted_count
-                if logprobs_since_pause >= LOGPROBS_PER_PAUSE:
-                    logprobs_since_pause = 0
-                    await asyncio.sleep(0)
-                formatted_count = formatter.format_logprob_slice(choice, delta)
 
     def _apply_output(self, output: SequenceOutput, now_s: float) -> tuple[Choice, ChoiceDelta]:
         """Add an output to its choice, and return the choice and what is new in it.
@@ -260,18 +242,40 @@ class DeltaStream:
         return choice, delta
 
 
+async def format_logprobs(
+    formatter: ResponseFormatter,
+    deltas: list[tuple[Choice, ChoiceDelta]],
+    release_logprobs: Callable[[int], None],
+) -> None:
+    """Format the logprobs of deltas, and let the event loop serve other requests after every 2,048 of them.
+
+    The logprobs of one request may be millions. The server limits how many all requests hold together.
+    `release_logprobs` is called with the number of logprobs that were formatted and need no memory any more.
+    """
+    if not isinstance(formatter, (ChatFormatter, CompletionFormatter)):
+        return
+    logprobs_since_pause = 0
+    for choice, delta in deltas:
+        while formatted_count := formatter.format_logprob_slice(choice, delta):
+            release_logprobs(formatted_count)
+            logprobs_since_pause += formatted_count
+            if logprobs_since_pause >= LOGPROBS_PER_PAUSE:
+                logprobs_since_pause = 0
+                await asyncio.sleep(0)
+
+
 async def _stream_response(
     state: ServerState,
-    generation: Generation,
     writer: ResponseWriter,
     delta_stream: DeltaStream,
     formatter: ResponseFormatter,
+    release_logprobs: Callable[[int], None],
 ) -> web.StreamResponse:
     """Send an answer as a stream of events. An error after the first one becomes the last event."""
     comment_task = asyncio.ensure_future(writer.send_keepalive_comments())
     try:
         async for deltas in delta_stream:
-            await delta_stream.format_logprobs(formatter, deltas)
+            await format_logprobs(formatter, deltas, release_logprobs)
             await writer.write(b"".join([formatter.format_delta(choice, delta) for choice, delta in deltas]))
         final_events = formatter.format_end()
         _store_response(state, formatter)  # a client may continue the response as soon as it has the end

@@ -187,14 +187,15 @@ def compute_max_connections(setting: int | None) -> int:
     return min(setting, descriptors)
 
 
-class ConnectionLimit:
-    """Makes the protocol of each new connection, as the server's factory. Beyond the limit it answers 503 and
-    closes.
+class LimitedProtocolFactory:
+    """Protocol factory of the server's socket: asyncio calls it for each new connection.
+
+    Up to `max_connections` connections are served by aiohttp. Any further connection is answered 503 and closed.
     """
 
-    def __init__(self, server: web.Server, limit: int) -> None:
+    def __init__(self, server: web.Server, max_connections: int) -> None:
         self._server = server
-        self._max_connections = limit
+        self._max_connections = max_connections
         self._is_full = False
 
     def __call__(self) -> asyncio.BaseProtocol:
@@ -227,13 +228,13 @@ class RefusedConnection(asyncio.Protocol):
 
 
 class Server:
-    """Runs one engine with its HTTP server, from the start of the core to its end. `run` returns the exit status."""
+    """Runs one engine and its HTTP server, from the start of the core process to its end."""
 
     def __init__(self, engine_config: EngineConfig, config: ServerConfig) -> None:
         self._engine_config = engine_config
         self._config = config
         self._stop_reason: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        """Resolved to None by a signal, to the reason by the core's death."""
+        """Resolved when the server is to stop: to None by a signal, to an error message by the core's death."""
         self._signal_count = 0
         self._stop_now = asyncio.Event()
         self._tls_context = make_server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -271,9 +272,9 @@ class Server:
         runner = make_runner(build_app(state), log_requests=self._config.log_requests)
         await runner.setup()
         assert runner.server is not None
-        connection_limit = ConnectionLimit(runner.server, compute_max_connections(self._config.max_connections))
+        make_protocol = LimitedProtocolFactory(runner.server, compute_max_connections(self._config.max_connections))
         server = await asyncio.get_running_loop().create_server(
-            connection_limit, sock=listener, backlog=2048, ssl=self._tls_context
+            make_protocol, sock=listener, backlog=2048, ssl=self._tls_context
         )
         print_startup(self._engine_config, self._config, state, listener)
         reason = await self._stop_reason

@@ -103,9 +103,10 @@ CALL_FORMATS = {row.name: row for row in (  # the first that fits a template is 
 def resolve_formats(
     call_setting: str, reasoning_setting: str, template: ChatTemplate | None
 ) -> tuple[str | None, str | None]:
-    """Return the names of the call format and of the reasoning format that two settings select; None: no parsing.
+    """Return the names of the formats in which a model writes tool calls and reasoning, in this order.
 
-    "auto" selects the format that the chat template shows, "none" selects None.
+    A setting is the name of a format, "none", or "auto": the first format whose markers occur in the chat template.
+    None as a result means that calls, or reasoning, are left in the text.
     """
     try:
         template_text = "" if template is None else template.select_source(has_tools=True)
@@ -128,7 +129,7 @@ def _resolve_format(
 def detect_format(
     formats: Mapping[str, ToolCallFormat] | Mapping[str, ReasoningFormat], template_text: str
 ) -> str | None:
-    """Return the name of the first format whose markup a chat template shows; None if it shows none."""
+    """Return the name of the first format of which a marker occurs in a chat template; None if none does."""
     for name, format in formats.items():
         if any(marker in template_text for marker in format.template_markers):
             return name
@@ -138,7 +139,9 @@ def detect_format(
 def initial_reasoning_state(format: ReasoningFormat, prompt: str, continued_text: str | None) -> ReasoningState:
     """Return whether an answer begins before, inside or after reasoning.
 
-    `prompt`: at least the end of the prompt. `continued_text`: the beginning of the answer, if a message is continued.
+    A prompt that ends with "<think>" has opened the reasoning: the answer begins inside.
+
+    `prompt`: at least the end of the prompt. `continued_text`: text of the message that the answer continues, if any.
     """
     if continued_text:
         open_position = max(continued_text.rfind(marker) for marker in format.open_markers)

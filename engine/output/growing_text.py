@@ -19,7 +19,8 @@ SPACE = " \t\r\n"
 class GrowingText:
     """A text that arrives in pieces, and that one reader takes from its front.
 
-    The reader may hold what it takes until it is sure what that means: held text can be taken once more.
+    What looks like markup may turn out to be text. So the reader can have a copy of all that it takes held
+    (`start_holding`), and get that text back (`stop_holding`).
     """
 
     __slots__ = ("_held_parts", "_is_holding", "is_complete", "position", "text")
@@ -64,7 +65,7 @@ class GrowingText:
         )
 
     def start_holding(self) -> None:
-        """Hold what is taken from now on, and nothing of what was held before."""
+        """Hold a copy of what is taken from now on, and drop what was held before."""
         self._held_parts = []
         self._is_holding = True
 

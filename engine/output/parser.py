@@ -60,8 +60,8 @@ class OutputParserConfig(msgspec.Struct, frozen=True, kw_only=True):
 class OutputParser:
     """Splits the generated text of one sequence into reasoning, text and tool calls, as it grows.
 
-    Reasoning comes first. Stop strings apply after it, and outside of calls. `_read_output` is a generator that yields
-    when it needs more text, and when reasoning has ended.
+    Reasoning comes first. Stop strings apply after it, and outside of calls. The `_read_*` methods are generators: each
+    yields when it needs text that the model has not written yet, and goes on at the same place after the next `push`.
     """
 
     def __init__(self, config: OutputParserConfig, params: SamplingParams) -> None:
@@ -150,8 +150,10 @@ class OutputParser:
     # Reasoning --------------------------------------------------------------------------------------------------------
 
     def _read_reasoning(self, format: ReasoningFormat) -> Steps[None]:
-        """Take the reasoning and its markers. A tool call may end it, too; the call's marker stays for the next
-        reader.
+        """Take the reasoning with its markers, up to its end marker.
+
+        In some formats a tool call ends the reasoning, too. The marker of the call is not taken, so that the call is
+        read afterwards.
         """
         source = self._source
         if (yield from self._read_open_marker(format)):
@@ -168,7 +170,10 @@ class OutputParser:
             source.take(source.position + len(marker))
 
     def _read_open_marker(self, format: ReasoningFormat) -> Steps[bool]:
-        """Take the marker that opens reasoning, and white space before it. Returns False if another text comes."""
+        """Take white space and the marker that opens reasoning. Returns False, and takes nothing, for any other text.
+
+        The marker may come in pieces. With "<think>" as the marker, "<thi" is waited for, and "<the" is other text.
+        """
         source = self._source
         while True:
             text = source.text.lstrip()
@@ -187,10 +192,10 @@ class OutputParser:
     # Text and tool calls ----------------------------------------------------------------------------------------------
 
     def _read_text(self, call_format: ToolCallFormat) -> Steps[bool]:
-        """Take text of the answer, up to what looks like the beginning of a tool call.
+        """Take text of the answer up to a marker that may begin a tool call, and return True; False at the text's end.
 
-        Returns True there. The source then holds what is taken from now on, rather than giving it up, because it
-        becomes text again if no call follows. Returns False if the whole text ends before a call.
+        From the marker on, the source also keeps a copy of what is taken: if no call follows the marker, that is added
+        to the answer's text after all.
         """
         source, delta = self._source, self._delta
         # In some formats an answer may begin with a call without any marker, such as `{"name": "f"}`.
@@ -212,10 +217,10 @@ class OutputParser:
         return True
 
     def _read_region(self, format: ToolCallFormat) -> Steps[None]:
-        """Read a region, which is tool calls and the markup around them, up to the first text that is neither.
+        """Read a region: tool calls and the markup around them, up to the first text that is neither.
 
-        Such as `<tool_call>{"name": "f"}</tool_call>`, or `[f(a=1), g()]`. What was taken since the last call is held:
-        if no call follows it, it was no markup, and becomes text of the answer again.
+        Examples are `<tool_call>{"name": "f"}</tool_call>` and `[f(a=1), g()]`. The source keeps a copy of what was
+        taken since the last call. If no call follows, that was no markup, and is added to the answer's text.
         """
         source = self._source
         has_call = is_in_array = False

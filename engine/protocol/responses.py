@@ -15,7 +15,9 @@ from engine.output.choice import Choice, ChoiceDelta
 from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks, make_blocks_of_choice
 from engine.output.custom_input import CustomInputDecoder
 from engine.protocol.generation import Generation
+from engine.protocol.messages import format_event
 from engine.protocol.response_context import ResponseContext
+from engine.protocol.usage import CompletionTokensDetails, PromptTokensDetails
 from prompts.errors import RequestError
 from prompts.responses import ClientTool, make_item_id
 from prompts.schemas import Message
@@ -23,19 +25,11 @@ from prompts.schemas import Message
 _encoder = msgspec.json.Encoder()
 
 
-class InputDetails(Struct, frozen=True):
-    cached_tokens: int
-
-
-class OutputDetails(Struct, frozen=True):
-    reasoning_tokens: int
-
-
 class ResponseUsage(Struct, frozen=True):
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: PromptTokensDetails
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
 
 
@@ -145,7 +139,7 @@ class ResponsesFormatter:
         self._custom_inputs: dict[int, CustomInputDecoder] = {}
         """Block index -> decoder of the free text of a custom tool's call."""
         self._is_finished = False
-        """Whether the answer has ended, so that a block that is not whole is incomplete."""
+        """Whether the answer has ended. A block that ends then may be incomplete, because a length limit cut it."""
         self._sequence_number = -1
         """Number of the last event."""
 
@@ -214,9 +208,9 @@ class ResponsesFormatter:
         return events + self._format_event("response.output_item.done", output_index=block.index, item=item)
 
     def _format_call_end(self, block: ContentBlock, name: str, fields: dict[str, Any]) -> bytes:
-        """Return the last delta of a call's free text, and the event that ends its input.
+        """Return the last delta of a custom tool's input, if any text was held back, and the event that ends the input.
 
-        `name` is the base name of the events, `fields` say which block they are about.
+        `name`: beginning of the events' names. `fields`: fields of the events that say which block they are about.
         """
         custom_input = self._get_custom_input(block)
         if custom_input is None:
@@ -249,8 +243,7 @@ class ResponsesFormatter:
 
     def _format_event(self, type: str, **fields: Any) -> bytes:
         self._sequence_number += 1
-        data = _encoder.encode({"type": type, "sequence_number": self._sequence_number, **fields})
-        return b"event: %b\ndata: %b\n\n" % (type.encode(), data)
+        return format_event(type, sequence_number=self._sequence_number, **fields)
 
     # Whole ------------------------------------------------------------------------------------------------------------
 
@@ -274,16 +267,16 @@ class ResponsesFormatter:
     ) -> ResponseObject:
         """Return the response object with the given content blocks as its output.
 
-        `status`: "in_progress" while blocks follow, "completed", "incomplete" if a length limit cut the answer, or
-        "failed", with its `error`. The two last ones may have cut the last block, which is then marked incomplete.
+        `status`: "in_progress", "completed", "incomplete" if a length limit ended the answer, or "failed", with its
+        `error`. An answer that is incomplete or failed may have ended within its last block, which is then marked
+        incomplete.
         """
         generation, context = self._generation, self.context
-        is_cut = status in ("incomplete", "failed")
         has_usage = status in ("completed", "incomplete")
         items = [self._make_item(block, "completed") for block in blocks]
-        if is_cut and blocks:
+        if status in ("incomplete", "failed") and blocks:
             items[-1] = self._make_item(blocks[-1], "incomplete")
-        # Fields of the request that a response repeats, such as `tools`; kept as JSON until now.
+        # Fields of the request that a response repeats, such as `tools`.
         echoed_fields: dict[str, Any] = _echoed_decoder.decode(context.echoed_fields)
         return ResponseObject(
             id=generation.id,
@@ -328,12 +321,13 @@ class ResponsesFormatter:
 
     def _make_usage(self) -> ResponseUsage:
         usage = self._generation.compute_usage()
-        reasoning_tokens = self._choice.reasoning_tokens
-        cached_tokens = usage.prompt_tokens_details.cached_tokens
         return ResponseUsage(
-            usage.prompt_tokens, InputDetails(cached_tokens), usage.completion_tokens, OutputDetails(reasoning_tokens),
-            usage.total_tokens,
-        )  # fmt: skip
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=usage.prompt_tokens_details,
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=CompletionTokensDetails(self._choice.reasoning_tokens),
+            total_tokens=usage.total_tokens,
+        )
 
     # For a response that continues this one ---------------------------------------------------------------------------
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.http.generate import LOGPROBS_PER_PAUSE, DeltaStream
+from engine.http.generate import LOGPROBS_PER_PAUSE, format_logprobs
 from engine.messages import PROMPT_LOGPROBS_MAX, split_output
 from engine.output.detokenizer import DetokenizerFactory
 from engine.process.client import EngineClient, OutputStream, merge_outputs
@@ -144,8 +143,6 @@ def score(top: int) -> TokenLogprobs:
 @pytest.mark.parametrize(("samples", "tokens", "prompt"), [(16, 200, 0), (1, 1, 3000), (2, 500, 1000)])
 def test_the_loop_goes_on_while_many_logprobs_are_formatted(samples: int, tokens: int, prompt: int) -> None:
     generation, answer = completion(n=samples, max_tokens=tokens, logprobs=20, prompt_logprobs=20)
-    budget = LogprobBudget()
-    stream = SimpleNamespace(logprobs=LogprobShare(budget))
     pieces = [
         (choice, choice.push(SequenceOutput(
             request_id="u", token_ids=[9] * tokens, logprobs=[score(20)] * tokens, prompt_logprobs=[score(20)] * prompt,
@@ -162,9 +159,7 @@ def test_the_loop_goes_on_while_many_logprobs_are_formatted(samples: int, tokens
 
     async def main() -> None:
         counting_task = asyncio.ensure_future(count_turns())
-        follower = object.__new__(DeltaStream)
-        follower._generation, follower._stream = generation, stream  # type: ignore[assignment]
-        await follower.format_logprobs(answer, pieces)
+        await format_logprobs(answer, pieces, lambda count: None)
         counting_task.cancel()
 
     asyncio.run(main())

@@ -18,7 +18,7 @@ from engine.http import server
 from engine.http.api_keys import ApiKeys
 from engine.http.generate import DeltaStream
 from engine.http.metrics import ServerMetrics
-from engine.http.server import ConnectionLimit, build_app, compute_max_connections, make_runner
+from engine.http.server import LimitedProtocolFactory, build_app, compute_max_connections, make_runner
 from engine.http.state import ServerState
 from engine.http.weights import resolve_weights_folder
 from engine.output.detokenizer import DetokenizerFactory
@@ -144,7 +144,9 @@ def test_connections_beyond_the_limit_are_told_so(caplog: pytest.LogCaptureFixtu
         runner = make_runner(app, log_requests=False)
         await runner.setup()
         assert runner.server is not None
-        listening = await asyncio.get_running_loop().create_server(ConnectionLimit(runner.server, 2), "127.0.0.1", 0)
+        listening = await asyncio.get_running_loop().create_server(
+            LimitedProtocolFactory(runner.server, 2), "127.0.0.1", 0
+        )
         address = listening.sockets[0].getsockname()
         try:
             connections = [await asyncio.open_connection(*address) for _ in range(2)]
