@@ -81,7 +81,8 @@ class _EncodedPrompt(NamedTuple):
     text: str | None
     token_ids: list[int]
     salt: str | None = None
-    """Key that keeps its cached blocks from other prompts."""
+    """Prompts share cached blocks only with prompts of the same salt."""
+    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -173,7 +174,10 @@ class LLM:
             self._encode_prompt(prompt, number) for number, prompt in enumerate(_make_prompt_list(prompts))
         ]
         params = self._params_per_prompt(sampling_params, len(encoded_prompts))
-        return self._run(encoded_prompts, params, _check_priorities(priority, len(encoded_prompts)), use_tqdm)
+        if priority is not None:
+            priorities = _check_priorities(priority, len(encoded_prompts))
+            encoded_prompts = [prompt._replace(priority=value) for prompt, value in zip(encoded_prompts, priorities)]
+        return self._run(encoded_prompts, params, use_tqdm)
 
     def chat(
         self,
@@ -205,7 +209,7 @@ class LLM:
             text = self._tokenizer.render_chat_text(request)
             encoded_prompts.append(_EncodedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False)))
         params = self._params_per_prompt(sampling_params, len(encoded_prompts))
-        return self._run(encoded_prompts, params, [0] * len(encoded_prompts), use_tqdm)
+        return self._run(encoded_prompts, params, use_tqdm)
 
     def _encode_prompt(self, prompt: Prompt, prompt_index: int) -> _EncodedPrompt:
         """Return a prompt in any form as token ids. Raises RequestError."""
@@ -249,16 +253,12 @@ class LLM:
         return msgspec.structs.replace(params, structured_outputs=None, constraint=constraint)
 
     def _run(
-        self,
-        encoded_prompts: list[_EncodedPrompt],
-        params: list[SamplingParams],
-        priorities: Sequence[int],
-        use_tqdm: bool,
+        self, encoded_prompts: list[_EncodedPrompt], params: list[SamplingParams], use_tqdm: bool
     ) -> list[RequestOutput]:
-        """Compute all prompts to their end, and return their outputs in order."""
+        """Compute the answers to all prompts, and return them in the prompts' order."""
         jobs = [
-            self._make_job(number, prompt, prompt_params, priority)
-            for number, (prompt, prompt_params, priority) in enumerate(zip(encoded_prompts, params, priorities))
+            self._make_job(number, prompt, prompt_params)
+            for number, (prompt, prompt_params) in enumerate(zip(encoded_prompts, params))
         ]
         job_and_sample_by_id = {
             request.request_id: (job, sample) for job in jobs for sample, request in enumerate(job.requests)
@@ -287,12 +287,12 @@ class LLM:
         if choice_delta.finish_reason is not None and job.is_done:
             progress.count_prompt(job)
 
-    def _make_job(self, prompt_index: int, prompt: _EncodedPrompt, params: SamplingParams, priority: int) -> _PromptJob:
+    def _make_job(self, prompt_index: int, prompt: _EncodedPrompt, params: SamplingParams) -> _PromptJob:
         """Make the requests of a prompt, one for each sample. Raises RequestError."""
         check_prompt(prompt.token_ids, self._limits, f"prompts[{prompt_index}]")
         params = fit_max_tokens(params, self._limits, len(prompt.token_ids))
         request_id = str(next(self._request_numbers))
-        requests = make_sample_requests(request_id, 0, prompt.token_ids, params, prompt.salt, priority)
+        requests = make_sample_requests(request_id, 0, prompt.token_ids, params, prompt.salt, prompt.priority)
         choices = [
             make_choice(i, request.params, self._detokenizer_factory, keeps_text=True, keeps_logprobs=True)
             for i, request in enumerate(requests)
@@ -345,7 +345,10 @@ class LLM:
 
 
 class _ProgressBar:
-    """Shows vLLM's progress bar: the number of finished prompts, and the speed of input and output so far."""
+    """Progress bar that looks like vLLM's: finished prompts, and tokens per second of input and output so far.
+
+    The input counts when its prompt is finished, so the speeds are right at the end only.
+    """
 
     def __init__(self, prompt_count: int, *, is_shown: bool) -> None:
         self._start_s = time.perf_counter()
@@ -360,6 +363,7 @@ class _ProgressBar:
         self._output_tokens += count
 
     def count_prompt(self, job: _PromptJob) -> None:
+        """Count a finished prompt, and show the bar anew."""
         self._input_tokens += len(job.token_ids)
         if self._bar is not None:
             elapsed_s = max(time.perf_counter() - self._start_s, 1e-9)
@@ -376,9 +380,9 @@ class _ProgressBar:
 def _make_config(
     model: str | None, kv_events: Mapping[str, Any] | KVEventsConfig | None, settings: dict[str, Any]
 ) -> EngineConfig:
-    """Return the engine's configuration from the arguments of `LLM`. Raises TypeError for unknown settings.
+    """Return the engine's configuration from the arguments of `LLM`. A setting that is None has its default.
 
-    A setting that is None has its default. `kv_events` may be a mapping, as with vLLM.
+    Raises TypeError for unknown settings, and ConfigError for wrong values.
     """
     ignored_names = ("trust_remote_code", "disable_log_stats")  # vLLM has these; they have no effect here
     settings = {name: value for name, value in settings.items() if name not in ignored_names}
@@ -393,7 +397,7 @@ def _make_config(
     elif isinstance(kv_events, KVEventsConfig):
         events_config = kv_events
     else:
-        # As JSON text, which is the form of the command line: so both are checked by the same code.
+        # The parser takes the JSON text of --kv-events-config, and checks the mapping of `LLM` by the same code.
         events_config = KVEventsConfig.parse(msgspec.json.encode(kv_events).decode())
     config_table = {name: value for name, value in settings.items() if value is not None}
     config: EngineConfig = load_config(Schema(EngineConfig, "engine"), table=config_table).config
@@ -431,10 +435,8 @@ def _check_iterable(value: object) -> Iterable[Any]:
     return value
 
 
-def _check_priorities(priorities: Sequence[int] | None, prompt_count: int) -> list[int]:
-    """Return the priority of each prompt; without `priorities` all are 0. Raises ValueError for a wrong number."""
-    if priorities is None:
-        return [0] * prompt_count
+def _check_priorities(priorities: Sequence[int], prompt_count: int) -> list[int]:
+    """Return the priority of each prompt as an int. Raises ValueError unless there is one for each prompt."""
     checked_priorities = msgspec.convert(priorities, list[Int64])
     if len(checked_priorities) != prompt_count:
         raise ValueError(

@@ -161,7 +161,7 @@ class FlashAttention2:
         context_lens = batch.context_lens[first_prompt:]
         max_context_len = int(context_lens.max())
         max_blocks = -(-max_context_len // kv.block_size)
-        blocks = table.host_blocks[table.sequence_rows[first_prompt:], :max_blocks]
+        blocks = table.host_blocks[table.table_rows[first_prompt:], :max_blocks]
         offsets = np.arange(kv.block_size)
         token_rows = [
             (block_rows[:, None] + offsets).reshape(-1)[:context_len]

@@ -158,17 +158,21 @@ def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBlockTable:
-    """Block tables of one group that stay on the device from step to step, and the host's copy of them."""
+    """Block tables of one attention group, on the device and on the host. They stay there from step to step.
+
+    A table row lists the blocks of one sequence. A running sequence keeps its table row, so that a step uploads only new
+    blocks.
+    """
 
     host_blocks: IntArray
-    """[rows, blocks]: block numbers of the sequence in each row. Past its end are valid numbers without meaning."""
+    """[table rows, blocks]: block numbers. After the last block of a sequence come valid numbers without meaning."""
     block_start_rows: Tensor
-    """[blocks, rows] int32: row of the pool where the K of layer 0 of each block begins.
+    """[blocks, table rows] int32: row of the pool's buffer where each block begins, with its first K of layer 0.
 
-    The axis of blocks comes first, so that the leading blocks of all rows are contiguous.
+    The axis of blocks comes first, so that the leading blocks of all sequences are contiguous.
     """
-    sequence_rows: IntArray
-    """[sequences]: the table's row for each of the step's sequences."""
+    table_rows: IntArray
+    """[sequences]: table row of each sequence of the step's batch."""
 
     @staticmethod
     def from_block_table(block_table: IntArray, kv: PagedKV, device: torch.device) -> DeviceBlockTable:
@@ -180,16 +184,17 @@ class DeviceBlockTable:
             host_blocks, block_start_rows.view(host_blocks.shape[1], -1), np.arange(len(host_blocks))
         )
 
-    def count_blocks(self, batch: RaggedBatch, kv: PagedKV) -> int:
-        """Return the number of blocks of the longest context."""
-        return -(-int(batch.context_lens.max()) // kv.block_size)
-
     def compute_slot_rows(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
-        """Return [tokens]: the row of the pool that takes the K of each token in layer 0."""
+        """Return [tokens]: row of the pool's buffer for the K of each token of the batch in layer 0."""
         block_index, offset = np.divmod(batch.positions, kv.block_size)
         is_decode = batch.decode_count == len(batch.context_lens)
-        rows = self.sequence_rows if is_decode else self.sequence_rows[batch.compute_sequence_indices()]
+        rows = self.table_rows if is_decode else self.table_rows[batch.compute_sequence_indices()]
         return kv.compute_block_rows(self.host_blocks[rows, block_index]) + offset
+
+
+def count_context_blocks(batch: RaggedBatch, kv: PagedKV) -> int:
+    """Return the number of blocks of the longest context in a batch."""
+    return -(-int(batch.context_lens.max()) // kv.block_size)
 
 
 class Kernels(Protocol):

@@ -1,10 +1,15 @@
 """Draws a token from each row of logits: the definition, and an implementation in plain torch.
 
-The weight of a token is exp(logit / temperature). Tokens are ordered by falling logit, equal ones by rising id. `min_p`
-keeps the tokens with at least that share of the greatest weight. `top_k` keeps the first ones of these, and `top_p` the
-fewest first ones of these that have that share of their sum. The token is drawn at which the running sum of the kept
-weights, by id, passes `uniforms` times their sum. So a row draws the same token in any batch. NaN counts as -inf. A row
-of nothing else yields token 0. Knows no requests and no seeds.
+The weight of a token is exp(logit / temperature). Tokens are ordered by falling logit, and tokens with equal logits by
+rising id. Three settings decide which tokens can be drawn:
+
+1. `min_p` keeps the tokens that weigh at least this share of the heaviest token;
+2. `top_k` keeps at most so many of these, the first in the order;
+3. `top_p` keeps the fewest of these, the first in the order, that together have this share of the weight.
+
+The drawn token is the first one, by id, at which the running sum of the kept weights exceeds `uniforms` times their
+sum. So a row draws the same token in any batch. NaN counts as -inf. A row of -inf alone yields token 0. Knows no
+requests and no seeds.
 """
 
 from __future__ import annotations
@@ -18,9 +23,9 @@ from torch import Tensor
 MAX_LOGIT = 3.3895313892515355e38
 """The largest bf16. A logit of +inf counts as this."""
 WEIGHTS_PER_SPAN = 512
-"""Weights in a span. Running sums are made over the spans' sums first."""
+"""Neighbouring weights that are added up first, when a running sum over a row is searched."""
 MIN_CANDIDATE_COUNT = 256
-"""Fewest likeliest tokens that are looked at before all tokens are."""
+"""Least number of likeliest tokens among which `top_k` and `top_p` are tried, before all tokens are sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class DrawSettings:
     uniforms: Tensor
     """fp64 in [0, 1)."""
     random_rows: RandomRows | None = None
-    """Rows that draw at random, if the host knows them: else `draw` must wait for the device."""
+    """Rows that draw at random; None: the host does not know them, and `draw` must wait for the device."""
     has_masked_logits: bool = False
     """Whether many logits are -inf: exp of these takes six times as long on a CPU unless they are clamped."""
 
@@ -97,7 +102,7 @@ def _group_rows(settings: DrawSettings, vocab: int) -> RandomRows:
 
 
 def _compute_weights(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
-    """Return the weight of each token relative to the greatest, 0 if it is less than `min_p`."""
+    """Return the weight of each token as a share of the row's greatest weight; 0 for shares below `min_p`."""
     weights = (values - peak[:, None]).div_(settings.temperature[:, None])
     if settings.has_masked_logits:  # clamped, because exp(-inf) is slow; weights under 2e-35 become 0
         weights = torch.threshold_(weights.clamp_(min=-80.0).exp_(), 2e-35, 0.0)
@@ -107,13 +112,14 @@ def _compute_weights(values: Tensor, peak: Tensor, settings: DrawSettings) -> Te
 
 
 def _draw_unfiltered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
-    return _find_crossing(_compute_weights(values, peak, settings), settings.uniforms)
+    return _draw_index(_compute_weights(values, peak, settings), settings.uniforms)
 
 
 def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
-    """Draw from rows with `top_k` or `top_p`, among the likeliest tokens if these are certainly enough.
+    """Draw from rows with `top_k` or `top_p`.
 
-    They are enough if every token that is as likely as the last kept one is among them. Else all tokens are sorted.
+    Sorting whole rows is slow. So the filters are first applied to some hundred of the likeliest tokens alone. All
+    tokens are sorted only if a filter would perhaps keep more tokens than these.
     """
     vocab = values.shape[1]
     has_top_k = settings.top_k < vocab
@@ -124,10 +130,10 @@ def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tens
         candidates = values.gather(1, candidate_ids)
         kept_weights, is_enough = _keep_likeliest(candidates, peak, settings, has_top_k, full_sums)
         if is_enough:
-            columns = _find_crossing(kept_weights, settings.uniforms)
+            columns = _draw_index(kept_weights, settings.uniforms)
             return candidate_ids.gather(1, columns[:, None])[:, 0]
     kept_weights, _ = _keep_likeliest(values, peak, settings, has_top_k, full_sums)
-    return _find_crossing(kept_weights, settings.uniforms)
+    return _draw_index(kept_weights, settings.uniforms)
 
 
 def _keep_likeliest(
@@ -135,8 +141,10 @@ def _keep_likeliest(
 ) -> tuple[Tensor, bool]:
     """Return (weights that `top_k` and `top_p` keep, with 0 for the other tokens; whether `values` are enough).
 
-    Some of a row's tokens are enough if the least likely of them is less likely than the last one that is kept. Then no
-    token outside of them could be kept. `full_sums`: sum of the weights of all tokens; None if every row has `top_k`.
+    `values` may be only the likeliest logits of a row. They are enough if the smallest of them is not kept, and is
+    smaller than all that are: then no token outside of them could be kept.
+
+    `full_sums`: sum of the weights of all tokens; None if every row has `top_k`.
     """
     sorted_values, token_order = values.sort(descending=True, stable=True)
     ranks = torch.arange(values.shape[1], device=values.device)
@@ -152,25 +160,35 @@ def _keep_likeliest(
     return torch.zeros_like(kept_weights).scatter_(1, token_order, kept_weights), is_enough
 
 
-def _find_crossing(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the index [rows] at which the running sum of weights [rows, n] passes the share `uniforms` of their sum.
+def _draw_index(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw an index of each row of weights [rows, n], with a probability in proportion to the index's weight.
 
-    The running sum is made over spans, then inside one span. In fp64 over all weights it would take as long as all
-    other operations.
+    The index is the first one at which the running sum of the weights exceeds `uniforms` times their sum. With the
+    weights [1, 3] and 0.5 as the uniform number, the running sums 1 and 4 are compared with 2: index 1 is drawn.
+
+    Running sums need fp64, and would take as long as all other operations over the whole row. So only the sums of spans
+    of `WEIGHTS_PER_SPAN` weights are added up, and then the weights of the span in which the index lies.
     """
     weight_count = weights.shape[1]
-    span_end = weight_count // WEIGHTS_PER_SPAN * WEIGHTS_PER_SPAN
-    whole_spans = weights[:, :span_end].view(len(weights), span_end // WEIGHTS_PER_SPAN, WEIGHTS_PER_SPAN)
-    span_masses = whole_spans.sum(-1, dtype=torch.float64)
-    last_mass = weights[:, span_end:].sum(-1, keepdim=True, dtype=torch.float64)
-    running_masses = torch.cat([span_masses, last_mass], 1).cumsum_(1)
-    target_mass = uniforms.double()[:, None] * running_masses[:, -1:]
-    span_index = torch.searchsorted(running_masses, target_mass, right=True).clamp_(max=running_masses.shape[1] - 1)
-    mass_before = torch.where(span_index > 0, running_masses.gather(1, (span_index - 1).clamp_(min=0)), 0.0)
+    running_span_sums = _sum_spans(weights).cumsum_(1)
+    target_sum = uniforms.double()[:, None] * running_span_sums[:, -1:]
+    last_span = running_span_sums.shape[1] - 1
+    span_index = torch.searchsorted(running_span_sums, target_sum, right=True).clamp_(max=last_span)
+    sum_before_span = torch.where(span_index > 0, running_span_sums.gather(1, (span_index - 1).clamp_(min=0)), 0.0)
     columns = span_index * WEIGHTS_PER_SPAN + torch.arange(WEIGHTS_PER_SPAN, device=weights.device)
     span_weights = weights.gather(1, columns.clamp(max=weight_count - 1)).double()
-    span_sums = span_weights.masked_fill_(columns >= weight_count, 0.0).cumsum_(1)
-    # Sums in another order may leave a target behind them all: then the last token with a weight is taken.
-    last_column = torch.searchsorted(span_sums, span_sums[:, -1:].contiguous())
-    offset = torch.searchsorted(span_sums, target_mass - mass_before, right=True).minimum(last_column)
-    return (span_index * WEIGHTS_PER_SPAN + offset)[:, 0].clamp_(max=weight_count - 1)
+    running_sums = span_weights.masked_fill_(columns >= weight_count, 0.0).cumsum_(1)
+    offset = torch.searchsorted(running_sums, target_sum - sum_before_span, right=True)
+    # Rounding differs between the two kinds of sums, so the target may exceed every running sum of the span. Then the
+    # last weight that is not zero is drawn.
+    last_offset = torch.searchsorted(running_sums, running_sums[:, -1:].contiguous())
+    return (span_index * WEIGHTS_PER_SPAN + offset.minimum(last_offset))[:, 0].clamp_(max=weight_count - 1)
+
+
+def _sum_spans(weights: Tensor) -> Tensor:
+    """Return the sum of each span of `WEIGHTS_PER_SPAN` weights in fp64, and of the shorter or empty last span."""
+    whole_count = weights.shape[1] // WEIGHTS_PER_SPAN
+    end = whole_count * WEIGHTS_PER_SPAN
+    whole_spans = weights[:, :end].view(len(weights), whole_count, WEIGHTS_PER_SPAN)
+    last_sum = weights[:, end:].sum(-1, keepdim=True, dtype=torch.float64)
+    return torch.cat([whole_spans.sum(-1, dtype=torch.float64), last_sum], 1)

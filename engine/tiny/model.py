@@ -50,7 +50,7 @@ _NORM_BIASES: dict[str, tuple[tuple[str, float], ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings that determine every byte of a random checkpoint."""
+    """Settings of a random checkpoint, which determine its every byte. Sizes are those of the model's config.json."""
 
     family: str = "qwen3"
     hidden_size: int = 64
@@ -61,12 +61,12 @@ class Recipe:
     intermediate_size: int = 128
     vocab_size: int = 2048
     max_position: int = 40960
-    """Long enough for agents, which begin with 11,000 to 34,000 tokens."""
+    """Most tokens of a prompt with its answer. First prompts of coding agents have 11,000 to 34,000 tokens."""
     dtype: str = "float32"
     seed: int = 0
     tie_embeddings: bool = True
     max_shard_size: str = "1000GB"
-    """Size of the largest weights file."""
+    """Largest size of a weights file, as transformers takes it. The default writes one file; less makes several."""
 
 
 PRESETS: dict[str, Recipe] = {
@@ -98,11 +98,12 @@ def _dense_config(recipe: Recipe) -> dict[str, Any]:
 
 
 def _attention_layers(recipe: Recipe) -> list[int]:
-    """Return the indices of a hybrid's full-attention layers: every second layer, and always the last one."""
+    """Return the indices of the layers with full attention: every second layer, and always the last one."""
     return sorted({*range(1, recipe.layers, 2), recipe.layers - 1})
 
 
 def _layer_types(recipe: Recipe, other: str) -> list[str]:
+    """Return the type of each layer: "full_attention", or `other`."""
     attention = _attention_layers(recipe)
     return ["full_attention" if index in attention else other for index in range(recipe.layers)]
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import DeviceBlockTable, IntArray, PagedKV, RaggedBatch
+from kernels.interface import DeviceBlockTable, IntArray, PagedKV, RaggedBatch, count_context_blocks
 from kernels.transfer import ALIGNED_INTS, overwrite, upload
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -102,9 +102,9 @@ def plan_attention(
     batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None, device: torch.device, split_count: int
 ) -> AttentionPlan:
     """Upload a batch for the attention kernels. `split_count`: parts into which contexts of decodes are cut."""
-    arrays = [table.compute_slot_rows(batch, kv), batch.query_starts, batch.context_lens, table.sequence_rows]
+    arrays = [table.compute_slot_rows(batch, kv), batch.query_starts, batch.context_lens, table.table_rows]
     slots, starts, lens, rows = upload(arrays, device)
-    batch_table = table.block_start_rows[: table.count_blocks(batch, kv)].index_select(1, rows)
+    batch_table = table.block_start_rows[: count_context_blocks(batch, kv)].index_select(1, rows)
     return AttentionPlan(slots, starts, lens, batch_table, batch, batch.decode_count, split_count, window)
 
 
@@ -138,7 +138,7 @@ def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: DeviceBlo
 
     Slots, lengths and table rows go to the device in one transfer; the block table is gathered there from `table`.
     """
-    max_sequences, sequence_count, width = plan.decode_count, batch.decode_count, table.count_blocks(batch, kv)
+    max_sequences, sequence_count, width = plan.decode_count, batch.decode_count, count_context_blocks(batch, kv)
     assert sequence_count == len(batch.context_lens) <= max_sequences, "only decoding sequences fit a fixed plan"
     assert width <= plan.block_table.shape[0], f"{width} blocks in a table of {plan.block_table.shape[0]}"
     assert plan.refill_buffer is not None, "not a fixed plan"
@@ -146,7 +146,7 @@ def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: DeviceBlo
     host_buffer[0] = -1
     host_buffer[0, :sequence_count] = table.compute_slot_rows(batch, kv)
     host_buffer[1, :sequence_count] = batch.context_lens
-    host_buffer[2, :sequence_count] = table.sequence_rows
+    host_buffer[2, :sequence_count] = table.table_rows
     overwrite(plan.refill_buffer.view(-1), host_buffer)
     torch.index_select(
         table.block_start_rows[:width], 1, plan.refill_buffer[2, :max_sequences], out=plan.block_table[:width]

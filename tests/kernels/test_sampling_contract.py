@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import sampling, select_kernels
-from kernels.sampling import WEIGHTS_PER_SPAN, DrawSettings, RandomRows, _find_crossing
+from kernels.sampling import WEIGHTS_PER_SPAN, DrawSettings, RandomRows, _draw_index
 from kernels.triton import backend as triton_ops
 
 Draw = Callable[[torch.Tensor, DrawSettings], torch.Tensor]
@@ -243,7 +243,7 @@ def test_spans_draw_what_one_running_sum_draws() -> None:
         at[:8], at[8:16] = 0.0, 1.0 - 2.0**-53
         running = weights.double().cumsum(-1)
         targets = at * running[:, -1]
-        crossings = _find_crossing(weights, at)
+        crossings = _draw_index(weights, at)
         assert (weights.gather(1, crossings[:, None]) > 0).all(), "what has no weight was drawn"
         # Sums of spans round differently from one running sum, so a target beside an edge may fall to either side.
         ends = running.gather(1, crossings[:, None])[:, 0]

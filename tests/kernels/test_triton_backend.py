@@ -85,7 +85,7 @@ def test_a_fixed_plan_is_refilled_and_padded(rng):
         some = [lens[i] for i in members]
         batch = RaggedBatch.from_positions([n - 1 for n in some], some)
         kept = DeviceBlockTable.from_block_table(table, kv, DEVICE)
-        kept = replace(kept, sequence_rows=np.array(members))
+        kept = replace(kept, table_rows=np.array(members))
         q, k, v = torch.randn(4, 4, 16), torch.randn(4, 2, 16), torch.randn(4, 2, 16)
         exact_kv = twin(kv)
         ops.refill_decode_plan(fixed, batch, kept, kv)
