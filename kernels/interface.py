@@ -160,7 +160,7 @@ def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 class DeviceBlockTable:
     """Block tables of one attention group, on the device and on the host. They stay there from step to step.
 
-    A table row lists the blocks of one sequence. A running sequence keeps its table row, so that a step uploads only new
+    A table row lists the blocks of one sequence. A running sequence keeps its table row. So a step uploads only new
     blocks.
     """
 

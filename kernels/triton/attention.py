@@ -31,11 +31,13 @@ def store_kv(
     k_ptr, v_ptr, cache_ptr, slots_ptr, k_token_stride, k_head_stride, v_token_stride, v_head_stride, layer_row,
     DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Store the K and V of one token in the cache. One program a token.
+    """Store the K and V of one token in the paged cache, for one layer. One program a token.
 
-    k, v: [tokens, kv heads, DIM]. The cache has rows of ROW = kv heads * DIM elements; a block has BLOCK_SIZE rows of
-    K of its first layer, as many of V, then those of the next layer. slots: [tokens], the row for a token's K in the
-    first layer; a negative slot is padding. layer_row: rows from the first layer to this one.
+    The cache is an array of rows of ROW = kv heads * DIM elements, each the K or V of one token in one layer. A cache
+    block has for each layer BLOCK_SIZE rows of K and then BLOCK_SIZE rows of V.
+
+    k, v: [tokens, kv heads, DIM]. slots: [tokens], row for a token's K in the first layer; negative: padding.
+    layer_row: rows between the first layer's K and this layer's. BLOCK: ROW, rounded up to a power of two.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -96,7 +98,7 @@ def attend_tile(
 
 @triton.jit(do_not_specialize=["table_block", "layer_row"])
 def decode_attention(
-    q_ptr, out_ptr, part_ptr, part_scale_ptr, cache_ptr, table_ptr, lens_ptr, q_token_stride, q_head_stride,
+    q_ptr, out_ptr, part_ptr, part_log2_sum_ptr, cache_ptr, table_ptr, lens_ptr, q_token_stride, q_head_stride,
     table_block,
     layer_row, scale,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
@@ -106,7 +108,7 @@ def decode_attention(
     """Attend with one query of each sequence, for the query heads of one KV head, over one part of the context.
 
     The grid is (sequences, kv heads, splits). Without SPLIT the result goes to out [sequences, heads, dim]. Else it
-    goes to part [sequences, heads, splits, dim], and the log2 of its softmax sum to part_scale [sequences, heads,
+    goes to part [sequences, heads, splits, dim], and the log2 of its softmax sum to part_log2_sum [sequences, heads,
     splits]. Then `combine_splits` combines the parts. A long context is split so that few sequences still fill the
     device.
 
@@ -131,7 +133,9 @@ def decode_attention(
     if SPLIT:  # noqa: SIM102 - known when it is compiled
         if start >= end:  # a short context has fewer parts: `combine_splits` ignores parts without weight
             part_index = (seq * heads + kv_head * GROUP + group_head) * splits + split
-            tl.store(part_scale_ptr + part_index, tl.zeros((BLOCK_M,), tl.float32) - float("inf"), group_head < GROUP)
+            tl.store(
+                part_log2_sum_ptr + part_index, tl.zeros((BLOCK_M,), tl.float32) - float("inf"), group_head < GROUP
+            )
             return
     dim = tl.arange(0, BLOCK_D)
     head = kv_head * GROUP + group_head
@@ -152,7 +156,7 @@ def decode_attention(
     if SPLIT:
         part_index = (seq * heads + head) * splits + split
         tl.store(part_ptr + part_index[:, None] * DIM + dim[None, :], acc, query_mask)
-        tl.store(part_scale_ptr + part_index, peak + tl.log2(weight_sum), group_head < GROUP)
+        tl.store(part_log2_sum_ptr + part_index, peak + tl.log2(weight_sum), group_head < GROUP)
     else:
         tl.store(
             out_ptr + (seq * heads + head[:, None]) * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), query_mask
@@ -161,20 +165,24 @@ def decode_attention(
 
 @triton.jit(do_not_specialize=["splits"])
 def combine_splits(
-    out_ptr, part_ptr, part_scale_ptr, splits, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+    out_ptr, part_ptr, part_log2_sum_ptr, splits,
+    DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """Combine the attention over up to BLOCK parts of a context, which `decode_attention` left, into the output.
+    """Combine the attention over each part of a context into the attention over the whole context.
+
+    Attention over all keys is the mean of the parts' results, each weighed by its part's sum of exponentials. The sums
+    are given as log2, and are divided by the largest one, so that they do not overflow.
 
     One program does one head of one sequence; the grid is (sequences, heads). part: [sequences, heads, splits, DIM],
-    each the attention over one part alone. part_scale: [sequences, heads, splits], the log2 of the part's softmax sum,
-    by which it is weighed; -inf for a part without keys.
+    the attention over one part alone. part_log2_sum: [sequences, heads, splits]; -inf for a part without keys.
+    BLOCK_SPLITS and BLOCK_D: the most splits, and DIM, rounded up to powers of two.
     """
     head_row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    split = tl.arange(0, BLOCK)
+    split = tl.arange(0, BLOCK_SPLITS)
     dim = tl.arange(0, BLOCK_D)
-    scale = tl.load(part_scale_ptr + head_row * splits + split, mask=split < splits, other=float("-inf"))
-    peak = tl.max(scale, 0)
-    weight = tl.exp2(scale - tl.where(peak == float("-inf"), 0.0, peak))
+    log2_sum = tl.load(part_log2_sum_ptr + head_row * splits + split, mask=split < splits, other=float("-inf"))
+    peak = tl.max(log2_sum, 0)
+    weight = tl.exp2(log2_sum - tl.where(peak == float("-inf"), 0.0, peak))
     dim_mask = dim < DIM
     part_mask = dim_mask[None, :] & (weight > 0.0)[:, None]
     part = tl.load(part_ptr + (head_row * splits + split[:, None]) * DIM + dim[None, :], mask=part_mask, other=0.0)
@@ -195,8 +203,9 @@ def prefill_attention(
     """Compute causal attention of prompt tokens over the paged KV cache, with a running softmax.
 
     The grid is (tiles, kv heads). Tile i has BLOCK_Q queries of sequence tile_seq[i], from tile_query[i] on. A program
-    computes one tile for the GROUP query heads that share one KV head. Keys that every query of the tile sees are read
-    without a mask; keys on the diagonal and at a window's edge are masked. WIDE: as in `dot`.
+    computes one tile for the GROUP query heads that share one KV head, so it has BLOCK_M >= BLOCK_Q * GROUP rows, and
+    goes over BLOCK_N keys at a time. Keys that every query of the tile sees are read without a mask; keys on the
+    diagonal and at a window's edge are masked. BLOCK_D: DIM, rounded up to a power of two.
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -39,6 +39,7 @@ from kernels.triton.recurrent import causal_conv, gated_delta, state_space
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
+"""Most parts into which the context of a decoding sequence is cut."""
 LOGITS_PER_BLOCK = 4096
 """Logits that a program loads at a time."""
 PROGRAMS_PER_PROCESSOR = 4
@@ -125,13 +126,13 @@ class TritonKernels:
         block_d = round_up_to_power_of_two(head_dim, 16)
         block_n, warps, stages = choose_decode_tile(block_d, q.element_size())
         is_split = plan.split_count > 1
-        part = part_scale = out  # valid pointers, which the kernel does not use without splits
+        part = part_log2_sum = out  # valid pointers, which the kernel does not use without splits
         if is_split:
-            scale_shape = (sequence_count, num_heads, plan.split_count)
-            part = torch.empty((*scale_shape, head_dim), dtype=torch.float32, device=q.device)
-            part_scale = torch.empty(scale_shape, dtype=torch.float32, device=q.device)
+            sum_shape = (sequence_count, num_heads, plan.split_count)
+            part = torch.empty((*sum_shape, head_dim), dtype=torch.float32, device=q.device)
+            part_log2_sum = torch.empty(sum_shape, dtype=torch.float32, device=q.device)
         attention_kernels.decode_attention[(sequence_count, kv.num_kv_heads, plan.split_count)](
-            q, out, part, part_scale, kv.buffer, plan.block_table, plan.context_lens, q.stride(0), q.stride(1),
+            q, out, part, part_log2_sum, kv.buffer, plan.block_table, plan.context_lens, q.stride(0), q.stride(1),
             plan.block_table.shape[1],
             layer_row, scale * LOG2_E,
             GROUP=group_heads, DIM=head_dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
@@ -141,7 +142,7 @@ class TritonKernels:
         )  # fmt: skip
         if is_split:
             attention_kernels.combine_splits[(sequence_count, num_heads)](
-                out, part, part_scale, plan.split_count, DIM=head_dim, BLOCK=MAX_SPLITS, BLOCK_D=block_d
+                out, part, part_log2_sum, plan.split_count, DIM=head_dim, BLOCK_SPLITS=MAX_SPLITS, BLOCK_D=block_d
             )
 
     def _prefill(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
@@ -162,7 +163,7 @@ class TritonKernels:
             PRECISION=choose_dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
         )  # fmt: skip
 
-    # row by row
+    # operations on rows
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
         return self._normalize_rows(x, None, weight, eps, "plain", zero_centred)

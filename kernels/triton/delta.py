@@ -1,8 +1,12 @@
 """Triton kernels: the gated delta rule of `kernels.reference.recurrent`, one token at a time and chunk by chunk.
 
-A prompt takes two launches. `prepare_delta_chunks` does what needs no state, in parallel over chunks and heads: with L
-the strictly lower part of the chunk's system and T = (I + L)^-1, it leaves T b v, T b exp(a) k and the masked q k^T.
-`scan_delta_chunks` then carries the state from chunk to chunk with four products each (the WY form of Yang et al.,
+A prompt takes two launches. `prepare_delta_chunks` does the work without state, in parallel over chunks and heads. The
+updates of a chunk's tokens depend on each other by a triangular system I + L (see the reference). With its inverse T,
+the rate b and the sum a of log decays, the launch writes for each token
+
+    new_v = T b v,    new_k = T b exp(a) k,    inner = q k^T, decayed and zero for later keys.
+
+`scan_delta_chunks` then passes the state from chunk to chunk with four products each (the WY form of Yang et al.,
 2024). T is built by joining inverses of diagonal blocks of 1, 2, 4, .. rows: [[A, 0], [B, C]]^-1 has -C^-1 B A^-1
 below. That is as stable as substitution, even if a prompt repeats itself and all keys of a chunk are equal.
 
@@ -66,12 +70,12 @@ def prepare_delta_chunks(
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
     BLOCK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Compute the part of the gated delta rule that a chunk of a prompt needs besides the state, for all chunks.
+    """Compute new_v, new_k and inner for all chunks of all prompts: the work of the gated delta rule without state.
 
-    The grid is (chunks, value heads). The module explains the three results new_v, new_k and inner, which are
-    in fp32. Their shapes are [tokens, heads, VALUE],
-    [tokens, heads, KEY] and [tokens, heads, CHUNK]. 2 ** LEVELS == CHUNK. Rows of q, k and v are read BLOCK columns at
-    a time, because whole rows would take too many registers.
+    The module's docstring defines the three. They are fp32: [tokens, heads, VALUE], [tokens, heads, KEY] and [tokens,
+    heads, CHUNK]. The grid is (chunks, value heads). The inverse of a chunk's system is built in LEVELS steps, with
+    2 ** LEVELS == CHUNK. Rows of q, k and v are read BLOCK columns at a time, because whole rows would take too many
+    registers.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)

@@ -17,11 +17,14 @@ from kernels.triton.attention import dot
 
 
 def sort_by_expert(expert_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort the (token, choice) pairs by expert, and cut the pairs of each expert into tiles of `block_m` rows.
+    """Sort the (token, chosen expert) pairs by expert, and cut the pairs of each expert into tiles of `block_m` rows.
 
-    Returns order [tokens * top_k], the pairs sorted by expert; starts [experts + 1], the first row of each expert; and
-    the expert and the first row of each tile. Tiles that are not needed begin after the last row. The host does not
-    wait.
+    With the choices [[1, 0], [1, 2]] the experts of the pairs 0 to 3 are 1, 0, 1, 2: `order` is [1, 0, 2, 3], and
+    `starts` is [0, 1, 3, 4].
+
+    Returns order [tokens * top_k], the pair of each row; starts [experts + 1], the first row of each expert; and the
+    expert and the first row of each tile. The number of tiles is not known on the host, which does not wait for the
+    device: so there are as many as there can be, and those that are not needed begin after the last row.
     """
     sorted_experts, order = expert_ids.reshape(-1).sort(stable=True)
     rows = sorted_experts.shape[0]

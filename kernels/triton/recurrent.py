@@ -66,10 +66,12 @@ def causal_conv(
 def gated_delta(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: RecurrentPlan
 ) -> Tensor:
-    """Apply the gated delta rule to a batch, whose first sequences decode: update `states`, return each token's output.
+    """Apply the gated delta rule to a batch: update the sequences' states, and return the output of each token.
 
-    A decoding sequence has one token, for which one launch is enough. Prompts take two: one computes what needs no
-    state, for all chunks of `STATE_CHUNK` tokens at once, and one carries each state from chunk to chunk.
+    The rule is defined in `kernels.reference.recurrent`. The batch begins with the decoding sequences, of one token
+    each, which one launch advances. Prompts are cut into chunks of `STATE_CHUNK` tokens and take two launches. The
+    first does the work that needs no state, for all chunks at once. The second passes each state from chunk to chunk.
+
     q, k: [tokens, key_heads, key_dim]. v and the result: [tokens, heads, value_dim]. log_decay, rate: [tokens, heads].
     states: [units, heads, key_dim, value_dim].
     """
@@ -97,8 +99,8 @@ def gated_delta(
         )  # fmt: skip
     prompt_count = plan.sequence_count - plan.decode_count
     if prompt_count:
-        # What the first launch leaves for the second, for each token. Its update is new_v - new_k @ (state before its
-        # chunk). inner: products of its query with the keys of its chunk.
+        # Results of the first launch for the second. A token changes the state S that its chunk begins with by
+        # new_v - new_k @ S. `inner` has the product of the token's query with each key of its chunk.
         new_v, new_k, inner = (
             torch.empty((num_tokens, num_heads, size), dtype=torch.float32, device=v.device)
             for size in (value_dim, key_dim, STATE_CHUNK)

@@ -30,7 +30,9 @@ def advance_ssm_state(
 ):  # fmt: skip
     """Advance the Mamba-2 states of decoding sequences by one token each, and write the outputs.
 
-    The grid is (sequences, heads, dim blocks). A sequence with a negative unit is padding: it has no state.
+    For each head: state <- exp(dt * rate) * state + dt * x b^T, and the output is state c + skip * x. A state is [DIM,
+    STATE]; PER_GROUP heads share b and c. The grid is (sequences, heads, dim blocks). A negative unit marks padding,
+    which has no state.
     """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -101,9 +103,10 @@ def scan_ssm_chunks(
     PER_GROUP: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Carry the state through a prompt's chunks, in their order, and write the outputs.
+    """Pass the Mamba-2 state of each prompt from chunk to chunk, and write the outputs.
 
-    The grid is (sequences, heads, dim blocks). `compute_ssm_scores` has left the scores of each chunk.
+    A chunk's output is that of the state before it, decayed, plus `scores` (written by `compute_ssm_scores`), decayed,
+    times the chunk's inputs. The grid is (sequences, heads, dim blocks).
     """
     seq = first_seq + tl.program_id(0)
     head = tl.program_id(1)
