@@ -163,9 +163,10 @@ def format_text_lines(item: Message | Notice, event_filter: EventFilter, show_to
 
 
 def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iterator[str]:
-    """Yield a JSON object for a notice, or for each event of a batch that the filter selects.
+    """Yield the JSON objects that show a notice or a batch, one a line.
 
-    Events that could not be read, and the types that are not known, have an object too.
+    A batch has an object for each event that the filter selects, for each event that could not be read, and for each
+    unknown type of event.
     """
     if isinstance(item, Notice):
         fields = {name: getattr(item.content, name) for name in item.content.__dataclass_fields__}

@@ -130,8 +130,9 @@ def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStore
 def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]:
     """Order blocks so that each full-attention block follows its parent, the block before it in the prefix.
 
-    On one medium, such as GPU or CPU memory, the given order does that. If blocks of a prefix are on several, it may
-    not. Blocks of sliding windows and states need no parent, and come last, in the given order.
+    The given order is that in which the blocks were stored. It has parents first as long as none moved to another
+    medium. If A, the first block of the prefix A, B, C, moved to host memory and back, the given order is B, C, A.
+    Blocks of sliding windows and states need no parent. They come last, in the given order.
     """
     if len({block.stored_event.medium for block in blocks}) < 2:
         return blocks  # on one medium, parents are stored before their children
@@ -144,17 +145,14 @@ def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]
             blocks_by_name.setdefault(block.name, []).append(block)
     ordered_names: dict[BlockName, None] = {}  # a dict as an ordered set
     for block_name in blocks_by_name:
-        missing_names: dict[BlockName, None] = {}  # the block and its ancestors that are not ordered yet
+        path_to_root: dict[BlockName, None] = {}  # the block and its ancestors that are not ordered yet
         ancestor: BlockName | None = block_name
-        while (
-            ancestor is not None
-            and ancestor in blocks_by_name
-            and ancestor not in ordered_names
-            and ancestor not in missing_names  # parents in a circle, which only a faulty engine announces
-        ):
-            missing_names[ancestor] = None
+        while ancestor in blocks_by_name and ancestor not in ordered_names:
+            if ancestor in path_to_root:
+                break  # parents in a circle, which only a faulty engine announces
+            path_to_root[ancestor] = None
             ancestor = blocks_by_name[ancestor][0].parent_name
-        ordered_names.update(dict.fromkeys(reversed(missing_names)))
+        ordered_names.update(dict.fromkeys(reversed(path_to_root)))
     full_blocks = [block for block_name in ordered_names for block in blocks_by_name[block_name]]
     return [*full_blocks, *partial_blocks]
 

@@ -17,30 +17,10 @@ GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
 """Media that engines announce. Others occur in the field (DISK, REMOTE ...) and pass through."""
 
 FULL_ATTENTION = "full_attention"
-MLA_ATTENTION = "mla_attention"
 SLIDING_WINDOW = "sliding_window"
-SLIDING_WINDOW_MLA = "sliding_window_mla"
 MAMBA = "mamba"
-CHUNKED_LOCAL_ATTENTION = "chunked_local_attention"
-SINK_FULL_ATTENTION = "sink_full_attention"
-ENCODER_ONLY_ATTENTION = "encoder_only_attention"
-CROSS_ATTENTION = "cross_attention"
-UNKNOWN = "unknown"
-KINDS = (
-    FULL_ATTENTION,
-    MLA_ATTENTION,
-    SLIDING_WINDOW,
-    SLIDING_WINDOW_MLA,
-    MAMBA,
-    CHUNKED_LOCAL_ATTENTION,
-    SINK_FULL_ATTENTION,
-    ENCODER_ONLY_ATTENTION,
-    CROSS_ATTENTION,
-    UNKNOWN,
-)
-"""Values of `kv_cache_spec_kind`."""
-
-FULL_ATTENTION_KINDS = frozenset({FULL_ATTENTION, MLA_ATTENTION, SINK_FULL_ATTENTION})
+"""Values of `kv_cache_spec_kind` that our engine sends. vLLM has others, such as chunked_local_attention."""
+FULL_ATTENTION_KINDS = frozenset({FULL_ATTENTION, "mla_attention", "sink_full_attention"})
 """Kinds of group where each block needs all blocks before it; an event without a kind (older engines) is one of
 these."""
 

@@ -286,10 +286,11 @@ class Fleet:
         self._spawn(self._watch_forever(lambda: watch_kubernetes(source, apply_endpoints)))
 
     def _apply_endpoints(self, origin: str, drained_ids: set[str], is_ready_by_address: Mapping[str, bool]) -> None:
-        """Add and remove workers as the endpoints of a Service, drain those that are not ready, and undrain the others.
+        """Make the workers of a Service those that Kubernetes lists, and drain those that are not ready.
 
-        An endpoint is added when it is ready for the first time. `drained_ids` are the workers that were drained here:
-        those that an operator drained stay so.
+        `is_ready_by_address`: all endpoints, as HOST:PORT. An endpoint is added as a worker when it is ready for the
+        first time. `drained_ids`: workers that were drained by this method, which it also undrains; those that an
+        operator drained stay so.
         """
         workers = self._core.workers
         is_ready_by_flag = {parse_worker_flag(f"http://{at}"): ready for at, ready in is_ready_by_address.items()}
@@ -386,9 +387,9 @@ class Fleet:
         member.next_peers_poll_at_s = self._now() + member.peers_pause_s
 
     async def _poll_load(self, member: _Member) -> None:
-        """Ask a worker for the load of its ranks, pass it on to the core, and set the time of the next question.
+        """Read the load of a worker's ranks from its `/metrics`, tell the core, and set the time of the next reading.
 
-        The pause before it grows with each failure, and with each answer that has the load of no rank.
+        The pause until then is `loads_s`. While the worker reports no load it doubles, up to LOADS_S_MAX.
         """
         worker_id = member.flag.worker_id
         in_flight = self._core.count_in_flight_by_rank(worker_id)
@@ -430,9 +431,9 @@ class Fleet:
             self._discovered_s = self._now()
 
     async def _poll_models(self, member: _Member) -> None:
-        """Join a worker again if it serves other models than before.
+        """Ask a worker for its models, and probe it anew if they are others than before.
 
-        Adapters are loaded at run time, and another process may have taken the worker's address.
+        LoRA adapters are loaded at run time, and another process may have taken the worker's address.
         """
         try:
             served = await self._prober.fetch_models(member.flag)

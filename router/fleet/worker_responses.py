@@ -222,19 +222,29 @@ def read_block_size(metrics: str) -> int | None:
 
 
 def select_metric_lines(page: bytes) -> Iterator[bytes]:
-    """Yield the lines of a metrics page that are used, for each SLICE_BYTES of the page."""
-    start = size = 0
-    while start < len(page) and size < METRICS_READ_BYTES_MAX:
-        end = len(page) if start + SLICE_BYTES >= len(page) else page.rfind(b"\n", start, start + SLICE_BYTES) + 1
-        lines = b""
-        if not end:  # one line, which nothing here reads
-            end = page.find(b"\n", start) + 1 or len(page)
-        else:
-            lines = b"\n".join(_METRIC_LINE_PATTERN.findall(page, start, end))
-            if len(lines) > METRICS_READ_BYTES_MAX - size:
-                end, lines = len(page), lines[: METRICS_READ_BYTES_MAX - size].rpartition(b"\n")[0]
-        start, size = end, size + len(lines) + 1
+    """Yield the used lines of a metrics page, slice by slice, up to METRICS_READ_BYTES_MAX in all.
+
+    The caller does other work between the slices, as a page of some megabytes takes long to search.
+    """
+    start, free_bytes = 0, METRICS_READ_BYTES_MAX
+    while start < len(page) and free_bytes > 0:
+        end = _find_slice_end(page, start)
+        is_one_long_line = end - start > SLICE_BYTES  # nothing here reads such a line
+        lines = b"" if is_one_long_line else b"\n".join(_METRIC_LINE_PATTERN.findall(page, start, end))
+        if len(lines) > free_bytes:
+            lines = lines[:free_bytes].rpartition(b"\n")[0]
+            end = len(page)
+        start, free_bytes = end, free_bytes - len(lines) - 1
         yield lines
+
+
+def _find_slice_end(page: bytes, start: int) -> int:
+    """Return the end of the last line that ends within SLICE_BYTES, or of the first line if that is longer."""
+    if start + SLICE_BYTES >= len(page):
+        return len(page)
+    last_newline = page.rfind(b"\n", start, start + SLICE_BYTES)
+    newline = last_newline if last_newline >= 0 else page.find(b"\n", start)
+    return newline + 1 if newline >= 0 else len(page)
 
 
 def _iterate_cache_configs(metrics: str) -> Iterator[dict[str, str]]:

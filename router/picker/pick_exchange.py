@@ -207,7 +207,11 @@ class PickExchange:
     # From Envoy -----------------------------------------------------------------------------------------------------
 
     def response_started(self, answer: ResponseStart) -> Sequence[Header]:
-        """Record the head of the answer; return headers for the client."""
+        """Record the head of an answer, and return headers for the client.
+
+        Another worker may have answered than the chosen one, as Envoy tries fallbacks. A status such as 503 is a
+        failure of the worker. Without the answer's body, the head counts as its first token.
+        """
         proxy, context = self._proxy, self.context
         if context.is_done or context.decision is None:
             return ()

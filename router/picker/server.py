@@ -29,8 +29,8 @@ READY = ("", "readiness", "inference-extension", SERVICE)
 """Names of the health checks that tell whether the picker is ready."""
 KEEPALIVE_MS = 20_000
 STREAMS_MAX = 100_000
-FRAME_BYTES_MAX = 1 << 20
-"""Most bytes of a message besides the body of the request: its headers and gRPC's framing."""
+ENVELOPE_BYTES = 1 << 20
+"""Room in a message besides the body of the request: for headers and for the framing of gRPC."""
 
 
 class PickerServer:
@@ -74,7 +74,7 @@ class PickerServer:
 
     def _make_picker_server(self) -> grpc.aio.Server:
         """Return the gRPC server at which Envoy asks for workers: `_serve_stream` serves each of its streams."""
-        message_bytes_max = self._app.limits.body_bytes_max + FRAME_BYTES_MAX
+        message_bytes_max = self._app.limits.body_bytes_max + ENVELOPE_BYTES
         server = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", min(message_bytes_max, 2**31 - 1)),
