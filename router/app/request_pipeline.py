@@ -41,6 +41,7 @@ class RequestPipeline:
             override=config.tokenizer,
             chat_template=config.chat_template,
             conversation_bytes=config.conversation_cache_mb << 20,
+            makes_outlines=config.miss_reasons.enabled,
         )
         self.request_reader = RequestReader(
             self.proxy.core,

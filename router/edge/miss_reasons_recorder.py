@@ -192,9 +192,9 @@ class MissReasonsRecorder:
 
     def _record_end(self, context: RequestContext, request: AnalyzedRequest, ended_at_s: float) -> None:
         """Record the end of an answer, and log its explanation if requests are logged."""
-        self.analyzer.record_end(request, context.usage, context.completion_tokens, ended_at_s)
+        explanation = self.analyzer.record_end(request, context.usage, context.completion_tokens, ended_at_s)
         if context.is_logged:
-            fields = render_explanation(request.explanation)
+            fields = render_explanation(explanation or request.explanation)
             log.info("why %s", msgspec.json.encode(fields).decode(), extra={"fields": {"why": fields}})
 
     def _record_crash(self, error: Exception) -> None:

@@ -141,8 +141,10 @@ class MissAnalyzer:
         self._store(request)
         return request
 
-    def record_end(self, request: AnalyzedRequest, usage: ReportedUsage | None, answer_tokens: int, now: float) -> None:
-        """Record the end of a request, and count its reasons in the metrics.
+    def record_end(
+        self, request: AnalyzedRequest, usage: ReportedUsage | None, answer_tokens: int, now: float
+    ) -> MissExplanation | None:
+        """Record the end of a request, and count its reasons in the metrics; return its explanation if it was made.
 
         `usage`: token counts as the worker reported them; None if it did not. `answer_tokens`: tokens that the next
         prompt of the conversation is expected to repeat.
@@ -155,17 +157,18 @@ class MissAnalyzer:
             self.reuse_sums["chosen"] += decision.predicted_cached_tokens
             self.reuse_sums["reported"] += request.reported_tokens
         if request.stored_prompt is None:
-            return
+            return None
         stored_prompt = request.stored_prompt()
         if stored_prompt is not None:
             stored_prompt.answer_tokens, stored_prompt.computed_s = answer_tokens, now
-        if request.is_sampled:
-            explanation = request.explanation
+        explanation = request.explanation if request.is_sampled else None
+        if explanation is not None:
             self.requests_by_reason[explanation.reason] += 1
             for uncached_range in explanation.uncached_ranges:
                 self.tokens_by_reason[uncached_range.reason] += uncached_range.tokens
         if request.is_final and request.session is not None:
             self.history.forget_session(request.session)
+        return explanation
 
     def _store(self, request: AnalyzedRequest) -> None:
         """Store a request as the last one of its id, and forget the oldest request if there are too many."""

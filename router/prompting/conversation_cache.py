@@ -82,8 +82,8 @@ class CachedConversation(msgspec.Struct, eq=False):
     """Messages of the chat that are not from the array: 1 if the body has a system text beside it."""
     first_message: Message
     """The chat's first message, which templates may write late if it is the system's."""
-    outline: Outline
-    """Fingerprints of the messages up to the last boundary, and of the tools."""
+    outline: Outline | None
+    """Fingerprints of the messages up to the last boundary, and of the tools; None if nobody compares prompts."""
     boundaries: list[Boundary]
     """Boundaries in the order of their offsets."""
     token_ids: array[int]
@@ -109,7 +109,9 @@ class CachedConversation(msgspec.Struct, eq=False):
     def memory_bytes(self) -> int:
         """Estimated memory of this entry."""
         size_bytes = self.token_ids.itemsize * len(self.token_ids)
-        size_bytes += len(self.outline.messages) + len(self.outline.tools) + self.prepared_prompt_bytes + 1000
+        size_bytes += self.prepared_prompt_bytes + 1000
+        if self.outline is not None:
+            size_bytes += len(self.outline.messages) + len(self.outline.tools)
         size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.rendered.text) for boundary in self.boundaries])
         if self.bare_request is not None:
             size_bytes += _DECODED_BYTES_PER_BYTE * (self.messages_start + self.end_bytes)

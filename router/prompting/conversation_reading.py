@@ -145,7 +145,10 @@ class Continuation(msgspec.Struct, eq=False):
         return self.conversation if self.boundary is self.conversation.boundaries[-1] else None
 
     def outline(self) -> Outline | None:
-        """Outline the whole chat; None if the new part depends on the template, as a late system message does."""
+        """Outline the whole chat; None if the new part depends on the template, as a late system message does.
+
+        None also if the cached messages were not outlined.
+        """
         if _depends_on_template(self.tail.request):
             return None
         return _extend_outline(self.conversation.outline, self.boundary, self.tail.new_messages)
@@ -161,7 +164,7 @@ def cache_conversation(
 ) -> CachedConversation | None:
     """Make the cache entry of a body that was read whole, so that the next turn can be read from its end on.
 
-    `prompt` is the body's prompt, and `outline` that of its messages. Return None without an outline, if the prompt
+    `prompt` is the body's prompt, and `outline` that of its messages, if one was made. Return None if the prompt
     depends on more than its text, or if the text has no place after a message where it may be cut.
     """
     chat, prompt_ids = prompt.chat, prompt.token_ids
@@ -169,7 +172,7 @@ def cache_conversation(
         return None
     messages = chat.messages
     messages_array = _locate_messages(body)
-    if messages_array is None or outline is None:
+    if messages_array is None:
         return None
     has_system_field = request.kind != "chat" and bool(getattr(request.source, "system", None))
     system_message_count = int(has_system_field and is_system_message(messages[0]))
@@ -418,8 +421,10 @@ def _make_successor(continuation: Continuation, next_boundary: Boundary, body: b
     )
 
 
-def _extend_outline(outline: Outline, boundary: Boundary, new_messages: list[Message]) -> Outline:
-    """Return the outline of the messages before a boundary and of new ones after it."""
+def _extend_outline(outline: Outline | None, boundary: Boundary, new_messages: list[Message]) -> Outline | None:
+    """Return the outline of the messages before a boundary and of new ones after it; None without an `outline`."""
+    if outline is None:
+        return None
     cached_fingerprints = outline.messages[: FINGERPRINT_BYTES * boundary.message_count]
     return outline._replace(messages=cached_fingerprints + fingerprint_messages(new_messages))
 

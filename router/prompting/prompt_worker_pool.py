@@ -63,6 +63,8 @@ class ReadTask(msgspec.Struct):
     """Time for reading the body, if less than `seconds_max` of the pool."""
     is_cached: bool = False
     """Whether a cache entry of the conversation is wanted (router/prompting/conversation_reading.py)."""
+    is_outlined: bool = True
+    """Whether an outline of the messages is wanted."""
 
 
 class ReadResult(NamedTuple):
@@ -300,7 +302,7 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
     further_tokens = count_further_tokens(request, tokenizer)
     result = ReadResult(
         first_message_digest=digest_first_user_message(request),
-        outline=outline_chat(request),
+        outline=outline_chat(request) if task.is_outlined else None,
         further_tokens=further_tokens,
         media=read_media(request, body),
     )

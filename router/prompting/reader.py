@@ -82,13 +82,15 @@ class PromptReader:
         chat_template: str | None = None,
         render_s_max: float | None = RENDER_S_MAX,
         conversation_bytes: int = 0,
+        makes_outlines: bool = True,
     ) -> None:
         """Make a reader without tokenizers: these are loaded when workers join.
 
         `executor` runs what takes long. The processes of `worker_pool` read large bodies, and try and render templates
         that may take long. `override` is the folder of every model's tokenizer, and `chat_template` replaces every
         model's template. `render_s_max` limits the CPU time of a template in this process.
-        `conversation_bytes` is the memory for cached conversations.
+        `conversation_bytes` is the memory for cached conversations. `makes_outlines`: messages are fingerprinted, to
+        compare prompts.
         """
         self.conversations = ConversationReader(conversation_bytes)
         self.tokenizers = ModelTokenizers(
@@ -102,6 +104,7 @@ class PromptReader:
         self._checks: set[asyncio.Task[None]] = set()
         """Tasks that read a continued prompt whole, and compare."""
         self._executor = executor
+        self._makes_outlines = makes_outlines
         self.worker_pool = worker_pool
         self._timeouts: dict[str, int] = {}
         """Model -> timeouts of its template in a row."""
@@ -181,7 +184,7 @@ class PromptReader:
         if renderer is not None and body:
 
             def cache() -> CachedConversation | None:
-                tokenized.outline = outline_chat(request)
+                tokenized.outline = outline_chat(request) if self._makes_outlines else None
                 return cache_conversation(request, body, rendered, tokenized.outline, renderer)
 
             tokenized.conversation, cache_s = self._run_timed(cache)
@@ -410,7 +413,7 @@ class PromptReader:
         folder = self.tokenizers.folder_by_model.get(model)
         if kind != "completion" and self._timeouts.get(model, 0) >= TIMEOUTS_MAX:
             folder = None
-        return ReadTask(kind, folder, tokens_max, remote_model, as_sent)
+        return ReadTask(kind, folder, tokens_max, remote_model, as_sent, is_outlined=self._makes_outlines)
 
 
 def _tokenize(

@@ -415,6 +415,19 @@ def test_a_prompt_of_which_the_end_counts_is_not_cached(tokenizer: Tokenizer) ->
         assert (read_result.conversation is None) == (keep is not None)
 
 
+def test_a_conversation_without_an_outline_is_continued_without_one(tokenizer: Tokenizer) -> None:
+    body, longer = (json.dumps({"messages": long_talk(turns)}).encode() for turns in (9, 11))
+    task = ReadTask("chat", "folder", is_cached=True, is_outlined=False)
+    result, reader = _read_body(task, body, tokenizer), ConversationReader(1 << 20)
+    assert result.outline is None
+    assert result.conversation is not None
+    reader.cache.store(result.conversation, body)
+    continuation = reader.read(reader.find("chat", longer), longer, BoundaryRenderer(tokenizer))
+    assert continuation is not None
+    assert continuation.outline() is None
+    assert continuation.successor is None or continuation.successor.outline is None
+
+
 def test_digests_are_of_beginnings() -> None:
     assert sorted(set(PREFIX_LENGTHS)) == PREFIX_LENGTHS
     rng, cache = random.Random(2), ConversationCache(1 << 20)

@@ -19,7 +19,7 @@ from router.admin.metrics_page import build_page_families, render_metrics
 from router.decide.messages import Decision
 from router.decide.workers import ServedModel
 from router.edge.miss_reasons_recorder import MissReasonsRecorder
-from router.miss_reasons.analyzer import MissAnalyzer
+from router.miss_reasons.analyzer import AnalyzedRequest, MissAnalyzer
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import NO_LOSS
 from router.miss_reasons.watched_conversations import WATCHED_MAX, WatchedConversations
@@ -470,17 +470,27 @@ def test_a_body_that_returns_is_explained_like_another(
 
 
 def test_sampled_requests_say_why_in_the_log(
-    edge: Any, make_post: Any, router: Any, caplog: pytest.LogCaptureFixture
+    edge: Any, make_post: Any, router: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    explained: list[AnalyzedRequest] = []
+    explain = AnalyzedRequest.explanation.fget
+    assert explain is not None
+
+    def count_and_explain(request: AnalyzedRequest) -> Any:
+        explained.append(request)
+        return explain(request)
+
     async def scenario() -> None:
         await router()
         edge.proxy.log_share = 1.0
+        monkeypatch.setattr(AnalyzedRequest, "explanation", property(count_and_explain))
         talk = Talk(edge, make_post)
         talk.turn()
         with caplog.at_level(logging.INFO, logger="router"):
             await talk.send()
         told = [record.fields["why"] for record in caplog.records if "why" in getattr(record, "fields", {})]
         assert [why["reason"] for why in told] == ["new_session"]
+        assert len(explained) == 2, "once for the metrics and the log, and once for the client that asked"
 
     edge.run(scenario())
 
