@@ -31,8 +31,6 @@ _E2E_BUCKETS = (
 )  # fmt: skip
 _TOKEN_BUCKETS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
 
-MetricFamilyType = type[GaugeMetricFamily] | type[CounterMetricFamily]
-
 
 class Histogram:
     """Counts observations by their size, and sums them. Bucket i holds values above bound i - 1, up to bound i."""
@@ -135,11 +133,11 @@ class MetricsPage:
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def render(self) -> bytes:
-        scrape: Any = self
-        return generate_latest(scrape)
+        registry: Any = self  # `collect` is all that generate_latest needs of a registry
+        return generate_latest(registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics, as `generate_latest` expects of a registry."""
+        """Yield all metrics."""
         core_report = self._core_report
         if core_report.stats is not None:  # else the core has not reported yet
             yield from self._iter_core_metrics(core_report.stats)
@@ -153,36 +151,20 @@ class MetricsPage:
 
     def _iter_core_metrics(self, stats: EngineStats) -> Iterator[Metric]:
         """Yield the metrics of scheduler and cache, with vLLM's names."""
-        gauge, counter, info = GaugeMetricFamily, CounterMetricFamily, self._info
-        for family_type, name, text, value in (
-            (gauge, "num_requests_running", "Sequences in the batch of the last step.", stats.running_requests),
-            (gauge, "num_requests_waiting", "Sequences waiting to be scheduled.", stats.waiting_requests),
-            (gauge, "kv_cache_usage_perc", "KV cache in use by running sequences; 1 is all.", stats.kv_cache_usage),
-            (counter, "prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_cache_queries),
-            (counter, "prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hits),
-            (
-                gauge,
-                "cpu_cache_usage_perc",
-                "Host memory under the cache in use; 1 is all.",
-                stats.host_cache_usage,
-            ),
-            (counter, "host_cache_hits", "Prompt tokens found in host memory.", stats.host_cache_hits),
-            (counter, "host_cache_stored_bytes", "Bytes of blocks copied to host memory.", stats.host_stored_bytes),
-            (
-                counter,
-                "host_cache_loaded_bytes",
-                "Bytes of blocks copied back from host memory.",
-                stats.host_loaded_bytes,
-            ),
-            (
-                counter,
-                "host_cache_copy_seconds",
-                "Seconds of copies to and from host memory for which steps waited.",
-                stats.host_copy_s,
-            ),
-            (counter, "num_preemptions", "Sequences preempted to free memory.", stats.preemptions),
-        ):
-            yield self._make_family(family_type, name, text, value)
+        gauge, counter, info = self._make_gauge, self._make_counter, self._info
+        yield gauge("num_requests_running", "Sequences in the batch of the last step.", stats.running_requests)
+        yield gauge("num_requests_waiting", "Sequences waiting to be scheduled.", stats.waiting_requests)
+        yield gauge("kv_cache_usage_perc", "KV cache in use by running sequences; 1 is all.", stats.kv_cache_usage)
+        yield counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_cache_queries)
+        yield counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hits)
+        yield gauge("cpu_cache_usage_perc", "Host memory under the cache in use; 1 is all.", stats.host_cache_usage)
+        yield counter("host_cache_hits", "Prompt tokens found in host memory.", stats.host_cache_hits)
+        yield counter("host_cache_stored_bytes", "Bytes of blocks copied to host memory.", stats.host_stored_bytes)
+        text = "Bytes of blocks copied back from host memory."
+        yield counter("host_cache_loaded_bytes", text, stats.host_loaded_bytes)
+        text = "Seconds of copies to and from host memory for which steps waited."
+        yield counter("host_cache_copy_seconds", text, stats.host_copy_s)
+        yield counter("num_preemptions", "Sequences preempted to free memory.", stats.preemptions)
         config = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
@@ -247,40 +229,41 @@ class MetricsPage:
 
     def _iter_request_metrics(self) -> Iterator[Metric]:
         """Yield the metrics of HTTP requests, which this process counts itself."""
-        metrics, counter = self._metrics, CounterMetricFamily
-        yield self._make_family(counter, "prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
-        yield self._make_family(counter, "generation_tokens", "Tokens generated.", metrics.generation_tokens)
-        finished_sequences = counter(
+        metrics = self._metrics
+        yield self._make_counter("prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
+        yield self._make_counter("generation_tokens", "Tokens generated.", metrics.generation_tokens)
+        finished_sequences = CounterMetricFamily(
             "vllm:request_success", "Sequences ended, by reason.", labels=[*self._labels, "finished_reason"]
         )
         for reason, count in metrics.finished_sequences.items():
             finished_sequences.add_metric([*self._labels.values(), reason], count)
         yield finished_sequences
-        errors = counter("engine:http_errors", "HTTP requests answered with an error.", labels=["status"])
+        errors = CounterMetricFamily("engine:http_errors", "HTTP requests answered with an error.", labels=["status"])
         for status, count in sorted(metrics.error_responses.items()):
             errors.add_metric([status], count)
         yield errors
-        for name, text, histogram in (
-            (
-                "time_to_first_token_seconds",
-                "Seconds from the request to its first token.",
-                metrics.time_to_first_token,
-            ),
-            ("inter_token_latency_seconds", "Seconds between two tokens of a sequence.", metrics.inter_token_latency),
-            (
-                "request_time_per_output_token_seconds",
-                "Mean seconds for a token, by sequence.",
-                metrics.time_per_output_token,
-            ),
-            ("e2e_request_latency_seconds", "Seconds from the request to its end.", metrics.e2e_request_latency),
-            ("request_prompt_tokens", "Prompt tokens of a sequence.", metrics.request_prompt_tokens),
-            ("request_generation_tokens", "Generated tokens of a sequence.", metrics.request_generation_tokens),
-        ):
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
-            yield family
+        make = self._make_histogram
+        text = "Seconds from the request to its first token."
+        yield make("time_to_first_token_seconds", text, metrics.time_to_first_token)
+        text = "Seconds between two tokens of a sequence."
+        yield make("inter_token_latency_seconds", text, metrics.inter_token_latency)
+        text = "Mean seconds for a token, by sequence."
+        yield make("request_time_per_output_token_seconds", text, metrics.time_per_output_token)
+        yield make("e2e_request_latency_seconds", "Seconds from the request to its end.", metrics.e2e_request_latency)
+        yield make("request_prompt_tokens", "Prompt tokens of a sequence.", metrics.request_prompt_tokens)
+        yield make("request_generation_tokens", "Generated tokens of a sequence.", metrics.request_generation_tokens)
 
-    def _make_family(self, family_type: MetricFamilyType, name: str, text: str, value: float) -> Metric:
-        family = family_type(f"vllm:{name}", text, labels=list(self._labels))
+    def _make_gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _make_counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
+
+    def _make_histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
         return family

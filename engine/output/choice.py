@@ -81,7 +81,7 @@ class Choice:
         ]
 
     def resume(self, token_ids: list[int]) -> None:
-        """Continue an answer of another engine that began with `token_ids`; what they say is not sent again."""
+        """Continue an answer that another engine began with `token_ids`, of which the text was sent already."""
         self.push(SequenceOutput(request_id="", token_ids=token_ids))
         self.texts, self.reasoning_texts, self.call_parts, self.token_ids = [], [], [], []
 
@@ -101,7 +101,7 @@ class Choice:
         for call in delta.tool_calls:
             if call.name is not None:
                 self.call_parts.append((call, []))
-            elif self.call_parts:  # else the engine that began the answer has sent the beginning of this call
+            elif self.call_parts:  # empty if another engine began the answer, and sent the beginning of this call
                 self.call_parts[-1][1].append(call.arguments)
         if self.keeps_text:
             self.texts.append(delta.text)
@@ -114,19 +114,15 @@ class Choice:
         return delta
 
     def _decode(self, output: SequenceOutput) -> ChoiceDelta:
-        """Return what an output adds to the choice: its text, and the tokens up to a stop string.
+        """Return what an output adds to the choice: its text, and its tokens up to the first stop string.
 
-        The core knows stop tokens, but not stop strings. If one is found, the choice ends here, and tokens after it are
-        dropped; the delta then says that the sequence is to be aborted, unless it has ended by itself.
+        The core looks for stop tokens only. If a stop string is found here, the choice ends, and the tokens after the
+        stop string are dropped. Unless the core has ended the sequence too, the delta says that it is to be aborted.
         """
+        if self.parser is None:
+            return self._decode_plain_text(output)
         token_ids, logprobs, finish_reason = output.token_ids, output.logprobs or [], output.finish_reason
         text_ids = self._get_text_token_ids(output)
-        if self.parser is None:
-            text = self.detokenizer.push(text_ids)
-            if finish_reason is not None:
-                text += self.detokenizer.flush()
-            reason_name = None if finish_reason is None else finish_reason.value
-            return ChoiceDelta(text, token_ids, logprobs, finish_reason=reason_name, stop_reason=output.stop_token_id)
         for i, token_id in enumerate(token_ids):  # one by one: tokens after a stop string do not count
             text = self.detokenizer.push([token_id]) if i < len(text_ids) else ""
             if finish_reason is not None and i == len(token_ids) - 1:
@@ -138,12 +134,26 @@ class Choice:
                 return self._make_delta(
                     token_ids[: i + 1], logprobs[: i + 1], "stop", self.parser.stop_string, aborts=finish_reason is None
                 )
-        if finish_reason is not None:
-            if not token_ids:
-                self.parser.push(self.detokenizer.flush(), may_stop=False)
-            self.parser.finish()
-        return self._make_delta(
-            token_ids, logprobs, None if finish_reason is None else finish_reason.value, output.stop_token_id
+        if finish_reason is None:
+            return self._make_delta(token_ids, logprobs, None, None)
+        if not token_ids:
+            self.parser.push(self.detokenizer.flush(), may_stop=False)
+        self.parser.finish()
+        return self._make_delta(token_ids, logprobs, finish_reason.value, output.stop_token_id)
+
+    def _decode_plain_text(self, output: SequenceOutput) -> ChoiceDelta:
+        """Return what an output adds to a choice without reasoning, calls and stop strings."""
+        text = self.detokenizer.push(self._get_text_token_ids(output))
+        finish_reason = None
+        if output.finish_reason is not None:
+            text += self.detokenizer.flush()
+            finish_reason = output.finish_reason.value
+        return ChoiceDelta(
+            text,
+            output.token_ids,
+            output.logprobs or [],
+            finish_reason=finish_reason,
+            stop_reason=output.stop_token_id,
         )
 
     def _make_delta(
@@ -170,7 +180,7 @@ class Choice:
         )
 
     def _get_text_token_ids(self, output: SequenceOutput) -> list[int]:
-        """Return the ids that become text: without the stop token that ended the sequence, unless it was requested."""
+        """Return the ids that become text: all but a stop token at the end, which stays only if the request says so."""
         is_stopped = output.finish_reason is FinishReason.STOP
         if is_stopped and output.token_ids and not self.params.include_stop_str_in_output:
             return output.token_ids[:-1]
