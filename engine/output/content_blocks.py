@@ -42,14 +42,18 @@ class BlockEvent(NamedTuple):
 
 
 class ContentBlocks:
-    """Splits one growing choice into blocks, and reports how they change."""
+    """Splits a growing answer into blocks of one kind each, and reports how the blocks change.
+
+    A delta with reasoning and a delta with text give the events: start of block 0, its delta, its stop, start of block
+    1, its delta. `finish` stops block 1.
+    """
 
     def __init__(self) -> None:
         self.blocks: list[ContentBlock] = []
         self._current_block: ContentBlock | None = None
 
     def push(self, delta: ChoiceDelta) -> list[BlockEvent]:
-        """Add a delta. Return how the blocks change."""
+        """Add a delta, and return the changes of the blocks in their order."""
         events: list[BlockEvent] = []
         if delta.reasoning:
             self._append_text("reasoning", delta.reasoning, events)

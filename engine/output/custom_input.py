@@ -23,7 +23,7 @@ class CustomInputDecoder:
     """Decodes the free text of one call of a custom tool, while the call's arguments grow.
 
     The model writes the text as a string in JSON. Of the pieces `{"input": "a` and `\\nb"}`, the first gives "a", the
-    second a line break and "b". Arguments of another form (`finish`) are taken as the text itself.
+    second a line break and "b". Arguments in any other form are returned as they are by `finish`.
     """
 
     def __init__(self) -> None:

@@ -96,7 +96,7 @@ class WindowDetokenizer:
         return ""
 
     def _move_window(self, context_ids: list[int]) -> None:
-        """Begin the window anew with these tokens, of which the text is final."""
+        """Start a new window with `context_ids`, tokens with text that was returned already."""
         self._context_ids, self._new_ids = context_ids, []
         self._context_text = self._decode(context_ids)
 

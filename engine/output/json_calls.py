@@ -1,7 +1,8 @@
 """Readers of one tool call in JSON, and of JSON values in growing text. No I/O.
 
-A reader reads one call from the text. It adds the call's name to the delta as soon as the text is certainly a call,
-and then the arguments as they arrive. If the text is no call, the reader returns False, and the text is still held.
+A reader is a generator: it yields when it needs text that the model has not written yet. As soon as the text is
+certainly a call, it adds the call's name to the delta, and then the arguments as they arrive. If the text is no call,
+it returns False, and the source still holds a copy of the text.
 """
 
 from __future__ import annotations
@@ -164,9 +165,9 @@ class _ObjectCall:
         return True
 
     def _read_member(self) -> Steps[bool]:
-        """Read a key and its value. Return False if an object with them is no call.
+        """Read a key and its value. Returns False if the object cannot be a call.
 
-        That is so for an unknown key, a key that comes twice, and a value that is missing, cut off or no name.
+        An unknown key, a key that comes twice, and a value that is missing or cut off show that it cannot.
         """
         source = self._source
         key_json = yield from _collect_json_value(source)
@@ -221,9 +222,8 @@ def read_name(source: GrowingText) -> Steps[str | None]:
 def read_named_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
     """Read a call `f{...}`, `f[ARGS]{...}` or `f[CALL_ID]id[ARGS]{...}`, and add it to the delta.
 
-    The generator yields when it needs more of the text that the model writes. Markers may come in any order. The
-    model's call id is skipped, because the engine gives each call an id of its own. Returns whether the call is
-    complete. If it is not even begun, the text that was taken is still held.
+    Markers may come in any order. The model's call id is skipped, because the engine gives each call an id of its own.
+    Returns whether the call is complete.
     """
     name = yield from read_name(source)
     if name is None:

@@ -62,10 +62,11 @@ def schema_types(schema: Json, root: Json = None) -> tuple[str, ...]:
 
 
 def _collect_types(schema: Json, root: Json, depth: int) -> set[str]:
-    """Return the JSON types that a schema names: by `type`, by its listed values, or in the schemas of `anyOf` etc.
+    """Return the JSON types that a schema allows; an empty set if it allows all.
 
-    If none of these names a type, keywords do that belong to one type, such as `properties` to objects. Returns an
-    empty set if the schema does not restrict the type. `root` has the definitions that the schema refers to.
+    Types are named by `type`, by listed values (`enum`), or in the schemas of `anyOf` and the like. Without these, a
+    keyword that belongs to one type tells it, such as `properties` to objects. `root`: schema with the definitions that
+    `schema` refers to.
     """
     schema = resolve(schema, root)
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
@@ -130,10 +131,10 @@ def get_definitions(schema: Json) -> dict[str, Json]:
 
 
 def list_properties(schema: Json) -> list[Property] | None:
-    """Return the properties of an object's schema; None if it does not say which properties an object may have.
+    """Return the properties of an object's schema; None if the schema has no complete list of them.
 
-    That is so if it names no properties, or has branches or `patternProperties` besides them. The schema of a property
-    also holds the shared definitions, so that its references can be resolved.
+    A list is not complete beside `anyOf` and the like, or `patternProperties`. The shared definitions are added to the
+    schema of each property, so that its references can be resolved.
     """
     object_schema = resolve(schema, schema)
     if not isinstance(object_schema, dict) or not isinstance(object_schema.get("properties"), dict):

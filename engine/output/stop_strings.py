@@ -8,10 +8,11 @@ from engine.output.growing_text import DelimiterScanner
 
 
 class StopStrings:
-    """Finds the first stop string in a growing text, whatever the pieces it grows by.
+    """Finds the first stop string in a growing text, independently of the pieces by which it grows.
 
     The first stop string is the one that is complete earliest; of two that end at the same character, the longer one.
-    The longest tail of the text that may be the beginning of a stop string is held back.
+    The end of the text is held back if it may become a stop string: with "END" as a stop string and "the E" as the
+    text, "E" is.
     """
 
     __slots__ = ("_includes_stop", "_scanner", "pending_text")

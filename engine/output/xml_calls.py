@@ -23,7 +23,7 @@ _FOLLOWING_MARKERS = {
     _VALUE_END_MARKER: (_PARAMETER_MARKER, _END_MARKER, _REGION_END_MARKER),
     _END_MARKER: (_REGION_END_MARKER, "<tool_call>", FUNCTION_MARKER),
 }
-"""Marker -> texts, one of which must follow it behind white space (or the text's end) for it to end a value."""
+"""Marker -> texts. The marker ends a value only if one of them follows, after white space, or if the text ends."""
 
 
 def read_xml_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTypes) -> Steps[bool]:
@@ -82,9 +82,9 @@ class _XmlArguments:
         return True
 
     def _read_between_parameters(self) -> Steps[str]:
-        """Take text up to a marker, and also the marker unless it ends all calls, which is the caller's to take.
+        """Take text up to a marker, and return the marker; an empty string at the end of the text.
 
-        Returns the marker, or an empty string at the end of the text.
+        The marker is taken too, unless it is `</tool_call>`, which the parser of the region takes.
         """
         source = self._source
         marker = yield from _MARKER_SCANNER.take_until(source, self._delta.add_text)
@@ -129,7 +129,7 @@ class _XmlArguments:
         return _ParameterValue(self._delta, self._types_by_parameter.get(parameter, ("string",)))
 
     def _read_value_text(self, value: _ParameterValue) -> Steps[str]:
-        """Take the value's text up to a marker, and the marker, which may be text too. Return it."""
+        """Take the value's text up to a marker, and the marker. Return the marker, which may prove to be text."""
         source = self._source
         marker = yield from _VALUE_SCANNER.take_until(source, value.append)
         if not marker:
@@ -139,7 +139,11 @@ class _XmlArguments:
         return source.take(source.position + len(marker))
 
     def _read_next_parameter(self, value: _ParameterValue) -> Steps[_ParameterValue]:
-        """Go on after `<parameter=` within a value: with the next parameter's value, or with text of the same value."""
+        """Read on after `<parameter=` within a value, and return the value that the next text belongs to.
+
+        It is a new value if the name after the marker is a parameter of the tool that has no value yet. Else the marker
+        was text of the same value.
+        """
         name_text, is_complete = yield from _read_name(self._source)
         name = name_text.strip()
         is_unknown = bool(self._types_by_parameter) and name not in self._types_by_parameter
@@ -151,10 +155,9 @@ class _XmlArguments:
         return self._open_value(name)
 
     def _is_value_end(self, marker: str, value: _ParameterValue) -> Steps[bool]:
-        """Return whether a marker ends the value. If not, it is part of the value, such as code about such markup.
+        """End the value, and return True, if a marker that may come after `marker` follows, or the end of the text.
 
-        It ends the value if a marker that may come next follows, or the end of the text. The value is then ended; else
-        the marker is added to the value's text.
+        Else return False, and add the marker to the value: the value may be code with such markup in it.
         """
         source, spaces = self._source, list[str]()
         following_markers = _FOLLOWING_MARKERS[marker]
@@ -207,7 +210,7 @@ class _ParameterValue:
         self._delta.add_arguments('"' if self._is_string else encode_as_types("".join(self._parts), self._types))
 
     def leave_open(self) -> None:
-        """Pass on the part of a value before the text's end, as it was written."""
+        """Pass on a value that was cut off by the end of the text, as it was written."""
         if self._is_string:
             self._delta.add_arguments(encode_json(self._pending_newline)[1:-1])
         else:

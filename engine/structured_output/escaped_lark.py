@@ -102,14 +102,14 @@ def _escaped_literal(text: str) -> str:
 
 @dataclass(frozen=True)
 class _CharSet:
-    """A node of a regular expression that matches one character of a class."""
+    """Node of a regular expression: one character of a class, such as `[a-z]` or `x`."""
 
     sources: tuple[str, ...]
     """Regular expressions that match one character each. The class is their union."""
 
     @property
     def chars(self) -> frozenset[str]:
-        """Sample characters that match the class."""
+        """Characters of `_SAMPLES`, and characters that the class names, that match the class."""
         return frozenset().union(*map(_matching_samples, self.sources))
 
     def matches(self, char: str) -> bool:
@@ -236,7 +236,11 @@ class _RegexParser:
 
 
 def _write(node: _RegexNode, following: Sequence[_RegexNode]) -> str:
-    """Return an expression in Lark. `following`: nodes that come after `node`."""
+    """Return an expression in Lark that matches the escaped form of the texts that a node matches.
+
+    `following`: nodes that come after `node` in the regular expression. They decide whether a repeated class may be one
+    terminal, which is fast.
+    """
     if isinstance(node, _CharSet):
         return _write_set(node, "")
     if isinstance(node, _Choice):
@@ -260,7 +264,11 @@ def _write_count(node: _Repeat) -> str:
 
 
 def _write_set(node: _CharSet, run: str) -> str:
-    """Return a class of characters in Lark. `run`: "+" if one terminal may have several unescaped characters."""
+    """Return an expression of one character of a class, in the form that it has in a JSON string.
+
+    Characters that JSON escapes become literals of their escapes. All others become one terminal. `run`: "+" if this
+    terminal may match several characters; else "".
+    """
     chars = node.chars
     alternatives = [_escaped_literal(char) for char in ESCAPED if char in chars]
     if not alternatives or chars - set(ESCAPED):
@@ -282,7 +290,10 @@ def _write_plain_terminal(sources: tuple[str, ...], run: str) -> str:
 
 
 def _is_disjoint(run: _CharSet, following: Sequence[_RegexNode]) -> bool:
-    """Return whether no character of the run can begin what follows. The lexer would add that character to the run."""
+    """Return whether the text after a run of characters cannot begin with a character of the run.
+
+    Else the lexer would take that character as a part of the run. `following`: nodes after the run.
+    """
     for node in following[:_FOLLOWING_MAX]:
         first, may_be_empty = _first_chars(node)
         if _have_common_char(run, first):
@@ -301,7 +312,7 @@ def _have_common_char(first: _CharSet, second: _CharSet) -> bool:
 
 
 def _first_chars(node: _RegexNode) -> tuple[_CharSet, bool]:
-    """Return (characters that may come first, whether the text may be empty)."""
+    """Return (class of the first characters of the texts that a node matches, whether it matches the empty text)."""
     if isinstance(node, _CharSet):
         return node, False
     if isinstance(node, _Repeat):

@@ -59,9 +59,11 @@ def write_lark(constraint: RequestedConstraint, tokens: Mapping[str, int]) -> st
 
 
 class _LarkWriter:
-    """Writes one grammar. `write_x` returns the body of the rule of a format of type x.
+    """Writes one grammar, as rules that refer to each other by name.
 
-    `path` names a format's place in the request, for errors.
+    A method `write_x` returns the body of the rule for a format of type x, after adding the rules of the formats inside
+    it. For `{"type": "star", "content": {"type": "regex", "pattern": "[0-9]"}}` the rule r0: /[0-9]/ is added, and
+    `r0*` is returned. `path`: place of the format in the request, for errors. `depth`: number of formats around it.
     """
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
@@ -97,7 +99,11 @@ class _LarkWriter:
         return self._add_rule(write(self, path, format, depth + 1))
 
     def _write_text(self, text: str) -> str:
-        """Return an expression of a text, in which texts of tokens are tokens."""
+        """Return an expression that matches a text.
+
+        Parts of it that are one added token of the vocabulary become that token: "a<think>" is `"a" <[7]>`, if 7 is the
+        id of <think>.
+        """
         parts = []
         text_start = 0
         token_matches = () if self._token_pattern is None else self._token_pattern.finditer(text)
@@ -117,7 +123,7 @@ class _LarkWriter:
         return self._write_free_text(path, format)
 
     def _write_free_text(self, path: str, format: Format) -> str:
-        """Return a terminal of any text without the texts that the format excludes."""
+        """Return a terminal that matches any text in which none of the format's `excludes` occurs."""
         excluded_texts = format.get("excludes") or []
         if not isinstance(excluded_texts, list) or not all(isinstance(text, str) and text for text in excluded_texts):
             raise bad_value(f"{path}.excludes", excluded_texts, "texts")
@@ -134,10 +140,10 @@ class _LarkWriter:
             raise RequestError(message, param=path) from None
 
     def write_json_schema(self, path: str, format: Format, depth: int) -> str:
-        """Return an expression in Lark of the values that match a schema.
+        """Return an expression of the values that match a schema, as the format's `style` writes them.
 
-        `style` says how they are written: "json", "qwen_xml" (Qwen3-Coder's parameters), or "python" (arguments of a
-        call, which only our own formats ask for).
+        The styles are "json", "qwen_xml" (Qwen3-Coder's parameters) and "python" (the arguments of a call). Clients
+        cannot ask for "python".
         """
         schema = format.get("json_schema")
         if not isinstance(schema, (dict, bool)):
@@ -191,7 +197,7 @@ class _LarkWriter:
         return f"{self._write_text(_get_text(path, format, 'begin'))} {self._write_tag_tail(path, format, depth)}"
 
     def _write_tag_tail(self, path: str, format: Format, depth: int) -> str:
-        """Return an expression of a tag's content and end. The tag may have several ends, of which one must come."""
+        """Return an expression of a tag's content and its end: `end` is a text, or a list of alternative texts."""
         ends = format.get("end")
         if not isinstance(ends, list) or not ends:
             ends = [ends]
@@ -204,9 +210,10 @@ class _LarkWriter:
         return f"{self._write_format(f'{path}.content', content, depth)} ({end_expression})"
 
     def _write_text_until(self, path: str, format: Format, ends: list[str]) -> str:
-        """Return an expression of any text up to the first of `ends`.
+        """Return an expression of any text up to the first of `ends`, and that end.
 
-        An end without tokens must be found by the lexer, which a lazy rule makes stop at the first match.
+        A rule that matches any text would go on past an end. Only a `lazy` rule stops at the first match, and it cannot
+        have tokens in it. An end with a token needs no lazy rule, because no text matches a special token.
         """
         free = self._write_free_text(path, format)
         texts = [end for end in ends if self._write_text(end) == _quote(end)]
@@ -216,9 +223,10 @@ class _LarkWriter:
         return f"({' | '.join(alternatives)})"
 
     def write_triggered_tags(self, path: str, format: Format, depth: int) -> str:
-        """Return the rule of free text in which a trigger begins a tag, such as a tool call between <tool_call> marks.
+        """Return an expression of free text with tags in it, such as tool calls between <tool_call> marks.
 
-        The text is free until a trigger comes. Then one of the tags that begin with that trigger must follow.
+        The text is free until one of the `triggers` comes, such as "<tool_call>". Then one of the `tags` must follow
+        that begin with this trigger.
         """
         triggers, tags = _get_list(path, format, "triggers"), _get_list(path, format, "tags")
         if not tags or not all(isinstance(trigger, str) and trigger for trigger in triggers):
@@ -258,10 +266,10 @@ class _LarkWriter:
         return tag_list if format.get("at_least_one") else f"({tag_list})?"
 
     def _write_xml(self, param: str, schema: Json, options: Mapping[str, Any]) -> str:
-        """Return a Lark grammar's expression of the arguments of a call as Qwen3-Coder writes them, by their schema.
+        """Return an expression of the arguments of a call as Qwen3-Coder writes them, by their schema.
 
-        Each is a line `<parameter=NAME>`, the value and a line `</parameter>`. Strings have no quotation marks, other
-        values are JSON. `_add_rule` and `_add_terminal` add a definition to the grammar, and return its name.
+        Each argument is a line `<parameter=NAME>`, its value and a line `</parameter>`. Strings have no quotation
+        marks, other values are JSON. `param`: field of the schema, for errors. `options`: llguidance's, for JSON.
         """
         properties = _list_writable_properties(
             param, schema, options, lambda name: _XML_NAME.fullmatch(name) is not None
@@ -281,7 +289,8 @@ class _LarkWriter:
     def _write_xml_value(self, schema: Json, root: Json, options: Mapping[str, Any]) -> str:
         """Return an expression of a parameter's value and its end marker.
 
-        The parser reads the value as text if `schema_types` names only strings.
+        The value is one of those that the schema lists, plain text if it must be a string, or JSON. `root`: schema with
+        the definitions that `schema` refers to.
         """
         values = list_values(schema, root)
         if values is not None:
@@ -321,7 +330,7 @@ class _LarkWriter:
         return parts[0] if len(parts) == 1 else self._add_terminal(" & ".join(parts))
 
     def _write_python(self, param: str, schema: Json, options: Mapping[str, Any]) -> str:
-        """Return an expression of arguments as Python literals. Nested values are JSON, which the parser takes too."""
+        """Return an expression of the arguments of a Python call, such as `a=1, b="x"`. Nested values are JSON."""
         properties = _list_writable_properties(param, schema, options, lambda name: True)
         if properties is None:  # any arguments
             name = self._add_terminal("/[A-Za-z_][A-Za-z_0-9]*/")
