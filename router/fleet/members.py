@@ -131,7 +131,6 @@ class Fleet:
         self._config = config
         self._now = now
         self._members: dict[str, _Member] = {}
-        self._closed = False
         self._discovery: asyncio.Task[None] | None = None
         """Task that asks all workers which models they serve."""
         self._discovered_s = -math.inf
@@ -157,30 +156,8 @@ class Fleet:
                 existing.wake.set()  # whoever names it again expects it to be there
                 return
             existing.cancel()
-        member = _Member(flag, origin)
-        self._members[flag.worker_id] = member
-        self._start_watching(member)
-
-    def _start_watching(self, member: _Member) -> None:
-        """Start the task of a worker, unless the worker was removed or replaced."""
-        if self._members.get(member.flag.worker_id) is not member:
-            return
+        member = self._members[flag.worker_id] = _Member(flag, origin)
         member.task = asyncio.get_running_loop().create_task(self._watch_worker(member))
-        member.task.add_done_callback(partial(self._restart_after_fault, member))
-
-    def _restart_after_fault(self, member: _Member, task: asyncio.Task[None]) -> None:
-        """Start a worker's task again, after a pause, if the task has ended by an exception."""
-        if task.cancelled() or self._closed:
-            return
-        error = task.exception()
-        if error is None:
-            return
-        reason = f"{type(error).__name__}: {error}"
-        if reason[:REASON_CHARS_MAX] != member.problem:
-            log.error("worker %s cannot be followed: %s", member.flag.worker_id, reason, exc_info=error)
-        self._record_problem(member, reason)
-        member.restart_s = _next_pause(member.restart_s, RESTART_S, RESTART_S_MAX)
-        asyncio.get_running_loop().call_later(member.restart_s, self._start_watching, member)
 
     def _record_problem(self, member: _Member, problem: str) -> None:
         """Count a failed check or probe of a worker, and keep the reason for `/workers`."""
@@ -234,7 +211,6 @@ class Fleet:
                 self.check_soon(worker_id)
 
     async def close(self) -> None:
-        self._closed = True
         tasks = [*self._background, *(member.task for member in self._members.values() if member.task is not None)]
         for task in tasks:
             task.cancel()
@@ -341,7 +317,20 @@ class Fleet:
     # One worker ---------------------------------------------------------------------------------------------------
 
     async def _watch_worker(self, member: _Member) -> None:
-        """Probe a worker until it answers, then check it until the task is cancelled."""
+        """Follow a worker until the task is cancelled. After a fault of the router, begin anew after a pause."""
+        while True:
+            try:
+                await self._follow_worker(member)
+            except Exception as error:
+                reason = f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
+                if reason != member.problem:
+                    log.exception("worker %s cannot be followed: %s", member.flag.worker_id, reason)
+                self._record_problem(member, reason)
+                member.restart_s = _next_pause(member.restart_s, RESTART_S, RESTART_S_MAX)
+                await asyncio.sleep(member.restart_s)
+
+    async def _follow_worker(self, member: _Member) -> None:
+        """Probe a worker until it answers, then check it again and again."""
         while not await self._join(member):
             if await self._pause(member, member.starting_pause_s):
                 member.starting_pause_s = 0.0
@@ -371,9 +360,7 @@ class Fleet:
 
     async def _fetch_missing_snapshots(self, member: _Member) -> None:
         """Take snapshots of incomplete event streams from other routers, at most once in a while."""
-        if self._peers is None or not self._peers.has_peers:
-            return
-        if member.facts is None or self._now() < member.next_peers_poll_at_s:
+        if self._peers is None or member.facts is None or self._now() < member.next_peers_poll_at_s:
             return
         worker_id = member.flag.worker_id
         missing_from = self._feed.find_incomplete_ranks(worker_id)

@@ -131,10 +131,6 @@ class PeerClient:
         self._session = session
         self._urls = list(urls)
 
-    @property
-    def has_peers(self) -> bool:
-        return bool(self._urls)
-
     async def fetch_snapshots(
         self, worker_id: str, sources: Iterable[EventSource], only_before: Mapping[int, int] | None = None
     ) -> dict[int, PeerSnapshot]:

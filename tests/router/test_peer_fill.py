@@ -125,8 +125,6 @@ def test_only_the_ranks_that_lack_something_and_can_confirm_it_are_asked_for() -
 class IncompleteFeed:
     """A feed that lacks something until it is given a snapshot, and peers that count how often they are asked."""
 
-    has_peers = True
-
     def __init__(self, answer: PeerSnapshot | None) -> None:
         self.answer = answer
         self.lacking = {0: 7}
