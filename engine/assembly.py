@@ -175,7 +175,7 @@ def _make_scheduler(config: EngineConfig, executor: Executor, eos_token_ids: fro
 
 
 def _start_transfers(config: EngineConfig, folder: Path, cache: KVCache, executor: Executor) -> KVTransfers | None:
-    """Start to give blocks to peers and to take theirs; None without --kv-transfer."""
+    """Start the exchange of cached blocks with other engines; None without --kv-transfer."""
     if config.kv_transfer.port is None:
         return None
     return start_transfers(
@@ -189,7 +189,7 @@ def _start_transfers(config: EngineConfig, folder: Path, cache: KVCache, executo
 
 
 def _describe_source(publisher: EventPublisher, transfers: KVTransfers | None, block_tokens: int) -> EventSource:
-    """Return the entry of this engine in `GET /kv_event_sources`."""
+    """Return this engine's entry in the response of `GET /kv_event_sources`, by which a router finds its sockets."""
     offer = None if transfers is None else transfers.describe(block_tokens)
     return msgspec.structs.replace(publisher.describe_source(), kv_transfer=offer)
 

@@ -72,8 +72,9 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
 
 
 def _load_rank(config: EngineConfig, folder: Path, leader: Leader | None) -> Executor:
-    """Load the model on rank 0 and size the cache. `leader` makes the other ranks load their parts; None: there are
-    none.
+    """Load rank 0's part of the model, and size the cache. The other ranks load their parts meanwhile.
+
+    `leader`: connection to the other ranks; None: there is one rank.
     """
     torch.set_num_threads(config.num_threads)
     device = select_rank_device(config, 0)

@@ -72,9 +72,9 @@ def find_local_folder(model: str) -> Path | None:
 
 
 def check_model_exists(model: str, *, weights: bool = True) -> None:
-    """Raise ConfigError if a quick look shows that a checkpoint is missing, before a process is started for it.
+    """Raise ConfigError if a checkpoint is certainly missing. This takes no time, and so comes before the core starts.
 
-    `weights`: whether the model is needed, and not only its tokenizer.
+    `weights`: whether the model itself is needed, or only its tokenizer.
     """
     folder = find_local_folder(model)
     if folder is None:

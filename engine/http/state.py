@@ -49,19 +49,7 @@ class ServerState:
         self.info = info
         self.detokenizer_factory = DetokenizerFactory(tokenizer.hf_tokenizer)
         self.model_names = config.served_model_names or (info.model_name,)
-        call_format, reasoning_format = resolve_formats(
-            config.tool_call_parser, config.reasoning_parser, tokenizer.chat_template
-        )
-        self.limits = ModelLimits(
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            default_sampling=info.default_sampling,
-            call_format=call_format,
-            reasoning_format=reasoning_format,
-            constraint_refusal=info.no_constraint_reason,
-            script=info.script,
-            has_transfers=fleet_key is not None,
-        )
+        self.limits = _make_limits(config, info, tokenizer, has_transfers=fleet_key is not None)
         self.response_store = ResponseStore()
         self.reader = BodyReader(tokenizer, self.limits, folder, config.chat_template)
         self.metrics = ServerMetrics()
@@ -74,7 +62,7 @@ class ServerState:
         self.active_request_count = 0
         """Generating requests that are being answered."""
         self._reading_request_count = 0
-        """Number of bodies that are being parsed. Each counts as one sequence of the queue."""
+        """Number of bodies that are being parsed. Each counts as one waiting sequence, until its number is known."""
         self.api_keys = ApiKeys(config.api_keys, config.admin_api_key)
         self._fleet_key = fleet_key
         self._request_numbers = itertools.count()
@@ -90,7 +78,7 @@ class ServerState:
 
     @contextmanager
     def reserve_admission(self) -> Iterator[None]:
-        """Reserve room in the queue while a body is parsed. Raises RequestError 503 or 429."""
+        """Count a request as waiting while its body is parsed, in a `with` block. Raises RequestError 503 or 429."""
         self._check_capacity(1)
         self._reading_request_count += 1
         try:
@@ -127,7 +115,7 @@ class ServerState:
             raise make_not_running_error(self.client.death_reason)
 
     def _check_capacity(self, additional_sequences: int) -> None:
-        """Raise RequestError 503 or 429 unless the core may get so many more sequences."""
+        """Raise RequestError 429 if `--max-queue` forbids so many more sequences, and 503 if none is admitted."""
         self.check_available()
         limit = self.config.max_queue
         current_sequences = self.client.in_flight_count + self._reading_request_count
@@ -153,7 +141,7 @@ class ServerState:
         await self._idle_event.wait()
 
     def make_request_prefix(self) -> str:
-        """Return the first part of the names that a request's sequences have in the core."""
+        """Return a new prefix for the ids of a request's sequences in the core, such as "1f" for "1f-0" and "1f-1"."""
         return format(next(self._request_numbers), "x")
 
     async def read_body(self, request: web.Request) -> bytes:
@@ -181,6 +169,23 @@ class ServerState:
 
     def close(self) -> None:
         self.reader.close()
+
+
+def _make_limits(config: ServerConfig, info: CoreInfo, tokenizer: Tokenizer, *, has_transfers: bool) -> ModelLimits:
+    """Return the properties of the loaded model by which bodies are checked."""
+    call_format, reasoning_format = resolve_formats(
+        config.tool_call_parser, config.reasoning_parser, tokenizer.chat_template
+    )
+    return ModelLimits(
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        default_sampling=info.default_sampling,
+        call_format=call_format,
+        reasoning_format=reasoning_format,
+        constraint_refusal=info.no_constraint_reason,
+        script=info.script,
+        has_transfers=has_transfers,
+    )
 
 
 def make_unavailable_error(message: str) -> RequestError:

@@ -117,15 +117,22 @@ def make_generation(
         )
         for index, request in enumerate(requests)
     ]
-    if answered_tokens:
+    if answered_tokens:  # then there is one prompt and one choice
         choices[0].resume(prompts[0][-answered_tokens:])
         if choices[0].finish_reason is not None:
             raise bad_value("answered_tokens", answered_tokens, "tokens of an answer that no stop string has ended")
         prompts = [prompts[0][:-answered_tokens]]
     return Generation(
-        id=id, model=model, body=body, prompts=prompts, n=body.n or 1, choices=choices, requests=requests,
-        is_echo_only=is_echo_only_request(body), parser_config=parser_config,
-    )  # fmt: skip
+        id=id,
+        model=model,
+        body=body,
+        prompts=prompts,
+        n=body.n or 1,
+        choices=choices,
+        requests=requests,
+        is_echo_only=is_echo_only_request(body),
+        parser_config=parser_config,
+    )
 
 
 def make_sample_requests(

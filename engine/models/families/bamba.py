@@ -15,8 +15,8 @@ from engine.models.mixers import Mamba2, Mamba2Config, read_dt_limits
 from engine.models.weights import WeightScope
 
 BAMBA_PARTIAL_ROTARY = 0.5
-KIND_BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp"}
-"""Letter of Nemotron-H's `hybrid_override_pattern` -> kind of the layer."""
+LAYER_TYPE_BY_LETTER = {"M": "mamba", "*": "attention", "-": "mlp"}
+"""Letter of Nemotron-H's `hybrid_override_pattern` -> type of the layer."""
 
 
 def build_bamba(config: HfConfig, root: WeightScope) -> CausalLM:
@@ -114,27 +114,14 @@ class SquaredReluMLP:
 
 
 def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Nemotron-H, whose layers have one part each: a Mamba-2 mixer, attention without positions, or an MLP.
-
-    The config lists the kinds of the layers by name (`layers_block_type`), or one letter each as in "M-M*-".
-    """
+    """Build Nemotron-H. Each layer has one part: a Mamba-2 mixer, attention without positions, or an MLP."""
     config.require_value("mlp_hidden_act", "relu2")
     config.require_value("mamba_hidden_act", "silu")
-    pattern = config.get("hybrid_override_pattern", "")
-    if unknown := set(pattern) - set(KIND_BY_LETTER):
-        raise ModelError(f"{config.source}: hybrid_override_pattern: layer kinds {sorted(unknown)} are not supported")
-    kind_names = {
-        "linear_attention": "mamba",
-        "full_attention": "attention",
-        **{kind: kind for kind in KIND_BY_LETTER.values()},
-    }
-    layer_kinds = read_layer_types(
-        config, "layers_block_type", kind_names, [KIND_BY_LETTER[letter] for letter in pattern]
-    )
+    layer_types = _read_nemotron_layer_types(config)
     decoder = DecoderConfig(
         vocab_size=config.get_integer("vocab_size"),
         hidden_size=config.get_integer("hidden_size"),
-        num_layers=len(layer_kinds),
+        num_layers=len(layer_types),
         norm_eps=config.get("layer_norm_epsilon", 1e-5),
         max_positions=config.get_integer("max_position_embeddings"),
         tie_embeddings=False,  # as in transformers, whatever the config says
@@ -144,8 +131,46 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
     if "attention_head_dim" in config:  # the name before transformers 5
         config = HfConfig({**config.values, "head_dim": config.get_integer("attention_head_dim")}, config.source)
     attention = replace(read_attention_config(config, decoder), rope=None)
-    use_bias = config.get("use_bias", False)
-    mamba = Mamba2Config(
+    mamba = _read_nemotron_mamba_config(config, decoder)
+
+    def make_mlp(scope: WeightScope) -> SquaredReluMLP:
+        size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
+        return SquaredReluMLP(scope, decoder.hidden_size, size, bias)
+
+    mixer_by_type: dict[str, MakeMixer] = {
+        "mamba": lambda scope: Mamba2(scope, mamba),
+        "attention": lambda scope: Attention(scope, attention),
+        "mlp": make_mlp,
+    }
+
+    def make_block(scope: WeightScope, index: int) -> DecoderBlock:
+        norm = RMSNorm(scope, "norm", decoder.hidden_size, decoder.norm_eps)
+        return DecoderBlock(mixer_norm=norm, mixer=mixer_by_type[layer_types[index]](scope.enter_scope("mixer")))
+
+    return CausalLM(
+        root, "backbone", decoder, make_block, ignored_prefixes=("mtp.",), renamed_prefixes={"model.": "backbone."}
+    )
+
+
+def _read_nemotron_layer_types(config: HfConfig) -> list[str]:
+    """Read the type of each layer: "mamba", "attention" or "mlp". Raises ModelError for other types.
+
+    The config lists them by name (`layers_block_type`), or by one letter each as in "M-M*-".
+    """
+    pattern = config.get("hybrid_override_pattern", "")
+    if unknown_letters := set(pattern) - set(LAYER_TYPE_BY_LETTER):
+        raise ModelError(
+            f"{config.source}: hybrid_override_pattern: layer kinds {sorted(unknown_letters)} are not supported"
+        )
+    type_by_name = {layer_type: layer_type for layer_type in LAYER_TYPE_BY_LETTER.values()}
+    type_by_name |= {"linear_attention": "mamba", "full_attention": "attention"}
+    return read_layer_types(
+        config, "layers_block_type", type_by_name, [LAYER_TYPE_BY_LETTER[letter] for letter in pattern]
+    )
+
+
+def _read_nemotron_mamba_config(config: HfConfig, decoder: DecoderConfig) -> Mamba2Config:
+    return Mamba2Config(
         hidden_size=decoder.hidden_size,
         num_heads=config.get_integer("mamba_num_heads"),
         head_dim=config.get_integer("mamba_head_dim"),
@@ -154,25 +179,7 @@ def build_nemotron(config: HfConfig, root: WeightScope) -> CausalLM:
         conv_width=config.get_integer("conv_kernel"),
         norm_eps=decoder.norm_eps,
         conv_bias=config.get("use_conv_bias", True),
-        proj_bias=use_bias,
+        proj_bias=config.get("use_bias", False),
         # As transformers has it; `time_step_limit` is not read for this family.
         dt_limits=(config.get("time_step_min", 0.001), float("inf")),
-    )
-
-    def make_mlp(scope: WeightScope) -> SquaredReluMLP:
-        size, bias = config.get_integer("intermediate_size"), config.get("mlp_bias", False)
-        return SquaredReluMLP(scope, decoder.hidden_size, size, bias)
-
-    builder_by_kind: dict[str, MakeMixer] = {
-        "mamba": lambda scope: Mamba2(scope, mamba),
-        "attention": lambda scope: Attention(scope, attention),
-        "mlp": make_mlp,
-    }
-
-    def make_block(scope: WeightScope, index: int) -> DecoderBlock:
-        norm = RMSNorm(scope, "norm", decoder.hidden_size, decoder.norm_eps)
-        return DecoderBlock(mixer_norm=norm, mixer=builder_by_kind[layer_kinds[index]](scope.enter_scope("mixer")))
-
-    return CausalLM(
-        root, "backbone", decoder, make_block, ignored_prefixes=("mtp.",), renamed_prefixes={"model.": "backbone."}
     )
