@@ -152,6 +152,8 @@ class LoadTracker:
         self.end_transfer(request, now)
         self._observe_first_token(request, now)
         self._start_decode(request, now)
+        if not request.target.prefill_queue.requests:  # no later step can extend the interval
+            self.close_interval(request.target)
         request.target.learn_max_num_seqs(now - request.sent_at_s, request.expected_ttft_s, now)
         return True
 

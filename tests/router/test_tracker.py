@@ -394,6 +394,15 @@ def test_while_nothing_was_heard_the_wait_itself_tells_how_slow_a_pool_is() -> N
     tracker.check_invariants([r0, r1, r2])
 
 
+def test_the_second_request_is_priced_by_the_first_one() -> None:
+    """A prefill that no later step can extend is learned from at its first token."""
+    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    target = tracker.add_target("w", None, HolderId(0))
+    first = tracker.add_request(target, prompt_tokens=2000, cached_tokens=0, is_streaming=True, now=0.0)
+    tracker.record_first_token(first, 2.0)
+    assert target.estimate_prefill_s(2000, 0) > 0.8
+
+
 def test_equal_workers_get_one_model_and_a_different_one_its_own() -> None:
     """Fifteen per cent of noise between eight equal workers does not tell them apart; half the speed does."""
     rng = random.Random(10)
