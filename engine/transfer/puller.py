@@ -1,7 +1,8 @@
 """Puller of cached blocks: asks another engine for the blocks that a prompt lacks, checks them, and has them stored.
 
-The number of pulls at once, the bytes of each pull and its seconds are bounded. A source that has failed is not asked
-again for RETRY_AFTER_S, and does not delay pulls from other sources.
+The number of pulls at once, the bytes of each pull and its seconds are bounded. Prompts that begin with the same block
+are pulled from a source one after another, so that no block comes twice. A source that has failed is not asked again
+for RETRY_AFTER_S, and does not delay pulls from other sources.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import deque
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from engine.transfer.block_exchange import BlockExchange
 from engine.transfer.connection import Connection
@@ -69,6 +71,8 @@ class Puller:
         self._stats = stats
         self._link = link
         self._pull_slots = asyncio.Semaphore(PULLS_AT_ONCE_MAX)
+        self._locks: WeakValueDictionary[tuple[KVSource, int], asyncio.Lock] = WeakValueDictionary()
+        """Lock of the pulls from a source for prompts with the same first block, by source and hash."""
         self._retry_s_by_source: dict[KVSource, float] = {}
         """Time from which on a source that has failed may be asked again."""
 
@@ -92,7 +96,8 @@ class Puller:
         log.warning("no more blocks from %s:%d: %s", source.host, source.port, message)
 
     async def _pull_in_turn(self, source: KVSource, prompt: PulledPrompt) -> None:
-        async with self._pull_slots:
+        lock = self._locks.setdefault((source, prompt.keys[0].hash), asyncio.Lock())
+        async with lock, self._pull_slots:
             if time.monotonic() < self._retry_s_by_source.get(source, 0.0):
                 raise TransferError("recent", f"failed less than {RETRY_AFTER_S:g} s ago")
             try:

@@ -133,6 +133,23 @@ def test_requests_for_the_same_blocks_share_a_pull_and_its_end() -> None:
         assert "0" not in consumer.outputs
 
 
+def test_blocks_that_several_prompts_begin_with_are_sent_once() -> None:
+    texts = [prompt("common", 160) + prompt(index, 42) for index in range(3)]
+    with Engine(prefix_caching=False) as plain:
+        expected = [plain.answer(f"{index}", text) for index, text in enumerate(texts)]
+    with Engine() as source, Engine() as consumer:
+        source.answer("a", prompt("common", 160) + [1])
+        for index, text in enumerate(texts):
+            consumer.add(f"{index}", text, source.source)
+        source.serve()
+        consumer.run()
+        source.pause()
+        check_no_failure(consumer, pulls=3)
+        assert [consumer.tokens(f"{index}") for index in range(3)] == expected
+        assert [consumer.cached_tokens(f"{index}") for index in range(3)] == [160] * 3
+        assert source.transfers.stats.sent_blocks == 40
+
+
 def test_a_small_cache_keeps_what_fits_and_computes_the_others() -> None:
     text = prompt("large", 302)
     with Engine() as source, Engine(units=100) as consumer:
