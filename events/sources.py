@@ -35,6 +35,8 @@ class KVTransferOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Engines of the same group have equal weights and cache layouts, so that blocks may move between them."""
     bytes_per_token: int
     """Bytes by which each further token of a prefix lengthens its transfer."""
+    gb_s: float = 0.0
+    """Rate at which blocks come from the engine, in 1e9 bytes a second, until a router learns it. 0: not known."""
 
 
 class EventSource(msgspec.Struct, frozen=True, kw_only=True):

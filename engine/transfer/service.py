@@ -18,7 +18,7 @@ from engine.transfer.block_exchange import BlockExchange
 from engine.transfer.block_server import BlockServer
 from engine.transfer.pull_plan import PulledPrompt
 from engine.transfer.puller import Puller
-from engine.transfer.settings import TransferSettings, TransferStats
+from engine.transfer.settings import GB_S, TransferSettings, TransferStats
 from engine.transfer.simulated_link import SimulatedLink
 from engine.transfer.step_jobs import StepJobs
 from engine.types import KVSource, Request
@@ -61,6 +61,7 @@ class KVTransfers:
         self.stats = TransferStats()
         self._host, self.port = listener.getsockname()[:2]
         self.settings = settings
+        self._gb_s = GB_S if link is None else link.bytes_per_s / 1e9
         self._jobs = StepJobs()
         self._exchange = exchange
         self._compute_fingerprint = compute_fingerprint
@@ -78,6 +79,7 @@ class KVTransfers:
             endpoint=resolve_endpoint(f"tcp://*:{self.port}", self._host),
             group=self.settings.fingerprint.hex(),
             bytes_per_token=max(1, self.settings.block_bytes_by_kind[FULL_KIND] // block_tokens),
+            gb_s=self._gb_s,
         )
 
     # ------------------------------------------------------------------ copies between steps

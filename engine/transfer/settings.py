@@ -13,6 +13,8 @@ BATCH_BYTES_MAX = 8 << 20
 BATCH_BLOCKS_MAX = 4096
 HASHES_MAX = 1 << 18
 """Blocks of one prompt that a source looks up."""
+GB_S = 0.5
+"""Rate of a pull between idle engines, in 1e9 bytes a second: one thread on each side hashes all bytes."""
 CONNECT_S_MAX = 2.0
 """Seconds for a connection, and again for its greeting."""
 

@@ -37,11 +37,11 @@ class SimulatedLink:
     """A link that carries one transfer after the other."""
 
     def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
+        self.bytes_per_s = bytes_per_s
         self._free_at_s = 0.0
 
     async def carry(self, byte_count: int) -> None:
         """Wait as long as so many bytes take, behind those that came before."""
         now_s = time.monotonic()
-        self._free_at_s = max(self._free_at_s, now_s) + byte_count / self._bytes_per_s
+        self._free_at_s = max(self._free_at_s, now_s) + byte_count / self.bytes_per_s
         await asyncio.sleep(self._free_at_s - now_s)

@@ -174,13 +174,17 @@ class CacheState:
         return {match.holder: match for match in self._index.match(prompt.prepared_ids, prompt.scope)}
 
     def find_cache_hits(
-        self, prompt: PromptQuery, candidates: Sequence[Target], matches: dict[HolderId, Match] | None = None
+        self,
+        prompt: PromptQuery,
+        candidates: Sequence[Target],
+        matches: dict[HolderId, Match] | None,
+        now: float,
     ) -> list[CandidateFacts]:
         """Return for each candidate the length of the prompt's prefix that it will have cached when the request runs.
 
         `cached_tokens` includes the prompts of running requests, `resident_tokens` only what events say is there. An
         approximate cache counts a prompt from its sending on and so knows one number for both. `matches`: result of the
-        index, if it was asked already.
+        index, or None if it was not asked yet.
         """
         if matches is None:
             matches = self.match(prompt)
@@ -197,7 +201,8 @@ class CacheState:
             else:
                 facts = CandidateFacts(cached_tokens=match.pinned_tokens, resident_tokens=match.tokens)
                 if match.tokens != match.gpu_tokens:
-                    facts.tier_load_s = estimate_tier_load_s(match, self._cost_config) * target.speed.tier_load.factor
+                    tier_load_factor = target.speed.tier_load.get(now)
+                    facts.tier_load_s = estimate_tier_load_s(match, self._cost_config) * tier_load_factor
                 hits.append(facts)
         return hits
 

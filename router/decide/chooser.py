@@ -253,7 +253,9 @@ class Chooser:
         """Price targets for only the prefill of a request, which another target will answer."""
         candidate_facts = [CandidateFacts() for _ in targets]
         if choice.prompt_query is not None:
-            candidate_facts = self._cache_state.find_cache_hits(choice.prompt_query, targets, matches)
+            candidate_facts = self._cache_state.find_cache_hits(
+                choice.prompt_query, targets, matches, choice.request_facts.now
+            )
         request_facts = msgspec.structs.replace(choice.request_facts, output_tokens=0.0)
         return [
             PricedTarget(target, facts, price_worker(target, request_facts, facts, self._cost_config))
@@ -369,7 +371,7 @@ class Chooser:
         if prompt_query is None:
             candidate_facts = [CandidateFacts() for _ in targets]
         else:
-            candidate_facts = self._cache_state.find_cache_hits(prompt_query, targets, matches)
+            candidate_facts = self._cache_state.find_cache_hits(prompt_query, targets, matches, request_facts.now)
             if self._cache_state.working_sets.may_overflow(prompt_query.prompt_tokens, request_facts.now):
                 self._add_pressures(prompt_query, targets, candidate_facts)
             self._add_memory_waits(prompt_query, request_facts.output_tokens, targets, candidate_facts)

@@ -57,7 +57,7 @@ class TransferConfig:
     Transfers are only planned between workers that say that they support them.
     """
 
-    gb_s: Annotated[Positive, "Rate at which KV moves between two workers, in 1e9 bytes a second."] = 5.0
+    gb_s: Annotated[Positive, "Rate at which KV comes from a worker that names none, in 1e9 bytes a second."] = 5.0
     floor_s: Annotated[NotNegative, "Time of a transfer besides its bytes."] = 0.01
 
 

@@ -255,7 +255,7 @@ class RouterCore:
         self._placer.end_prefill_leg(attempt, now, is_computed=True, reported_cached_tokens=cached_tokens)
         if is_kv_transferred:
             self.tracker.end_transfer(attempt.in_flight, now)
-            attempt.transfer_bytes = 0.0  # nothing is learned from this transfer, as its duration is not known
+            attempt.transfer_estimate = None  # nothing is learned from this transfer, as its duration is not known
         return self._place_queued(now)
 
     def fail_transfer(

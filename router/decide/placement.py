@@ -25,7 +25,7 @@ from router.decide.registry import WorkerRegistry
 from router.decide.speed import WorkTotals
 from router.decide.target import InFlightRequest, Target
 from router.decide.tracker import LoadTracker
-from router.decide.transfers.links import TransferLinks
+from router.decide.transfers.links import TransferEstimate, TransferLinks
 from router.decide.workers import WorkerState
 
 QUEUE_FULL_MESSAGE: Final = "The router's queue is full, or this key waits there with as much as all others could."
@@ -54,8 +54,8 @@ class Attempt(msgspec.Struct, eq=False):
     has_first_token: bool = False
     prefill_leg: PrefillLeg | None = None
     """The prefill at another worker, until it ends."""
-    transfer_bytes: float = 0.0
-    """Bytes that move for the attempt, with those that move beside them at the same time."""
+    transfer_estimate: TransferEstimate | None = None
+    """Parts of the transfer's time; None if there is no transfer so far, or if its duration will not be known."""
     transfer_started_s: float = 0.0
     transfer_start_totals: WorkTotals | None = None
     """Work totals of the worker when the transfer started; None if there is no transfer so far."""
@@ -295,7 +295,7 @@ class RequestPlacer:
             is_streaming=request.is_streaming,
             now=now,
             expected_output_tokens=choice.request_facts.output_tokens,
-            tier_load_s=choice.winner_terms.tier_load_s / target.speed.tier_load.factor,
+            tier_load_s=choice.winner_terms.tier_load_s / target.speed.tier_load.get(now),
             transfer=None if transfer_source is None else (transfer_source, choice.winner_facts.arrival_s),
         )
         # The attempt is set first: if a later step raises, `end_attempt` can undo the steps before it.
@@ -353,8 +353,7 @@ class RequestPlacer:
         in_flight, transfer, source = attempt.in_flight, attempt.decision.transfer, attempt.in_flight.source
         assert transfer is not None
         assert source is not None
-        active_count = max(source.load.outgoing_transfers, in_flight.target.load.incoming_transfers)
-        attempt.transfer_bytes = (1 + active_count) * transfer.tokens * source.transfer_facts.bytes_per_token
+        attempt.transfer_estimate = self._links.estimate(source, in_flight.target, transfer.tokens, now)
         attempt.transfer_started_s = now
         attempt.transfer_start_totals = msgspec.structs.replace(in_flight.target.speed.work_totals)
         self._tracker.start_transfer(in_flight, transfer.transfer_s, now)
@@ -382,7 +381,7 @@ class RequestPlacer:
         Other prompts that the target computed meanwhile are taken to have been computed after the KV had come.
         """
         in_flight, target, start = attempt.in_flight, attempt.in_flight.target, attempt.transfer_start_totals
-        if start is None or attempt.transfer_bytes <= 0.0 or attempt.decision.terms.slot_wait_s > 0.0:
+        if start is None or attempt.transfer_estimate is None or attempt.decision.terms.slot_wait_s > 0.0:
             return
         slowdown = attempt.decision.terms.slowdown
         compute_s = max(slowdown * in_flight.prefill_s, in_flight.prefill_s + target.step_s)
@@ -392,12 +391,12 @@ class RequestPlacer:
 
     def record_transfer(self, attempt: Attempt, now: float) -> None:
         """Learn from the transfer of an attempt whose answer is complete, unless the transfer failed."""
-        source, target, transfer_s = attempt.in_flight.source, attempt.in_flight.target, attempt.observed_transfer_s
+        source, target, estimate = attempt.in_flight.source, attempt.in_flight.target, attempt.transfer_estimate
         if source is None or attempt.has_transfer_failed:
             return
         self._links.record_success(source.name, target.name)
-        if transfer_s is not None:
-            self._links.learn_speed(source.name, target.name, attempt.transfer_bytes, transfer_s, now)
+        if estimate is not None and attempt.observed_transfer_s is not None:
+            self._links.learn_speed(source.name, target.name, estimate, attempt.observed_transfer_s, now)
 
     def fail_transfer(self, attempt: Attempt, now: float, *, is_pair_fault: bool = True) -> None:
         """Count that the target of an attempt computes its prompt itself.

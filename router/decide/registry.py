@@ -454,7 +454,7 @@ def make_worker_snapshot(
             "quadratic_tokens": service.quadratic_tokens,
             "step_s": service.step_s,
             "decode_request_s": service.decode_request_s,
-            "load_factor": target.speed.tier_load.factor,
+            "load_factor": target.speed.tier_load.get(now),
             "observations": target.speed.observation_count,
         },
         routed_requests=load.routed_requests,

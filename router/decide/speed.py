@@ -26,7 +26,7 @@ _EARLY_INTERVALS: Final = 32
 """Intervals that each renew the ratios; later only every _LEARN_EVERY-th does."""
 _LEARN_EVERY: Final = 32
 _PRIOR_WEIGHT: Final = 0.5
-"""Number of intervals that the prior counts as."""
+"""Number of intervals or ratios that the prior counts as."""
 _REFINEMENTS: Final = 4
 """Steps in which ratios are fitted."""
 _KEPT_WEIGHT: Final = 0.5
@@ -47,8 +47,10 @@ _FASTER_MAX: Final = 3.0
 """Greatest speed of a target, as a multiple of its pool's."""
 _STEP_INTERVAL_EARLY_S, _STEP_INTERVAL_LATE_S = 0.5, 4.0
 """Time between two observations of a target's steps, while the pool has few and later."""
-_LOADS_MAX, _LOADS_MIN = 15, 3
-"""Most and fewest loads whose median is learned."""
+_RATIOS_MAX: Final = 15
+"""Ratios whose median is a time factor."""
+RATIO_VALID_S: Final = 300.0
+"""Time for which a ratio counts. Without an end, a worker or a pair that was slow once would never be tried again."""
 _INTERVAL_TOKENS_MAX: Final = 4.0
 """Full steps of prefill tokens after which an interval is not extended."""
 _INTERVAL_STEPS_MAX: Final = 16
@@ -365,22 +367,38 @@ def _is_near(model: ServiceModel, other: ServiceModel) -> bool:
     return all(_is_within(time_s, other_s, _MODEL_TOLERANCE) for time_s, other_s in zip(times, other_times))
 
 
-class LoadTimeFactor:
-    """Learns how much longer loads of KV take than the configured rate predicts.
+class _ObservedRatio(NamedTuple):
+    ratio: float
+    observed_at_s: float
 
-    `factor` is the median of the recent ratios, because queues and busy machines make some loads late. It is 1 until
-    enough loads were observed.
+
+class TimeFactor:
+    """Learns how many times as long as predicted KV takes to come, from slower memory or from another worker.
+
+    The median of the recent ratios counts, because queues and busy machines make some of them large.
     """
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=_LOADS_MAX)
-        self.factor = 1.0
+        self._recent: deque[_ObservedRatio] = deque(maxlen=_RATIOS_MAX)
+        self._median = 1.0
 
-    def observe(self, configured_s: float, observed_s: float) -> None:
-        """Learn from a load that took `observed_s`. The configured rate predicted `configured_s`."""
-        self._recent.append(min(max(observed_s / configured_s, _RATIO_MIN), _RATIO_MAX))
-        if len(self._recent) >= _LOADS_MIN:
-            self.factor = sorted(self._recent)[len(self._recent) // 2]
+    def observe(self, predicted_s: float, observed_s: float, now: float) -> None:
+        """Learn from something that took `observed_s`. It was predicted to take `predicted_s`, without a factor."""
+        ratio = min(max(observed_s / predicted_s, _RATIO_MIN), _RATIO_MAX)
+        self._recent.append(_ObservedRatio(ratio, now))
+        self._update_median()
+
+    def get(self, now: float, prior: float = 1.0) -> float:
+        """Return the factor. `prior`: the factor without an observation, which weighs little beside several."""
+        if self._recent and now - self._recent[0].observed_at_s > RATIO_VALID_S:
+            while self._recent and now - self._recent[0].observed_at_s > RATIO_VALID_S:
+                self._recent.popleft()
+            self._update_median()
+        return _combine_ratios(prior, [(self._median, len(self._recent))])
+
+    def _update_median(self) -> None:
+        if self._recent:
+            self._median = sorted(self._recent)[(len(self._recent) - 1) // 2].ratio
 
 
 class Speed:
@@ -390,7 +408,7 @@ class Speed:
         self.pool = pool
         self.factor = 1.0
         """Time that the target takes for any work, divided by the time that its pool takes."""
-        self.tier_load = LoadTimeFactor()
+        self.tier_load = TimeFactor()
         """Factor of the time of loads from slower tiers."""
         self.work_totals = WorkTotals()
         self.last_step_observation_s = -math.inf

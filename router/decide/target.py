@@ -345,6 +345,16 @@ class Target:
         remaining_s, overdue_s = queue.oldest_prefill_s - progress_s, OVERDUE_SHARE * progress_s
         return waiting_s - queue.oldest_prefill_s + (remaining_s if remaining_s > overdue_s else overdue_s)
 
+    def estimate_step_end_s(self, now: float) -> float:
+        """Return the expected time until the engine's running step ends; engines give their blocks between steps.
+
+        The step is on average half done, but it ends with the prefill that it computes.
+        """
+        is_decoding = self.load.decode_request_count + self.peer_load.decode_requests > 0
+        prefill_s = self.estimate_queue_s(now)
+        mean_s = 0.5 * ((self.speed.step_prefill_s if prefill_s else 0.0) + (self.step_s if is_decoding else 0.0))
+        return min(mean_s, self.slowdown * prefill_s) if prefill_s else mean_s
+
     def estimate_shortest_first_wait(self, prefill_s: float, wait_s: float) -> tuple[float, int]:
         """Return the wait of a new prompt and the number of requests that it overtakes. See PrefillQueue."""
         return self.prefill_queue.estimate_shortest_first_wait(prefill_s, wait_s, self.peer_load.prefills)

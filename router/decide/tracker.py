@@ -450,8 +450,9 @@ class LoadTracker:
         observation = interval.to_observation(speed.step_tokens)
         if interval.tier_load_s:
             excess_s = observation.elapsed_s - speed.predict_interval_s(observation)
-            speed.tier_load.observe(interval.tier_load_s, excess_s)
-            tier_load_s = min(interval.tier_load_s * speed.tier_load.factor, 0.9 * observation.elapsed_s)
+            speed.tier_load.observe(interval.tier_load_s, excess_s, interval.end_s)
+            tier_load_s = interval.tier_load_s * speed.tier_load.get(interval.end_s)
+            tier_load_s = min(tier_load_s, 0.9 * observation.elapsed_s)
             observation = interval.to_observation(speed.step_tokens, tier_load_s)
         self._apply_learned_speeds(speed.observe(observation))
 

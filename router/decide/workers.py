@@ -81,6 +81,8 @@ class TransferFacts:
     """Whether the worker may be a destination."""
     bytes_per_token: float = 0.0
     """Bytes of KV of one token, on all tensor-parallel ranks together."""
+    gb_s: float = 0.0
+    """Rate at which the worker says that KV comes from it, in 1e9 bytes a second; 0 if it does not say."""
     dialect: str = ""
     """How a request names its transfer: a key of `KINDS_BY_DIALECT`."""
     address: str = ""

@@ -166,6 +166,7 @@ def make_transfer_facts(
         group=offer.group,
         kinds=KINDS_BY_DIALECT[BLOCKCAST],
         bytes_per_token=offer.bytes_per_token,
+        gb_s=offer.gb_s,
         dialect=BLOCKCAST,
         address=offer.endpoint.removeprefix("tcp://"),
     )

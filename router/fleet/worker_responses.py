@@ -147,6 +147,8 @@ def _find_source_fault(source: EventSource) -> str | None:
         return f"{offer.endpoint[:80]!r} is no address of a peer"
     if offer is not None and not 0 < offer.bytes_per_token <= TOKEN_BYTES_MAX:
         return f"a token that is not of 1 to {TOKEN_BYTES_MAX} bytes"
+    if offer is not None and offer.gb_s < 0:
+        return "a rate below 0"
     names = (source.topic, source.epoch, source.model, offer and offer.group)
     if any(len(text or "") > NAME_CHARS_MAX for text in names):
         return f"a name of more than {NAME_CHARS_MAX} characters"

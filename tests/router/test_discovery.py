@@ -260,6 +260,7 @@ def test_an_engine_says_where_peers_get_its_blocks() -> None:
         (kv_offer("tcp://caf\u00e9:7001"), "no address of a peer"),
         (kv_offer("tcp://*:70000"), "is no address"),
         (kv_offer(bytes_per_token=0), "a token that is not of"),
+        (kv_offer() | {"gb_s": -1.0}, "a rate below 0"),
         ({"endpoint": "tcp://*:7001"}, "missing required field"),
     ],
 )

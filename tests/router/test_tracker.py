@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
-from router.decide.speed import LoadTimeFactor, Observation, PoolSpeed, Speed
+from router.decide.speed import RATIO_VALID_S, Observation, PoolSpeed, Speed, TimeFactor
 from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
@@ -479,7 +479,7 @@ def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None
         tracker.end_request(request, now + 0.001)
         now += 1.0
     tracker.close_interval(target)
-    assert target.speed.tier_load.factor == pytest.approx(30, rel=0.1)
+    assert target.speed.tier_load.get(now) == pytest.approx(30, rel=0.2)
     assert target.speed.service.prefill_s_per_token == pytest.approx(before, rel=0.15), "loads taught the prefill rate"
 
 
@@ -490,14 +490,25 @@ def _compute_s(uncached_tokens: int, steps: float) -> float:
     return service.prefill_s_per_token * (uncached_tokens + quadratic) + service.step_s * steps
 
 
-def test_loads_that_seem_to_take_no_time_or_for_ever_are_bounded() -> None:
-    speed = LoadTimeFactor()
-    speed.observe(0.1, 5.0)
-    speed.observe(0.1, -5.0)
-    assert speed.factor == 1.0, "judged by two"
+def test_times_that_seem_to_be_nothing_or_for_ever_are_bounded() -> None:
+    factor = TimeFactor()
+    assert factor.get(0.0) == 1.0
     for _ in range(20):
-        speed.observe(0.1, -1.0)
-    assert 0.0 < speed.factor < 0.01
+        factor.observe(0.1, -1.0, 0.0)
+    assert 0.0 < factor.get(0.0) < 0.01
     for _ in range(20):
-        speed.observe(1e-9, 1e9)
-    assert speed.factor == 1000.0
+        factor.observe(1e-9, 1e9, 0.0)
+    assert factor.get(0.0) == pytest.approx(1000.0, rel=0.3)
+
+
+def test_a_time_factor_is_the_median_and_begins_at_its_prior() -> None:
+    factor = TimeFactor()
+    assert factor.get(0.0, prior=3.0) == pytest.approx(3.0)
+    factor.observe(0.1, 0.8, 0.0)
+    assert factor.get(0.0) == pytest.approx(8 ** (2 / 3)), "the prior counts as half an observation"
+    factor.observe(0.1, 60.0, 0.0)
+    assert factor.get(0.0) == pytest.approx(8**0.8), "one late observation changes nothing"
+    for _ in range(20):
+        factor.observe(0.1, 0.2, 1.0)
+    assert factor.get(1.0) == pytest.approx(2.0, rel=0.05)
+    assert factor.get(1.1 + RATIO_VALID_S) == 1.0, "old observations are forgotten"

@@ -23,8 +23,8 @@ from router.decide.messages import (
     Transfer,
     TransferKind,
 )
-from router.decide.transfers.links import LEARNED_FOR_S, PAUSE_S, PAUSE_S_MAX, RATE_LEARNED_S_MIN, TransferLinks
-from router.decide.workers import TransferFacts
+from router.decide.transfers.links import PAUSE_S, PAUSE_S_MAX, TransferLinks
+from router.decide.workers import BLOCKCAST, TransferFacts
 
 BYTES_PER_TOKEN = 1e6
 PULLS = TransferFacts("g", frozenset({TransferKind.PULL}), bytes_per_token=BYTES_PER_TOKEN)
@@ -489,40 +489,41 @@ def test_pauses_grow_and_end_with_a_good_transfer() -> None:
     assert not links.is_paused("a", "b", now + PAUSE_S_MAX)
 
 
-def test_the_rate_of_a_pair_is_learned_and_that_of_all_pairs_stands_in() -> None:
+def test_the_speed_of_a_pair_is_learned_and_that_of_all_pairs_stands_in() -> None:
+    core, _ = make_fleet("abcd")
+    a, b, c, d = (core.registry.get_targets(name)[0] for name in "abcd")
     links = TransferLinks(TransferConfig(gb_s=10.0, floor_s=0.01))
-    assert links.estimate_transfer_s("a", "b", 1e9, 0, 0.0) == pytest.approx(0.11)
-    assert links.estimate_transfer_s("a", "b", 1e9, 2, 0.0) == pytest.approx(0.31), "three share the network"
+    assert links.estimate(a, b, 1000, 0.0).total_s == pytest.approx(0.11)
+    a.load.outgoing_transfers = 2
+    assert links.estimate(a, b, 1000, 0.0).total_s == pytest.approx(0.31), "three share the network"
+    a.load.outgoing_transfers = 0
     for _ in range(20):
-        links.learn_speed("a", "b", 1e9, 0.41, 1.0)
-    assert links.estimate_transfer_s("a", "b", 2e9, 0, 1.0) == pytest.approx(0.81)
-    assert links.estimate_transfer_s("c", "d", 1e9, 0, 1.0) == pytest.approx(0.41)
-    links.learn_speed("a", "b", 1e9, 60.0, 1.0)
-    assert links.estimate_transfer_s("a", "b", 2e9, 0, 1.0) == pytest.approx(0.81), "one late transfer changes nothing"
+        links.learn_speed("a", "b", links.estimate(a, b, 1000, 1.0), 0.44, 1.0)
+    assert links.estimate(a, b, 2000, 1.0).total_s == pytest.approx(0.84, rel=0.02)
+    assert links.estimate(c, d, 1000, 1.0).total_s == pytest.approx(0.44, rel=0.1)
+    for _ in range(20):
+        links.learn_speed("c", "d", links.estimate(c, d, 1000, 1.0), 0.11, 1.0)
+    assert links.estimate(a, b, 1000, 1.0).total_s == pytest.approx(0.44, rel=0.1), "its own speed"
 
 
-def test_short_transfers_show_their_delay_and_not_the_rate() -> None:
+def test_an_engine_says_how_fast_its_blocks_come() -> None:
+    core, _ = make_fleet(a=replace(PULLS, gb_s=0.5))
+    a, b = (core.registry.get_targets(name)[0] for name in "ab")
     links = TransferLinks(TransferConfig(gb_s=10.0, floor_s=0.01))
-    links.learn_speed("a", "b", 1e6, 0.18, 0.0)
-    links.learn_speed("a", "b", 1e6, 0.18, 0.0)
-    assert links.estimate_transfer_s("a", "b", 0.0, 0, 0.0) == pytest.approx(0.01), "two are too few"
-    links.learn_speed("a", "b", 0.9 * RATE_LEARNED_S_MIN * 10e9, 9.0, 0.0)
-    assert links.estimate_transfer_s("a", "b", 1e9, 0, 0.0) == pytest.approx(0.28, abs=1e-3)
-    assert links.estimate_transfer_s("c", "d", 1e9, 0, 0.0) == pytest.approx(0.28, abs=1e-3)
-    for _ in range(5):
-        links.learn_speed("a", "b", 1e9, 0.48, 0.0)
-    assert links.estimate_transfer_s("a", "b", 2e9, 0, 0.0) == pytest.approx(0.78, abs=1e-3), "the delay stays"
+    assert links.estimate(a, b, 1000, 0.0).total_s == pytest.approx(2.01)
+    assert links.estimate(b, a, 1000, 0.0).total_s == pytest.approx(0.11)
 
 
-def test_a_pair_that_was_slow_once_is_tried_again() -> None:
-    links = TransferLinks(TransferConfig(gb_s=10.0, floor_s=0.01))
-    for at_s in (0.0, 1.0, 2.0, 3.0):
-        links.learn_speed("a", "b", 1e6, 5.0, at_s)
-        links.learn_speed("a", "b", 1e9, 25.0, at_s)
-    assert links.estimate_transfer_s("a", "b", 1e9, 0, LEARNED_FOR_S + 1.0) > 5.0
-    assert links.estimate_transfer_s("a", "b", 1e9, 0, LEARNED_FOR_S + 1.1) == pytest.approx(0.11)
-    links.learn_speed("a", "b", 1e6, 0.02, LEARNED_FOR_S + 4.0)
-    assert links.estimate_transfer_s("a", "b", 0.0, 0, LEARNED_FOR_S + 4.0) == pytest.approx(0.01)
+def test_a_pull_waits_for_the_running_step_of_our_engine() -> None:
+    core, _ = make_fleet(a=replace(PULLS, dialect=BLOCKCAST))
+    a, b = (core.registry.get_targets(name)[0] for name in "ab")
+    links = TransferLinks(CONFIG.transfer)
+    assert links.estimate(a, b, 10, 0.0).wait_s == 0.0, "an idle engine gives blocks at once"
+    core.route(request("short", None, prompt_tokens=100, worker="a"), 0.0)
+    assert links.estimate(a, b, 10, 0.0).wait_s == pytest.approx(a.slowdown * a.estimate_queue_s(0.0))
+    core.route(request("long", None, prompt_tokens=100_000, worker="a"), 0.0)
+    assert links.estimate(a, b, 10, 0.0).wait_s == pytest.approx(0.5 * a.speed.step_prefill_s)
+    assert links.estimate(b, a, 10, 0.0).wait_s == 0.0, "other engines give blocks at any time"
 
 
 def test_a_router_learns_a_slow_network_from_first_tokens() -> None:

@@ -71,8 +71,7 @@ def compute_pull_share(shared_tokens: int, best_tokens: int, source: Target, lin
     """
     if TransferKind.PULL not in source.transfer_facts.kinds or not 0 < shared_tokens <= best_tokens:
         return 1.0
-    byte_count = shared_tokens * source.transfer_facts.bytes_per_token
-    transfer_s = links.estimate_transfer_s(source.name, "", byte_count, source.load.outgoing_transfers, now)
+    transfer_s = links.estimate(source, None, shared_tokens, now).total_s
     return min(1.0, transfer_s / source.estimate_prefill_s(shared_tokens, 0))
 
 
@@ -174,14 +173,7 @@ class TransferPlanner:
 
     def _make_transfer(self, kind: TransferKind, source: Target, target: Target, tokens: int) -> Transfer | None:
         """Return the transfer of some tokens between two targets; None where they do not fit."""
-        facts, links = source.transfer_facts, self._links
-        if source is target or not may_transfer(facts, target.transfer_facts, kind):
+        if source is target or not may_transfer(source.transfer_facts, target.transfer_facts, kind):
             return None
-        transfer_s = links.estimate_transfer_s(
-            source.name,
-            target.name,
-            tokens * facts.bytes_per_token,
-            max(source.load.outgoing_transfers, target.load.incoming_transfers),
-            self._now,
-        )
+        transfer_s = self._links.estimate(source, target, tokens, self._now).total_s
         return Transfer(kind, source.worker_id, source.rank, tokens, transfer_s)
