@@ -44,9 +44,11 @@ PublishEvents = Callable[[Collection[Event]], None]
 
 
 class Runner(Protocol):
-    """Computes steps on a device. An exception fails the requests of its step; RunnerLostError ends the engine."""
+    """Computes steps on a device."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute a step. RunnerLostError ends the engine; any other exception ends only the requests of the step."""
+        ...
 
 
 @runtime_checkable
@@ -56,21 +58,24 @@ class OverlappingRunner(Protocol):
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Begin a step after all earlier ones. Returns a function that waits for the step's result.
 
-        Both may raise the errors of `execute`. The plan and its sequences are read before `submit` returns. If a step
-        fails, nobody waits for the results of later steps.
+        Both may raise the errors of `execute`. The plan and its sequences are not read after `submit` returns. If a
+        step fails, the core does not ask for the results of later steps in flight.
         """
         ...
 
 
 class Model(Protocol):
-    """Interface of a model, real or simulated. Its memory is freed or filled anew only while no step runs."""
+    """Interface of a model, real or simulated. `sleep`, `wake` and `reload` are called only while no step runs."""
 
     def make_runner(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
         """Make the runner. Called once. `eos_token_ids` end an answer; `grammars` constrain answers."""
         ...
 
     def get_block_memory(self) -> BlockMemory | None:
-        """Return the contents of the cache's blocks, once there is a runner; None if blocks cannot be transferred."""
+        """Return access to the contents of the cache's blocks, for transfers; None if the model has no transfers.
+
+        Called after `make_runner`.
+        """
         ...
 
     def watch_for_loss(self, on_lost: Callable[[str], None]) -> None:
@@ -110,10 +115,9 @@ class Executor:
     """A loaded model, and the sizes of its cache and of its steps."""
 
     model: Model
-
     cache_spec: CacheSpec
     unit_count: int
-    """Units of the cache on the device."""
+    """Units of the cache on the device. A unit is memory for one or more blocks."""
     max_model_len: int
     vocab_size: int
     dtype: str
@@ -125,11 +129,11 @@ class Executor:
     host_unit_count: int = 0
     """Units of the cache in host memory."""
     target_prefill_tokens: int | None = None
-    """See `SchedulerConfig`."""
+    """A step with so many prompt tokens admits no further request; None: as many as the step has room for."""
     script_turns: tuple[ScriptTurn, ...] = ()
     """Answers of a simulation, turn by turn; empty: random text."""
     simulated_link: SimulatedLinkSpec | None = None
-    """The network over which simulated blocks would move."""
+    """The network over which a simulation moves blocks to peers; None for a real model."""
 
 
 class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +148,7 @@ class SimulationLag(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Values at this time, such as the number of running requests, and totals since the start."""
+    """Statistics of the engine: present values, such as `running_requests`, and totals since the start."""
 
     running_requests: int
     waiting_requests: int
@@ -161,8 +165,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     host_cache_usage: float
     """Used share of the cache's host memory, 0 .. 1; 0 without host memory."""
     host_stored_bytes: int
+    """Bytes of blocks that were copied to host memory."""
     host_loaded_bytes: int
+    """Bytes of blocks that were copied back to the device."""
     host_copy_s: float
+    """Seconds for which steps have waited for these copies."""
     prompt_tokens: int
     generated_tokens: int
     preemptions: int
@@ -181,6 +188,14 @@ class _PreparingRequest(NamedTuple):
     futures: list[Future[Any]]
 
 
+class _StepInFlight(NamedTuple):
+    """A step that the runner has begun to compute."""
+
+    plan: StepPlan
+    wait_for_result: Callable[[], StepResult]
+    """Waits for the step's end. Returns its result, or raises its error."""
+
+
 class EngineCore:
     """Runs the step loop: plans steps, has them computed, applies their results, and publishes the cache's events."""
 
@@ -195,19 +210,21 @@ class EngineCore:
         transfers: Transfers | None = None,
         model: Model | None = None,
     ) -> None:
-        """`publish`: takes the events of each step. `overlaps_steps`: whether `runner` is an `OverlappingRunner`.
+        """Make a core without requests.
 
-        `grammars`: compiler of the grammars of constrained answers. Without it, requests with a constraint are refused.
-        `transfers`: moves blocks from and to peers, if there are any. `model`: needed to sleep and to change weights.
+        `publish`: publishes the events of each step. `overlaps_steps`: plan a step while the one before is computed,
+        for which `runner` must be an `OverlappingRunner`. `grammars`: without it, requests with a constraint are
+        refused. `transfers`: moves blocks from and to peers; None: there are no peers. `model`: needed to sleep and to
+        change weights.
         """
         self.scheduler = scheduler
         self._submit_step: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)
         if overlaps_steps:
             assert isinstance(runner, OverlappingRunner)
             self._submit_step = runner.submit
-        self._steps_in_flight_max = 1 + overlaps_steps
-        self._steps_in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
-        """(plan, function that waits for the result) of each step in flight, oldest first."""
+        self._steps_in_flight_max = 2 if overlaps_steps else 1
+        self._steps_in_flight: deque[_StepInFlight] = deque()
+        """Steps that are begun, and not applied yet, oldest first."""
         self._publish_step_events = publish
         self._grammars = grammars
         self.transfers: Transfers = NoTransfers() if transfers is None else transfers
@@ -235,17 +252,14 @@ class EngineCore:
 
         Steps with other requests run meanwhile. Raises RequestRefusedError if the request can never be served.
         """
-        futures: list[Future[Any]] = []
+        grammar_future = None
         constraint = request.params.constraint
         if constraint is not None:
             if self._grammars is None:
                 raise RequestRefusedError(f"{constraint.param}: this engine has no grammars")
             grammar_future = self._grammars.start_compiling(constraint.lark_grammar)
-            if grammar_future is not None:
-                futures.append(grammar_future)
         pull_future = self.transfers.start_pull(request)
-        if pull_future is not None:
-            futures.append(pull_future)
+        futures = [future for future in (grammar_future, pull_future) if future is not None]
         if futures:
             self._preparing_requests[request.request_id] = _PreparingRequest(request, now, futures)
         else:
@@ -254,7 +268,7 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> list[SequenceOutput]:
         """End requests and return their last outputs. Ids of unknown or finished requests are ignored.
 
-        `Scheduler.abort` says which blocks of a running request stay cached.
+        Full blocks of running requests stay cached for other prompts.
         """
         outputs = (self._abort_request(request_id) for request_id in request_ids)
         return [output for output in outputs if output is not None]
@@ -266,25 +280,27 @@ class EngineCore:
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     def step(self, now: float) -> list[SequenceOutput]:
-        """Plan and start a step. Finish the oldest step in flight if no further step may start before its end.
+        """Plan and begin one step, finish at most one, and publish the events. Returns the outputs of finished steps.
 
-        Returns the outputs of the finished step. Raises RunnerLostError.
+        If steps overlap, the first call begins step 1, the second begins step 2 and finishes step 1, and so on. If
+        nothing can be planned, the oldest step in flight is finished. Raises RunnerLostError.
         """
-        early_outputs = self._copy_blocks_of_peers() if self.transfers.has_copies else []
+        outputs = self._copy_blocks_of_peers() if self.transfers.has_copies else []
         if self._preparing_requests:
-            early_outputs += self._add_prepared()
+            outputs += self._add_prepared()
         plan = self.scheduler.schedule()
         if plan is not None and plan.chunks:
             self._begin_step(plan)
-            should_wait = len(self._steps_in_flight) == self._steps_in_flight_max
+            must_finish_step = len(self._steps_in_flight) == self._steps_in_flight_max
         else:
-            should_wait = bool(self._steps_in_flight)
-        outputs = self._finish_step() if should_wait else []
+            must_finish_step = bool(self._steps_in_flight)
+        if must_finish_step:
+            outputs += self._finish_step()
         self._publish_events()
-        return early_outputs + outputs
+        return outputs
 
     def _copy_blocks_of_peers(self) -> list[SequenceOutput]:
-        """Finish the steps in flight, then copy blocks from and for peers. Returns the outputs of the steps."""
+        """Finish the steps in flight, then copy blocks that came from peers, or that peers want. Returns outputs."""
         outputs: list[SequenceOutput] = []
         while self._steps_in_flight:
             outputs += self._finish_step()
@@ -292,12 +308,15 @@ class EngineCore:
         return outputs
 
     def _add_prepared(self) -> list[SequenceOutput]:
-        """Queue the requests that are prepared. Returns the outputs of requests that cannot be served."""
+        """Queue the requests that are prepared. Returns the last outputs of requests that cannot be served.
+
+        If there is no other work, wait a moment for one to become prepared.
+        """
         prepared_ids = self._find_prepared_ids()
         if not prepared_ids and not self.scheduler.has_work and not self.transfers.has_copies:
             self._wait_for_preparation()
             prepared_ids = self._find_prepared_ids()
-        rejected = []
+        rejected_outputs = []
         for request_id in prepared_ids:
             request, arrival_s, futures = self._preparing_requests.pop(request_id)
             self.transfers.stop_waiting(request_id)
@@ -306,13 +325,11 @@ class EngineCore:
                     future.result()
                 self.scheduler.add(request, arrival_s)
             except ValueError as error:
-                output = SequenceOutput(request_id=request_id, token_ids=[], error=str(error), is_client_error=True)
-                output.finish_reason = FinishReason.ERROR
-                rejected.append(output)
-        return rejected
+                rejected_outputs.append(make_refusal(request_id, error))
+        return rejected_outputs
 
     def _wait_for_preparation(self) -> None:
-        """Wait a moment for a grammar or for blocks of a peer, as there is nothing else to do."""
+        """Wait a moment for a grammar or for blocks of a peer."""
         futures = [future for entry in self._preparing_requests.values() for future in entry.futures]
         pending_futures = [future for future in futures if not future.done()]
         wait([*pending_futures, self.transfers.copies_arrival], PREPARATION_WAIT_S, FIRST_COMPLETED)
@@ -326,13 +343,13 @@ class EngineCore:
         ]
 
     def _begin_step(self, plan: StepPlan) -> None:
-        """Begin to compute a step. An error of that is raised when its result is waited for."""
+        """Begin to compute a step. If that fails, the error is raised later, when the step is finished."""
         self._step_count += 1
         try:
             wait_for_result = self._submit_step(plan)
-        except Exception as error:  # noqa: BLE001 - any error is raised in turn, after the steps before are finished
+        except Exception as error:  # noqa: BLE001 - the steps before must be finished first
             wait_for_result = partial(_raise, error)
-        self._steps_in_flight.append((plan, wait_for_result))
+        self._steps_in_flight.append(_StepInFlight(plan, wait_for_result))
 
     def _finish_step(self) -> list[SequenceOutput]:
         """Wait for the oldest step in flight and apply its result, or end its requests with an error."""
@@ -349,14 +366,14 @@ class EngineCore:
         return self.scheduler.apply(plan, result)
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[SequenceOutput]:
-        """End the requests of the oldest step. Raises RunnerLostError after too many failures in a row."""
+        """End the requests of a failed step with an error. Raises RunnerLostError after too many failures in a row."""
         self._failed_steps += 1
         self._consecutive_failures += 1
         if self._consecutive_failures >= FAILURES_MAX:
             raise RunnerLostError(
                 f"{FAILURES_MAX} steps failed in a row, the last with {_describe_error(error)}"
             ) from error
-        # A later step in flight needs the tokens of the failed one, so it counts as not begun.
+        # A later step in flight needs the tokens of the failed step, so it is dropped and does not count.
         self._step_count -= len(self._steps_in_flight)
         self._steps_in_flight.clear()
         return self.scheduler.fail(plan, f"the engine failed to compute a step: {_describe_error(error)}")
@@ -368,34 +385,34 @@ class EngineCore:
         self._publish_events()
 
     def sleep(self, level: int) -> None:
-        """Give memory up until `wake`: that of the cache, and of weights as `Model.sleep` says.
+        """Free the memory of the cache and of the weights until `wake`. Level 2 also frees the weights in host memory.
 
-        All cached prefixes are lost, and that is published. Nothing here refuses a request meanwhile: the HTTP process
-        does. Raises ValueError, with nothing changed, while there are requests or if this engine cannot sleep.
+        All cached prefixes are lost, and that is published. The HTTP process refuses requests meanwhile; this method
+        does not. Raises ValueError, with nothing changed, while there are requests or if this engine cannot sleep.
         """
         self._get_idle_model(asleep=False).sleep(level)
         self._is_asleep = True
         self.reset_prefix_cache()
 
     def wake(self) -> None:
-        """End the sleep with an empty cache. Raises as `Model.wake` does, and ValueError unless asleep."""
+        """End the sleep with an empty cache. Raises ValueError unless asleep, and the errors of `Model.wake`."""
         self._get_idle_model(asleep=True).wake()
         self._is_asleep = False
         self._forget_old_weights(None)
 
     def reload_weights(self, path: str | None) -> None:
-        """Load the weights of a checkpoint's folder; None: of the last one. Raises as `Model.reload` does.
+        """Load the weights from the checkpoint folder `path`; None: from the last folder again.
 
-        All cached prefixes are lost. Raises ValueError while there are requests, or while asleep.
+        All cached prefixes are lost. Raises ValueError while there are requests or while asleep, and the errors of
+        `Model.reload`.
         """
         self._get_idle_model(asleep=False).reload(path)
         self._forget_old_weights(path)
 
     def _get_idle_model(self, *, asleep: bool) -> Model:
-        """Return the model, for an operation that is allowed only without requests.
+        """Return the model for an operation on its weights.
 
-        `asleep`: whether the operation needs a sleeping engine, or one that is awake. Raises ValueError if it may not
-        run.
+        Raises ValueError while there are requests, or if the engine is not as `asleep` demands.
         """
         assert self._model is not None
         if self.has_requests:
@@ -405,12 +422,12 @@ class EngineCore:
         return self._model
 
     def _forget_old_weights(self, path: str | None) -> None:
-        """Drop all KV that other weights computed. `path`: folder of the present weights; None means the last one."""
+        """Drop all KV of earlier weights, here and at peers. `path`: folder of the new weights; None: unchanged."""
         self.transfers.change_weights(path)
         self.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
-        """Return the current values of the gauges, and totals since the start."""
+        """Return the present values, and totals since the start."""
         usage, totals = self.scheduler.cache.usage, self.scheduler.totals
         return EngineStats(
             running_requests=self.scheduler.running_count,
@@ -440,6 +457,13 @@ class EngineCore:
         events = self.scheduler.cache.take_events()
         if events is not None:
             self._publish_step_events(events)
+
+
+def make_refusal(request_id: str, error: ValueError) -> SequenceOutput:
+    """Return the last output of a request that can never be served. `error`: the reason, for the client."""
+    return SequenceOutput(
+        request_id=request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=str(error), is_client_error=True
+    )
 
 
 def _raise(error: Exception) -> StepResult:

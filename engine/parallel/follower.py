@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -124,41 +125,57 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
     sock = socket.socket(fileno=fd)
     _exit_when_closed(sock)
     follower = Follower(rank, size)
-    is_joined = False
     try:
-        for message in _receive_messages(sock):
-            reply = _load(follower, message) if isinstance(message, LoadModel) else follower.execute(message)
-            if reply is not None:
-                sock.sendall(encode_frame(msgspec.msgpack.encode(reply)))
-            if not isinstance(reply, RankLoaded):
-                continue
-            if not is_joined:
-                store = TCPStore(LOOPBACK, port, size, is_master=False)
-                join_process_group(rank, size, store, follower.device)
-                is_joined = True
-            follower.size_cache()
-    except Exception as error:  # noqa: BLE001 - the last frame of the process; the leader sees it end
-        is_leader_gone = _is_hung_up(sock)  # then that is what failed the step
-        if not is_leader_gone:
-            log.error("rank %d of %d fails: %s: %s", rank, size, type(error).__name__, error)
-            traceback.print_exc()
-            sys.stderr.flush()
-        # No orderly exit: threads of the process group may still wait for the operation, and then abort the process.
-        os._exit(0 if is_leader_gone else 1)
-    if is_joined:
+        has_joined_group = _execute_messages(sock, follower, size, port)
+    except Exception as error:  # noqa: BLE001 - the process ends, which the leader notices
+        _exit_after_error(sock, error, f"rank {rank} of {size}")
+    if has_joined_group:
         follower.close()
         dist.destroy_process_group()
     return 0
 
 
+def _execute_messages(sock: socket.socket, follower: Follower, size: int, port: int) -> bool:
+    """Execute the leader's messages until the socket closes. Returns whether this rank has joined the process group.
+
+    It joins after it has loaded the model for the first time.
+    """
+    has_joined_group = False
+    for message in _receive_messages(sock):
+        reply = _load(follower, message) if isinstance(message, LoadModel) else follower.execute(message)
+        if reply is not None:
+            sock.sendall(encode_frame(msgspec.msgpack.encode(reply)))
+        if isinstance(reply, RankLoaded):
+            if not has_joined_group:
+                store = TCPStore(LOOPBACK, port, size, is_master=False)
+                join_process_group(follower.rank, size, store, follower.device)
+                has_joined_group = True
+            follower.size_cache()
+    return has_joined_group
+
+
+def _exit_after_error(sock: socket.socket, error: Exception, rank_name: str) -> NoReturn:
+    """Log the error, unless the leader's end caused it, and end the process.
+
+    The process ends at once, because threads of the process group may still wait for other ranks, and would abort an
+    orderly exit.
+    """
+    is_leader_gone = _is_hung_up(sock)
+    if not is_leader_gone:
+        log.error("%s fails: %s: %s", rank_name, type(error).__name__, error)
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(0 if is_leader_gone else 1)
+
+
 def _load(follower: Follower, message: LoadModel) -> FollowerReply:
-    """Load the rank's part of the model. Whatever the error is, the leader must hear why there is no model."""
+    """Load the rank's part of the model. After any error, reply with the reason."""
     level = message.config.log_level.upper()
     rank_format = f"%(asctime)s %(levelname)s %(name)s (rank {follower.rank}): %(message)s"
     logging.basicConfig(level=level, format=rank_format)
     try:
         return follower.load(message.config, Path(message.folder))
-    except Exception as error:  # noqa: BLE001 - see above
+    except Exception as error:  # noqa: BLE001 - the leader must get the reason
         if not isinstance(error, (ValueError, OSError)):
             traceback.print_exc()
         return LoadFailed(str(error))

@@ -1,4 +1,4 @@
-"""A step's plan as a message from the leader to its followers: all that a rank needs which samples nothing.
+"""A step's plan as a message from the leader to its followers, which need less than the leader: they sample no tokens.
 
 For a sequence of the previous plan only changes are sent: a few numbers in a decode step, however long the context.
 Both ends remember exactly the sequences of the last plan. A sequence that was not in it is sent whole. Pure: no sockets
@@ -47,7 +47,7 @@ class PlanMessage(msgspec.Struct, tag="plan", array_like=True, frozen=True):
 
 
 class _SentChunk(NamedTuple):
-    """Facts that the other ranks have of a sequence, from the last plan."""
+    """A sequence's part of the last plan, which the other ranks remember."""
 
     chunk_index: int
     """Index of its chunk in the plan, by which the next plan refers to it."""
@@ -58,7 +58,7 @@ class _SentChunk(NamedTuple):
 class PlanEncoder:
     """Encodes step plans for the other ranks, as changes against the plan before.
 
-    Of a block table only the blocks after those that were sent go out, unless earlier ones were replaced since.
+    If 3 blocks of a table were sent and it has 4 now, only the fourth is sent. If a block was replaced, all are.
     """
 
     def __init__(self) -> None:
@@ -76,10 +76,11 @@ class PlanEncoder:
 
 
 def _encode_chunk(chunk: Chunk, sent: _SentChunk | None) -> ChunkMessage:
-    """Return the message of a chunk. `sent`: what the last plan said of its sequence; None: nothing."""
+    """Return the message of a chunk. `sent`: the sequence's part of the last plan; None if the plan did not have it."""
     seq = chunk.seq
     kept_lengths = [0] * len(seq.block_tables)
-    if sent is not None and sent.table_version == seq.table_version:  # else blocks were replaced
+    has_only_appended_blocks = sent is not None and sent.table_version == seq.table_version
+    if sent is not None and has_only_appended_blocks:
         kept_lengths = sent.table_lengths
     return ChunkMessage(
         previous_index=None if sent is None else sent.chunk_index,
@@ -103,35 +104,48 @@ class PlanDecoder:
 
     def __init__(self) -> None:
         self._last_sequences: list[Sequence] = []
+        """Sequences of the last plan, in the order of its chunks."""
 
     def decode(self, message: PlanMessage) -> StepPlan:
-        """Return the plan of a message. Tokens before a chunk may be zeros, because other ranks never read them."""
+        """Return the plan of a message."""
         chunks = [self._decode_chunk(chunk) for chunk in message.chunks]
         self._last_sequences = [chunk.seq for chunk in chunks]
         return StepPlan(
             chunks, message.state_restores, message.state_resets, message.state_checkpoints, message.block_copies
         )
 
-    def _decode_chunk(self, chunk: ChunkMessage) -> Chunk:
-        """Return the chunk of a message. Its sequence is the one of the last plan, if it was in that plan."""
-        if chunk.previous_index is None:
-            request = _REQUEST if chunk.logprob_prompt_len is None else _LOGPROBS_REQUEST
-            seq = Sequence(
-                request, [0] * chunk.start, chunk.logprob_prompt_len or 0, 0.0, block_tables=[[] for _ in chunk.tables]
-            )
+    def _decode_chunk(self, message: ChunkMessage) -> Chunk:
+        """Return the chunk of a message, with its sequence brought up to date.
+
+        The sequence is taken from the last plan, or is new. Tokens before the chunk may be zeros, because this rank
+        reads only the tokens of the chunk.
+        """
+        if message.previous_index is None:
+            seq = _make_new_sequence(message)
         else:
-            seq = self._last_sequences[chunk.previous_index]
+            seq = self._last_sequences[message.previous_index]
         tokens = seq.token_ids
-        tokens += [0] * (chunk.start - len(tokens))
-        tokens[chunk.start :] = chunk.token_ids
-        for table, change in zip(seq.block_tables, chunk.tables, strict=True):
+        tokens += [0] * (message.start - len(tokens))
+        tokens[message.start :] = message.token_ids
+        for table, change in zip(seq.block_tables, message.tables, strict=True):
             is_replaced = change.kept_blocks < len(table)
             if is_replaced:
                 seq.table_version += 1
             table[change.kept_blocks :] = change.new_blocks
-        seq.state_unit = chunk.state_unit
-        return Chunk(seq, chunk.start, len(tokens), should_sample=chunk.should_sample)
+        seq.state_unit = message.state_unit
+        return Chunk(seq, message.start, len(tokens), should_sample=message.should_sample)
 
 
-_REQUEST = Request(request_id="led", token_ids=[], params=SamplingParams())
-_LOGPROBS_REQUEST = Request(request_id="led", token_ids=[], params=SamplingParams(prompt_logprobs=0))
+def _make_new_sequence(message: ChunkMessage) -> Sequence:
+    """Return a sequence without tokens and blocks. Its request says only whether logprobs of the prompt are wanted."""
+    return Sequence(
+        request=_REQUEST if message.logprob_prompt_len is None else _LOGPROBS_REQUEST,
+        token_ids=[],
+        prompt_len=message.logprob_prompt_len or 0,
+        arrival_s=0.0,
+        block_tables=[[] for _ in message.tables],
+    )
+
+
+_REQUEST = Request(request_id="follower", token_ids=[], params=SamplingParams())
+_LOGPROBS_REQUEST = Request(request_id="follower", token_ids=[], params=SamplingParams(prompt_logprobs=0))

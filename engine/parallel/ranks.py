@@ -145,7 +145,7 @@ class _FollowerHandle:
     def receive(self) -> FollowerReply:
         """Wait for the follower's reply to the last message, and return it.
 
-        Raises RunnerLostError, with how it ended, if the follower ends instead.
+        Raises RunnerLostError if the follower ends instead. The message says how it ended.
         """
         while True:
             try:
@@ -268,9 +268,9 @@ class Leader:
 
     @contextlib.contextmanager
     def hold_ranks(self) -> Iterator[None]:
-        """Hold all ranks for one operation that they do together. Any error of it becomes RunnerLostError.
+        """Let all ranks do one operation together, and no other one meanwhile.
 
-        After an error the ranks may be at different points of the operation.
+        An error within it is raised as RunnerLostError, because the ranks may be at different points of the operation.
         """
         with self._operation_lock:
             try:
@@ -285,9 +285,10 @@ class Leader:
             return runner.execute(plan)
 
     def make_lost_error(self, error: Exception) -> RunnerLostError:
-        """Return the error that ends the engine after `error`. If a follower has exited, that is the reason.
+        """Return the error that ends the engine after an operation failed with `error`.
 
-        A follower's exit is waited for, because it may show only after the operation that it broke.
+        If a follower has exited, its exit is the reason. That may become visible only later than the failure, so this
+        waits for an exit for a moment.
         """
         end_s = time.monotonic() + GRACE_S / 2
         while self._lost_reason is None and time.monotonic() < end_s:
@@ -299,34 +300,38 @@ class Leader:
         return RunnerLostError(self._lost_reason)
 
     def watch(self, on_lost: Callable[[str], None]) -> None:
-        """Call `on_lost`, from a thread, if a follower ends and no step fails by that: idle, or blocked for good."""
+        """Call `on_lost`, from a thread, if a follower ends while no step runs, or while the step is stuck."""
         for follower in self._followers:
             threading.Thread(target=self._watch_follower, args=(follower, on_lost), daemon=True).start()
 
     def close(self) -> None:
-        """End the followers; kill those that do not end in time. Idempotent."""
+        """End the followers and the process group; kill followers that do not end in time. Idempotent."""
         self._is_closing = True
         for follower in self._followers:
             follower.close()
-        destroy_thread = None
-        if self._is_joined and self._lost_reason is None:
-            # NCCL's communicators end only together: in a thread, in case that a rank is gone after all.
-            destroy_thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
-            destroy_thread.start()
-        for follower in self._followers:
-            follower.end_process()
-        if destroy_thread is not None:
-            destroy_thread.join(GRACE_S)
-        elif self._is_joined and dist.get_backend() == "gloo":  # NCCL would wait for the lost rank
-            dist.destroy_process_group()
+        if not self._is_joined:
+            self._end_followers()
+        elif self._lost_reason is None:
+            # With NCCL, no rank leaves the process group before all do, so this rank leaves while the followers end.
+            # A thread does that, because it would wait forever for a follower that has died unnoticed.
+            leave_thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+            leave_thread.start()
+            self._end_followers()
+            leave_thread.join(GRACE_S)
+        else:
+            self._end_followers()
+            if dist.get_backend() == "gloo":  # NCCL would wait for the lost rank
+                dist.destroy_process_group()
         self._is_joined = False
 
+    def _end_followers(self) -> None:
+        for follower in self._followers:
+            follower.end_process()
+
     def _watch_follower(self, follower: _FollowerHandle, on_lost: Callable[[str], None]) -> None:
-        """Wait for the end of a follower, and report it unless the leader is closing or an operation has failed by
-        it.
-        """
+        """Wait until a follower ends, and report that unless the leader is closing, or an operation has reported it."""
         follower.process.wait()
-        has_lock = self._operation_lock.acquire(timeout=GRACE_S)  # an operation that fails says so itself
+        has_lock = self._operation_lock.acquire(timeout=GRACE_S)  # time for an operation to fail and report the end
         if self._lost_reason is None and not self._is_closing:
             self._lost_reason = self._find_exit_reason() or follower.describe_exit()
             on_lost(self._lost_reason)
@@ -334,7 +339,7 @@ class Leader:
             self._operation_lock.release()
 
     def _find_exit_reason(self) -> str | None:
-        """Return how a follower exited; None: none has. A follower that was killed comes before one that failed."""
+        """Return how a follower exited; None if all run. A follower that was killed counts before one that failed."""
         exited_followers = [follower for follower in self._followers if follower.process.poll() is not None]
         if not exited_followers:
             return None

@@ -26,6 +26,7 @@ import msgspec
 
 from engine.assembly import AssembledEngine, assemble
 from engine.config import EngineConfig
+from engine.core import make_refusal
 from engine.messages import (
     AbortRequests,
     AddRequests,
@@ -41,7 +42,7 @@ from engine.messages import (
     encode_frame,
     split_output,
 )
-from engine.types import FinishReason, Request, RunnerLostError, SequenceOutput
+from engine.types import Request, RunnerLostError, SequenceOutput
 from options.logs import configure_logging
 
 STATS_PERIOD_S = 0.1
@@ -68,7 +69,7 @@ class CoreSocket:
     def receive(self, wait: bool, wake_sockets: Sequence[socket.socket]) -> list[Command]:
         """Return the commands that have arrived. With `wait`, sleep until there is one, or the socket closes.
 
-        Bytes on one of the `wake_sockets`, which are read and dropped, end the sleep, too.
+        Data on one of the `wake_sockets` also ends the sleep. It is read and discarded.
         """
         if wait:
             self._wait_readable(wake_sockets)
@@ -132,42 +133,48 @@ class CoreLoop:
         self._core_socket = core_socket
         self._checks_invariants = check_invariants
         self._rejected_outputs: list[SequenceOutput] = []
+        """Outputs of requests that can never be served, until the next report."""
+        self._stats_due_s = 0.0
+        """Time from which on a report has statistics again."""
 
     def run(self) -> None:
         """Execute commands and steps until the socket closes. Raises RunnerLostError if a device or rank is lost.
 
-        With work, commands are read without waiting before each step; without, the loop sleeps until one comes. Each
-        step's outputs are one report, which has statistics every STATS_PERIOD_S, and once more when work ends.
+        While there is work, each round executes the commands that have arrived, and one step. Without work, the loop
+        sleeps until a command comes. Before that, it reports the statistics of the idle engine once.
         """
         core, core_socket = self._core, self._core_socket
-        stats_due_s = 0.0
         is_idle_reported = False
         while not core_socket.is_closed:
             is_busy = core.has_work
-            if not is_busy and not is_idle_reported:  # else the last statistics would stay those of a busy engine
+            if not is_busy and not is_idle_reported:
                 core_socket.send(self._make_report([], with_stats=True))
                 is_idle_reported = True
             for command in core_socket.receive(wait=not is_busy, wake_sockets=core.transfers.wake_sockets):
                 self._execute_command(command)
-            rejected_outputs, self._rejected_outputs = self._rejected_outputs, []
             outputs: list[SequenceOutput] = []
             if core.has_work:
                 is_idle_reported = False
                 outputs = core.step(time.monotonic())
                 if self._checks_invariants:
                     core.check_invariants()
-            now_s = time.monotonic()
-            is_stats_due = now_s >= stats_due_s
-            if is_stats_due:
-                stats_due_s = now_s + STATS_PERIOD_S
-            if rejected_outputs or outputs or is_stats_due:
-                self._send_long_outputs(outputs)
-                core_socket.send(self._make_report([*rejected_outputs, *outputs], with_stats=is_stats_due))
-            else:
-                core_socket.flush()
+            self._send_outputs(outputs)
 
-    def _send_long_outputs(self, outputs: list[SequenceOutput]) -> None:
-        """Send all parts of long outputs except the last, each in one message, and leave the last part in `outputs`."""
+    def _send_outputs(self, outputs: list[SequenceOutput]) -> None:
+        """Send a step's outputs and those of rejected requests in one report, with statistics every STATS_PERIOD_S."""
+        rejected_outputs, self._rejected_outputs = self._rejected_outputs, []
+        now_s = time.monotonic()
+        is_stats_due = now_s >= self._stats_due_s
+        if is_stats_due:
+            self._stats_due_s = now_s + STATS_PERIOD_S
+        if rejected_outputs or outputs or is_stats_due:
+            self._send_first_parts(outputs)
+            self._core_socket.send(self._make_report([*rejected_outputs, *outputs], with_stats=is_stats_due))
+        else:
+            self._core_socket.flush()
+
+    def _send_first_parts(self, outputs: list[SequenceOutput]) -> None:
+        """Split outputs that are too long for one message. Send all parts but the last, which stays in `outputs`."""
         for output in outputs:
             if output.prompt_logprobs is not None:
                 *parts, last = split_output(output)
@@ -197,15 +204,11 @@ class CoreLoop:
             self._core_socket.send(CommandDone(command.call_id))
 
     def _add_request(self, request: Request) -> None:
-        """Queue a request. If the cache can never hold it, the reason becomes its output, for its client."""
+        """Queue a request. If it can never be served, its output is the reason, sent with the next report."""
         try:
             self._core.add(request, time.monotonic())
         except ValueError as error:
-            refusal = SequenceOutput(
-                request_id=request.request_id, token_ids=[], error=str(error), is_client_error=True
-            )
-            refusal.finish_reason = FinishReason.ERROR
-            self._rejected_outputs.append(refusal)
+            self._rejected_outputs.append(make_refusal(request.request_id, error))
 
     def _change_weights(self, change: ChangeWeights) -> str | None:
         """Sleep, wake up or load other weights. Returns the reason why that was not done; None: it was."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from engine.grammars import GrammarCompiler, summarize_error
+from engine.grammars import GrammarCompiler, GrammarError, summarize_error
 from engine.types import Sequence
 from prompts import Tokenizer
 
@@ -17,8 +16,9 @@ if TYPE_CHECKING:
 
 CLOSING_TEXTS = ('"', "}", "]", ",")
 """Texts that end a part of JSON, chosen whenever the grammar allows. Strings come first, as they may hold brackets."""
-TAG_END = "\n</parameter>\n"
-"""End of an argument without quotation marks, which may contain all `CLOSING_TEXTS`."""
+PARAMETER_END_TAG = "</parameter>"
+TAG_END = f"\n{PARAMETER_END_TAG}\n"
+"""End of an argument of a tool call without quotation marks. The argument may contain all `CLOSING_TEXTS`."""
 DEFAULT_ANSWER_TOKENS = 12
 """Tokens after which an answer ends as soon as it may, if the simulation gives no length."""
 MAX_CANDIDATES = 64
@@ -31,8 +31,8 @@ class _MatcherState:
 
     matcher: LLMatcher
     read_token_count: int = 0
-    forced_token_ids: list[int] = field(default_factory=list)
-    """Tokens that the grammar forces next, in reverse. They are the tokenizer's own, so that the next prompt hits."""
+    forced_token_ids: deque[int] = field(default_factory=deque)
+    """Tokens that the grammar forces next, as the tokenizer encodes their text, so that the next prompt is cached."""
 
 
 class ConstrainedAnswers:
@@ -47,38 +47,40 @@ class ConstrainedAnswers:
         self._token_order: list[int] | None = None
         self._matcher_states: OrderedDict[str, _MatcherState] = OrderedDict()
 
-    def next_token(self, seq: Sequence, free_token: Callable[[Sequence], int]) -> int | str:
-        """Return the next token of `seq`, or why there is none. `free_token` makes the next token of a free answer."""
+    def next_token(self, seq: Sequence, preferred_token: int) -> int:
+        """Return the next token of `seq`: one that the grammar forces, or one of those that it allows.
+
+        `preferred_token`: the token of an answer without a grammar. Raises GrammarError if the answer cannot go on.
+        """
         constraint = seq.request.params.constraint
         assert constraint is not None
         answer_tokens = seq.token_ids[seq.prompt_len :]
         reasoning_end = constraint.reasoning_end_token
-        if (
-            reasoning_end is not None and constraint.reasoning_start_token is None
-        ):  # end the reasoning that the prompt began
+        prompt_began_reasoning = reasoning_end is not None and constraint.reasoning_start_token is None
+        if reasoning_end is not None and prompt_began_reasoning:
             if reasoning_end not in answer_tokens:
                 return reasoning_end
             answer_tokens = answer_tokens[answer_tokens.index(reasoning_end) + 1 :]
         matcher_state = self._advance_matcher(seq.request.request_id, constraint.lark_grammar, answer_tokens)
         if matcher_state.forced_token_ids:
-            return matcher_state.forced_token_ids[-1]
+            return matcher_state.forced_token_ids[0]
         matcher = matcher_state.matcher
         allowed_bitmask: bytes = matcher.compute_bitmask()
         if matcher.is_error():
-            return summarize_error(matcher)
-        matcher_state.forced_token_ids = matcher.compute_ff_tokens()[::-1]
+            raise GrammarError(summarize_error(matcher))
+        matcher_state.forced_token_ids = deque(matcher.compute_ff_tokens())
         if matcher_state.forced_token_ids:
-            return matcher_state.forced_token_ids[-1]
-        has_tags = "</parameter>" in constraint.lark_grammar
-        return self._choose_token(answer_tokens, allowed_bitmask, free_token(seq), has_tags=has_tags)
+            return matcher_state.forced_token_ids[0]
+        has_tags = PARAMETER_END_TAG in constraint.lark_grammar
+        return self._choose_token(answer_tokens, allowed_bitmask, preferred_token, has_tags=has_tags)
 
     def _choose_token(
         self, answer_tokens: list[int], allowed_bitmask: bytes, preferred_token: int, *, has_tags: bool
     ) -> int:
-        """Return one of several allowed tokens.
+        """Return the first of these tokens that the grammar allows.
 
-        In this order: the end of the answer once it is long enough, the end of an argument, the preferred token at the
-        beginning of a word, a token that closes a part of JSON, the token that the answer has least.
+        The end of the answer once it is long enough; with `has_tags`, the end tag of an argument; the preferred token,
+        unless a word has just begun; a token that closes a part of JSON; the token that the answer has least often.
         """
 
         def is_allowed(token: int) -> bool:
@@ -107,7 +109,7 @@ class ConstrainedAnswers:
         if matcher_state is None or matcher_state.read_token_count > len(answer_tokens):
             matcher_state = _MatcherState(self._grammars.make_matcher(lark))
         for token in answer_tokens[matcher_state.read_token_count :]:
-            if matcher_state.forced_token_ids and matcher_state.forced_token_ids.pop() != token:
+            if matcher_state.forced_token_ids and matcher_state.forced_token_ids.popleft() != token:
                 matcher_state.forced_token_ids.clear()
             if matcher_state.matcher.is_stopped() or not matcher_state.matcher.consume_token(token):
                 break
@@ -118,7 +120,7 @@ class ConstrainedAnswers:
         return matcher_state
 
     def _next_tag_end_token(self, answer_tokens: list[int]) -> int | None:
-        """Return the next token of TAG_END, if the answer ends with a value and perhaps a part of TAG_END."""
+        """Return the next token of TAG_END, if the answer ends with a value and the first tokens, or none, of TAG_END."""
         for matched_count, token in reversed(list(enumerate(self._tag_end_ids))):
             value_index = len(answer_tokens) - matched_count - 1
             if value_index < 0 or answer_tokens[value_index + 1 :] != self._tag_end_ids[:matched_count]:

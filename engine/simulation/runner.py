@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from engine.core import SimulationLag
+from engine.grammars import GrammarError
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.types import Chunk, CopyDirection, StepPlan, StepResult, TokenLogprobs
 from engine.types import Sequence as EngineSequence
@@ -30,12 +31,13 @@ log = logging.getLogger("engine.simulation")
 def compute_step_seconds(times: StepTimes, plan: StepPlan, block_size: int) -> float:
     """Return the seconds of a step: its decodes, its chunks of prefill, and blocks loaded from host memory.
 
-    Blocks that are stored to host memory are copied beside the step.
+    Copies to host memory take no time, because they are made while the step is computed.
     """
     decode_count = context_tokens = 0
     prefill_s = 0.0
     for chunk in plan.chunks:
-        if chunk.end - chunk.start == 1 and chunk.end > chunk.seq.prompt_len:
+        is_decode = chunk.end - chunk.start == 1 and chunk.end > chunk.seq.prompt_len
+        if is_decode:
             decode_count += 1
             context_tokens += chunk.end
         else:
@@ -49,9 +51,9 @@ def compute_step_seconds(times: StepTimes, plan: StepPlan, block_size: int) -> f
 
 
 class SimulatedAnswers:
-    """Makes up the tokens of answers: words that look random, or lines of a script.
+    """Makes up the tokens of answers: words chosen by a hash, or lines of a script.
 
-    Nothing is random: hashes choose, so that the same prompt always gets the same answer.
+    The same prompt always gets the same answer.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class SimulatedRunner:
         return self._total_lag
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Make the tokens of a step up, and sleep until the step should have ended."""
+        """Make up the tokens of a step, and sleep until its simulated end."""
         first_arrival_s = min(chunk.seq.arrival_s for chunk in plan.chunks)
         step_s = compute_step_seconds(self._times, plan, self._block_size)
         self._due_at_s = max(self._due_at_s, first_arrival_s) + step_s
@@ -128,15 +130,15 @@ class SimulatedRunner:
         return result
 
     def _add_token(self, result: StepResult, index: int, chunk: Chunk) -> None:
-        """Add the token of a chunk to the result, or the reason why its answer must end."""
+        """Add the token of a chunk to the result; or, if its grammar fails, the reason."""
         seq = chunk.seq
-        token: int | str | None = self._answers.next_token(seq) if chunk.should_sample else None
+        token = self._answers.next_token(seq) if chunk.should_sample else None
         if token is not None and seq.request.params.constraint is not None:
             assert self._constrained_answers is not None, "a constraint without grammars"
-            token = self._constrained_answers.next_token(seq, self._answers.next_token)
-        if isinstance(token, str):
-            result.failure_by_chunk[index] = token
-            token = 0
+            try:
+                token = self._constrained_answers.next_token(seq, token)
+            except GrammarError as error:
+                result.failure_by_chunk[index] = str(error)
         result.sampled_tokens.append(token)
 
     def close(self) -> None:
@@ -144,7 +146,7 @@ class SimulatedRunner:
             _log_lag("in all", self._total_lag)
 
     def _record_lag(self, step_s: float, lag_s: float) -> None:
-        """Count how late a step ended, and log that from time to time. After a long lag the timeline begins anew."""
+        """Count how late a step ended, and log that every REPORT_S. After a long lag the timeline begins anew."""
         self._total_lag = _add_step(self._total_lag, step_s, lag_s)
         self._recent_lag = _add_step(self._recent_lag, step_s, lag_s)
         now_s = self._due_at_s + lag_s

@@ -59,7 +59,7 @@ def generate_text(
     request = Request(request_id="r", token_ids=[5, 6], params=SamplingParams(constraint=constraint))
     seq = Sequence(request=request, token_ids=[5, 6], prompt_len=2, arrival_s=0.0)
     for _ in range(tokens):
-        token = answers.next_token(seq, free.next_token)
+        token = answers.next_token(seq, free.next_token(seq))
         assert isinstance(token, int), token
         if token == EOS:
             return TOKENIZER.decode(seq.token_ids[2:], skip_special_tokens=False)
@@ -115,7 +115,7 @@ def test_a_preempted_answer_goes_on_as_it_was(grammars: GrammarCompiler) -> None
     free = SimulatedAnswers(sample_words(TOKENIZER), EOS, None)
     request = Request(request_id="r", token_ids=[5], params=SamplingParams(constraint=constraint))
     seq = Sequence(request=request, token_ids=[5], prompt_len=1, arrival_s=0.0)
-    while (token := answers.next_token(seq, free.next_token)) != EOS:
+    while (token := answers.next_token(seq, free.next_token(seq))) != EOS:
         assert isinstance(token, int)
         seq.token_ids.append(token)
         answers._matcher_states.clear()
@@ -194,7 +194,7 @@ def test_a_scripted_text_is_said_in_the_tokenizer_s_own_tokens(grammars: Grammar
         request_id="r", token_ids=[5], params=SamplingParams(constraint=make_constraint((ScriptTurn(text=text),)))
     )
     seq = Sequence(request=request, token_ids=[5], prompt_len=1, arrival_s=0.0)
-    while (token := constrained_answers.next_token(seq, free_answers.next_token)) != EOS:
+    while (token := constrained_answers.next_token(seq, free_answers.next_token(seq))) != EOS:
         assert isinstance(token, int)
         seq.token_ids.append(token)
     assert seq.token_ids[1:] == TOKENIZER.hf_tokenizer.encode(text, add_special_tokens=False).ids
