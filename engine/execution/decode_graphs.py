@@ -13,6 +13,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -36,12 +37,12 @@ Replay = Callable[[], object]
 class Capture(Protocol):
     """Records computations."""
 
-    def __call__(self, run: Callable[[], Tensor], /) -> tuple[Replay, Tensor]:
+    def __call__(self, compute: Callable[[], Tensor], /) -> tuple[Replay, Tensor]:
         """Record a computation. Returns (function that repeats it, its result, which every repetition overwrites)."""
         ...
 
     def reset(self) -> None:
-        """Give the memory of all recordings back. None of them may be repeated after this."""
+        """Free the memory of all recordings. None of them may be repeated after this."""
 
 
 class CudaCapture:
@@ -58,24 +59,24 @@ class CudaCapture:
         self.reset()
 
     def reset(self) -> None:
-        """Give the memory of all graphs back. None of them may be replayed after this."""
+        """Free the memory of all graphs. None of them may be replayed after this."""
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def __call__(self, run: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        """Record what `run` computes. Returns (function that repeats it, its result, which each repetition fills)."""
+    def __call__(self, compute: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        """Record a computation. Returns (function that repeats it, its result, which every repetition overwrites)."""
         outer_stream = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer_stream)
         graph = torch.cuda.CUDAGraph()
         self._graphs.append(graph)
         with torch.cuda.stream(self._stream):  # restores the stream even if the recording fails
-            run()  # compiles the kernels and makes the libraries' workspaces, which must not happen while recording
-            # Thread-local: CUDA calls of other threads (NCCL's watchdog) must not spoil the recording.
+            compute()  # compiles the kernels and makes the libraries' workspaces, which must not happen while recording
+            # Thread-local: CUDA calls of other threads (NCCL's watchdog) must not make the recording fail.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                hidden = run()
-        outer_stream.wait_stream(self._stream)  # the streams run one after the other, as they share the tensors
-        return graph.replay, hidden
+                result = compute()
+        outer_stream.wait_stream(self._stream)  # the streams run one after the other, because they share the tensors
+        return graph.replay, result
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,29 +159,11 @@ class DecodeGraphs:
         return self._steps_by_size[size]
 
     def _record(self, size: int) -> _RecordedStep | None:
-        """Record the step of `size` decodes; None, with a warning, if that fails."""
-        device = self._ops.device
-        inputs = torch.zeros(2, size, dtype=torch.int64, device=device)
-        token_ids, positions = inputs
-        windows = self._model.window_by_group
-        step = ForwardContext(
-            ops=self._ops,
-            rotary_by_rope=[],
-            kv_by_group=self._kv,
-            plan_by_group=[
-                self._plans.make_fixed_decode_plan(size, self._blocks_max, kv, window)
-                for kv, window in zip(self._kv, windows, strict=True)
-            ],
-            state_by_layer=self._states,
-            state_plan=self._plans.make_fixed_state_plan(size) if self._states else None,
-        )
-
-        def run() -> Tensor:
-            step.rotary_by_rope = [rope.look_up(positions) for rope in self._ropes]
-            return self._model.forward(token_ids, step)
-
+        """Record the forward pass of a step that decodes `size` sequences; None, with a warning, if that fails."""
+        inputs = torch.zeros(2, size, dtype=torch.int64, device=self._ops.device)
+        step = self._make_fixed_step(size)
         try:
-            replay, hidden = self._capture(run)
+            replay, hidden = self._capture(partial(self._compute_hidden, inputs, step))
         except RuntimeError as error:  # an error of CUDA, or torch.OutOfMemoryError
             if self._model.shard.num_ranks > 1:
                 raise  # the other ranks record the step, and would wait for this one
@@ -190,3 +173,23 @@ class DecodeGraphs:
             )
             return None
         return _RecordedStep(inputs, step, replay, hidden)
+
+    def _make_fixed_step(self, size: int) -> ForwardContext:
+        """Return the inputs of a step of `size` decodes besides tokens and positions. Their memory never moves."""
+        return ForwardContext(
+            ops=self._ops,
+            rotary_by_rope=[],
+            kv_by_group=self._kv,
+            plan_by_group=[
+                self._plans.make_fixed_decode_plan(size, self._blocks_max, kv, window)
+                for kv, window in zip(self._kv, self._model.window_by_group, strict=True)
+            ],
+            state_by_layer=self._states,
+            state_plan=self._plans.make_fixed_state_plan(size) if self._states else None,
+        )
+
+    def _compute_hidden(self, inputs: Tensor, step: ForwardContext) -> Tensor:
+        """Compute the hidden states of a step. `inputs`: token ids and positions. Also looks up the rotary angles."""
+        token_ids, positions = inputs
+        step.rotary_by_rope = [rope.look_up(positions) for rope in self._ropes]
+        return self._model.forward(token_ids, step)

@@ -32,7 +32,7 @@ ALL_ALLOWED = 0xFFFFFFFF
 
 @dataclass(slots=True)
 class _MatcherState:
-    """A grammar's matcher, and how much of the answer it has read."""
+    """A grammar's matcher, and the number of tokens of the answer that it has read."""
 
     constraint: Constraint
     matcher: LLMatcher | None = None
@@ -47,17 +47,17 @@ class _MatcherState:
 
 @dataclass(slots=True)
 class MaskRequest:
-    """Input of the mask of one row, as far as the host knows it when the step is prepared."""
+    """Inputs of one row's mask that the host knows when the step is prepared."""
 
     logits_row: int
-    """Index of the row among the logits."""
+    """Index of the row among the logits of the step."""
     state_row: int
-    """Row of the state that is kept between steps."""
+    """Row of the sequence in the tables that are kept between steps; see `RowAllocator`."""
     state: _MatcherState
     new_tokens: list[int]
     """Tokens of the answer that the matcher has not read."""
     has_token_on_device: bool
-    """Whether one more token comes from the previous step."""
+    """Whether the matcher must read one more token, which the previous step draws."""
     banned_tokens: list[int]
     """Tokens that min_tokens bans now, unless the grammar allows no others."""
 
@@ -94,25 +94,34 @@ class Masks:
         for row in list(self._matcher_states) if rows is None else rows:
             self._matcher_states.pop(row, None)
 
-    def make_request(self, logits_row: int, row: int, seq: Sequence, end: int, banned_tokens: list[int]) -> MaskRequest:
-        """Collect what is needed to make the mask of one row: which tokens its grammar allows at position `end`.
+    def make_request(
+        self, logits_row: int, state_row: int, seq: Sequence, end: int, banned_tokens: list[int]
+    ) -> MaskRequest:
+        """Collect the inputs of a row's mask: the tokens that the grammar of `seq` allows at position `end`.
 
-        `row` is the sequence's row in the state that is kept between steps, `logits_row` its row in this step. If the
-        token before `end` is still drawn on the device, the mask is made once it is known.
+        `logits_row`: row of the sequence in this step. `state_row`: its row in the tables that are kept between steps.
+        The host may not know the token before `end` yet, because the previous step is still to draw it. The grammar
+        matcher reads that token later, but it counts as read.
         """
-        constraint = seq.request.params.constraint
-        assert constraint is not None
-        state = self._matcher_states.get(row)
+        state = self._get_matcher_state(state_row, seq)
+        host_end = min(end, len(seq.token_ids))
+        unread_tokens = seq.token_ids[seq.prompt_len + state.read_tokens : host_end]
+        tokens_on_device = end - host_end
+        state.read_tokens += len(unread_tokens) + tokens_on_device
+        return MaskRequest(logits_row, state_row, state, unread_tokens, tokens_on_device > 0, banned_tokens)
+
+    def _get_matcher_state(self, state_row: int, seq: Sequence) -> _MatcherState:
+        """Return the matcher state of the sequence in a row. It is made for the first mask of the sequence."""
+        state = self._matcher_states.get(state_row)
         if state is None:
-            state = self._matcher_states[row] = _MatcherState(constraint)
+            constraint = seq.request.params.constraint
+            assert constraint is not None
+            state = self._matcher_states[state_row] = _MatcherState(constraint)
             if constraint.reasoning_end_token is None:
                 state.is_reasoning = False
             elif constraint.reasoning_start_token is None:
                 state.is_reasoning = True
-        known_tokens = min(end, len(seq.token_ids))
-        new_tokens = seq.token_ids[seq.prompt_len + state.read_tokens : known_tokens]
-        state.read_tokens += len(new_tokens) + (end - known_tokens)
-        return MaskRequest(logits_row, row, state, new_tokens, known_tokens < end, banned_tokens)
+        return state
 
     def submit(
         self, requests: list[MaskRequest], read_last_tokens: Callable[[], Mapping[int, int]]
@@ -168,9 +177,9 @@ class Masks:
         return TokenMasks(logits_rows, bits, failures)
 
     def _advance_matcher(self, state: _MatcherState, new_tokens: list[int]) -> bool:
-        """Let the row's grammar matcher read the new tokens. Return False while the row reasons, which needs no mask.
+        """Let the row's grammar matcher read the new tokens. Return False while the answer reasons: it needs no mask.
 
-        A failure is kept in `state.failure`, and True returned: whoever makes the row's mask reports the failure.
+        If the tokens do not match the grammar, set `state.failure` and return True; `_finish_mask` reports it.
         """
         if state.failure is not None:
             return True
@@ -192,9 +201,9 @@ class Masks:
         return True
 
     def _fill_bits(self, matchers: list[Any], bits: MaskWords) -> None:
-        """Write to `bits[index]`, for each (matcher, index), which tokens the matcher allows next.
+        """Write to `bits[index]`, for each (matcher, index), the tokens that the matcher allows next.
 
-        Several masks are made at once, on threads of the grammar library. It writes to the addresses of the rows.
+        The grammar library makes several masks at once on its own threads, and writes them to the memory of `bits`.
         """
         if not matchers:
             return
@@ -228,7 +237,7 @@ def _skip_reasoning(state: _MatcherState, new_tokens: list[int]) -> list[int] | 
 
 
 def _finish_mask(request: MaskRequest, row_bits: MaskWords) -> str | None:
-    """Apply min_tokens and the choice of reasoning to a row's mask, in place.
+    """Change a row's mask in place: ban the tokens that min_tokens forbids, and allow reasoning to start.
 
     Returns the reason if the answer cannot go on; the mask then allows all tokens.
     """
@@ -254,7 +263,7 @@ def _allow_token(bits: MaskWords, token: int) -> None:
 
 
 def _ban_unless_all(bits: MaskWords, tokens: list[int]) -> None:
-    """Forbid tokens, unless no token would be left."""
+    """Forbid tokens, unless no allowed token would be left."""
     remaining_bits = bits.copy()
     for token in tokens:
         remaining_bits[token // 32] &= ~np.uint32(1 << token % 32)

@@ -23,8 +23,8 @@ class BatchState:
 
     sequences: list[Sequence]
     """Sequences of the step, in the order in which the kernels take them: those with one token first."""
-    sampled_indices: Order
-    """Indices into `sequences` of those for which a token is drawn."""
+    sampled_chunks: Order
+    """Indices into `sequences`, and of chunks, for which a token is drawn."""
     rows: IntArray
     """[sequences]: row of each sequence in the per-sequence tables; see `RowAllocator`."""
     device_rows: Tensor
@@ -49,12 +49,12 @@ class OrderedChunks(NamedTuple):
 
 
 class DeviceTokens(NamedTuple):
-    """Tokens of a step that the previous step draws."""
+    """Tokens of a step that the previous step draws, so that only the device knows them."""
 
     token_indices: Tensor | None
-    """Their indices among the step's tokens; None: all of them."""
+    """Their indices among the step's tokens; None: all tokens of the step."""
     rows: Tensor
-    """Rows of their sequences."""
+    """Rows of their sequences in the per-sequence tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,11 @@ class PreparedStep:
 def select_hidden_rows(
     chunks: Items[Chunk], query_starts: IntArray, prompt_logprob_chunks: list[int]
 ) -> tuple[IntArray | None, IntArray]:
-    """Return the indices of the tokens for which logits are computed, and each chunk's first index among them.
+    """Select the tokens of a step for which logits are computed.
 
-    These are the last token of each sampled chunk, and all tokens of the `prompt_logprob_chunks`. None instead of the
-    indices: all tokens.
+    These are the last token of each sampled chunk, and all tokens of the `prompt_logprob_chunks`. Returns their indices
+    (None: all tokens), and for each chunk the number of selected tokens before it, [chunks + 1]. With a sampled chunk
+    of 1 token and one of 3, the indices are [0, 3] and the second array is [0, 1, 2].
     """
     is_decode_step = query_starts[-1] == len(chunks) and all(chunk.should_sample for chunk in chunks)
     if is_decode_step:

@@ -4,8 +4,8 @@ Decides nothing about which requests run, or which memory they have. The chunks 
 (chunks of one token first); results are returned in the plan's order. No block and no state is read before a plan has
 filled it.
 
-Most steps have the sequences of the step before. `_batch_state` is the one memory of that: all that depends on the
-sequences alone is made when they change.
+Most steps have the sequences of the step before. So all inputs that depend on the sequences alone are kept
+(`_batch_state`), and made again only when the sequences change.
 """
 
 from __future__ import annotations
@@ -138,9 +138,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
-        """Begin a step, after those that were begun before. The function that is returned waits for its result.
+        """Begin a step, after all steps that were begun before. Returns a function that waits for the step's result.
 
-        Both may raise, RunnerLostError too. The plan is not read after this returns.
+        `submit` and that function may raise any error of the step, or RunnerLostError if the device is lost. The plan
+        is not read after `submit` returns.
         """
         return self._reset_on_error(partial(self._submit, plan))
 
@@ -159,9 +160,9 @@ class ModelRunner:
         return self._compute(step)()
 
     def _reset_on_error(self, call: Callable[[], Result]) -> Result:
-        """Return the result of `call`. If it raises, forget what the device knows of the sequences.
+        """Return the result of `call`. After an error, discard all per-sequence tables, which may be half written.
 
-        Raises RunnerLostError if the device then computes nothing any more, else the error itself.
+        Raises RunnerLostError if the device is broken by the error, else the error itself.
         """
         try:
             return call()
@@ -169,7 +170,7 @@ class ModelRunner:
             self._forget_batch()
             self._sampler.reset_rows()
             try:
-                self._probe()
+                self._check_device()
             except RuntimeError as fault:
                 raise RunnerLostError(f"{self.device} computes nothing any more: {fault}".partition("\n")[0]) from error
             raise
@@ -179,26 +180,33 @@ class ModelRunner:
         self._row_allocator.clear()
         self._batch_state = None
 
-    def _probe(self) -> None:
-        """Compute something small, which fails if a kernel's error has broken the CUDA context."""
+    def _check_device(self) -> None:
+        """Compute something small, which raises RuntimeError if an earlier error has broken the CUDA context."""
         torch.ones(1, device=self.device).sum().item()
 
     def _prepare(self, plan: StepPlan) -> PreparedStep:
-        """Prepare a step on the host: order its chunks, and upload tables, tokens and sampling inputs."""
+        """Decide all inputs of a step on the host, and send those to the device that changed since the last step.
+
+        These are the token ids, the block tables, the tokens that need logits, and the inputs of sampling. All
+        arrays list the chunks in the kernels' order: chunks of one token first.
+        """
         chunks, order, batch = sort_for_kernels(plan.chunks)
+        context_ends = batch.context_lens
         new_rows = self._update_batch_state(chunks)
         state = self._batch_state
         assert state is not None
-        ends, rows, row_count = batch.context_lens, state.rows, self._row_allocator.row_count
+        row_count = self._row_allocator.row_count
         for tables in self._tables:
-            tables.update(chunks, ends, rows, new_rows, row_count)
+            tables.update(chunks, context_ends, state.rows, new_rows, row_count)
         prompt_logprob_chunks: list[int] = []
         if state.has_prompt_logprobs:
             prompt_logprob_chunks = [i for i, chunk in enumerate(chunks) if wants_prompt_logprobs(chunk)]
         selected_tokens, selected_starts = select_hidden_rows(chunks, batch.query_starts, prompt_logprob_chunks)
         last_token_indices = None
-        if len(state.sampled_indices) < selected_starts[-1]:
-            last_token_indices = copy_to_device(selected_starts[1:][state.sampled_indices] - 1, self.device)
+        selects_other_tokens = len(state.sampled_chunks) < selected_starts[-1]
+        if selects_other_tokens:
+            selected_ends = selected_starts[1:]
+            last_token_indices = copy_to_device(selected_ends[state.sampled_chunks] - 1, self.device)
         token_ids, device_tokens = self._build_token_ids(chunks, batch.token_count, state)
         return PreparedStep(
             plan=plan,
@@ -206,13 +214,13 @@ class ModelRunner:
             order=order,
             batch=batch,
             token_ids=token_ids,
-            tables=self._get_block_tables(ends, rows),
+            tables=self._get_block_tables(context_ends, state.rows),
             units=list_state_units(chunks) if self._states else None,
             selected_tokens=None if selected_tokens is None else copy_to_device(selected_tokens, self.device),
             selected_starts=selected_starts,
             batch_state=state,
             last_token_indices=last_token_indices,
-            sampling_inputs=self._prepare_sampling(state, ends),
+            sampling_inputs=self._prepare_sampling(state, context_ends),
             row_count=row_count,
             device_tokens=device_tokens,
             prompt_logprob_chunks=prompt_logprob_chunks,
@@ -225,31 +233,33 @@ class ModelRunner:
         return [tables.device_table(rows) for tables in self._tables]
 
     def _update_batch_state(self, chunks: Items[Chunk]) -> list[int]:
-        """Make the batch state anew if the sequences have changed. Returns the rows that were assigned to new
-        sequences.
-        """
+        """Make `_batch_state` anew if the sequences have changed. Returns the table rows of new sequences."""
         state = self._batch_state
         sequences = [chunk.seq for chunk in chunks]
-        sampled_indices = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
-        if state is not None and state.sequences == sequences and state.sampled_indices == sampled_indices:
+        sampled_chunks = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
+        if state is not None and state.sequences == sequences and state.sampled_chunks == sampled_chunks:
             return []
         rows, new_rows = self._row_allocator.assign(sequences)
         self._sampler.reset_rows(new_rows)
-        self._batch_state = self._make_batch_state(sequences, sampled_indices, rows)
+        self._batch_state = self._make_batch_state(sequences, sampled_chunks, rows)
         return new_rows
 
-    def _make_batch_state(self, sequences: list[Sequence], sampled_indices: list[int], rows: IntArray) -> BatchState:
-        """Make the inputs of a step that depend only on its sequences."""
+    def _make_batch_state(self, sequences: list[Sequence], sampled_chunks: list[int], rows: IntArray) -> BatchState:
+        """Make the inputs of a step that depend only on its sequences.
+
+        `sampled_chunks`: indices of the sequences for which a token is drawn. `rows`: the row of each sequence in the
+        tables that are kept from step to step.
+        """
         device_rows = copy_to_device(rows, self.device)
         sampled_rows, sampled_device_rows, sampling_batch = rows.tolist(), device_rows, None
-        if len(sampled_indices) < len(sequences):
-            sampled_rows = rows[sampled_indices].tolist()
-            sampled_device_rows = copy_to_device(rows[sampled_indices], self.device)
-        if sampled_indices and self.model.samples_tokens:
-            sampling_batch = self._sampler.make_batch([sequences[i] for i in sampled_indices], sampled_rows)
+        if len(sampled_chunks) < len(sequences):
+            sampled_rows = rows[sampled_chunks].tolist()
+            sampled_device_rows = copy_to_device(rows[sampled_chunks], self.device)
+        if sampled_chunks and self.model.samples_tokens:
+            sampling_batch = self._sampler.make_batch([sequences[i] for i in sampled_chunks], sampled_rows)
         return BatchState(
             sequences=sequences,
-            sampled_indices=sampled_indices,
+            sampled_chunks=sampled_chunks,
             rows=rows,
             device_rows=device_rows,
             sampled_rows=sampled_rows,
@@ -259,34 +269,44 @@ class ModelRunner:
         )
 
     def _prepare_sampling(self, state: BatchState, ends: IntArray) -> SamplingInputs | None:
-        """Prepare to draw the token at the end of each sampled chunk. `ends`: those of all chunks."""
+        """Prepare to draw the token after each sampled chunk; None if there is none. `ends`: ends of all chunks."""
         if state.sampling_batch is None:
             return None
-        sampled_ends = ends if len(state.sampled_indices) == len(ends) else ends[state.sampled_indices]
+        sampled_ends = ends if len(state.sampled_chunks) == len(ends) else ends[state.sampled_chunks]
         return self._sampler.prepare(state.sampling_batch, sampled_ends, self._row_allocator.row_count)
 
     def _build_token_ids(
         self, chunks: Items[Chunk], token_count: int, state: BatchState
     ) -> tuple[Tensor, DeviceTokens | None]:
-        """Return the step's token ids on the device, and which of them the previous step draws (None: none of them)."""
-        # A chunk on the device has one token and stands before longer chunks: its index is that of its token, too.
-        chunks_on_device = [i for i, chunk in enumerate(chunks) if chunk.token_on_device]
-        if len(chunks_on_device) == token_count:
+        """Return the step's token ids on the device, and the tokens among them that the previous step still draws.
+
+        These are filled in later (`_fill_device_tokens`). None instead of them: the host knows all tokens.
+        """
+        # The chunk of such a token has only this token, and chunks of one token come first: both have the same index.
+        device_token_indices = [i for i, chunk in enumerate(chunks) if chunk.token_on_device]
+        if len(device_token_indices) == token_count:
             token_ids = torch.empty(token_count, dtype=torch.int64, device=self.device)
-            return token_ids, DeviceTokens(None, state.device_rows)
-        tokens: list[int] = []
+            return token_ids, DeviceTokens(token_indices=None, rows=state.device_rows)
+        host_tokens: list[int] = []
         for chunk in chunks:
-            tokens += (0,) if chunk.token_on_device else chunk.seq.token_ids[chunk.start : chunk.end]
-        token_ids = copy_to_device(np.array(tokens, np.int64), self.device)
-        if not chunks_on_device:
+            if chunk.token_on_device:
+                host_tokens.append(0)  # a placeholder
+            else:
+                host_tokens += chunk.seq.token_ids[chunk.start : chunk.end]
+        token_ids = copy_to_device(np.array(host_tokens, np.int64), self.device)
+        if not device_token_indices:
             return token_ids, None
         return token_ids, DeviceTokens(
-            token_indices=copy_to_device(np.array(chunks_on_device), self.device),
-            rows=copy_to_device(state.rows[chunks_on_device], self.device),
+            token_indices=copy_to_device(np.array(device_token_indices), self.device),
+            rows=copy_to_device(state.rows[device_token_indices], self.device),
         )
 
     def _compute(self, step: PreparedStep) -> Callable[[], list[list[Any]]]:
-        """Queue a step on the device. The function that is returned waits for the step's outputs, and returns them."""
+        """Queue a step on the device. Returns a function that waits for the step's outputs, and returns them.
+
+        The outputs are lists of numbers: the drawn tokens, their logprobs, then logprobs of prompts, as far as the step
+        has them.
+        """
         state = step.batch_state
         if step.sampling_inputs is not None:
             self._sampler.start_masks(step.sampling_inputs, self._read_last_tokens)
@@ -299,10 +319,12 @@ class ModelRunner:
             for i in step.prompt_logprob_chunks:
                 outputs += self._compute_prompt_logprobs(hidden[step.selected_starts[i] :], step.chunks[i])
         self.pool.finish_step(step.plan)
-        read = start_copy_to_host(outputs)
+        wait_for_outputs = start_copy_to_host(outputs)
         if self._last_tokens is not None:
-            self._read_last_tokens = lambda: dict(zip(state.sampled_rows, read()[0])) if state.sampled_rows else {}
-        return read
+            self._read_last_tokens = lambda: (
+                dict(zip(state.sampled_rows, wait_for_outputs()[0])) if state.sampled_rows else {}
+            )
+        return wait_for_outputs
 
     def _fill_device_tokens(self, step: PreparedStep) -> None:
         """Write the tokens that the previous step draws, which the host does not know, into the step's token ids."""
@@ -334,7 +356,10 @@ class ModelRunner:
             self._masks.close()
 
     def _forward(self, step: PreparedStep) -> Tensor:
-        """Compute the hidden states of the selected tokens, [selected, hidden], by a recorded step if one fits."""
+        """Compute the hidden states of the tokens with logits, [selected tokens, hidden size].
+
+        A decode step is replayed as a CUDA graph if one is recorded.
+        """
         batch = step.batch
         if self._graphs is not None and batch.decode_count == len(step.chunks):
             hidden = self._graphs.forward(step.token_ids, batch, step.tables, step.units)
@@ -358,7 +383,7 @@ class ModelRunner:
 
     def _sample(self, hidden: Tensor, step: PreparedStep) -> list[Tensor]:
         """Draw a token for each sampled chunk. Returns the tokens, and their logprobs if a request wants any."""
-        if not step.batch_state.sampled_indices:
+        if not step.batch_state.sampled_chunks:
             return []
         sampled_hidden = hidden if step.last_token_indices is None else hidden[step.last_token_indices]
         if step.sampling_inputs is None:
@@ -372,7 +397,7 @@ class ModelRunner:
     def _compute_prompt_logprobs(self, hidden: Tensor, chunk: Chunk) -> list[Tensor]:
         """Compute logprobs of the prompt tokens start + 1 .. end. Row i of `hidden` is position start + i.
 
-        Logits are made for a part of the rows at a time, because those of a long prompt would take gigabytes.
+        Logits are made for some rows (a slab) at a time, because those of a long prompt would take gigabytes.
         """
         end = min(chunk.end + 1, chunk.seq.prompt_len)
         count = end - chunk.start - 1  # not `len(tokens)`: other ranks do not have the token after the chunk

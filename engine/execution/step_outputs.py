@@ -13,8 +13,8 @@ from engine.types import StepResult, TokenLogprobs
 def build_result(step: PreparedStep, outputs: list[list[Any]], failures: Mapping[int, str]) -> StepResult:
     """Build the result of a step, in the order of its plan.
 
-    outputs: the drawn tokens, their logprobs, then logprobs of prompts; each kind only if the step has it.
-    failures: index of a sampled chunk -> reason why its answer cannot go on.
+    outputs: the drawn tokens, their logprobs, then logprobs of prompts, as far as the step has them.
+    failures: index among the drawn tokens -> reason why the answer cannot go on.
     """
     result = StepResult([None] * len(step.chunks))
     if step.sampling_inputs is not None:
@@ -28,12 +28,12 @@ def build_result(step: PreparedStep, outputs: list[list[Any]], failures: Mapping
 def _add_samples(result: StepResult, step: PreparedStep, outputs: list[list[Any]], failures: Mapping[int, str]) -> None:
     """Add the drawn tokens and their logprobs to the result, and remove both from the front of `outputs`.
 
-    The step may run its chunks in another order than its plan has. So the i-th token belongs to the chunk
-    `plan_indices[i]` of the plan, by which all results are listed. A chunk that ends within a prompt draws no token.
+    Results are listed in the order of the plan, but the step may have run its chunks in another order: the i-th token
+    belongs to chunk `plan_indices[i]` of the plan. A chunk that ends within a prompt draws no token.
     """
     assert step.sampling_inputs is not None
     tokens = outputs.pop(0)
-    plan_indices = [step.order[chunk_index] for chunk_index in step.batch_state.sampled_indices]
+    plan_indices = [step.order[chunk_index] for chunk_index in step.batch_state.sampled_chunks]
     is_decode_step = len(tokens) == step.batch.token_count  # a token was drawn after each one
     if is_decode_step:  # its chunks are in the plan's order
         result.sampled_tokens = tokens

@@ -120,7 +120,7 @@ class ConstrainedAnswers:
         return matcher_state
 
     def _next_tag_end_token(self, answer_tokens: list[int]) -> int | None:
-        """Return the next token of TAG_END, if the answer ends with a value and the first tokens, or none, of TAG_END."""
+        """Return the next token of TAG_END, if the answer ends with a value, perhaps followed by tokens of TAG_END."""
         for matched_count, token in reversed(list(enumerate(self._tag_end_ids))):
             value_index = len(answer_tokens) - matched_count - 1
             if value_index < 0 or answer_tokens[value_index + 1 :] != self._tag_end_ids[:matched_count]:

@@ -347,10 +347,10 @@ def test_on_a_cpu_a_thread_computes_and_its_failures_are_told() -> None:
         tokens += [token for out in core.step(0.0) for token in out.token_ids]
     assert len(tokens) == 3
     assert threads == {"step_0"}
-    runner._probe = lambda: run_on_thread(None)  # type: ignore[method-assign]
+    runner._check_device = lambda: run_on_thread(None)  # type: ignore[method-assign]
     core.add(Request(request_id="d", token_ids=[1, 2], params=SamplingParams(max_tokens=3)), 0.0)
     runner._forward = lambda step: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-    runner._probe = _fail_device  # type: ignore[method-assign]
+    runner._check_device = _fail_device  # type: ignore[method-assign]
     assert core.step(0.0) == []
     with pytest.raises(RunnerLostError, match="cpu computes nothing any more"):
         core.step(0.0)

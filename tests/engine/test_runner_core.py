@@ -146,6 +146,6 @@ def test_an_error_that_sticks_to_the_device_is_told_from_one_that_does_not(monke
     with pytest.raises(RuntimeError, match="illegal") as passing:
         runner.execute(plan)
     assert not isinstance(passing.value, RunnerLostError)
-    monkeypatch.setattr(runner, "_probe", raise_error)
+    monkeypatch.setattr(runner, "_check_device", raise_error)
     with pytest.raises(RunnerLostError, match=r"^cpu computes nothing any more: CUDA error: .* encountered$"):
         runner.execute(plan)
