@@ -1,9 +1,9 @@
 """Copies of blocks before a step is computed: within the device's memory, and between device and host memory.
 
 Owns the host's memory. On a CPU the thread that computes a step also copies. On a GPU, blocks for the host are first
-gathered in a staging buffer, in order with the steps. A second stream copies that buffer to the host while steps are
-computed. Blocks from the host are copied in order with the steps, after all earlier copies to the host. So the effect
-is the same as if the copies were performed one by one.
+copied to a staging buffer on the GPU, in order with the steps. A second stream copies that buffer to the host while
+steps are computed. Blocks from the host are copied in order with the steps, after all earlier copies to the host. So
+the result is the same as if the copies were performed one by one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class BlockCopier:
     def __init__(self, spec: CacheSpec, buffer: Tensor, stride: int, host_units: int) -> None:
         """Allocate `host_units` units of host memory. Raises RuntimeError if that is impossible.
 
-        buffer: the pool, [units * stride] bytes.
+        buffer: memory of the pool on the device, [units * stride] bytes. stride: bytes from one unit to the next.
         """
         self._device = buffer
         self._is_gpu = buffer.device.type != "cpu"
@@ -116,9 +116,9 @@ class BlockCopier:
             if staged_bytes + len(block) > len(self._staging[0]):
                 self._flush_staging(pieces, step_stream)
                 pieces, staged_bytes = [], 0
-            last_use = self._staging_events[0]
-            if not pieces and last_use is not None:
-                step_stream.wait_event(last_use)
+            last_flush = self._staging_events[0]
+            if not pieces and last_flush is not None:
+                step_stream.wait_event(last_flush)  # this buffer's earlier contents must be on the host
             staging_block = self._staging[0][staged_bytes : staged_bytes + len(block)]
             staging_block.copy_(block)
             pieces.append((self._block_view(self._host, kind, target), staging_block))
@@ -126,8 +126,9 @@ class BlockCopier:
         self._flush_staging(pieces, step_stream)
 
     def _flush_staging(self, pieces: list[tuple[Tensor, Tensor]], step_stream: torch.cuda.Stream) -> None:
-        """Queue the copy of a staging buffer to the host, and swap the two buffers. `pieces`: (host block, staged
-        block) pairs.
+        """Queue the copies from a staging buffer to the host, and swap the two buffers.
+
+        `pieces`: (host block, staged block) pairs.
         """
         self._copy_stream.wait_stream(step_stream)
         with torch.cuda.stream(self._copy_stream):

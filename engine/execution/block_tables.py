@@ -1,8 +1,8 @@
 """The block tables of running sequences where the kernels read them, kept from step to step.
 
-A sequence has a row (`RowAllocator`) as long as it is in every step. Blocks that its table gained are written there
-when a step needs them, on the host and on the device. The whole table is written again after any other change of it
-(`Sequence.table_version`). So a step costs only what is new, however long the contexts are.
+A sequence has a row (`RowAllocator`) as long as it is in every step. New blocks of its table are written there when a
+step needs them, on the host and on the device. The whole table is written again after any other change of it
+(`Sequence.table_version`). So the cost of a step depends on the number of new blocks, and not on the context lengths.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RowAllocator:
         return np.array([self._row_by_sequence[seq] for seq in sequences], np.int64), new_rows
 
     def clear(self) -> None:
-        """Take all rows back: what is kept in them may not be trusted after a step has failed."""
+        """Free all rows. After a failed step, the tables in them may be half written."""
         self._row_by_sequence = {}
         self._free_rows = list(range(self.row_count))[::-1]
 
@@ -78,8 +78,8 @@ class BlockTables:
     ) -> None:
         """Write the blocks that the tables of a step's sequences gained since their rows were last written.
 
-        The whole table is written in `new_rows`, and if its version says that blocks were replaced. chunks, ends, rows:
-        a sequence's chunk, the end of its context and its row, for each sequence of the step.
+        chunks, ends, rows: chunk, end of the context and row of each sequence of the step. In `new_rows`, and after
+        blocks were replaced (`table_version`), the whole table is written. `row_count`: rows that the tables must have.
         """
         self._extend(row_count)
         if new_rows:
@@ -107,8 +107,9 @@ class BlockTables:
         self._write(np.array(table_indices, np.int64), np.array(new_blocks, np.int64))
 
     def _write(self, flat_indices: IntArray, blocks: IntArray) -> None:
-        """Write blocks into the tables on the host and on the device. `flat_indices`: places in a flat [blocks,
-        rows].
+        """Write blocks into the tables on the host and on the device.
+
+        `flat_indices`: index of each block in a flat table [blocks, rows].
         """
         block_indices, table_rows = np.divmod(flat_indices, self._host_tables.shape[0])
         self._host_tables[table_rows, block_indices] = blocks
@@ -128,7 +129,7 @@ class BlockTables:
         return self._host_tables[rows, : ceil_div(int(ends.max()), self._kv.block_size)]
 
     def _extend(self, row_count: int) -> None:
-        """Enlarge the tables to so many rows, if need be."""
+        """Enlarge the tables to at least `row_count` rows."""
         missing_rows = row_count - self._table_states.shape[1]
         if missing_rows <= 0:
             return

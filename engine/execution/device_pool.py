@@ -30,7 +30,7 @@ def count_units_in_memory(spec: CacheSpec, memory_bytes: int) -> int:
 
 
 class DevicePool:
-    """Holds the units of one device's memory, and host memory under it. Does the copies of a plan."""
+    """Holds the units of one device's memory and of host memory. Performs the copies of a plan."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class DevicePool:
         return layout.make_layer_states(self.buffer, self._stride) if self.spec.state is not None else []
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Free the device's memory until `allocate`."""
         self.buffer.untyped_storage().resize_(0)
 
     def allocate(self) -> None:
@@ -78,7 +78,7 @@ class DevicePool:
         self.buffer.untyped_storage().resize_(self.buffer.numel())
 
     def prepare_step(self, plan: StepPlan) -> None:
-        """Do the plan's copies of blocks and states that come before its forward pass."""
+        """Perform the plan's copies of blocks and states that come before its forward pass."""
         if plan.block_copies:
             self.block_copier.execute(plan.block_copies)
         for unit in plan.state_resets:
@@ -87,7 +87,7 @@ class DevicePool:
             self._copy_unit(source, target)
 
     def finish_step(self, plan: StepPlan) -> None:
-        """Take the plan's checkpoints of states, after its forward pass."""
+        """Copy states to the plan's checkpoints, after its forward pass."""
         for source, target in plan.state_checkpoints:
             self._copy_unit(source, target)
 

@@ -1,8 +1,8 @@
 """Penalties on tokens that a sequence already has, and the token counts for them, which stay on the device.
 
-Each row (see `RowAllocator`) holds the distinct tokens of one sequence's output, with their numbers; and those of its
-prompt, if repetition_penalty needs them. So the host counts a sequence's tokens only once, and a step costs a few
-device operations for each distinct token. The host never waits here.
+Each row (see `RowAllocator`) holds the distinct tokens of one sequence's output, with their counts, and the tokens of
+its prompt if repetition_penalty needs them. So the host counts a sequence's tokens only once, and a step costs a few
+device operations for each distinct token. The host never waits for the device here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PenaltyStep:
     """Inputs of one step's penalties, made on the host."""
 
     new_row_tensors: list[Tensor]
-    """Rows [n] and lengths [n] of new rows; then row, column, id and count of each of their tokens. Or empty."""
+    """Rows [n] and lengths [n] of new rows; then row, column, id and count of each of their tokens. Empty if none."""
     width: int
     """Upper bound of the distinct tokens of any row, before and after the step."""
     row_count: int
@@ -95,10 +95,11 @@ class Penalties:
     def prepare(
         self, rows: IntArray, penalised_rows: list[int], sequences: list[Sequence], row_count: int
     ) -> PenaltyStep:
-        """Prepare a step: count the tokens of sequences with a new row, and bound the tokens of each row after it.
+        """Prepare a step on the host: count the tokens of sequences that are new here.
 
-        `penalised_rows` are the indices of the sequences that have penalties, and `rows` the rows of their counts,
-        which stay on the device from step to step. `row_count`: rows that the tables of counts must have.
+        penalised_rows: indices of the sequences with penalties. rows: the row of each of these in the tables of counts,
+        which stay on the device from step to step. row_count: rows that these tables must have. The host does not
+        know how many distinct tokens a row has on the device, so it adds one for each step as an upper bound.
         """
         missing_rows = row_count - len(self._token_count_bounds)
         if missing_rows > 0:
@@ -133,9 +134,9 @@ class Penalties:
             logits.index_copy_(0, batch.logits_rows, row_logits)
 
     def count_sampled(self, sampled_tokens: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
-        """Add the token drawn for each row to the row's counts, after `apply`.
+        """Add the token drawn for each row to the row's counts. Called after `apply`.
 
-        A token that the row has already is counted once more; another one takes the next place of the row.
+        If the row has the token, its count grows by one. Else the token is written to the row's next free slot.
         sampled_tokens: [all rows of the logits].
         """
         if batch.logits_rows is not None:
@@ -143,7 +144,7 @@ class Penalties:
         sampled_token = sampled_tokens[:, None]
         token_ids, output_counts, used_lengths = self._gather_rows(batch, step.width)
         is_match = token_ids == sampled_token
-        # In an empty row the first entry is that of an earlier sequence.
+        # In an empty row the first entry is a token of an earlier sequence.
         is_present = is_match.any(1, keepdim=True) & (used_lengths > 0)
         is_next_slot = (torch.arange(step.width, device=self._device) == used_lengths) & ~is_present
         token_ids = torch.where(is_next_slot, sampled_token, token_ids)
@@ -173,7 +174,7 @@ class Penalties:
         self._output_counts.index_put_((at_row, columns), output_counts.int())
 
     def _make_room(self, row_count: int, width: int) -> None:
-        """Enlarge the tensors of counts, if need be, to so many rows and so many tokens in a row."""
+        """Enlarge the tensors of counts to at least `row_count` rows and `width` tokens in a row."""
         old_rows, old_width = self._token_ids.shape
         if row_count <= old_rows and width <= old_width:
             return

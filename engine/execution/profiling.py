@@ -22,8 +22,8 @@ def make_largest_step(
 ) -> tuple[StepPlan, int]:
     """Make the largest step of at most `token_count` tokens in `sequence_count` sequences of `length_max` tokens.
 
-    Returns the step and the number of units that it uses. All sequences share one unit of each group and one state,
-    because the results mean nothing.
+    Returns the step and the number of units that it uses. Only the memory of the step is measured, so all sequences
+    use the same blocks: one unit for each attention group, and one for the state.
     """
     block_tables = []
     for group in range(len(spec.groups)):
@@ -44,7 +44,10 @@ def make_largest_step(
 
 
 def _divide_tokens(token_count: int, sequence_count: int, length_max: int) -> list[int]:
-    """Divide tokens into as few long chunks as possible, while every sequence gets at least one token."""
+    """Divide tokens into as few long chunks as possible, with at least one token for every sequence.
+
+    10 tokens for 4 sequences of at most 6 tokens become [6, 2, 1, 1].
+    """
     remaining_tokens = min(token_count, sequence_count * length_max)
     chunk_lengths: list[int] = []
     while remaining_tokens:
@@ -63,7 +66,10 @@ def measure_step_bytes(
     length_max: int,
     device: torch.device,
 ) -> int:
-    """Return the most bytes that the largest step allocates on a CUDA device. `make_runner`: from a number of units."""
+    """Return the most bytes that the largest step allocates on a CUDA device.
+
+    `make_runner`: makes a runner over a cache of so many units.
+    """
     plan, unit_count = make_largest_step(
         spec, token_count=token_count, sequence_count=sequence_count, length_max=length_max
     )

@@ -5,10 +5,10 @@ the request's seed and the output position (splitmix64, Steele et al., 2014). So
 in every batch, and its tokens differ only if the logits do.
 
 The order of operations is vLLM's: bias and min_tokens, penalties, masks of constraints, then for random rows
-temperature, min_p, top_k, top_p.
-Logprobs are of the model's raw logits. A row of NaN logits yields some token of the vocabulary, never an error.
+temperature, min_p, top_k, top_p. Logprobs are computed from the model's raw logits. A row of NaN logits yields some
+token of the vocabulary, never an error.
 
-The kernels draw (`kernels.sampling`): on a GPU everything is queued, and nothing here waits for it.
+The kernels draw the tokens (`kernels.sampling`): on a GPU everything is queued, and nothing here waits for it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _MIX_ROUNDS = (
 )
 """(shift, factor) of each round of splitmix64."""
 _FRACTION_SHIFT = np.uint64(11)
-"""Bits of 64 that are more than a float has."""
+"""Bits to drop from 64, because a float has a fraction of 53 bits."""
 
 
 def compute_uniforms(mixed: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Return a number in [0, 1) for each pair of a mixed seed, which is a request's own, and an output position."""
+    """Return a pseudo-random number in [0, 1) for each request. `mixed`: the request's seed, after `_mix`."""
     values = _mix(mixed + positions * _INCREMENT)
     values >>= _FRACTION_SHIFT
     return np.multiply(values, 2.0**-53, dtype=np.float64)
@@ -73,7 +73,7 @@ class MinTokensBan(NamedTuple):
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """Sampling parameters of a step's rows, one row for each sequence. Reused while the sequences stay the same."""
+    """Sampling parameters of a step, one row for each sequence. Kept while the steps have the same sequences."""
 
     sequences: list[Sequence]
     state_rows: list[int]
@@ -134,11 +134,11 @@ class Sampler:
         ops: Kernels | None = None,
         masks: Masks | None = None,
     ) -> None:
-        """Make a sampler. Requests that bring no seed draw by `seed` and their id.
+        """Make a sampler. `seed`: used, with the request's id, for requests without a seed.
 
-        `eos_token_ids`: tokens that end an answer, which min_tokens bans. Some checkpoints name ids outside the
-        vocabulary; they have no logit to ban, and are ignored. `ops`: the kernels that draw; None: plain torch.
-        `masks`: makes the masks of answers with a grammar; None: there are none.
+        `eos_token_ids`: tokens that end an answer, which min_tokens bans. Some checkpoints give ids outside the
+        vocabulary; they have no logit, and are ignored. `ops`: the kernels that draw; None: plain torch.
+        `masks`: makes the masks of answers with a grammar; None: no answer has one.
         """
         self._vocab_size = vocab_size
         self._device = device
@@ -158,7 +158,7 @@ class Sampler:
     def prepare(self, batch: SamplingBatch, ends: IntArray, row_count: int) -> SamplingInputs:
         """Prepare, on the host, to draw the token at position `ends[i]` of sequence i of the batch.
 
-        Only the device may know the token before it. `row_count`: rows of the per-sequence tables.
+        The token before it need not be known on the host. `row_count`: rows of the per-sequence tables.
         """
         positions = ends - batch.prompt_lens
         uniforms = self._make_uniforms(batch, positions) if len(batch.random_rows) else batch.settings.uniforms
@@ -202,13 +202,16 @@ class Sampler:
         return copy_to_device(host_uniforms, self._device)
 
     def start_masks(self, inputs: SamplingInputs, read_last_tokens: Callable[[], Mapping[int, int]]) -> None:
-        """Begin to make the masks of constrained rows. `read_last_tokens`: as in `Masks.submit`."""
+        """Begin to make the masks of constrained rows.
+
+        `read_last_tokens`: waits for the previous step, and returns the token that it drew for each table row.
+        """
         if inputs.mask_requests:
             assert self._masks is not None
             inputs.token_masks = self._masks.submit(inputs.mask_requests, read_last_tokens)
 
     def failures(self, inputs: SamplingInputs) -> dict[int, str]:
-        """Return, after `sample`, row -> reason why its answer cannot go on."""
+        """Return, after `sample`, the reasons why answers cannot go on, by row."""
         return {} if inputs.token_masks is None else inputs.token_masks.result().failures
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, list[Tensor]]:
@@ -301,12 +304,12 @@ class Sampler:
     def _build_draw_settings(self, params: Rows[SamplingParams]) -> DrawSettings:
         """Build the draw settings of all rows on the device, in the form that the kernels take.
 
-        Temperature 0 has a row take its likeliest token, and a top_k of the vocabulary's size is none. The uniform
-        random numbers are zeros here; steps that draw at random put theirs in the place of these.
+        Temperature 0 means the likeliest token, and top_k as large as the vocabulary means no top_k. The uniform
+        random numbers are zeros here; each step replaces them.
         """
         vocab, count = self._vocab_size, len(params)
-        # Three settings go to the device in one copy. Each begins at a multiple of 16 bytes, that is of four fp32
-        # numbers, because Triton compiles a kernel anew for a pointer that is aligned otherwise.
+        # Three settings go to the device in one copy. Each begins at a multiple of 16 bytes (four fp32 numbers),
+        # because Triton would compile a kernel again for a pointer with another alignment.
         padded_count = ceil_div(count, 4) * 4
         host_values = np.zeros((3, padded_count), np.float32)
         # Logits divided by a smaller positive temperature could overflow.

@@ -64,10 +64,10 @@ def resolve_rank_model(config: EngineConfig, model: CausalLM, dtype: torch.dtype
 def size_cache(
     config: EngineConfig, rank: RankModel, all_reduce_min: Callable[[int, torch.device], int] | None = None
 ) -> int:
-    """Return how large a cache every rank has memory for, in units, the pieces of memory that hold a few blocks each.
+    """Return the number of units of the cache, for which every rank has memory. A unit holds one or more blocks.
 
-    Raises ConfigError if there is no room for one. All ranks must have the same number. `all_reduce_min` returns the
-    smallest number of all ranks, which must all call it; None: there is one rank.
+    All ranks must have the same number, so each calls `all_reduce_min`, which returns the smallest number of all ranks;
+    None: there is one rank. Raises ConfigError if there is no memory for one unit.
     """
     step_bytes = _measure_largest_step(config, rank) if rank.device.type == "cuda" else 0
     try:
@@ -75,7 +75,7 @@ def size_cache(
         check_fits(config, unit_count * compute_unit_stride(rank.spec), rank.device)
     except ConfigError:
         if all_reduce_min is not None:
-            all_reduce_min(0, rank.device)  # the other ranks wait for this number
+            all_reduce_min(0, rank.device)  # so that the other ranks do not wait forever
         raise
     if all_reduce_min is None:
         return unit_count
@@ -141,7 +141,7 @@ def count_sequences_max(config: EngineConfig) -> int:
 
 
 def count_mask_threads(config: EngineConfig, device: torch.device) -> int:
-    """Return the number of threads that make masks: many beside a GPU, where the host has little other work."""
+    """Return the number of threads that make masks: more with a GPU, because the host then has little other work."""
     if device.type == "cpu":
         return config.num_threads
     return max(config.num_threads, min(MASK_THREADS_MAX, (os.cpu_count() or 1) // 2))
@@ -249,10 +249,10 @@ def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
 
 
 def choose_step_tokens(config: EngineConfig, model: CausalLM, device: torch.device) -> int:
-    """Return the most tokens of a step: those of the flag, or as many as fill a GPU.
+    """Return the most tokens of a step: the value of the flag, or as many as a GPU computes efficiently.
 
-    Far fewer tokens fill a CPU, and decoding sequences wait for the whole step. So a large model on a CPU takes the
-    tokens of about a second.
+    A CPU computes far fewer tokens as efficiently, and decoding sequences wait for the whole step. So for a large model
+    on a CPU, a step has the tokens that take about a second.
     """
     if config.max_num_batched_tokens is not None or device.type != "cpu":
         return config.step_tokens_max
@@ -263,9 +263,10 @@ def choose_step_tokens(config: EngineConfig, model: CausalLM, device: torch.devi
 
 
 def _compute_free_bytes(config: EngineConfig, device: torch.device, step_bytes: int) -> int:
-    """Return the bytes that are free for the cache of one rank.
+    """Return the bytes of memory that the cache of one rank may take.
 
-    On a GPU, a share of the memory and room for steps and CUDA graphs are left out; on a CPU, a part of it is taken.
+    On a GPU: the free memory, less the share that must stay free, a step (`step_bytes`) and CUDA graphs. On a CPU: a
+    quarter of the free memory, at most CACHE_BYTES_MAX.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
