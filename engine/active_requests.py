@@ -63,8 +63,6 @@ class ActiveRequests:
         """Number of requests that have not ended."""
         return len(self._entry_by_id)
 
-    # ------------------------------------------------------------------ between waiting and running
-
     def add(self, entry: RequestEntry) -> None:
         """Queue a request that has just arrived."""
         self._entry_by_id[entry.request_id] = entry
@@ -101,8 +99,6 @@ class ActiveRequests:
             seq.preemptions = 0
             self._totals.add_prompt(seq, -1)
 
-    # ------------------------------------------------------------------ the end of a request
-
     def take(self, request_id: str) -> RequestEntry | None:
         """Remove a request from the requests by id, because it ends, and return it; None if there is none."""
         return self._entry_by_id.pop(request_id, None)
@@ -131,8 +127,6 @@ class ActiveRequests:
         return SequenceOutput(
             request_id=entry.request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=message
         )
-
-    # ------------------------------------------------------------------ tokens of a step
 
     def append_tokens(self, step: StepInFlight, result: StepResult) -> list[SequenceOutput]:
         """Append the token of each chunk that samples one, and end the requests that it finishes.
@@ -173,8 +167,6 @@ class ActiveRequests:
             self.take(entry.request_id)
             self._totals.finished_requests += 1
         return output
-
-    # ------------------------------------------------------------------ proof
 
     def check_invariants(self) -> None:
         assert self.running == sorted(self.running)

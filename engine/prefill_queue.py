@@ -55,10 +55,6 @@ class PrefillQueue:
     def __getitem__(self, index: int) -> RequestEntry:
         return self._entries[index]
 
-    def first_entries(self, count: int) -> list[RequestEntry]:
-        """Return the first `count` requests, or all."""
-        return self._entries[:count]
-
     def add_arrival(self, entry: RequestEntry) -> None:
         """Add a request that has just arrived."""
         entry.arrival_work = self._prefill_work_tokens

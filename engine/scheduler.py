@@ -19,6 +19,7 @@ number of times.
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 from engine.active_requests import ActiveRequests, SchedulerTotals
 from engine.cache.kv_cache import KVCache
@@ -63,8 +64,6 @@ class Scheduler:
         self._new_arrivals: list[RequestEntry] = []
         """Requests that came since the last step was planned."""
 
-    # ------------------------------------------------------------------ questions
-
     @property
     def running_count(self) -> int:
         return len(self._requests.running)
@@ -79,8 +78,6 @@ class Scheduler:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
-
-    # ------------------------------------------------------------------ requests
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request. Raises RequestRefusedError for one that can never be served."""
@@ -107,8 +104,6 @@ class Scheduler:
             return None
         self._requests.end_after_its_steps(entry)
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
-
-    # ------------------------------------------------------------------ planning a step
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step: decodes first, then prompts that were begun, then waiting requests.
@@ -266,7 +261,7 @@ class Scheduler:
         self._requests.start(entry)
         seq = entry.seq
         if self._uses_shared_prefixes:
-            self._waiting_queue.discount_shared_prefix(seq, self._waiting_queue.first_entries(_WAITING_SCAN_MAX))
+            self._waiting_queue.discount_shared_prefix(seq, list(islice(self._waiting_queue, _WAITING_SCAN_MAX)))
         end = self._find_chunk_end(entry, draft)
         has_memory = self.cache.grow(seq, end)
         assert has_memory, "admitted without room for its tokens"
@@ -298,8 +293,6 @@ class Scheduler:
         self.cache.fill_plan(plan)
         self._steps_in_flight.append(StepInFlight(plan, list(draft.chunk_by_entry)))
         return plan
-
-    # ------------------------------------------------------------------ results of a step
 
     def apply(self, plan: StepPlan, result: StepResult) -> list[SequenceOutput]:
         """Apply the result of the oldest step: commit its blocks, append its tokens, and end finished requests."""
@@ -349,8 +342,6 @@ class Scheduler:
             if not entry.has_ended:
                 outputs.append(self._requests.make_error_output(entry, message))
         return outputs[::-1]
-
-    # ------------------------------------------------------------------ proof
 
     def check_invariants(self) -> None:
         self.cache.check_invariants()

@@ -175,8 +175,6 @@ class Node:
         block = self.host_blocks[kind]
         return block is not None and not block.ref_count
 
-    # ------------------------------------------------------------------ states: the last kind, if a model has states
-
     @property
     def checkpoint(self) -> StateBlock | None:
         """State after this prefix on the device."""

@@ -106,8 +106,6 @@ class HostTier:
         self._planned_stores = []
         return stores
 
-    # ------------------------------------------------------------------ from the device to host memory
-
     def demote(self, block: Block, *, keep_on_host: bool) -> None:
         """Move a computed device block, which is about to be evicted, to host memory, and announce the move.
 
@@ -172,8 +170,6 @@ class HostTier:
     def untrusted_blocks(self) -> list[Block]:
         """Return the host blocks that are still to be filled. After a failed step their contents may be wrong."""
         return [*self._planned_stores, *self._unplanned_copy_by_block]
-
-    # ------------------------------------------------------------------ from host memory to the device
 
     def pin(self, node: Node, kind: int) -> Block:
         """Return the node's host block, and hold the block, so that it is not evicted before `unpin`."""
@@ -245,8 +241,6 @@ class HostTier:
         host_block = block.node.host_blocks[block.kind]
         if host_block is not None and not host_block.ref_count:
             self._drop(host_block)
-
-    # ------------------------------------------------------------------ eviction
 
     def evict(self, block: Block) -> None:
         """Evict a host block to make room.

@@ -103,8 +103,6 @@ class KVCache:
         self._steps = StepLog(spec, self._hasher, self.tree, self.pool, self._states, self.host_tier)
         self._blocks_by_sequence: dict[Sequence, SequenceBlocks] = {}
 
-    # ------------------------------------------------------------------ questions
-
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._blocks_by_sequence
 
@@ -158,8 +156,6 @@ class KVCache:
             if index < len(keys) and keys[index].hash == key.hash:
                 return True
         return False
-
-    # ------------------------------------------------------------------ a sequence's blocks
 
     def admit(self, seq: Sequence, reserve_blocks: int = 0) -> bool:
         """Start to run a sequence: give it the cached blocks of its prefix, and set `seq.computed_tokens` to their end.
@@ -324,8 +320,6 @@ class KVCache:
         self._hasher.discard(seq)
         self._matcher.forget(seq)
 
-    # ------------------------------------------------------------------ steps
-
     def register_full_blocks(self, seq: Sequence, end: int) -> None:
         """Put the blocks that are full once `seq` is computed up to `end` into the prefix tree, as pending blocks."""
         self._steps.register_full_blocks(self._blocks_by_sequence[seq], end)
@@ -370,8 +364,6 @@ class KVCache:
     def take_events(self) -> StepEvents | None:
         """Return the events since the last call, in order; None if nothing changed. Iterating makes the events."""
         return self.tree.event_log.drain()
-
-    # ------------------------------------------------------------------ the whole cache
 
     def reset(self) -> None:
         """Empty the prefix cache. Running sequences keep their blocks, and register no further ones."""

@@ -60,8 +60,6 @@ class UnitPool:
         self._units_by_hole_count: list[list[dict[Unit, None]]] = [[{} for _ in range(n)] for n in blocks_per_unit]
         """[kind][number of unused blocks] -> the units with so many, as an ordered set."""
 
-    # ------------------------------------------------------------------ questions
-
     @property
     def free_units(self) -> int:
         return len(self._free_units)
@@ -81,8 +79,6 @@ class UnitPool:
             for live_count, count, blocks_per_unit in zip(self._live_blocks, block_counts, self.blocks_per_unit)
         )
         return units_needed <= len(self.units)
-
-    # ------------------------------------------------------------------ changes
 
     def allocate(self, kind: int) -> Block | None:
         """Return a block of `kind` with one reference; None if eviction alone cannot make room.
@@ -142,8 +138,6 @@ class UnitPool:
         self._make_hole(block)
         if unit.kind is None and kind in self._attention_kinds:  # its last cached block: the unit is free now
             self._idle_units[kind] -= 1
-
-    # ------------------------------------------------------------------ inside
 
     def _divide_free_unit(self, kind: int) -> Block:
         """Divide a free unit of memory into blocks of `kind`. Return the first; the others are unused (holes)."""
@@ -288,8 +282,6 @@ class UnitPool:
         target_unit.live_blocks += 1
         source_unit.live_blocks -= 1
         source_unit.holes.append(hole)
-
-    # ------------------------------------------------------------------ proof
 
     def check_invariants(self) -> None:
         """Assert that the pool's counts and indexes agree with its units and blocks.

@@ -102,8 +102,6 @@ class PrefixTree:
             self._host_order.mark_child_added(parent)
         return node
 
-    # ------------------------------------------------------------------ blocks of the device
-
     def attach(self, node: Node, block: Block) -> None:
         """Put a block that the step being planned computes into the tree, at the node of its prefix.
 
@@ -182,8 +180,6 @@ class PrefixTree:
         block.node = None
         self.remove_if_empty(node)
 
-    # ------------------------------------------------------------------ blocks of the host
-
     def attach_host(self, node: Node, block: Block) -> None:
         """Add a host block, to which a step copies the device's block, to a node."""
         host_blocks = list(node.host_blocks)
@@ -219,8 +215,6 @@ class PrefixTree:
         if node.parent is not None:
             del node.parent.children[node.hash]
         self._host_order.mark_node_removed(node)
-
-    # ------------------------------------------------------------------ proof
 
     def check_invariants(self) -> None:
         """Assert that nodes, their blocks and the eviction orders agree.

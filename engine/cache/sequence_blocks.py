@@ -55,8 +55,6 @@ class SequenceBlocks:
         seq.block_tables = [[] for _ in range(group_count)]
         self.increment_table_version()
 
-    # ------------------------------------------------------------------ tables
-
     def increment_table_version(self) -> None:
         """Make the runner read this sequence's tables again in full, because blocks in them were replaced."""
         self.seq.table_version += 1
@@ -82,8 +80,6 @@ class SequenceBlocks:
         for table, blocks in zip(self.seq.block_tables, self.blocks_by_group):
             table[:] = _list_ids(blocks)
 
-    # ------------------------------------------------------------------ giving blocks up
-
     def release_before(self, group: int, start: int, pool: UnitPool) -> None:
         """Release the blocks of a sliding-window group before the block index `start`."""
         blocks = self.blocks_by_group[group]
@@ -103,8 +99,6 @@ class SequenceBlocks:
             for block in column:
                 if block is not None:
                     pool.release(block)
-
-    # ------------------------------------------------------------------ merges and pending blocks
 
     def take_merges(self, end: int) -> list[PendingMerge]:
         """Remove the pending merges of blocks before the block index `end`, and return them."""
@@ -127,8 +121,6 @@ class SequenceBlocks:
                 block = node.blocks[group]
                 if block is not None and block.is_pending and held_blocks[node.depth] is block:
                     yield block
-
-    # ------------------------------------------------------------------ proof
 
     def check_invariants(self) -> None:
         for group, (blocks, table) in enumerate(zip(self.blocks_by_group, self.seq.block_tables)):

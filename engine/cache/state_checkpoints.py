@@ -111,8 +111,6 @@ class StateCheckpoints:
         self._planned_copies: list[tuple[UnitId, UnitId]] = []
         """(state of a sequence, checkpoint) units of the copies that the step being planned makes."""
 
-    # ------------------------------------------------------------------ a sequence's state
-
     def find_source(self, nodes: list[Node], block_counts: list[int]) -> StateSource:
         """Return the checkpoint from which a sequence resumes after the prefix `nodes`.
 
@@ -311,8 +309,6 @@ class StateCheckpoints:
         self._pool.release(state.block)
         seq.state_unit = None
 
-    # ------------------------------------------------------------------ inside
-
     def _release_source(self, state: _SequenceState) -> None:
         source, state.source_checkpoint = state.source_checkpoint, None
         if source is not None:
@@ -396,44 +392,18 @@ class NoStates:
     def create_state(self, seq: Sequence, source: StateSource) -> list[HostLoad]:
         return []
 
-    def plan_checkpoint(self, seq: Sequence, block_count: int, hash_: int) -> None:
-        pass
-
     def has_planned_checkpoint(self, keys: Items[BlockKey], resumable_blocks: int) -> bool:
         return False
-
-    def cancel_planned(self, seq: Sequence) -> None:
-        pass
 
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
         return end
 
-    def reserve_checkpoint(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
-        pass
-
-    def save_checkpoint(self, seq: Sequence, node: Node | None, end: int) -> None:
-        pass
-
-    def attach_checkpoint(self, seq: Sequence, node: Node, end: int) -> None:
-        pass
-
-    def fill_plan(self, plan: StepPlan) -> None:
-        pass
-
-    def commit(self, chunks: Items[Chunk]) -> None:
-        pass
-
-    def release_new_checkpoint(self, checkpoint: StateBlock) -> None:
-        pass
-
-    def rollback(self, chunks: Items[Chunk]) -> None:
-        pass
-
-    def release(self, seq: Sequence) -> None:
-        pass
-
-    def check_invariants(self) -> None:
-        pass
-
     def list_references(self) -> list[Block]:
         return []
+
+    def _do_nothing(self, *arguments: object) -> None:
+        pass
+
+    plan_checkpoint = cancel_planned = release = _do_nothing
+    reserve_checkpoint = save_checkpoint = attach_checkpoint = release_new_checkpoint = _do_nothing
+    fill_plan = commit = rollback = check_invariants = _do_nothing

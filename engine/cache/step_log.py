@@ -84,8 +84,6 @@ class StepLog:
         self._untrusted_host_blocks: list[Block] = []
         """Blocks of host memory with unknown contents, because the step that should have filled them failed."""
 
-    # ------------------------------------------------------------------ planning
-
     def register_move(self, block: Block) -> None:
         """Record that a compaction of the step being planned moves a block."""
         self._planning_step.moved_blocks.append(block)
@@ -128,8 +126,6 @@ class StepLog:
         """Keep further blocks of a sequence out of the prefix tree."""
         seq_blocks.is_detached = True
         self._states.cancel_planned(seq_blocks.seq)
-
-    # ------------------------------------------------------------------ results
 
     def commit(self, chunks: Items[Chunk], ended_sequences: Collection[Sequence]) -> None:
         """Announce the blocks of the oldest step in flight, which is computed now, and merge identical blocks.
@@ -199,8 +195,6 @@ class StepLog:
         self._untrusted_blocks.clear()
         self._untrusted_host_blocks.clear()
         return False
-
-    # ------------------------------------------------------------------ nodes of the prefix tree
 
     def _add_nodes(self, seq_blocks: SequenceBlocks, full_count: int, *, is_computed: bool = False) -> None:
         """Register the sequence's first `full_count` blocks, as far as they are not. Detach it on a hash collision.

@@ -141,8 +141,6 @@ class Masks:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    # On the thread --------------------------------------------------------------------------------------------------
-
     def _compute_masks(
         self, requests: list[MaskRequest], read_last_tokens: Callable[[], Mapping[int, int]]
     ) -> TokenMasks:

@@ -8,12 +8,10 @@ logits, and with logprobs. With several ranks all of them must measure, as they 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from engine.cache.spec import CacheSpec, ceil_div
-from engine.execution.runner import ModelRunner
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
 
 
@@ -55,29 +53,6 @@ def _divide_tokens(token_count: int, sequence_count: int, length_max: int) -> li
         chunk_lengths.append(max(1, min(length_max, remaining_tokens - later_sequences)))
         remaining_tokens -= chunk_lengths[-1]
     return chunk_lengths
-
-
-def measure_step_bytes(
-    make_runner: Callable[[int], ModelRunner],
-    spec: CacheSpec,
-    *,
-    token_count: int,
-    sequence_count: int,
-    length_max: int,
-    device: torch.device,
-) -> int:
-    """Return the most bytes that the largest step allocates on a CUDA device.
-
-    `make_runner`: makes a runner over a cache of so many units.
-    """
-    plan, unit_count = make_largest_step(
-        spec, token_count=token_count, sequence_count=sequence_count, length_max=length_max
-    )
-    runner = make_runner(unit_count)
-    peak_bytes = measure_peak_bytes(partial(runner.execute, plan), device)
-    del runner
-    torch.cuda.empty_cache()
-    return peak_bytes
 
 
 def measure_peak_bytes(run: Callable[[], object], device: torch.device) -> int:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from engine.cache.spec import CacheSpec, ceil_div
 from engine.config import EngineConfig
 from engine.execution.decode_graphs import CudaCapture
 from engine.execution.device_pool import DevicePool, compute_unit_stride, count_units_in_memory
-from engine.execution.profiling import measure_step_bytes
+from engine.execution.profiling import make_largest_step, measure_peak_bytes
 from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.grammars import GrammarCompiler
 from engine.models import CausalLM
@@ -91,20 +92,22 @@ def _measure_largest_step(config: EngineConfig, rank: RankModel) -> int:
     Raises ConfigError, which names the limits, if there is no memory for it.
     """
     config = replace(config, enforce_eager=True, host_cache_memory=None)
+    plan, unit_count = make_largest_step(
+        rank.spec,
+        token_count=config.step_tokens_max,
+        sequence_count=count_sequences_max(config),
+        length_max=rank.max_model_len,
+    )
     try:
-        step_bytes = measure_step_bytes(
-            lambda unit_count: make_runner(config, rank, unit_count),
-            rank.spec,
-            token_count=config.step_tokens_max,
-            sequence_count=count_sequences_max(config),
-            length_max=rank.max_model_len,
-            device=rank.device,
-        )
+        runner = make_runner(config, rank, unit_count)
+        step_bytes = measure_peak_bytes(partial(runner.execute, plan), rank.device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"--max-num-batched-tokens {config.step_tokens_max}, --max-num-seqs {config.max_num_seqs}, --max-model-len "
             f"{rank.max_model_len}: no memory for so large a step over so long a context: {error}"
         ) from error
+    del runner
+    torch.cuda.empty_cache()
     log.info("the largest step needs %d MiB besides weights and cache", step_bytes >> 20)
     return step_bytes
 

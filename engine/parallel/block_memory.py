@@ -1,4 +1,4 @@
-"""The contents of blocks over several ranks: a block's content is the parts of all ranks, rank 0 first."""
+"""The contents of blocks over several ranks."""
 
 from __future__ import annotations
 

@@ -198,7 +198,6 @@ class Leader:
             LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         self._encoder = msgspec.msgpack.Encoder()
-        self._plan_encoder = PlanEncoder()
         self._operation_lock = threading.Lock()
         self._is_joined = False
         self._is_closing = False
@@ -239,7 +238,6 @@ class Leader:
     def make_leading_runner(self, runner: Runner, unit_count: int) -> LeadingRunner:
         """Have the followers make their runners. Returns a runner of all ranks. `runner`: that of rank 0."""
         self.broadcast(StartRunner(unit_count))
-        self._plan_encoder = PlanEncoder()
         return LeadingRunner(self, runner)
 
     def broadcast(self, message: LeaderMessage) -> None:
@@ -277,12 +275,6 @@ class Leader:
                 yield
             except Exception as error:
                 raise self.make_lost_error(error) from error
-
-    def step(self, plan: StepPlan, runner: Runner) -> StepResult:
-        """Have all ranks compute a plan, and return the result. Raises RunnerLostError if any rank fails."""
-        with self.hold_ranks():
-            self.broadcast(self._plan_encoder.encode(plan))
-            return runner.execute(plan)
 
     def make_lost_error(self, error: Exception) -> RunnerLostError:
         """Return the error that ends the engine after an operation failed with `error`.
@@ -347,11 +339,16 @@ class Leader:
 
 
 class LeadingRunner:
-    """Runner of all ranks, for the core."""
+    """Computes steps on all ranks together. Implements `engine.core.Runner`."""
 
     def __init__(self, leader: Leader, runner: Runner) -> None:
+        """`runner`: computes the part of rank 0."""
         self._leader = leader
         self._runner = runner
+        self._plan_encoder = PlanEncoder()
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return self._leader.step(plan, self._runner)
+        """Have all ranks compute a plan, and return the result. Raises RunnerLostError if any rank fails."""
+        with self._leader.hold_ranks():
+            self._leader.broadcast(self._plan_encoder.encode(plan))
+            return self._runner.execute(plan)
