@@ -10,7 +10,7 @@ from engine.types import Request
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of a step, and the order in which prompts are computed. Raises ValueError for impossible limits."""
+    """Limits of a step, and the order in which prompts are computed."""
 
     max_num_seqs: int = 256
     """Most sequences that run at a time."""
@@ -28,14 +28,8 @@ class SchedulerConfig:
     prefill_order: PrefillOrder = "shortest"
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens: expected at least max_num_seqs = {self.max_num_seqs} "
-                f"(one token for every running sequence), got {self.max_num_batched_tokens}"
-            )
+        assert 1 <= self.max_num_seqs <= self.max_num_batched_tokens, "every running sequence needs a token in a step"
+        assert self.max_model_len >= 1
 
     def count_full_prefill_work(self, decode_count: int) -> int:
         """Return the prompt tokens that a step with `decode_count` decodes has if requests are never lacking."""

@@ -66,14 +66,13 @@ class KVCache:
         adaptive_eviction: bool = False,
         host_unit_count: int = 0,
     ) -> None:
-        """Make an empty cache. Raises ValueError for a cache of no units.
+        """Make an empty cache of at least one unit.
 
         `step_tokens_max`: most tokens that one step adds to a sequence; None: no limit.
         `adaptive_eviction`: learn which blocks are reused; only for models without sliding windows.
         `host_unit_count`: units of host memory; ignored without prefix caching.
         """
-        if unit_count < 1:
-            raise ValueError(f"unit_count: expected at least 1, got {unit_count}")
+        assert unit_count >= 1
         self.spec = spec
         self.block_size = spec.block_size
         self._groups = range(len(spec.groups))
@@ -88,7 +87,7 @@ class KVCache:
         self.pool = UnitPool(
             unit_count, spec.blocks_per_unit_by_kind(), spec.state_kind, self._eviction.device_order, self.tree.evict
         )
-        self._matcher = PrefixMatcher(spec.block_size, self._hasher, self.tree, self.windows)
+        self._matcher = PrefixMatcher(spec.block_size, self._hasher, self.tree)
         self._block_copies: list[BlockCopy] = []
         """Copies of the plan being made."""
         self.host_tier = HostTier(host_unit_count, spec, self.tree, self._eviction.host_order, self._block_copies)
@@ -132,7 +131,7 @@ class KVCache:
 
     def count_cached_tokens(self, seq: Sequence) -> int:
         """Return how many tokens of `seq` need not be computed if it is admitted now."""
-        return self._matcher.count_resumable_blocks(seq) * self.block_size
+        return self.windows.count_resumable_nodes(self._matcher.match(seq)) * self.block_size
 
     def should_wait(self, seq: Sequence) -> bool:
         """Return whether `seq` should wait, because a running sequence is about to cache more of its prompt.

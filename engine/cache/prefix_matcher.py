@@ -6,7 +6,6 @@ Refuses to know which sequence holds which block.
 
 from __future__ import annotations
 
-from engine.cache.attention_windows import AttentionWindows
 from engine.cache.block_hasher import BlockHasher
 from engine.cache.blocks import BlockKey, Node
 from engine.cache.prefix_tree import PrefixTree
@@ -16,11 +15,10 @@ from engine.types import Sequence
 class PrefixMatcher:
     """Finds the cached prefix of each waiting sequence, and remembers it from step to step."""
 
-    def __init__(self, block_size: int, hasher: BlockHasher, tree: PrefixTree, windows: AttentionWindows) -> None:
+    def __init__(self, block_size: int, hasher: BlockHasher, tree: PrefixTree) -> None:
         self._block_size = block_size
         self._hasher = hasher
         self._tree = tree
-        self._windows = windows
         self._nodes_by_sequence: dict[Sequence, list[Node]] = {}
 
     def list_keys(self, seq: Sequence) -> list[BlockKey]:
@@ -42,10 +40,6 @@ class PrefixMatcher:
         nodes = self._nodes_by_sequence.setdefault(seq, [])
         self._tree.extend_match(self.list_keys(seq), nodes)
         return nodes
-
-    def count_resumable_blocks(self, seq: Sequence) -> int:
-        """Return the number of leading blocks of `seq` after which it can resume."""
-        return self._windows.count_resumable_nodes(self.match(seq))
 
     def forget(self, seq: Sequence) -> None:
         """Drop the result for `seq`, which waits no more."""

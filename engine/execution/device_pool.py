@@ -41,9 +41,8 @@ class DevicePool:
         dtype: torch.dtype,
         host_unit_count: int = 0,
     ) -> None:
-        """Allocate the pool. Raises ValueError for a pool of no units, RuntimeError if there is no memory for it."""
-        if unit_count < 1:
-            raise ValueError(f"unit_count {unit_count}: expected at least 1")
+        """Allocate the pool, of at least one unit. Raises RuntimeError if there is no memory for it."""
+        assert unit_count >= 1
         self.spec = spec
         self.device = device
         self.dtype = dtype

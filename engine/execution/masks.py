@@ -248,16 +248,13 @@ def _finish_mask(request: MaskRequest, row_bits: MaskWords) -> str | None:
     if request.banned_tokens:
         _ban_unless_all(row_bits, request.banned_tokens)
     if state.is_reasoning is None and state.constraint.reasoning_start_token is not None:
-        _allow_token(row_bits, state.constraint.reasoning_start_token)
+        token = state.constraint.reasoning_start_token
+        row_bits[token // 32] |= np.uint32(1 << token % 32)
     return None
 
 
 def _has_live_matcher(state: _MatcherState) -> bool:
     return state.failure is None and state.matcher is not None
-
-
-def _allow_token(bits: MaskWords, token: int) -> None:
-    bits[token // 32] |= np.uint32(1 << token % 32)
 
 
 def _ban_unless_all(bits: MaskWords, tokens: list[int]) -> None:

@@ -60,7 +60,7 @@ async def check_health(request: web.Request) -> web.Response:
     """Answer 200 while new requests are admitted. `x-core-silent-seconds`: age of the oldest unanswered ping."""
     state = request.app[STATE]
     state.check_available()
-    return web.Response(headers={"x-core-silent-seconds": f"{state.client.unanswered_ping_s():.1f}"})
+    return web.Response(headers={"x-core-silent-seconds": f"{state.client.ping_core():.1f}"})
 
 
 def list_paths(app: web.Application) -> list[str]:

@@ -1,6 +1,6 @@
 """The HTTP process's side of the core: sends requests and commands, and receives the outputs of each step.
 
-Owns the socket to the core process and the streams of the requests in flight. Outputs that a slow reader has not taken
+Owns the socket to the core process and the streams of the requests in flight. Outputs that a slow reader has not read
 are merged, so that the buffer of a request is bounded by the tokens that it may generate. Knows nothing of HTTP.
 """
 
@@ -53,10 +53,10 @@ class EngineDeadError(RuntimeError):
 
 
 class OutputStream:
-    """Outputs of all sequences of one HTTP request, for one reader. Those of one sequence come in order.
+    """Outputs of all sequences of one HTTP request, for one reader. Outputs of one sequence come in order.
 
-    Outputs that are not read yet are merged. The stream fails, and is closed, if it would hold more logprobs than it
-    may.
+    Outputs of a sequence that are not read yet are merged. If the unread logprobs exceed the budget, the stream fails
+    and is closed.
     """
 
     def __init__(self, client: EngineClient, request_ids: Sequence[str], logprob_share: LogprobShare) -> None:
@@ -72,7 +72,7 @@ class OutputStream:
         return self
 
     async def __anext__(self) -> list[SequenceOutput]:
-        """Wait for outputs, and return those since the last call: at most one a sequence, as they are merged.
+        """Wait for outputs, and return those since the last call, merged into one for each sequence.
 
         The iteration ends when every sequence has finished. It raises the error of `fail` once all outputs are read.
         """
@@ -106,9 +106,9 @@ class OutputStream:
         self._client.abort(closed_ids)
 
     def deliver(self, output: SequenceOutput) -> None:
-        """Hand an output to the reader, merged with an earlier output of its sequence that is not read yet.
+        """Give an output to the reader, merged with the sequence's unread output, if there is one.
 
-        If the logprobs of the output exceed the allowed share, the reader gets the error, and this stream is closed.
+        If the logprobs of the output exceed the budget, the reader gets the error, and this stream is closed.
         """
         if output.logprobs or output.prompt_logprobs:
             logprob_count = count_logprobs(output.logprobs or ()) + count_logprobs(output.prompt_logprobs or ())
@@ -162,7 +162,7 @@ class EngineClient(asyncio.Protocol):
     """Starts one core process, and talks to it over a socket. Make it with `start`, then await `wait_ready`."""
 
     def __init__(self, core_process: subprocess.Popen[bytes], on_death: Callable[[str], None]) -> None:
-        """Talk to a core process that was started. `on_death` is called once, if it ends before `close`."""
+        """Connect to a core process that was started. `on_death` is called once, if the process ends before `close`."""
         self._core_process = core_process
         self._on_death = on_death
         self._frame_reader = FrameReader()
@@ -186,10 +186,9 @@ class EngineClient(asyncio.Protocol):
 
     @classmethod
     async def start(cls, config: EngineConfig, on_death: Callable[[str], None]) -> EngineClient:
-        """Start a core process, which runs the model, and connect to it by a pair of sockets.
+        """Start a core process, connect to it by a pair of sockets, and send it the configuration.
 
-        The configuration is the first message to it. `on_death` is called once, with the reason, if the core ends
-        before `close`.
+        `on_death` is called once, with the reason, if the core process ends before `close`.
         """
         client_sock, core_sock = socket.socketpair()
         with core_sock:
@@ -250,8 +249,8 @@ class EngineClient(asyncio.Protocol):
         if error is not None:
             raise ValueError(error)
 
-    def unanswered_ping_s(self) -> float:
-        """Return for how many seconds a ping has waited for the core's answer. Sends a ping if none waits.
+    def ping_core(self) -> float:
+        """Send a ping to the core unless it has yet to answer one, and return for how many seconds it has not.
 
         Returns 0 while another call is pending, because a change of weights takes long.
         """
@@ -299,7 +298,7 @@ class EngineClient(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Handle each report of the core process that is complete with these bytes; asyncio calls this.
 
-        A report brings outputs, the start's end, the reply to a call, or else the error with which the core ends.
+        A report has outputs, says that the core can serve, replies to a call, or gives the error that ends the core.
         """
         for payload in self._frame_reader.feed(data):
             report = self._decoder.decode(payload)
@@ -334,7 +333,7 @@ class EngineClient(asyncio.Protocol):
         for output in report.outputs:
             stream = streams.get(output.request_id)
             if stream is None:
-                continue  # aborted here while the step that produced this was running
+                continue  # the request was aborted while the core computed this output
             if output.finish_reason is not None:
                 del streams[output.request_id]
             stream.deliver(output)
@@ -347,7 +346,7 @@ class EngineClient(asyncio.Protocol):
         self._transport.write(encode_frame(payload))
 
     def _mark_dead(self, reason: str) -> None:
-        """End all streams and calls with EngineDeadError, and report the end of the core, once."""
+        """End all streams and calls with EngineDeadError, and call `on_death`. Later calls do nothing."""
         if self.death_reason is not None:
             return
         exit_status = self._core_process.poll()

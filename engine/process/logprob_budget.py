@@ -1,6 +1,6 @@
-"""Bounds on the logprobs that are held for responses: for one request, and for all together.
+"""Bounds on the logprobs that are in memory for responses: for one request, and for all requests together.
 
-A small request can ask for millions of them: samples times tokens times `top_logprobs`. Logprobs count from their
+A small request can ask for millions of them: samples times tokens times `top_logprobs`. Logprobs are counted from their
 arrival from the core until they are sent. No I/O.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 from prompts import RequestError
 
 REQUEST_LOGPROBS_MAX = 2 << 20
-"""(token, logprob) pairs of one request: 60 bytes each as JSON, about 150 before that."""
+"""(token, logprob) pairs of one request. A pair takes about 150 bytes, and 60 bytes as JSON."""
 LOGPROBS_MAX = 6 << 20
+"""(token, logprob) pairs of all requests together."""
 
 
 class LogprobBudget:
-    """Bounds the logprobs that one process holds for answers. Each request counts its own in a `LogprobShare`."""
+    """Bounds the logprobs that one process has in memory. Each request counts its own logprobs in a `LogprobShare`."""
 
     def __init__(self, request_max: int = REQUEST_LOGPROBS_MAX, total_max: int = LOGPROBS_MAX) -> None:
         """`request_max`: most logprobs of one request; `total_max`: of all requests together."""

@@ -1,4 +1,4 @@
-"""The executor of a simulation: a tokenizer instead of a model, a cache of empty blocks, steps that sleep."""
+"""The executor of a simulation: a tokenizer and no model, a cache of blocks without contents, steps that sleep."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from simulation.spec import SimulationSpec, read_spec
 WORD_COUNT = 256
 _WORD_PATTERN = re.compile(r" [a-z]{3,12}")
 _MAX_PROBED_TOKENS = 20_000
+"""Most tokens of the vocabulary that `sample_words` tries."""
 BLOCKS_MAX = 10_000_000
 """Most blocks of the cache, and of host memory. A simulated block has no content, but takes 250 bytes and 7 us."""
 
 
 def locate_tokenizer(model: str | None) -> tuple[str, Path]:
-    """Return (name to serve, folder of the tokenizer): MODEL's, or a small one of our own. No weights are needed."""
+    """Return (served model name, folder of the tokenizer). Without `model`, the tokenizer is a small built-in one."""
     return ("simulated", cached_tokenizer()) if model is None else locate_model(model, weights=False)
 
 
@@ -44,7 +45,7 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
     if spec.script_turns and (reason := find_unsupported_reason(tokenizer)) is not None:
         raise ConfigError(f"--simulate: script: turns cannot be said: {reason}")
     model = SimulatedModel(config, spec, tokenizer)
-    # The blocks have no content, so that any head size will do. With this one a unit is a block.
+    # The blocks have no contents, so any head size is right. With this one, a unit of memory is one block.
     cache_group = GroupSpec(FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
     return Executor(
         model=model,
@@ -62,9 +63,9 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
 
 
 class SimulatedModel:
-    """Stands for a model: its runner sleeps instead of computing. Implements `engine.core.Model`.
+    """Model of a simulation: its runner sleeps instead of computing. Implements `engine.core.Model`.
 
-    Its blocks have no content. They can still be moved to peers if SPEC says how many bytes they would have.
+    Its blocks have no contents. They can still be moved to peers if the spec gives the bytes of a block.
     """
 
     def __init__(self, config: EngineConfig, spec: SimulationSpec, tokenizer: Tokenizer) -> None:
@@ -157,9 +158,10 @@ def _check_block_count(flag: str, block_count: int) -> int:
 
 
 def sample_words(tokenizer: Tokenizer) -> list[int]:
-    """Return token ids of short words that are encoded to the same ids again.
+    """Return token ids of short words, which the tokenizer encodes to the same ids again.
 
-    So an answer that a client sends back as history is found in the cache. Without such words, any ids are returned.
+    So the cache has an answer that a client sends back as history. If the tokenizer has no such words, other tokens are
+    returned.
     """
     token_ids = list(range(tokenizer.vocab_size))
     random.Random(0).shuffle(token_ids)

@@ -10,8 +10,7 @@ from hand_driver import Driver, Oracle, random_cuts
 
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec, StateSpec
 from engine.execution import runner as runner_module
-from engine.execution.device_pool import DevicePool, compute_unit_stride, count_units_in_memory
-from engine.execution.runner import ModelRunner, RunnerConfig
+from engine.execution.device_pool import compute_unit_stride, count_units_in_memory
 from engine.tiny.model import Recipe, cached_model
 from engine.types import SamplingParams
 
@@ -68,13 +67,3 @@ def test_units_hold_whole_token_rows():
     assert stride % 240 == stride % 16 == 0
     assert 0 <= stride - spec.unit_bytes < 240
     assert count_units_in_memory(spec, 10 * stride - 1) == 9
-
-
-def test_a_runner_needs_a_unit():
-    d = Driver(cached_model(Recipe()))
-    with pytest.raises(ValueError, match="unit_count 0: expected at least 1"):
-        ModelRunner(
-            d.model,
-            DevicePool(d.spec, 0, device=torch.device("cpu"), dtype=torch.float32),
-            RunnerConfig(max_model_len=16),
-        )
