@@ -100,9 +100,9 @@ def parse_config(parameters: dict[str, Any]) -> ServeConfig:
 
 
 def add_defaults_of_host(loaded_config: LoadedConfig) -> ServeConfig:
-    """Return the configuration, with the addresses of events and transfers that --host gives by default.
+    """Return the configuration, with events and transfers on the addresses that follow from --host.
 
-    Events are turned on unless a setting mentions them. Raises UsageError if transfers are on without a key.
+    Events are on unless a setting mentions them. Raises UsageError if transfers are on without the fleet's key.
     """
     config: ServeConfig = loaded_config.config
     engine_config, host = config.engine, config.server.host
@@ -122,9 +122,10 @@ cli.add_command(make_config_command(SCHEMA, add_defaults_of_host))
 
 
 def repeat_name_flag(args: Sequence[str]) -> list[str]:
-    """Repeat the flag before each name of vLLM's `serve MODEL --served-model-name A B`, because click needs that.
+    """Return vLLM's `serve MODEL --served-model-name A B` as `serve MODEL --served-model-name A --served-model-name B`.
 
-    This is done only if MODEL comes right after `serve`. Otherwise a word after the first name may be MODEL.
+    Click takes one value after a flag. Arguments are left as they are unless MODEL comes right after `serve`, because
+    else a word after the first name may be MODEL.
     """
     args = list(args)
     if len(args) < 2 or args[0] != "serve" or args[1].startswith("-"):

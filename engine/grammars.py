@@ -95,7 +95,10 @@ class GrammarVocabulary:
 
 
 class GrammarCompiler:
-    """Compiles grammars on a thread, and caches the matchers of recent ones. One for each core; must be closed."""
+    """Compiles grammars on a thread, and caches the matchers of recent ones. One for each core; must be closed.
+
+    A request waits for `start_compiling` before it is scheduled. Its first step then copies the cached matcher.
+    """
 
     def __init__(self, load: Callable[[], GrammarVocabulary]) -> None:
         """`load`: makes the vocabulary. It is called on the compiling thread."""

@@ -44,7 +44,7 @@ class PromptBatch:
     max_query_len: int
     window: int | None
     context: GatheredContext | None
-    """Rows of their contexts in the pool; None: the attention reads the pool itself."""
+    """Rows of the contexts in the pool, for versions that need a copy; None: the pool itself is read."""
 
     @property
     def window_size(self) -> tuple[int, int]:
@@ -86,9 +86,8 @@ def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
 class FlashAttention3:
     """Computes the attention of prompts by FlashAttention-3, which reads K and V in the cache's pool, without a copy.
 
-    It wants the pool as an array of pages, and for each sequence the list of its pages. `view_overlapping_pages` shows
-    the pool as pages that begin at every row. So the row where a block begins is the number of the page with its
-    content. q: [tokens of the prompts, heads, dim].
+    FlashAttention-3 takes an array of pages, and the page numbers of each sequence. Here page r has the `block_size`
+    rows of the pool from row r on, so pages overlap, and a block that begins at row r is page r.
     """
 
     def __init__(self) -> None:
@@ -195,9 +194,10 @@ class FlashAttentionKernels(TritonKernels):
     def plan_with_device_table(
         self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None
     ) -> AttentionPlan:
-        """Plan the attention of a step. FlashAttention gets the prompts, which follow the decodes in the batch.
+        """Plan the attention of a step: FlashAttention computes the prompts, which follow the decodes in the batch.
 
-        Without prompts, or for a pool that FlashAttention cannot read, Triton computes all, and `prompt_batch` is None.
+        Without prompts, or if FlashAttention cannot read such a pool, the plan's `prompt_batch` is None, and Triton
+        computes all.
         """
         plan = super().plan_with_device_table(batch, table, kv, window)
         first = batch.decode_count

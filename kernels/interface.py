@@ -101,7 +101,8 @@ class RaggedBatch:
     def from_positions(starts: list[int] | IntArray, ends: list[int] | IntArray) -> RaggedBatch:
         """Make the batch in which sequence i computes the positions [starts[i], ends[i]).
 
-        Sequences with one query must come first.
+        Sequences with one query must come first. A decode at position 5 and a prompt of 3 tokens, with starts [5, 0]
+        and ends [6, 3], give query_starts [0, 1, 4], positions [5, 0, 1, 2] and decode_count 1.
         """
         first_positions, end_positions = np.asarray(starts, np.int64), np.asarray(ends, np.int64)
         query_counts = end_positions - first_positions
@@ -126,10 +127,10 @@ class RaggedBatch:
 
 @dataclass(frozen=True, slots=True)
 class StatePlan:
-    """Says where in the pool the recurrent states of a step's sequences are. Used by the CPU and reference backends.
+    """Places of the recurrent states of a step's sequences, for the CPU and reference backends.
 
-    The pool is cut into units of equal size, and a state fills one unit, whose number says where the state is. The
-    batch has the decoding sequences first, with one token each. They advance together, the prompts one by one.
+    The cache's memory is cut into units of equal size. A sequence's state is in one unit, and is found by the unit's
+    number. Decoding sequences, which come first in the batch, advance together; prompts advance one by one.
     """
 
     batch: RaggedBatch

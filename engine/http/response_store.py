@@ -26,7 +26,10 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Stores responses by id. Beyond STORED_MAX or STORED_BYTES_MAX it drops the least recently used ones."""
+    """Finished responses by id, which a later request may continue. The least recently used ones are dropped.
+
+    It holds at most STORED_MAX responses, of `bytes_max` bytes together.
+    """
 
     def __init__(self, bytes_max: int = STORED_BYTES_MAX) -> None:
         self._bytes_max = bytes_max

@@ -87,10 +87,10 @@ def resolve_weights_folder(path: str, roots: Sequence[str]) -> str:
 async def _change_weights(
     state: ServerState, action: Literal["sleep", "wake", "reload"], *, asleep_after: bool, **options: Any
 ) -> None:
-    """Change the weights once running requests have ended, while no new ones are admitted.
+    """Wait until running requests have ended, and then change the weights. No request is admitted meanwhile.
 
-    `asleep_after`: whether the engine sleeps after it. If the change fails, the engine is as asleep as before. Callers
-    shield this, so that it finishes even if the client leaves.
+    `asleep_after`: whether the engine sleeps after the change. A failed change leaves it as it was: asleep or awake.
+    Callers shield this coroutine, so that it finishes even if the client leaves.
     """
     async with state.weights_change_lock:
         final_is_asleep = state.is_asleep

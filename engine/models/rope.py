@@ -20,7 +20,7 @@ from engine.models.hf_config import HfConfig, ModelError
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Settings of rotary embedding. Only the first `rotary_dim` dims of each head are rotated."""
+    """Settings of rotary embedding, which turns the first `rotary_dim` dims of each head by an angle per position."""
 
     rotary_dim: int
     theta: float
@@ -81,7 +81,7 @@ class RopeConfig:
         return float(value)
 
     def _scale_llama3(self, inverse_frequencies: Tensor) -> Tensor:
-        """Divide low frequencies by the factor, keep high ones, and interpolate between them."""
+        """Scale frequencies as Llama 3.1 does: divide low ones by the factor, keep high ones, and mix between them."""
         factor = self._get_number("factor")
         low_rotations, high_rotations = self._get_number("low_freq_factor"), self._get_number("high_freq_factor")
         original_positions = self._get_number("original_max_position_embeddings")
@@ -114,7 +114,7 @@ class RopeConfig:
         return frequencies, self._compute_yarn_magnitude(factor)
 
     def _compute_yarn_magnitude(self, factor: float) -> float:
-        """Return YaRN's factor on cos and sin, which the config may give, or weights for it."""
+        """Return YaRN's factor on cos and sin. The config may give the factor, or two weights to compute it from."""
         attention_factor = self.scaling.get("attention_factor")
         if attention_factor is not None:
             return float(attention_factor)

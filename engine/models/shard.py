@@ -29,7 +29,10 @@ class DimShard:
 
     @staticmethod
     def concatenate(parts: Sequence[DimShard]) -> DimShard:
-        """Return the shard of a dimension that is made of consecutive sections, which are split as `parts`."""
+        """Return the shard of a dimension that is made of consecutive sections, which are split as `parts`.
+
+        If the rank holds [0, 4) of a section of 8 and [2, 4) of a section of 4, it holds [0, 4) and [10, 12) of 12.
+        """
         ranges: list[tuple[int, int]] = []
         offset = 0
         for part in parts:
@@ -78,9 +81,10 @@ class Shard:
     """Puts [rows, n] of all ranks side by side, [rows, num_ranks * n], on rank 0; None elsewhere. None: one rank."""
 
     def split(self, count: int, unit_name: str, width: int = 1) -> DimShard:
-        """Return this rank's share of `count` things, such as heads, of `width` rows each.
+        """Return this rank's equal share of `count` things, such as heads, of `width` rows each.
 
-        Raises ModelError if the things cannot be shared equally. `unit_name`: their name, for the error.
+        With 8 heads of 64 rows, rank 1 of 2 holds the rows [256, 512). `unit_name`: name of the things for the
+        ModelError that is raised if they cannot be shared equally.
         """
         if count % self.num_ranks:
             raise ModelError(
@@ -99,9 +103,10 @@ class Shard:
         return ceil_div(count, self.num_ranks)
 
     def split_shared(self, count: int, unit_name: str, width: int = 1) -> DimShard:
-        """Return this rank's share as `split` does. With fewer things than ranks, neighbouring ranks hold the same one.
+        """Return this rank's share of key heads or groups, which consecutive query heads share.
 
-        This is for key heads or groups, which consecutive query heads share: a rank gets those of its own query heads.
+        A rank gets those of its own query heads. With fewer of them than ranks, neighbouring ranks hold the same: of 2
+        key heads with 64 rows, ranks 0 and 1 of 4 hold [0, 64), and ranks 2 and 3 hold [64, 128). Else as `split`.
         """
         if self.num_ranks % count:
             return self.split(count, unit_name, width)

@@ -67,12 +67,12 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """Decodes any tokenizer in a window of recent tokens: the new text is what the new tokens add to the window's text.
+    """Decodes the ids of any tokenizer, in a window of recent tokens.
 
-    The window begins with the tokens of the last emitted piece. So decoders that treat a first token differently (a
-    stripped leading space), or join bytes into characters, see the same context. Text that ends in the replacement
-    character may be half a character: it is held back for at most PENDING_TOKENS_MAX tokens, more than any character
-    has bytes. TGI and vLLM use this method without a limit.
+    New text is what the window's text gains by the new tokens. A token cannot be decoded alone: some decoders strip the
+    space before a first token, or join the bytes of several tokens to a character. So the window begins with the tokens
+    of the last returned piece. Text that ends in the replacement character may be half a character. It is held back
+    for at most PENDING_TOKENS_MAX tokens, more than any character has bytes. TGI and vLLM have no such limit.
     """
 
     __slots__ = ("_context_ids", "_context_text", "_decode", "_new_ids")

@@ -60,11 +60,11 @@ def _run_recurrence(
     step: StepFunction,
     scan: ChunkFunction,
 ) -> None:
-    """Run a recurrent layer over a batch: fill `out` [tokens, ..], and replace each sequence's state in `states`.
+    """Run a recurrence over a batch: fill `out` [tokens, ..], and replace each sequence's state in `states`.
 
-    The first tokens of the batch belong to decoding sequences, one each. They are computed together by `step`, which
-    updates the states that it is given in place. The prompts follow. `scan` computes a whole prompt in chunks, and
-    returns its outputs and last state; if the plan does not scan, `step` computes the prompt token by token.
+    The batch begins with the decoding sequences, of one token each, and `step` computes all of them in one call. Then
+    come the prompts, one by one. `scan` computes a prompt in chunks; if the plan does not allow that, `step` computes
+    it token by token.
     """
     dtype = inputs[0].dtype
     decode_count = plan.batch.decode_count
