@@ -221,21 +221,22 @@ def test_reset_forgets_the_prefixes(engine: Any) -> None:
 
 
 def test_metrics_have_vllms_names(engine: Any) -> None:
-    """Each metric moves by what one answer of seven tokens, to a prompt that is then cached, costs."""
+    """Each metric moves by what one answer of 64 tokens, to a prompt that is then cached, costs."""
     wait_until(lambda: metric(engine, "vllm:num_requests_running") == 0, "no request runs")
     success = 'vllm:request_success_total{engine="0",finished_reason="length",model_name="tiny"}'
     single_counts = (success, "vllm:time_to_first_token_seconds_count", "vllm:e2e_request_latency_seconds_count")
     names = (*single_counts, "vllm:generation_tokens_total", "vllm:prompt_tokens_total",
              "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
              "vllm:inter_token_latency_seconds_count")  # fmt: skip
-    body = {"prompt": "Count me. " + TEXT, "max_tokens": 7, "ignore_eos": True}
+    body = {"prompt": "Count me. " + TEXT, "max_tokens": 64, "ignore_eos": True}
     call(engine.url + "/v1/completions", body)
     before = {name: metric(engine, name) for name in names}
     usage = call(engine.url + "/v1/completions", body)[2]["usage"]
     increases = {name: metric(engine, name) - before[name] for name in names}
     assert {name: increases[name] for name in single_counts} == dict.fromkeys(single_counts, 1)
-    assert increases["vllm:generation_tokens_total"] == 7
-    assert 1 <= increases["vllm:inter_token_latency_seconds_count"] <= 6  # tokens may arrive together
+    assert increases["vllm:generation_tokens_total"] == 64
+    # Some tokens may arrive together on a busy machine, but not all of so many.
+    assert 1 <= increases["vllm:inter_token_latency_seconds_count"] <= 63
     assert (
         increases["vllm:prompt_tokens_total"] == increases["vllm:prefix_cache_queries_total"] == usage["prompt_tokens"]
     )

@@ -92,7 +92,7 @@ def _first_failure(seeds: range, **parts: object) -> int | None:
 
 @pytest.mark.long
 def test_the_simulation_finds_a_set_where_copies_must_be_counted() -> None:
-    assert _first_failure(range(60), make_index=SetIndex) is not None
+    assert _first_failure(range(41, 101), make_index=SetIndex) is not None  # seed 41 is the first that does
 
 
 def test_the_simulation_finds_an_ignored_gap() -> None:
