@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -32,6 +33,7 @@ from events import BlockRemoved, BlockStored, Event, Message, Notice, StartMode,
 from events.frames import pack_seq
 
 EVENT_CLASS_BY_NAME = {"stored": BlockStored, "removed": BlockRemoved, "cleared": events.AllBlocksCleared}
+ADDRESS_PATTERN = re.compile(r"tcp://.+:\d{1,5}|(ipc|inproc|https?)://.+")
 SHOWN_HASH_COUNT = 4
 SAVE_INTERVAL_S = 0.2
 CONNECT_PATIENCE_S = 3.0
@@ -218,7 +220,7 @@ def iter_sources(
         raise click.UsageError(f"{len(replays)} --replay for {len(endpoints)} event addresses")
     replay_by_endpoint = dict(zip(endpoints, replays))
     for address in addresses:
-        if "://" not in address:
+        if ADDRESS_PATTERN.fullmatch(address) is None:
             raise click.UsageError(f"{address!r}: expected tcp://HOST:PORT, ipc://PATH or a worker's http:// URL")
         if address.startswith("http"):
             yield from discover_streams(address, topic, config)

@@ -94,6 +94,7 @@ class ShadowProcess(RouterProcess):
 
     async def run(self) -> None:
         """Watch, then write the report. Raises OSError for an unusable address or file, and ConfigError."""
+        self._reporter.check_report_path()
         log_task = None if self._log_path is None else asyncio.ensure_future(self._replay_log(self._log_path))
         try:
             await super().run()
@@ -118,9 +119,13 @@ class ShadowProcess(RouterProcess):
         try:
             await self._wait_for_workers()
             worker_ids = sorted(self.pipeline.proxy.core.workers)
+            has_requests = False
             with log_path.open("rb") as log_file:
                 for logged_request, request in read_log(log_file, str(log_path)):
+                    has_requests = True
                     await self._record_logged_request(logged_request, request, worker_ids)
+            if not has_requests:
+                raise ConfigError(f"--log: {log_path} has no requests, expected one JSON body a line")
         finally:
             self._shutdown.request()
 

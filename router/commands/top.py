@@ -162,10 +162,12 @@ class WorkersClient:
             raise click.ClickException(f"{self._url} answers {status}: give the admin key, --key")
         try:
             page = json.loads(answer)
-        except (ValueError, RecursionError) as error:
-            raise click.ClickException(f"{self._url}/workers answers {status} and no JSON: {error}") from None
+        except (ValueError, RecursionError):
+            page = None
         if status != 200 or not isinstance(page, dict) or "workers" not in page:
-            raise click.ClickException(f"{self._url}/workers is not a router's ({status})")
+            raise click.ClickException(
+                f"{self._url}/workers is not a router's ({status}): give the URL of a `router run`"
+            )
         return page
 
     async def _fetch(self) -> tuple[int, bytes]:

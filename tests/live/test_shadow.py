@@ -136,9 +136,18 @@ def test_a_log_of_bodies_is_enough(start: Any, engines: list[str], tmp_path: Pat
     assert outcome["lost"] == outcome["lost_s"] == dict.fromkeys(CAUSES), "a log does not show what was cached"
 
 
-def test_a_line_that_cannot_be_read_is_named(start: Any, engines: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ('{"prompt": "a"}\n[1]\n', "{log}, line 2: Expected `object`, got `array`"),
+        ("\n", "--log: {log} has no requests"),
+    ],
+)
+def test_a_log_that_cannot_be_read_is_named(
+    start: Any, engines: list[str], tmp_path: Path, lines: str, problem: str
+) -> None:
     log = tmp_path / "bodies.jsonl"
-    log.write_text('{"prompt": "a"}\n[1]\n')
+    log.write_text(lines)
     shadow = start("shadow", "--log", str(log), *engines)
     assert shadow.process.wait(60) == 2
-    assert f"{log}, line 2: Expected `object`, got `array`" in shadow.log()
+    assert problem.format(log=log) in shadow.log()

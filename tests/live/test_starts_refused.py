@@ -182,6 +182,13 @@ WRONG_STARTS = {
     "router: certificate without key": WrongStart("router run --tls-cert {folder}/typo.toml", "--tls-key", "both", 2),
     "router: peer without a scheme": WrongStart("router run --peer 127.0.0.1:5600", "--peer", "tcp://*:5557", 2),
     "router shadow: no workers": WrongStart("router shadow --port 0", "no workers", "name their URLs", None),
+    "router shadow: report in no folder": WrongStart(
+        "router shadow {closed} --report {folder}/no/x.html", "--report", "a folder that exists", 2
+    ),
+    "router top: no router's URL": WrongStart("router top {web} --once", "is not a router's", "router run"),
+    "kv_subscriber: endpoint without a port": WrongStart(
+        "events.kv_subscriber tcp://gpu1", "tcp://gpu1", "tcp://HOST:PORT", 2
+    ),
     "kv_subscriber: no worker": WrongStart("events.kv_subscriber {closed}", "refused", "does it run"),
     "kv_subscriber: nobody publishes": WrongStart(
         "events.kv_subscriber tcp://127.0.0.1:1", "cannot connect", "--kv-events-config", None
