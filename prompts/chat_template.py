@@ -131,9 +131,10 @@ class ChatTemplate:
         """Return whether the template of a request wants `content` as a string or as parts."""
         return self._compile_for_request(self.select_source(override, has_tools=has_tools)).content_format
 
-    def read_clock(self, *, has_tools: bool = False) -> tuple[str, ...]:
-        """Return the time now in each format that the template uses. Equal times give equal prompts."""
-        formats = find_time_formats(self.select_source(has_tools=has_tools))
+    @staticmethod
+    def read_clock(source: str) -> tuple[str, ...]:
+        """Return the time now in each format that a template uses. Equal times give equal prompts."""
+        formats = find_time_formats(source)
         return tuple([strftime_now(time_format) for time_format in formats]) if formats else ()
 
     def needs_system_first(self) -> bool:

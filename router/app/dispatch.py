@@ -170,7 +170,7 @@ class RequestDispatcher:
 
     def _make_trace_id(self, request: HttpRequest) -> bytes:
         """Return the client's `x-request-id` if it may be forwarded, else a new id."""
-        client_id = request.get_header(b"x-request-id")
+        client_id = request.headers.get(b"x-request-id")
         if client_id and len(client_id) <= TRACE_ID_BYTES_MAX:
             is_printable = all(33 <= byte < 127 for byte in client_id)
             if is_printable and not has_worker_address(client_id):

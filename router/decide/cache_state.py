@@ -10,9 +10,10 @@ Invariants: a request has at most one pin; no pin outlives its grace or its hold
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -47,7 +48,7 @@ class RunningPrompt(msgspec.Struct, eq=False):
     """Pin in the index; None if the target sends no events, or has lost its cache since."""
 
 
-class GracePin(NamedTuple):
+class GracePin(msgspec.Struct, frozen=True, eq=False):
     """Pin of an ended request, until its events have surely come."""
 
     release_s: float
@@ -301,7 +302,7 @@ class CacheState:
         self.working_sets.check_invariants()
 
 
-class SharedPrefix(NamedTuple):
+class SharedPrefix(msgspec.Struct, frozen=True):
     """Leading chunks of a prompt that several running prompts have in common, and who runs the last of them."""
 
     chunk_count: int
@@ -312,7 +313,8 @@ class SharedPrefix(NamedTuple):
 class RunningChunks:
     """Chunks of running prompts, with the prompts and targets of each.
 
-    A chunk's key stands for all of the prompt up to its end, so prompts share their first keys or none.
+    A chunk's key stands for all of the prompt up to its end, so prompts share their first keys or none: of any prompt's
+    keys, those that run on a target come first, which a binary search finds.
     """
 
     def __init__(self) -> None:
@@ -350,20 +352,17 @@ class RunningChunks:
 
     def count_leading(self, target: Target, keys: Sequence[int]) -> int:
         """Return how many of a prompt's chunks, from the first on, run on a target."""
-        for i, key in enumerate(keys):
-            if target not in self._counts_by_chunk.get(key, ()):
-                return i
-        return len(keys)
+        return bisect_left(keys, True, key=lambda key: target not in self._counts_by_chunk.get(key, ()))
 
     def find_shared_prefix(self, keys: Sequence[int]) -> SharedPrefix:
         """Return the longest prefix of a prompt with these chunks that SHARED_RUNNING_MIN running prompts have."""
-        chunk_count, last_counts = 0, dict[Target, int]()
-        for key in keys:
-            counts = self._counts_by_chunk.get(key, {})
-            if len(counts) < SHARED_RUNNING_MIN and sum(counts.values()) < SHARED_RUNNING_MIN:
-                break  # each target that has the chunk counts at least one prompt
-            chunk_count, last_counts = chunk_count + 1, counts
-        return SharedPrefix(chunk_count, sum(last_counts.values()), len(last_counts))
+
+        def is_unshared(key: int) -> bool:
+            return sum(self._counts_by_chunk.get(key, {}).values()) < SHARED_RUNNING_MIN
+
+        chunk_count = bisect_left(keys, True, key=is_unshared)
+        counts = self._counts_by_chunk[keys[chunk_count - 1]] if chunk_count else {}
+        return SharedPrefix(chunk_count, sum(counts.values()), len(counts))
 
     def list_counts(self) -> dict[tuple[int, Target], int]:
         """Return the number of prompts by chunk key and target, for tests."""

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Generic, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import Final, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -54,6 +55,7 @@ from router.decide.workers import may_transfer
 from router.index.protocol import HolderId, Match, Scope
 
 Key = TypeVar("Key", bound=Hashable)
+_GET_CACHED_TOKENS: Final = attrgetter("cached_tokens")
 
 
 class RoutingChoice(msgspec.Struct, eq=False):
@@ -487,8 +489,8 @@ class Chooser:
             decided_s=now,
             queued_s=waited_s,
         )
-        own_terms = (candidate for candidate in choice.terms if not candidate.transfer)
-        most_cached = max(own_terms, key=lambda candidate: candidate.cached_tokens, default=terms)
+        own_terms = [candidate for candidate in choice.terms if not candidate.transfer]
+        most_cached = max(own_terms, key=_GET_CACHED_TOKENS, default=terms)
         if most_cached.cached_tokens > terms.cached_tokens:
             decision.most_cached = most_cached
         if explain:

@@ -314,7 +314,7 @@ class RequestPlacer:
                 in_flight.on_arrival = partial(self._cache_state.pin, attempt.running_prompt)
         if transfer_source is not None:
             self._start_source(attempt, choice, transfer_source, now)
-        self._remember_placement(request, Placement(target.name, request.prompt_tokens, now))
+        self._remember_placement(request, target, now)
         worker = self._registry.workers[target.worker_id]
         if worker.state is WorkerState.PROBING:
             worker.probe = request.request_id
@@ -323,9 +323,13 @@ class RequestPlacer:
         self._counters["routed"] += 1
         return Forward(request.request_id, decision)
 
-    def _remember_placement(self, request: RouteRequest, placement: Placement) -> None:
+    def _remember_placement(self, request: RouteRequest, target: Target, now: float) -> None:
         """Store a placement for the next request of the session or of the conversation with media."""
-        if request.session is not None and self._config.session_affinity:
+        has_affinity = request.session is not None and self._config.session_affinity
+        if not has_affinity and request.media_conversation is None:
+            return
+        placement = Placement(target.name, request.prompt_tokens, now)
+        if has_affinity and request.session is not None:
             self.chooser.session_placements.put(request.session, placement)
         if request.media_conversation is not None:
             self.chooser.media_placements.put((request.media_conversation, request.scope), placement)

@@ -27,8 +27,9 @@ TIE_S: Final = 1e-6
 
 def choose_cheapest(terms: Sequence[Terms], rotation: int) -> int:
     """Return the index of the lowest cost; `rotation` counts up from choice to choice and decides between ties."""
-    highest_tied_cost = min(candidate.cost for candidate in terms) + TIE_S
-    tied_indices = [i for i, candidate in enumerate(terms) if candidate.cost <= highest_tied_cost]
+    costs = [candidate.cost for candidate in terms]
+    highest_tied_cost = min(costs) + TIE_S
+    tied_indices = [i for i, cost in enumerate(costs) if cost <= highest_tied_cost]
     return tied_indices[rotation % len(tied_indices)]
 
 

@@ -141,8 +141,10 @@ class RequestContext:
         all KV that came from it.
         """
         self.usage = usage = self.progress.find_reported_usage()
-        prefill, is_split = self.prefill, self.decision is not None and self.decision.is_split
-        if usage is not None and is_split and prefill is not None and not prefill.is_dropped:
+        prefill, decision = self.prefill, self.decision
+        if usage is None or prefill is None or decision is None:
+            return
+        if decision.is_split and not prefill.is_dropped:
             self.usage = ReportedUsage(usage.prompt_tokens, prefill.cached_tokens, usage.completion_tokens)
 
     def is_wanted(self) -> bool:

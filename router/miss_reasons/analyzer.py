@@ -9,8 +9,9 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from weakref import ref
+
+import msgspec
 
 from router.decide.messages import ReportedUsage
 from router.miss_reasons.attribution import MissFacts, Placement, attribute_misses, attribute_without_comparison
@@ -19,8 +20,7 @@ from router.miss_reasons.explanation import MissExplanation, UncachedRange
 from router.miss_reasons.prompt_history import AnalyzedPrompt, PreviousPrompt, PromptHistory, PromptMatch
 
 
-@dataclass(slots=True, eq=False)
-class AnalyzedRequest:
+class AnalyzedRequest(msgspec.Struct, eq=False):
     """A request that was sent to a worker, with the facts that explain why its prompt was not cached there.
 
     The explanation itself is made each time that somebody asks for it, because nobody asks for most of them.

@@ -8,7 +8,9 @@ answer. Invariant: the ranges cover the tokens behind the predicted prefix, in o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
+
+import msgspec
 
 from router.decide.messages import Decision
 from router.miss_reasons.differences import classify_answer_change, classify_difference, find_added_system_prompt
@@ -23,7 +25,7 @@ ANNOUNCEMENT_S_MAX: Final = 5.0
 """Time after which blocks that were computed and not announced count as evicted."""
 
 
-class RemovedPrefix(NamedTuple):
+class RemovedPrefix(msgspec.Struct, frozen=True):
     """A prefix of a prompt that a worker had, and has removed."""
 
     end_token: int
@@ -32,7 +34,7 @@ class RemovedPrefix(NamedTuple):
     removed_at_s: float
 
 
-class Placement(NamedTuple):
+class Placement(msgspec.Struct, frozen=True, eq=False):
     """The worker of a request, and the facts at its first byte."""
 
     decision: Decision

@@ -56,7 +56,7 @@ def unpack_fingerprints(outline: Outline, indexes: slice = slice(None)) -> Messa
     """Return the fingerprints of the messages of a chat, or only of those with these indexes."""
     start, stop, _ = indexes.indices(outline.message_count)
     numbers = array("I", outline.messages[start * FINGERPRINT_BYTES : stop * FINGERPRINT_BYTES])
-    return MessageFingerprints(*(numbers[field::FINGERPRINT_FIELDS] for field in range(FINGERPRINT_FIELDS)))
+    return MessageFingerprints(*[numbers[field::FINGERPRINT_FIELDS] for field in range(FINGERPRINT_FIELDS)])
 
 
 def classify_difference(old: Outline, new: Outline, common_share: float) -> tuple[DifferenceKind, int | None]:

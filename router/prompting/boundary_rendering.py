@@ -64,7 +64,10 @@ class BoundaryRenderer:
 
     def find_markers(self, chat: RoutingRequest) -> tuple[str, ...]:
         """Return the strings for which the template searches message texts."""
-        return find_template_markers(self.template.select_source(has_tools=chat.tools is not None))
+        return find_template_markers(self._select_source(chat))
+
+    def _select_source(self, chat: RoutingRequest) -> str:
+        return self.template.select_source(has_tools=chat.tools is not None)
 
     def render_new(
         self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
@@ -75,7 +78,16 @@ class BoundaryRenderer:
         few plain texts. None if the template refuses the messages, or may have written the text before the boundary in
         another way.
         """
-        turn = self._read_plain_turn(rendered, inputs.chat, inputs.digest, messages)
+        turn = None
+        if not rendered.has_late_system:
+            template_source = self._select_source(inputs.chat)
+            turn = read_plain_turn(
+                messages,
+                find_template_markers(template_source),
+                prefix_digest=rendered.digest,
+                inputs_digest=inputs.digest,
+                clock=self.template.read_clock(template_source),
+            )
         text = None if turn is None else self.memo.fill(turn)
         if text is None:
             text = self.render_after(rendered, inputs, messages)
@@ -84,20 +96,6 @@ class BoundaryRenderer:
         if text is None or not self.tokenizer.cut_tokens.starts_with_cut(text):
             return None
         return RenderedMessages(self, rendered, inputs, messages, turn, text)
-
-    def _read_plain_turn(
-        self, rendered: RenderedPlaceholders, chat: RoutingRequest, inputs_digest: bytes, messages: list[Message]
-    ) -> PlainTurn | None:
-        """Return new messages as the memo takes them; None if it does not."""
-        if rendered.has_late_system:
-            return None
-        return read_plain_turn(
-            messages,
-            self.find_markers(chat),
-            prefix_digest=rendered.digest,
-            inputs_digest=inputs_digest,
-            clock=self.template.read_clock(has_tools=chat.tools is not None),
-        )
 
     def cut(
         self,

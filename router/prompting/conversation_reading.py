@@ -135,11 +135,6 @@ class Continuation(msgspec.Struct, eq=False):
     """Conversation to be cached instead of `conversation`, or beside it."""
 
     @property
-    def request(self) -> RoutingRequest:
-        """The body's request, without the messages before the boundary."""
-        return self.tail.request
-
-    @property
     def predecessor(self) -> CachedConversation | None:
         """The conversation that `successor` replaces."""
         return self.conversation if self.boundary is self.conversation.boundaries[-1] else None

@@ -336,7 +336,7 @@ class PromptReader:
         """
         if continuation is None:
             return None
-        request, conversation = continuation.request, continuation.conversation
+        request, conversation = continuation.tail.request, continuation.conversation
         target = make_target(request)
         tokens_max, token_ids = target.tokens_max, continuation.token_ids
         # With more characters than this, even the longest possible tokens would be more than the model takes.

@@ -97,7 +97,7 @@ class Turns:
 
 
 def check_same(continuation: Continuation, request: RoutingRequest, prompt: RenderedPrompt) -> None:
-    read = continuation.request
+    read = continuation.tail.request
     if prompt.token_ids is not None:  # else a template refuses what it is not shown again, as the worker will
         assert list(truncate_prompt(continuation.token_ids, read, None) or ()) == list(
             truncate_prompt(prompt.token_ids, request, None) or ()

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from msgspec.structs import astuple
+
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.index.protocol import Scope
 from router.miss_reasons.attribution import MissFacts, Placement, RemovedPrefix
@@ -82,7 +84,7 @@ class NaiveAnalyzer:
         return self._explain(prompt, placement, facts)[0].why
 
     def record_placed(self, id: str, session: str | None, tokens: int, placement: Placement) -> NaiveRequest:
-        decision, gone, _, now, wall = placement
+        decision, gone, _, now, wall = astuple(placement)
         route = RouteRequest("", "m", Scope("m"), None, tokens, session=session)
         prompt = AnalyzedPrompt(id, route, array("I", range(tokens)), None, is_history_incomplete=True)
         labels = labels_of(prompt, None, 0, decision, 1, gone, None, now)
@@ -94,7 +96,7 @@ class NaiveAnalyzer:
     def record_compared(
         self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts, is_sampled: bool
     ) -> NaiveRequest:
-        decision, _, block, now, _ = placement
+        decision, _, block, now, _ = astuple(placement)
         while self.history and now - self.history[0].at_s >= self.config.ttl_s:
             del self.history[0]
         request, replaced_prompt = self._explain(prompt, placement, facts)
@@ -174,7 +176,7 @@ class NaiveAnalyzer:
     def _explain(
         self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts
     ) -> tuple[NaiveRequest, PreviousPrompt | None]:
-        decision, gone, block, now, wall = placement
+        decision, gone, block, now, wall = astuple(placement)
         past = self._find_extended(prompt) or self._find_similar(prompt)
         shared_tokens = 0 if past is None else shared(past.ids, prompt.token_ids)
         labels = labels_of(prompt, past, shared_tokens, decision, block, gone, facts, now)
