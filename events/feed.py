@@ -310,8 +310,6 @@ class EventFeed:
     def _apply_stimulus(self, stream: FollowedStream, stimulus: Callable[[StreamState], list[Instruction]]) -> None:
         self._enqueue_instructions(stream, stimulus(stream.stream_state))
 
-    # Connections
-
     def _read_monitor(self, subscription: Subscription) -> bool:
         """Handle what a socket's monitor reports about its connections; return whether it reported anything.
 
@@ -364,8 +362,6 @@ class EventFeed:
             stream = subscription.stream_by_topic.get(topic)
             if stream is not None:
                 self._run_guarded(stream, self._on_disconnected, stream)
-
-    # Live messages
 
     def _read_live(self, subscription: Subscription) -> None:
         """Read and handle some of the live messages that wait in a socket, so that other sockets get their turn.
@@ -467,8 +463,6 @@ class EventFeed:
         for subscription in self._list_bound_subscriptions():
             for topic in list(subscription.descriptor_by_unclaimed_topic):
                 self._claim_topic(subscription, topic)
-
-    # Requests
 
     def _enqueue_instructions(self, stream: FollowedStream, instructions: list[Instruction]) -> None:
         stream.enqueue(instructions)

@@ -281,8 +281,6 @@ class EventPublisher:
             self._pending_replies.append(reply)
         return bool(self._pending_replies) and busy_peer_count >= len(self._pending_replies)
 
-    # Sockets
-
     def _open_sockets(self) -> None:
         """Open the PUB socket and, if it is configured, the ROUTER socket for replay, on this rank's addresses.
 

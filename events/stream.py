@@ -95,8 +95,6 @@ class StreamState:
         last_digest = self._applied_batches.get_digest(self._next_seq - 1)
         return None if last_digest is None else (self._next_seq - 1, last_digest)
 
-    # Stimuli
-
     def on_connected(self, now: float) -> list[Instruction]:
         """Handle a new connection, before its first message."""
         self.is_online = True
@@ -269,8 +267,6 @@ class StreamState:
         self._is_tail_check = True
         return instructions
 
-    # Replies, by phase
-
     def _handle_repair_reply(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         """Handle a batch of a replay that fills a gap: the last applied batch comes first, then the missing ones."""
         assert self._next_seq is not None
@@ -324,8 +320,6 @@ class StreamState:
         self._next_seq = seq + 1
         self._applied_batches.record(seq, digest_payload(payload))
         return []
-
-    # Moves between phases
 
     def _start_repair(self, now: float) -> list[Instruction]:
         """Request the batches after the last applied one, because some may be missing.
@@ -448,8 +442,6 @@ class StreamState:
             return self._handle_restart(f"seq {seq} is another batch than before", now, seq, payload)
         self._store_early(seq, payload)
         return self._start_repair(now) if self.phase is StreamPhase.LIVE else []
-
-    # Parts of moves
 
     def _apply(self, seq: int, payload: bytes, origin: Origin) -> Apply:
         """Advance the position by batch `seq`, the next one, and return the instruction to apply it."""

@@ -94,8 +94,6 @@ class DirectoryActor:
             self._adopt_member(member)
         threading.Thread(target=self._run, daemon=True).start()
 
-    # Asked by the command line ---------------------------------------------------------------------------------------
-
     def scale(self, engine_count: int | None, router_count: int | None) -> None:
         """Set how many engines and routers there should be; None leaves a number as it is."""
         with self._lock:
@@ -172,8 +170,6 @@ class DirectoryActor:
                 counts[member.kind.value] += report.program.hung_count
         return dict(counts)
 
-    # The loop --------------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         """Read reports, compare the fleet with its plan, and ask for further reports, again and again."""
         while True:
@@ -220,8 +216,6 @@ class DirectoryActor:
         self._has_unsaved_changes = True
         self._events.append((time.time() if at_s is None else at_s, text))
         log.info("%s", text)
-
-    # Members --------------------------------------------------------------------------------------------------------
 
     def _start_member(self, action: StartAction, now: float) -> None:
         """Start the actor of a new member where Ray has room for it.
@@ -387,8 +381,6 @@ class DirectoryActor:
 
     def _get_report(self, member: Member) -> MemberReport | None:
         return self._link_by_member[member.name].report
-
-    # Routers ---------------------------------------------------------------------------------------------------------
 
     def _list_workers(self) -> list[ListedWorker]:
         """List the workers that routers should know."""

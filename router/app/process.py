@@ -122,8 +122,6 @@ class RouterProcess:
             self._health.is_draining = True
             await self._shutdown.drain(None if picker is None else picker.stop)
 
-    # Building -----------------------------------------------------------------------------------------------------
-
     def _add_tracing(self) -> None:
         """Trace requests if an endpoint for traces is configured. Raises ConfigError if packages are missing."""
         config, proxy = self._config, self.pipeline.proxy
@@ -212,8 +210,6 @@ class RouterProcess:
         host = bracket_host(self._config.host)
         log.info("policy %s, listening on %s://%s:%d", self._config.core.policy, scheme, host, port)
         print(f"router listening on {scheme}://{host}:{port}", flush=True)
-
-    # The endpoint picker ------------------------------------------------------------------------------------------
 
     def _bind_picker(self, config: EppConfig) -> PickerServer:
         """Return the endpoint picker, with its ports bound, and have requests take their model from Envoy's header.

@@ -112,8 +112,6 @@ class ShadowProcess(RouterProcess):
         forwarded_routes = ForwardedRoutes(self._dispatcher, self._local_routes, self._config.edge)
         return CopiedRoutes(self._dispatcher, forwarded_routes)
 
-    # A log instead of copies --------------------------------------------------------------------------------------
-
     async def _replay_log(self, log_path: Path) -> None:
         """Record the requests of a log, then end the process. Raises ConfigError, and OSError for its file."""
         try:

@@ -229,8 +229,6 @@ class WorkerCheck:
             prompt_ids = answer.get("tokens") or [random_source.randrange(100, 200) for _ in range(prompt_tokens)]
         return list(prompt_ids[:prompt_tokens])
 
-    # The events -----------------------------------------------------------------------------------------------------
-
     async def _is_listening(self, source: EventSource) -> bool:
         """Return whether the address of a source accepts connections; only TCP addresses can be tried."""
         parts = urlsplit(source.endpoint)
@@ -318,8 +316,6 @@ class WorkerCheck:
         return Finding(
             "replay", False, f"{sources[0].replay_endpoint} does not answer: lost events cannot be asked for again"
         )
-
-    # The answers ----------------------------------------------------------------------------------------------------
 
     def _check_cached(self, prompt_ids: Sequence[int], second_result: CompletionResult) -> Finding:
         """Compare the cached tokens that a repeated prompt reports with the tokens that a router would predict.

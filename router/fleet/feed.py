@@ -206,7 +206,6 @@ class IndexFeed:
         streams[rank] = self._replace_stream(old_stream, snapshot)
         return True
 
-    # Seeing --------------------------------------------------------------------------------------------------------
     def count_stored_blocks(self, worker_id: str) -> int:
         """Return how many blocks the worker has announced so far."""
         return sum(stream.counters.stored for stream in self._streams_by_worker.get(worker_id, []))
@@ -284,7 +283,6 @@ class IndexFeed:
         except KeyError:
             return []
 
-    # Changing what is followed -------------------------------------------------------------------------------------
     def _start_stream(
         self,
         worker_id: str,

@@ -140,8 +140,6 @@ class Fleet:
         self.failed_checks: Counter[str] = Counter()
         """Failed checks and probes by worker, for `/metrics`."""
 
-    # Changes ------------------------------------------------------------------------------------------------------
-
     async def add(self, settings: dict[str, Any]) -> str:
         """Add a worker from a JSON object with the keys of `--worker` and return its id. Raises ConfigError."""
         flag = parse_worker_settings(settings)
@@ -239,8 +237,6 @@ class Fleet:
             member.facts is None and not member.failures and not member.problem for member in self._members.values()
         )
 
-    # Where workers come from --------------------------------------------------------------------------------------
-
     def follow_file(self, path: Path) -> None:
         """Add the workers in a file of `--worker` lines, and follow its changes. Raises ConfigError."""
         self._update_origin("file", read_workers_file(path))
@@ -313,8 +309,6 @@ class Fleet:
         task.add_done_callback(self._background.discard)
         task.add_done_callback(_report_crash)
         return task
-
-    # One worker ---------------------------------------------------------------------------------------------------
 
     async def _watch_worker(self, member: _Member) -> None:
         """Follow a worker until the task is cancelled. After a fault of the router, begin anew after a pause."""

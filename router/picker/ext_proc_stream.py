@@ -159,8 +159,6 @@ class ExtProcStream:
         else:
             raise UnexpectedMessage("a message without a request in it")
 
-    # Answers to the request -----------------------------------------------------------------------------------------
-
     def choose(self, choice: Choice) -> None:
         """Tell Envoy the chosen endpoint, and send back the request's body if Envoy streamed it to the router.
 
@@ -207,8 +205,6 @@ class ExtProcStream:
         self.phase = Phase.OVER
         self._responses = [build_immediate_response(status, headers, body)]
         self._release_body()
-
-    # From Envoy -----------------------------------------------------------------------------------------------------
 
     def _handle_request_headers(self, message: Request) -> None:
         """Read the head and how the body will come. Without a body to wait for, the request is complete."""

@@ -87,8 +87,6 @@ class PickExchange:
         self._fairness_id: str | None = None
         """Fairness id under which the request is counted; None while it is not counted."""
 
-    # From the core ------------------------------------------------------------------------------------------------
-
     def place(self, route: RouteRequest) -> None:
         """Ask the core for a worker, among the endpoints that the gateway allows.
 
@@ -204,8 +202,6 @@ class PickExchange:
         if self._proxy.end(self.context, "rejected"):
             self.client.respond_error(error)
 
-    # From Envoy -----------------------------------------------------------------------------------------------------
-
     def response_started(self, answer: ResponseStart) -> Sequence[Header]:
         """Record the head of an answer, and return headers for the client.
 
@@ -298,8 +294,6 @@ class PickExchange:
         """Have the core stop counting the request as load. `failure`: fault of the worker; None if it has none."""
         silent_s = self._proxy.now() - self.context.progress.last_byte_at_s
         self._proxy.withdraw(self.context, failure, silent_s)
-
-    # From the process -----------------------------------------------------------------------------------------------
 
     @property
     def last_progress_at_s(self) -> float | None:

@@ -112,8 +112,6 @@ class PickerClient:
         self._cancel_responder()
         self._charge.release()
 
-    # Callbacks of the ext_proc stream -------------------------------------------------------------------------------
-
     def _client_address(self) -> str:
         """Return the client's address from the gateway's header, or else the gateway's own address."""
         request = self._stream.request
@@ -193,8 +191,6 @@ class PickerClient:
     def response_ended(self) -> None:
         if self._pick is not None:
             self._pick.complete_response()
-
-    # The exchange's client ------------------------------------------------------------------------------------------
 
     def send_choice(self, choice: Choice) -> None:
         if self._stream.phase is Phase.CHOOSING:

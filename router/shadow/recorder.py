@@ -151,8 +151,6 @@ class Recorder:
         request.end_s = None if line.latency_s is None else at_s + line.latency_s
         self._store(request)
 
-    # Workers of requests --------------------------------------------------------------------------------------------
-
     def _place_predecessor(self, serial: int | None, cached_tokens: Mapping[str, int]) -> None:
         """Search for the worker of a conversation's last turn when the next turn comes. `serial`: the last turn's.
 
@@ -216,8 +214,6 @@ class Recorder:
         if len(self.requests) > self.config.requests_max:
             del self.requests[0]
             self.counts["dropped"] += 1
-
-    # Prompts --------------------------------------------------------------------------------------------------------
 
     def _observe(self, route: RouteRequest, at_s: float) -> ObservedRequest:
         """Describe a request that arrived: the digests of its blocks, and the request that it continues.
