@@ -52,7 +52,6 @@ class ModelRoutes:
         self._created_at = int(time.time())
 
     def register(self, routes: Routes) -> None:
-        """Serve the routes of this class."""
         routes.add("GET", "/v1/models", CachedPage(self._list_models, self._now), public=True)
         routes.add("GET", "/v1/models/**", self._describe_model, public=True)
 

@@ -33,7 +33,6 @@ class ExplanationRoutes:
         self._reasons = reasons
 
     def register(self, routes: Routes) -> None:
-        """Serve the routes of this class."""
         routes.add("POST", "/route", self._explain_route, public=False)
         routes.add("GET", "/requests/*", self._explain_request, public=False)
         routes.add("POST", "/requests/watch", self._watch_session, public=False)

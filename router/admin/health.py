@@ -32,7 +32,6 @@ class HealthRoutes:
         """Whether the process is about to end."""
 
     def register(self, routes: Routes) -> None:
-        """Serve the routes of this class."""
         routes.add("GET", "/livez", lambda *_: Response(b'{"status":"ok"}'), public=True)
         routes.add("GET", "/health", self._report_health, public=True)
         routes.add("GET", "/readyz", self._report_readiness, public=True)

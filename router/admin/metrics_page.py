@@ -59,7 +59,6 @@ class MetricsRoutes:
         self._sources = sources
 
     def register(self, routes: Routes) -> None:
-        """Serve the route of this class."""
         routes.add("GET", "/metrics", CachedPage(self._render, self._sources.proxy.now), public=True)
 
     def _render(self) -> Response:

@@ -34,7 +34,6 @@ class WorkerListRoutes:
         self._prompt_reader = prompt_reader
 
     def register(self, routes: Routes) -> None:
-        """Serve the routes of this class."""
         routes.add("GET", "/workers", self._list_workers, public=False)
         routes.add("POST", "/workers", self._add_worker, public=False)
         routes.add("DELETE", "/workers", self._remove_worker, public=False)

@@ -6,7 +6,6 @@ itself is in router/admin.
 
 from __future__ import annotations
 
-import logging
 from typing import Final, Protocol
 
 from prompts.paths import make_unknown_path_error
@@ -22,8 +21,6 @@ from router.http.fair_scheduler import REQUESTS_PER_ITERATION, FairScheduler
 from router.http.local_replies import MethodNotAllowed, UpgradeRequired
 from router.http.request import HttpRequest
 from router.http.routes import Routes
-
-log = logging.getLogger("router")
 
 FORWARDED_METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 """Methods that --pass-route forwards. Other methods are about this server itself."""

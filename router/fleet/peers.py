@@ -102,16 +102,6 @@ class PeersBody(msgspec.Struct, forbid_unknown_fields=True):
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class PeerConfig:
-    """Times of the exchange, in seconds."""
-
-    heartbeat_s: float = 0.5
-    """Time between two full messages."""
-    expire_s: float = 2.0
-    """Silence after which a router's load is dropped."""
-
-
 @dataclass(slots=True)
 class _Peer:
     epoch: str
@@ -137,11 +127,14 @@ _ENCODER = msgspec.msgpack.Encoder()
 class PeerLoads:
     """Exchanges this router's load with other routers."""
 
-    def __init__(self, tracker: LoadTracker, router: str, config: PeerConfig | None = None) -> None:
-        """`router` is a name that is unique among the peers."""
+    def __init__(self, tracker: LoadTracker, router: str, *, heartbeat_s: float = 0.5, expire_s: float = 2.0) -> None:
+        """`router` is a name that is unique among the peers.
+
+        `heartbeat_s`: time between two full messages. `expire_s`: silence after which a router's load is dropped.
+        """
         self._tracker = tracker
         self._router = router
-        self._config = config or PeerConfig()
+        self._heartbeat_s, self._expire_s = heartbeat_s, expire_s
         self._epoch = uuid.uuid4().hex
         self._seq = 0
         self._last_full_s: float | None = None
@@ -152,7 +145,7 @@ class PeerLoads:
     def next_message(self, now: float) -> bytes | None:
         """Return the message to publish now, if any: changed targets, or everything once a heartbeat."""
         tracker = self._tracker
-        is_full = self._last_full_s is None or now - self._last_full_s >= self._config.heartbeat_s
+        is_full = self._last_full_s is None or now - self._last_full_s >= self._heartbeat_s
         if not is_full and not tracker.changed_targets:
             return None
         tracker.advance(now)
@@ -195,11 +188,15 @@ class PeerLoads:
         loads = {load.target: _make_peer_load(load, now) for load in message.loads}
         self._tracker.set_peer_loads(message.router, loads, is_full=message.full or is_restarted)
         if message.full or is_restarted:
-            self._tracker.set_peer_speeds(message.router, {s.pool: _make_shared_speed(s) for s in message.speeds})
+            speed_by_pool = {
+                s.pool: SharedSpeed(s.prefill_s_per_token, s.prefill_weight, s.step_s, s.step_weight)
+                for s in message.speeds
+            }
+            self._tracker.set_peer_speeds(message.router, speed_by_pool)
 
     def expire(self, now: float) -> None:
         """Drop the load of routers that are silent."""
-        silent_peers = [name for name, peer in self._peers.items() if now - peer.last_message_s > self._config.expire_s]
+        silent_peers = [name for name, peer in self._peers.items() if now - peer.last_message_s > self._expire_s]
         for name in silent_peers:
             del self._peers[name]
             self._tracker.set_peer_loads(name, {})
@@ -232,10 +229,6 @@ class PeerLoads:
         if self.stats.malformed == 0:
             log.warning("a message of a peer router is skipped: %s", reason)
         self.stats.malformed += 1
-
-
-def _make_shared_speed(speed: LearnedSpeed) -> SharedSpeed:
-    return SharedSpeed(speed.prefill_s_per_token, speed.prefill_weight, speed.step_s, speed.step_weight)
 
 
 def _make_peer_load(load: TargetLoad, now: float) -> PeerLoad:

@@ -16,7 +16,7 @@ from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.load import NO_PEER_LOAD
 from router.decide.target import OVERDUE_SHARE, InFlightRequest, Target
 from router.decide.tracker import LoadTracker
-from router.fleet.peers import LoadMessage, PeerConfig, PeerLoads, PeerSockets
+from router.fleet.peers import LoadMessage, PeerLoads, PeerSockets
 from router.index.protocol import HolderId
 
 
@@ -43,8 +43,7 @@ def test_two_routers_see_what_one_would(
     """Requests are dealt to two routers whose clocks differ by `skew`; messages in `lost` never arrive. After the next
     heartbeats both see the queue, decode load and utilisation of a single router that had them all."""
     (single_tracker, all_targets), pair = tracker(), [tracker(), tracker()]
-    config = PeerConfig(heartbeat_s=5.0, expire_s=100.0)
-    loads = [PeerLoads(pair[i][0], f"r{i}", config) for i in range(2)]
+    loads = [PeerLoads(pair[i][0], f"r{i}", heartbeat_s=5.0, expire_s=100.0) for i in range(2)]
     offset = [0.0, skew]
     now = 0.0
     single_requests: dict[str, InFlightRequest] = {}
@@ -135,7 +134,7 @@ def test_a_router_that_joins_starts_with_the_speeds_that_its_peers_learned() -> 
         old_tracker.record_first_token(request, first_token_s)
         old_tracker.end_request(request, first_token_s)
     assert old_target.speed.prefill_rate == pytest.approx(1e-3, rel=0.1)
-    joining, before = PeerLoads(new_tracker, "new", PeerConfig(expire_s=2.0)), new_target.speed.service
+    joining, before = PeerLoads(new_tracker, "new", expire_s=2.0), new_target.speed.service
     message = PeerLoads(old_tracker, "old").next_message(700.0)
     assert message is not None
     joining.apply_message(message, 0.0)
@@ -152,7 +151,7 @@ def test_a_router_that_joins_starts_with_the_speeds_that_its_peers_learned() -> 
 
 def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
     (my_tracker, targets), (their_tracker, their_targets) = tracker(), tracker()
-    loads = PeerLoads(my_tracker, "me", PeerConfig(expire_s=2.0))
+    loads = PeerLoads(my_tracker, "me", expire_s=2.0)
     their_tracker.add_request(their_targets[0], prompt_tokens=8000, cached_tokens=0, is_streaming=True, now=0.0)
     message = PeerLoads(their_tracker, "you").next_message(0.0)
     assert message is not None
@@ -174,7 +173,7 @@ def test_a_silent_peer_is_forgotten_and_a_restarted_one_replaced() -> None:
 
 def test_a_lost_message_is_repaired_by_the_next_full_one() -> None:
     (my_tracker, targets), (their_tracker, their_targets) = tracker(), tracker()
-    loads, other = PeerLoads(my_tracker, "me"), PeerLoads(their_tracker, "you", PeerConfig(heartbeat_s=1.0))
+    loads, other = PeerLoads(my_tracker, "me"), PeerLoads(their_tracker, "you", heartbeat_s=1.0)
     a = their_tracker.add_request(their_targets[0], prompt_tokens=8000, cached_tokens=0, is_streaming=True, now=0.0)
     loads.apply_message(other.next_message(0.0) or b"", 0.0)
     assert targets[0].prefill_queue.total_prefill_s > 0.0
@@ -207,7 +206,7 @@ def test_late_and_unreadable_messages_are_counted_not_believed() -> None:
 
 def test_nothing_is_said_when_nothing_changed() -> None:
     my_tracker, targets = tracker()
-    loads = PeerLoads(my_tracker, "me", PeerConfig(heartbeat_s=1.0))
+    loads = PeerLoads(my_tracker, "me", heartbeat_s=1.0)
     assert loads.next_message(0.0) is not None
     assert loads.next_message(0.5) is None
     my_tracker.add_request(targets[0], prompt_tokens=10, cached_tokens=0, is_streaming=True, now=0.6)
