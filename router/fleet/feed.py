@@ -122,16 +122,17 @@ class IndexFeed:
         snapshot_by_rank = snapshots or {}
         new_streams = self._streams_by_worker[worker_id] = []
         for rank, (source, holder) in enumerate(targets):
-            stream = self._start_stream(
-                worker_id,
-                rank,
-                source,
-                holder,
-                snapshot_by_rank.get(rank),
+            stream = WorkerStream(
+                worker_id=worker_id,
+                rank=rank,
+                source=source,
+                holder=holder,
+                stream_id=self._make_stream_id(worker_id, rank),
+                counters=self._counters.setdefault((worker_id, rank), StreamCounters()),
                 is_only_rank=len(targets) == 1,
                 blocks_max=blocks_max,
             )
-            new_streams.append(stream)
+            new_streams.append(self._start_stream(stream, snapshot_by_rank.get(rank)))
         self.events.rematch_topics()
 
     def count_free_streams(self, worker_id: str) -> int:
@@ -283,50 +284,22 @@ class IndexFeed:
         except KeyError:
             return []
 
-    def _start_stream(
-        self,
-        worker_id: str,
-        rank: int,
-        source: EventSource,
-        holder: HolderId,
-        snapshot: PeerSnapshot | None = None,
-        *,
-        is_only_rank: bool,
-        blocks_max: int,
-    ) -> WorkerStream:
-        """Follow a rank's events under a new stream id, from another router's snapshot if there is one."""
-        stream_id = f"{worker_id}#{rank}@{next(self._stream_generation)}"
-        counters = self._counters.setdefault((worker_id, rank), StreamCounters())
-        stream = WorkerStream(
-            worker_id,
-            rank,
-            source,
-            holder,
-            stream_id,
-            counters,
-            is_only_rank,
-            time.monotonic(),
-            topic=source.topic,
-            blocks_max=blocks_max,
-        )
+    def _make_stream_id(self, worker_id: str, rank: int) -> str:
+        """Return an id that no stream has had, so that late messages of a replaced stream are told apart."""
+        return f"{worker_id}#{rank}@{next(self._stream_generation)}"
+
+    def _start_stream(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> WorkerStream:
+        """Follow a new stream, from another router's snapshot if there is one."""
         self._declare_groups(stream)
         self._report_capacity(stream)
         with self._lock:
-            self._stream_by_id[stream_id] = stream
+            self._stream_by_id[stream.stream_id] = stream
         self.events.add(stream.make_feed_source(self._apply_snapshot(stream, snapshot)))
         return stream
 
     def _replace_stream(self, old: WorkerStream, snapshot: PeerSnapshot | None = None) -> WorkerStream:
         """Follow the events of a stopped stream anew."""
-        return self._start_stream(
-            old.worker_id,
-            old.rank,
-            old.source,
-            old.holder,
-            snapshot,
-            is_only_rank=old.is_only_rank,
-            blocks_max=old.blocks_max,
-        )
+        return self._start_stream(old.make_successor(self._make_stream_id(old.worker_id, old.rank)), snapshot)
 
     def _apply_snapshot(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> tuple[int, int] | None:
         """Apply another router's snapshot; return the position that the worker has to confirm, if any."""

@@ -100,7 +100,9 @@ class WorkerStream:
     counters: StreamCounters
     is_only_rank: bool
     """Whether the worker has no other rank."""
-    down_since_s: float | None
+    blocks_max: int
+    """Most blocks that the stream may announce; with more, all of them are forgotten."""
+    down_since_s: float | None = field(default_factory=time.monotonic)
     """Monotonic time since which the stream is not connected; None while it is."""
     has_warned: bool = False
     """Whether the log says that the stream cannot be connected."""
@@ -115,13 +117,22 @@ class WorkerStream:
     """Data-parallel rank that the batches name, if it is not the one they are followed for."""
     last_event_s: float | None = None
     """Wall-clock time at which the last live batch arrived."""
-    topic: str = ""
-    blocks_max: int = 1 << 24
-    """Most blocks that the stream may announce; with more, all of them are forgotten."""
+    topic: str = field(init=False)
+    """Topic under which the worker publishes, as its description or its first message says."""
     stored_since_counted: int = 0
     """Blocks stored since they were last counted."""
     full_cache: ObservedCapacity = field(default_factory=ObservedCapacity)
     problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.topic = self.source.topic
+
+    def make_successor(self, stream_id: str) -> WorkerStream:
+        """Return the record of a new stream of this rank. Only its counters go on from where they are."""
+        return WorkerStream(
+            self.worker_id, self.rank, self.source, self.holder, stream_id, self.counters, self.is_only_rank,
+            self.blocks_max,
+        )  # fmt: skip
 
     @property
     def is_up(self) -> bool:
