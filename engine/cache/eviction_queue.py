@@ -143,7 +143,7 @@ class EvictionQueue(Generic[EvictableT]):
         turn = path.turn
         if turn.is_shared_prefix or path.leaf.depth >= turn.shared_blocks:
             return None
-        return self._reuse_stats.shared_prefix_turn(path.leaf.hash, turn.end_clock)
+        return self._reuse_stats.touch_shared_prefix(path.leaf.hash, turn.end_clock)
 
     def requeue(self, node: EvictableT) -> None:
         """Move the path that ends at `node`, if one does, to the queue of its present value.
@@ -170,9 +170,9 @@ class EvictionQueue(Generic[EvictableT]):
         next_path = self._select_path()
         if next_path is None:
             return node
-        return_share, gap_log2 = self._reuse_stats.compute_mean_reuse()
+        mean_reuse = self._reuse_stats.compute_mean_reuse()
         age = self._reuse_stats.clock - superseded_clock
-        state_value = value_per_block * return_share / max(2.0**gap_log2, age)
+        state_value = value_per_block * mean_reuse.return_share / max(2.0**mean_reuse.gap_log2, age)
         return node if state_value <= self._current_value(next_path) else None
 
     def mark_abandoned(self, turn: ConversationTurn) -> None:

@@ -79,17 +79,19 @@ class KVCache:
         self._caches_prefixes = enable_prefix_caching
         self._hasher = BlockHasher(spec.block_size) if enable_prefix_caching else NoBlockKeys()
         self.windows = AttentionWindows(spec, step_tokens_max)
-        host_unit_count *= enable_prefix_caching
+        if not enable_prefix_caching:
+            host_unit_count = 0
         self._eviction = LruEviction(spec)
         if adaptive_eviction and enable_prefix_caching and not self.windows.sliding_groups:
             self._eviction = LearnedEviction(spec, unit_count + host_unit_count)
+        # Tree and pool need each other: the tree gives evicted blocks back to the pool, and the pool tells it to evict.
         self.tree = PrefixTree(spec, self._eviction, lambda block: self.pool.drop(block))
         self.pool = UnitPool(
             unit_count, spec.blocks_per_unit_by_kind(), spec.state_kind, self._eviction.device_order, self.tree.evict
         )
         self._matcher = PrefixMatcher(spec.block_size, self._hasher, self.tree)
         self._block_copies: list[BlockCopy] = []
-        """Copies of the plan being made."""
+        """Copies of the plan being made. `HostTier` and `PulledBlocks` share this list."""
         self.host_tier = HostTier(host_unit_count, spec, self.tree, self._eviction.host_order, self._block_copies)
         self._states: StateCheckpoints | NoStates = NoStates()
         if spec.state is not None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 _TURNS_MAX = 4
 """Turns from this number on are in the same class."""
@@ -101,6 +102,15 @@ class ReuseCounts:
         return self.gap_log2_sum / self.return_count
 
 
+class MeanReuse(NamedTuple):
+    """How often turns return, and after how long, in the mean."""
+
+    return_share: float
+    """Share of turns that return, 0 .. 1."""
+    gap_log2: float
+    """log2 of the gap before a return, in blocks of prompts."""
+
+
 class ReuseStats:
     """Remembers recent conversations, and counts for each class of turns how often they return."""
 
@@ -117,8 +127,10 @@ class ReuseStats:
         self._shared_prefixes: OrderedDict[int, ConversationTurn] = OrderedDict()
         """Hash of the last block of a shared prefix -> the prefix, least recently used first."""
         self._counts_by_class: dict[tuple[bool, int, int], ReuseCounts] = {}
-        self._mean_at_clock = (-1, (0.5, math.log2(capacity_blocks)))
-        """(clock, result of `compute_mean_reuse` at that time)."""
+        self._mean_reuse = MeanReuse(0.5, math.log2(capacity_blocks))
+        """Last result of `compute_mean_reuse`."""
+        self._mean_reuse_clock = -1
+        """Clock when `_mean_reuse` was computed."""
 
     def begin_turn(self, block_hashes: Sequence[int], hit_blocks: int) -> ConversationTurn:
         """Record a request with these blocks in its prompt; the first `hit_blocks` of them were cached."""
@@ -198,8 +210,11 @@ class ReuseStats:
             del self._uncounted_turns[turn]
             self.get_counts(turn).record_turn()
 
-    def shared_prefix_turn(self, block_hash: int, last_use: int) -> ConversationTurn | None:
-        """Return the shared prefix that ends with this block, if there is one. `last_use`: clock of its last use."""
+    def touch_shared_prefix(self, block_hash: int, last_use: int) -> ConversationTurn | None:
+        """Record that the shared prefix which ends with this block was used at clock `last_use`, and return it.
+
+        Returns None if no shared prefix ends there.
+        """
         prefix_turn = self._shared_prefixes.get(block_hash)
         if prefix_turn is not None:
             prefix_turn.end_clock = max(prefix_turn.end_clock, last_use)
@@ -221,18 +236,17 @@ class ReuseStats:
             counts = self._counts_by_class[turn_class] = ReuseCounts(self._capacity_blocks)
         return counts
 
-    def compute_mean_reuse(self) -> tuple[float, float]:
-        """Return (share of turns that return, log2 of the gap before it), over all classes."""
-        clock, mean = self._mean_at_clock
-        if clock != self.clock and self._counts_by_class:
+    def compute_mean_reuse(self) -> MeanReuse:
+        """Return the mean over the turns of all classes. Computed once for each time of the clock."""
+        if self._mean_reuse_clock != self.clock and self._counts_by_class:
             counts = self._counts_by_class.values()
             return_count = sum(count.return_count for count in counts)
-            mean = (
-                min(1.0, return_count / sum(count.turn_count for count in counts)),
-                sum(c.gap_log2_sum for c in counts) / return_count,
+            self._mean_reuse = MeanReuse(
+                return_share=min(1.0, return_count / sum(count.turn_count for count in counts)),
+                gap_log2=sum(count.gap_log2_sum for count in counts) / return_count,
             )
-            self._mean_at_clock = self.clock, mean
-        return mean
+            self._mean_reuse_clock = self.clock
+        return self._mean_reuse
 
     def expected_gap_log2(self, turn: ConversationTurn) -> float:
         """Return log2 of the gap after which this turn is expected to return."""
