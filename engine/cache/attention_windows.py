@@ -45,7 +45,7 @@ class AttentionWindows:
     def first_index_to_resume(self, kind: int, block_count: int) -> int:
         """Return the index of the first block of `kind` that a sequence needs to resume after `block_count` blocks.
 
-        The kind may be that of states: only the last block needs one.
+        `kind`: an attention group, or recurrent state, of which only the last block needs one.
         """
         if kind == len(self._blocks_by_group):
             return block_count - 1

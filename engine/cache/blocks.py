@@ -88,7 +88,7 @@ class Block:
 
 
 class StateBlock(Block):
-    """A block that holds a recurrent state: that of one running sequence, or a checkpoint to resume from."""
+    """A block that holds a recurrent state: of a running sequence, or a checkpoint from which others resume."""
 
     __slots__ = ("is_in_flight", "is_shared", "is_superseded", "value")
 
@@ -114,7 +114,7 @@ class Unit:
         self.kind: int | None = None
         self.blocks: list[Block] = []
         self.holes: list[Block] = []
-        """Unused blocks, of which the last is taken first."""
+        """Unused blocks. The last one in the list is taken first."""
         self.live_blocks = 0
         """Number of blocks that are held."""
 

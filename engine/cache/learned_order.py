@@ -89,7 +89,7 @@ class LearnedDeviceOrder(_LearnedOrder):
             self._queue.add_superseded_state(block.node, block.value / self._blocks_per_state)
 
     def mark_evicted(self, node: Node, kind: int) -> None:
-        """Update the queue after an eviction. After that of a full-attention block, its parent may be evicted next."""
+        """Update the queue after an eviction. The parent of an evicted full-attention block may be evicted next."""
         if kind != FULL_KIND:
             self._eviction.requeue_state(node)
         else:

@@ -273,7 +273,7 @@ class UnitPool:
         return moves
 
     def _swap_with_hole(self, block: Block, slot: int, hole: Block) -> None:
-        """Exchange the memory of a live block, which is at `slot` of its unit, with that of a hole in another unit."""
+        """Exchange the memory of a live block and an unused block in another unit. `slot`: of the live block."""
         source_unit, target_unit = block.unit, hole.unit
         target_unit.blocks[target_unit.blocks.index(hole)] = block
         source_unit.blocks[slot] = hole

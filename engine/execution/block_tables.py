@@ -1,4 +1,4 @@
-"""The block tables of running sequences where the kernels read them, kept from step to step.
+"""The block tables of running sequences, in memory that kernels read, and that lives from step to step.
 
 A sequence has a row (`RowAllocator`) as long as it is in every step. New blocks of its table are written there when a
 step needs them, on the host and on the device. The whole table is written again after any other change of it
@@ -30,7 +30,7 @@ class RowAllocator:
         self._free_rows = list(range(INITIAL_ROWS))[::-1]
 
     def assign(self, sequences: list[Sequence]) -> tuple[IntArray, list[int]]:
-        """Return the row of each sequence of a step, and those of the rows that are new to their sequences.
+        """Return the row of each sequence of a step, and the rows that were assigned just now.
 
         A sequence that is not in the step loses its row.
         """

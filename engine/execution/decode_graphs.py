@@ -84,7 +84,7 @@ class _RecordedStep:
     """A recorded decode step: its inputs, which are overwritten before each replay, and its result."""
 
     inputs: Tensor
-    """[2, size]: token ids and positions; in padding, those of some earlier step."""
+    """[2, size]: token ids and positions. The padding has values of some earlier step."""
     step: ForwardContext
     replay: Replay
     hidden: Tensor

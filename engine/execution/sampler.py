@@ -103,7 +103,7 @@ class SamplingBatch:
     mixed_seeds: npt.NDArray[np.uint64]
     """Mixed seed of each of the `random_rows`."""
     settings: DrawSettings
-    """Settings of the draw. Their uniform numbers are 0; those of each step replace them."""
+    """Settings of the draw. Their uniform numbers are 0 here; each step replaces them."""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ class RankedBlockMemory:
     """
 
     def __init__(self, leader: Leader, copier: BlockCopier) -> None:
-        """`copier`: that of rank 0."""
+        """`copier`: reads and writes the parts of rank 0."""
         self._leader = leader
         self._copier = copier
 

@@ -236,7 +236,7 @@ class Leader:
             raise self.make_lost_error(error) from error
 
     def make_leading_runner(self, runner: Runner, unit_count: int) -> LeadingRunner:
-        """Have the followers make their runners. Returns a runner of all ranks. `runner`: that of rank 0."""
+        """Have the followers make their runners. Returns a runner of all ranks. `runner`: computes rank 0's part."""
         self.broadcast(StartRunner(unit_count))
         return LeadingRunner(self, runner)
 

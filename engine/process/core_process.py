@@ -54,7 +54,8 @@ log = logging.getLogger("engine.process")
 class CoreSocket:
     """Sends reports to the HTTP process, and receives its commands.
 
-    Writes never wait, because the steps of all requests would wait with them: what the socket does not take is kept.
+    Writes never wait, because the steps of all requests would wait with them: bytes that the socket does not take are
+    sent later.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -93,7 +94,7 @@ class CoreSocket:
         self.flush()
 
     def flush(self) -> None:
-        """Send as many of the kept bytes as the socket takes."""
+        """Send as many of the unsent bytes as the socket takes."""
         while self._unsent_bytes and not self.is_closed:
             try:
                 sent_bytes = self._sock.send(self._unsent_bytes)
