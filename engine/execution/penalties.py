@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +39,17 @@ class PenaltyRows:
     """repetition, presence and frequency: [n, 1] fp32 each."""
 
 
+class GatheredRows(NamedTuple):
+    """Token counts of a batch's rows before a step. Entries past a row's tokens repeat its first one."""
+
+    token_ids: Tensor
+    """[n, width] int64"""
+    output_counts: Tensor
+    """[n, width] int32"""
+    used_lengths: Tensor
+    """[n, 1] int64: distinct tokens of each row"""
+
+
 @dataclass(slots=True)
 class PenaltyStep:
     """Inputs of one step's penalties, made on the host."""
@@ -48,6 +60,8 @@ class PenaltyStep:
     """Upper bound of the distinct tokens of any row, before and after the step."""
     row_count: int
     """Rows of the per-sequence tables."""
+    gathered: GatheredRows | None = None
+    """Set by `apply`, for `count_sampled`."""
 
 
 def make_penalty_rows(
@@ -123,7 +137,8 @@ class Penalties:
         self._make_room(step.row_count, step.width)
         if step.new_row_tensors:
             self._store_new_rows(step.new_row_tensors)
-        token_ids, output_counts, used_lengths = self._gather_rows(batch, step.width)
+        step.gathered = self._gather_rows(batch, step.width)
+        token_ids, output_counts, used_lengths = step.gathered
         row_logits = logits if batch.logits_rows is None else logits.index_select(0, batch.logits_rows)
         old_logits = row_logits.gather(1, token_ids)
         repeated = torch.where(old_logits > 0, old_logits / batch.repetition, old_logits * batch.repetition)
@@ -142,7 +157,8 @@ class Penalties:
         if batch.logits_rows is not None:
             sampled_tokens = sampled_tokens.index_select(0, batch.logits_rows)
         sampled_token = sampled_tokens[:, None]
-        token_ids, output_counts, used_lengths = self._gather_rows(batch, step.width)
+        assert step.gathered is not None, "the penalties of this step were not applied"
+        token_ids, output_counts, used_lengths = step.gathered
         is_match = token_ids == sampled_token
         # In an empty row the first entry is a token of an earlier sequence.
         is_present = is_match.any(1, keepdim=True) & (used_lengths > 0)
@@ -153,17 +169,14 @@ class Penalties:
         self._output_counts[:, : step.width].index_copy_(0, batch.count_rows, output_counts)
         self._used_lengths.index_copy_(0, batch.count_rows, (used_lengths + ~is_present)[:, 0])
 
-    def _gather_rows(self, batch: PenaltyRows, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (token ids, their counts in the output, number of tokens) of the batch's rows.
-
-        Entries past a row's tokens repeat its first one, so that writing them changes nothing.
-        """
+    def _gather_rows(self, batch: PenaltyRows, width: int) -> GatheredRows:
+        """Return the counts of the batch's rows. To write the repeated entries past a row's tokens changes nothing."""
         token_ids = self._token_ids[:, :width].index_select(0, batch.count_rows)
         output_counts = self._output_counts[:, :width].index_select(0, batch.count_rows)
         used_lengths = self._used_lengths.index_select(0, batch.count_rows)[:, None]
         is_used = torch.arange(width, device=self._device) < used_lengths
         token_ids = torch.where(is_used, token_ids, token_ids[:, :1])
-        return token_ids, torch.where(is_used, output_counts, output_counts[:, :1]), used_lengths
+        return GatheredRows(token_ids, torch.where(is_used, output_counts, output_counts[:, :1]), used_lengths)
 
     def _store_new_rows(self, new_row_tensors: list[Tensor]) -> None:
         """Write the tokens of rows that this step uses for the first time."""
