@@ -109,7 +109,6 @@ class BlockExchange:
                     packed_tokens=key.packed_tokens,
                     extra_keys=key.extra_keys,
                     lora_name=key.lora_name,
-                    byte_count=memory.get_block_bytes(kind),
                 )
             )
         return ReadBlocks(blocks, memory.read_blocks(places) if places else memoryview(b""))

@@ -19,7 +19,7 @@ MESSAGE_BYTES_MAX = 16 << 20
 """Bytes of a message without its payload: the hashes of a prompt of a million blocks fit."""
 MAC_BYTES = 32
 NONCE_BYTES = 32
-GREETING = b"blockcast-kv-01\n"
+GREETING = b"blockcast-kv-02\n"
 """First bytes of a connection, from the server. Another version of the protocol has another number."""
 
 _LENGTHS = struct.Struct(">II")
@@ -79,7 +79,6 @@ class SentBlock(msgspec.Struct, array_like=True, frozen=True):
     packed_tokens: bytes
     extra_keys: tuple[str, ...] | None
     lora_name: str | None
-    byte_count: int
 
     def is_of(self, kind: int, key: BlockKey, parent_hash: int | None) -> bool:
         """Whether this is the block of a prompt with that name: equal tokens, keys and parent, not the hash alone."""

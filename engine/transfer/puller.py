@@ -191,7 +191,7 @@ class Puller:
             raise TransferError("malformed", f"{len(sent.blocks)} blocks of {len(payload)} bytes")
         for item, block in zip(arrived_batch, sent.blocks):
             key, parent_hash = prompt.keys[item.block_index], prompt.parent_hash(item.block_index)
-            if not block.is_of(item.kind, key, parent_hash) or block.byte_count != get_bytes(item.kind):
+            if not block.is_of(item.kind, key, parent_hash):
                 raise TransferError("malformed", f"block {item.block_index} of the prompt is another one")
         byte_count = self._count_bytes(arrived_batch)
         if self._link is not None:

@@ -35,8 +35,7 @@ from engine.transfer.pull_plan import PullItem, choose_items, count_resumable_bl
 HASHES = st.integers(0, 2**64 - 1)
 KEYS = st.none() | st.lists(st.text(max_size=8), max_size=2).map(tuple)
 SENT_BLOCKS = st.builds(
-    SentBlock, HASHES, st.integers(0, 7), st.none() | HASHES, st.binary(max_size=64), KEYS, st.none() | st.text(),
-    st.integers(0, 2**40),
+    SentBlock, HASHES, st.integers(0, 7), st.none() | HASHES, st.binary(max_size=64), KEYS, st.none() | st.text()
 )  # fmt: skip
 QUESTIONS = st.builds(LocateBlocks, st.binary(max_size=32), st.lists(HASHES, max_size=9)) | st.builds(
     FetchBlocks, st.lists(st.builds(WantedBlock, HASHES, st.integers(0, 7)), max_size=9)
