@@ -421,10 +421,9 @@ class IndexFeed:
                 case Gap():
                     stream.counters.gaps += 1
                 case PublisherRestarted(reason):
-                    stream.counters.restarts += 1
+                    stream.count_restart(reason)
                     stream.full_cache = ObservedCapacity()
                     self._report_capacity(stream)
-                    log.info("worker %s rank %d restarted: %s", stream.worker_id, stream.rank, reason)
                 case MalformedMessage(reason):
                     stream.counters.malformed += 1
                     stream.record_skipped([reason])

@@ -17,6 +17,8 @@ from router.index.protocol import HolderId, IngestReport
 
 log = logging.getLogger("router")
 
+RESTARTS_LOGGED = 10
+"""Restarts of one stream that are all logged; later ones only if their number is a power of two."""
 UNREACHABLE_S = 10.0
 """Time without a connection after which an operator is told: ZeroMQ itself tries again silently, for ever."""
 PROBLEMS_MAX = 3
@@ -199,6 +201,12 @@ class WorkerStream:
         if self._is_another_process(*self.position, apply.origin):
             self.counters.restarts += 1
             log.info("worker %s rank %d came back as another process", self.worker_id, self.rank)
+
+    def count_restart(self, reason: str) -> None:
+        """Count and log a restart of the publisher. Two publishers of one topic look like restarts without end."""
+        count = self.counters.restarts = self.counters.restarts + 1
+        if count <= RESTARTS_LOGGED or count.bit_count() == 1:
+            log.info("worker %s rank %d restarted (restart %d): %s", self.worker_id, self.rank, count, reason)
 
     def _is_another_process(self, seq: int, digest: int, origin: Origin) -> bool:
         """Return whether a batch shows that the worker which died came back as a new process."""

@@ -17,7 +17,7 @@ from reference import ReferenceIndex
 from events.config import KVEventsConfig
 from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
-from events.stream_types import StartMode, StreamConfig
+from events.stream_types import PublisherRestarted, StartMode, StreamConfig
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
 from router.fleet.feed import IndexFeed
@@ -166,6 +166,21 @@ def test_a_restart_on_the_same_address_forgets_the_old_life(index: ReferenceInde
     wait_until(lambda: count_cached_tokens(index, holder) == 8, "the second life")
     assert feed.sum_counters()["a"]["restarts"] >= 1
     restarted_pub.close()
+
+
+def test_restarts_without_end_do_not_fill_the_log(
+    index: ReferenceIndex, feed: IndexFeed, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two publishers of one topic contradict each other with every batch."""
+    caplog.set_level("INFO", "router")
+    feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [index.add_holder("m")])
+    (stream_id,) = feed._stream_by_id
+    for seq in range(500):
+        feed.handle(stream_id, PublisherRestarted(f"two different batches with seq {seq}"), b"")
+    assert feed.sum_counters()["a"]["restarts"] == 500
+    messages = [record.getMessage() for record in caplog.records if "restarted" in record.getMessage()]
+    assert messages[0] == "worker a rank 0 restarted (restart 1): two different batches with seq 0"
+    assert len(messages) == 10 + len((16, 32, 64, 128, 256))
 
 
 def test_what_a_full_cache_holds_is_reported_until_it_restarts(
