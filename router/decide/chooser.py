@@ -377,6 +377,15 @@ class Chooser:
             if self._cache_state.working_sets.may_overflow(prompt_query.prompt_tokens, request_facts.now):
                 self._add_pressures(prompt_query, targets, candidate_facts)
             self._add_memory_waits(prompt_query, request_facts.output_tokens, targets, candidate_facts)
+            if (
+                self._chooses_by_price
+                and _has_unknown_speed(targets)
+                and not all(target.prefill_queue.requests for target in targets)
+            ):
+                # Nobody can say how long a prefix takes that is still being computed, so no request waits for one
+                # while a worker has nothing to compute.
+                for facts in candidate_facts:
+                    facts.cached_tokens = facts.resident_tokens
         if queued_ahead_s:
             for target, facts in zip(targets, candidate_facts):
                 facts.queued_ahead_s = queued_ahead_s.get(target.name, 0.0)
@@ -497,6 +506,11 @@ class Chooser:
             decision.candidates = sorted(choice.terms, key=lambda candidate: candidate.cost)
             decision.not_eligible = self._registry.find_ineligibility_reasons(request)
         return decision
+
+
+def _has_unknown_speed(targets: Sequence[Target]) -> bool:
+    """Return whether nothing was learned of the targets' pool, and none of them has ended a request."""
+    return targets[0].speed.pool.is_silent and all(target.load.last_request_end_s == -math.inf for target in targets)
 
 
 def _has_best_sources(load_order: LoadOrder | None, sources: Sequence[Target]) -> bool:

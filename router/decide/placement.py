@@ -295,8 +295,7 @@ class RequestPlacer:
             is_streaming=request.is_streaming,
             now=now,
             expected_output_tokens=choice.request_facts.output_tokens,
-            tier_load_s=choice.winner_terms.tier_load_s / target.speed.tier_load.get(now),
-            transfer=None if transfer_source is None else (transfer_source, choice.winner_facts.arrival_s),
+            facts=choice.winner_facts,
         )
         # The attempt is set first: if a later step raises, `end_attempt` can undo the steps before it.
         attempt = active_request.attempt = Attempt(decision, in_flight)

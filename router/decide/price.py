@@ -15,7 +15,7 @@ import msgspec
 
 from router.decide.config import CostConfig
 from router.decide.messages import Terms, Transfer
-from router.decide.target import Target
+from router.decide.target import InFlightRequest, Target
 from router.index.protocol import Match
 
 CONGESTION_MIN: Final = 0.1
@@ -88,8 +88,9 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
     # ttft: the wait for a slot and KV memory, the prefill that goes first and its own, and loads from slower tiers.
     prefill_s = speed.estimate_prefill_s(prompt_tokens, hit_tokens)
     queue_s = target.estimate_queue_s(request.now)
-    if queue_s and target.prefill_queue.is_shortest_first:  # longer prompts wait for this one
-        queue_s, overtaken_count = target.estimate_shortest_first_wait(prefill_s, queue_s)
+    if queue_s and target.prefill_queue.is_shortest_first:  # longer prompts wait for this one, unless it needs theirs
+        order_s = target.prefill_queue.compute_order_s(prefill_s, find_awaited_request(target, candidate))
+        queue_s, overtaken_count = target.estimate_shortest_first_wait(order_s, queue_s)
         congestion += overtaken_count
     queue_s += candidate.queued_ahead_s
     slot_wait_s = target.slot_wait_s
@@ -154,6 +155,13 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
         external_requests=external_load.running + external_load.waiting,
         transfer=candidate.transfer or msgspec.UNSET,
     )
+
+
+def find_awaited_request(target: Target, candidate: CandidateFacts) -> InFlightRequest | None:
+    """Return the request at a target that has to compute a new request's cached prefix first; None if none has to."""
+    if candidate.source is not None or candidate.cached_tokens <= candidate.resident_tokens:
+        return None
+    return target.prefill_queue.find_request_with_prefix(candidate.cached_tokens)
 
 
 class PoolLoad(NamedTuple):

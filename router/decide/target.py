@@ -75,7 +75,8 @@ class InFlightRequest:
     prefill_s: float = field(init=False)
     """Time to compute the uncached tokens, as fast as the target is now thought to be."""
     expected_ttft_s: float = field(init=False)
-    """Time to its first token without a wait for a sequence slot, as predicted when the request was sent."""
+    """Time to its first token without a wait for a sequence slot, as predicted when the request was sent; set by the
+    tracker."""
     send_index: int = field(init=False)
     """Number of requests that were sent to the target before."""
     prefill_done_s: float = field(init=False, default=0.0)
@@ -91,12 +92,8 @@ class InFlightRequest:
     """Tokens of the answer at the time of `observed_totals`."""
 
     def __post_init__(self) -> None:
-        target, now = self.target, self.sent_at_s
-        self.prefill_s = target.estimate_prefill_s(self.prompt_tokens, self.cached_tokens)
-        wait_s = target.estimate_wait_before_s(self.prefill_s, now)
-        # The target computes earlier prompts while the KV moves, so the longer of the two waits counts.
-        self.expected_ttft_s = max(self.arrival_s, target.slowdown * wait_s) + target.slowdown * self.prefill_s
-        self.send_index = target.prefill_queue.next_send_index
+        self.prefill_s = self.target.estimate_prefill_s(self.prompt_tokens, self.cached_tokens)
+        self.send_index = self.target.prefill_queue.next_send_index
 
     @property
     def has_no_first_token(self) -> bool:
@@ -112,8 +109,9 @@ class InFlightRequest:
 class PrefillQueue:
     """Prompts that were sent to a target and have no first token yet, with sums that include other routers' prompts."""
 
-    requests: dict[InFlightRequest, None] = field(default_factory=dict)
-    """Ordered set of the requests, the first sent first."""
+    requests: dict[InFlightRequest, InFlightRequest | None] = field(default_factory=dict)
+    """The requests, the first sent first. Each with the earlier request that computes a prefix which counts as cached
+    for it, or None."""
     own_prefill_s: float = 0.0
     """Sum of `prefill_s` over `requests`."""
     oldest_since_s: float = -math.inf
@@ -132,12 +130,17 @@ class PrefillQueue:
     """Seconds of the current prefill: of the oldest prompt, or of the shortest with `is_shortest_first`."""
     is_shortest_first: bool = False
     """Whether the engine computes the prompt with the least remaining prefill first, else the oldest prompt."""
-    sorted_remaining_s: list[float] = field(default_factory=list)
-    """Remaining prefill seconds of the oldest requests, ascending. Empty unless `is_shortest_first`."""
+    order_s_by_request: dict[InFlightRequest, float] = field(default_factory=dict)
+    """Seconds by which the oldest requests are sorted, ascending. Empty unless `is_shortest_first`.
+
+    They are the remaining prefill seconds of the request, or those of the request that it waits for if they are more.
+    """
+    sorted_order_s: list[float] = field(default_factory=list)
+    """The numbers in `order_s_by_request`."""
     cumulative_remaining_s: list[float] = field(default_factory=lambda: [0.0])
-    """Sums of the first 0, 1, 2 ... of `sorted_remaining_s`."""
+    """Sums of the remaining prefill seconds of the first 0, 1, 2 ... of these requests."""
     sample_scale: float = 1.0
-    """Number of requests for each entry of `sorted_remaining_s`."""
+    """Number of requests for each entry of `sorted_order_s`."""
     shortest: InFlightRequest | None = None
     """The request with the least remaining prefill. None unless `is_shortest_first`."""
     shortest_since_s: float = -math.inf
@@ -147,10 +150,24 @@ class PrefillQueue:
         """Return the request that was sent first."""
         return next(iter(self.requests), None)
 
-    def add(self, request: InFlightRequest) -> None:
-        """Add a request that was sent to the target."""
+    def find_request_with_prefix(self, prefix_tokens: int) -> InFlightRequest | None:
+        """Return the request here that computes a prefix of so many tokens; always None if the oldest goes first.
+
+        The prompts are not compared: of several that are long enough, the first in the order is taken.
+        """
+        return next(
+            (r for r in self.order_s_by_request if r.cached_tokens < prefix_tokens <= r.prompt_tokens),
+            None,
+        )
+
+    def compute_order_s(self, prefill_s: float, awaited_request: InFlightRequest | None) -> float:
+        """Return the seconds by which a request is sorted that takes `prefill_s` itself."""
+        return prefill_s if awaited_request is None else max(prefill_s, self.order_s_by_request[awaited_request])
+
+    def add(self, request: InFlightRequest, awaited_request: InFlightRequest | None = None) -> None:
+        """Add a request that was sent to the target. It waits for a prefix that `awaited_request` computes."""
         self.next_send_index += 1
-        self.requests[request] = None
+        self.requests[request] = awaited_request
         self.own_prefill_s += request.prefill_s
 
     def remove(self, request: InFlightRequest) -> bool:
@@ -197,7 +214,8 @@ class PrefillQueue:
             oldest_prefill_s, oldest_sent_at_s = self._sort_by_remaining_prefill()
         elif self.shortest is not None:
             self.shortest = None
-            self.sorted_remaining_s = []
+            self.order_s_by_request = {}
+            self.sorted_order_s = []
             self.cumulative_remaining_s = [0.0]
         oldest_since_s = max(oldest_since_s, peer_prefills.oldest_since_s)
         if peer_prefills.prefill_s > 0.0:
@@ -210,24 +228,24 @@ class PrefillQueue:
         self.oldest_prefill_s = min(oldest_prefill_s, self.total_prefill_s)
 
     def estimate_shortest_first_wait(
-        self, prefill_s: float, wait_s: float, peer_prefills: PeerPrefills
+        self, order_s: float, wait_s: float, peer_prefills: PeerPrefills
     ) -> tuple[float, int]:
         """Return the wait of a new prompt and the number of requests that it overtakes, with `is_shortest_first`.
 
-        `prefill_s`: time to compute the prompt. `wait_s`: time to compute everything that is queued now.
+        `order_s`: seconds by which the prompt is sorted. `wait_s`: time to compute everything that is queued now.
         """
-        before_s, overtaken_count, sorted_remaining_s = 0.0, 0, self.sorted_remaining_s
-        if sorted_remaining_s:
-            first_s = sorted_remaining_s[0] - (self.total_prefill_s - wait_s)  # less its progress until now
-            position = bisect_right(sorted_remaining_s, prefill_s, 1)
+        before_s, overtaken_count, sorted_order_s = 0.0, 0, self.sorted_order_s
+        if sorted_order_s:
+            first_s = self.cumulative_remaining_s[1] - (self.total_prefill_s - wait_s)  # less its progress until now
+            position = bisect_right(sorted_order_s, order_s, 1)
             before_s = (self.cumulative_remaining_s[position] - self.cumulative_remaining_s[1]) * self.sample_scale
-            overtaken_count = round((len(sorted_remaining_s) - position) * self.sample_scale)
-            if first_s <= prefill_s:
+            overtaken_count = round((len(sorted_order_s) - position) * self.sample_scale)
+            if first_s <= order_s:
                 before_s += max(first_s, 0.0)
             else:
                 overtaken_count += 1
         if peer_prefills.request_count:
-            if peer_prefills.prefill_s <= prefill_s * peer_prefills.request_count:
+            if peer_prefills.prefill_s <= order_s * peer_prefills.request_count:
                 before_s += peer_prefills.prefill_s
             else:
                 overtaken_count += peer_prefills.request_count
@@ -235,18 +253,24 @@ class PrefillQueue:
 
     def _sort_by_remaining_prefill(self) -> tuple[float, float]:
         """Sort the prompts by remaining prefill; return the remaining seconds of the first and when it became that."""
-        requests = sorted(
-            itertools.islice(self.requests, _SORTED_PREFILLS_MAX),
-            key=InFlightRequest.estimate_remaining_prefill_s,
-        )
+        order_s_by_request: dict[InFlightRequest, float] = {}
+        for request, awaited_request in itertools.islice(self.requests.items(), _SORTED_PREFILLS_MAX):
+            order_s = request.estimate_remaining_prefill_s()
+            if awaited_request in order_s_by_request:  # else it has its first token, and the prefix is computed
+                order_s = max(order_s, order_s_by_request[awaited_request])
+            order_s_by_request[request] = order_s
+        requests = sorted(order_s_by_request, key=order_s_by_request.__getitem__)
+        self.order_s_by_request = {request: order_s_by_request[request] for request in requests}
+        self.sorted_order_s = list(self.order_s_by_request.values())
         self.shortest = requests[0] if requests else None
-        self.sorted_remaining_s = [request.estimate_remaining_prefill_s() for request in requests]
-        self.cumulative_remaining_s = list(itertools.accumulate(self.sorted_remaining_s, initial=0.0))
+        self.cumulative_remaining_s = list(
+            itertools.accumulate((request.estimate_remaining_prefill_s() for request in requests), initial=0.0)
+        )
         self.total_prefill_s, self.sample_scale = self.cumulative_remaining_s[-1], 1.0
         if len(requests) < len(self.requests):
             self.sample_scale = len(self.requests) / len(requests)
             self.total_prefill_s += max(0.0, self.own_prefill_s - sum(request.prefill_s for request in requests))
-        return (self.sorted_remaining_s[0], self.shortest_since_s) if requests else (0.0, math.inf)
+        return (self.cumulative_remaining_s[1], self.shortest_since_s) if requests else (0.0, math.inf)
 
 
 class Target:
@@ -355,15 +379,15 @@ class Target:
         mean_s = 0.5 * ((self.speed.step_prefill_s if prefill_s else 0.0) + (self.step_s if is_decoding else 0.0))
         return min(mean_s, self.slowdown * prefill_s) if prefill_s else mean_s
 
-    def estimate_shortest_first_wait(self, prefill_s: float, wait_s: float) -> tuple[float, int]:
+    def estimate_shortest_first_wait(self, order_s: float, wait_s: float) -> tuple[float, int]:
         """Return the wait of a new prompt and the number of requests that it overtakes. See PrefillQueue."""
-        return self.prefill_queue.estimate_shortest_first_wait(prefill_s, wait_s, self.peer_load.prefills)
+        return self.prefill_queue.estimate_shortest_first_wait(order_s, wait_s, self.peer_load.prefills)
 
-    def estimate_wait_before_s(self, prefill_s: float, now: float) -> float:
-        """Return the prefill seconds that are computed before a new prompt that takes `prefill_s`."""
+    def estimate_wait_before_s(self, order_s: float, now: float) -> float:
+        """Return the prefill seconds that are computed before a new prompt that is sorted by `order_s`."""
         wait_s = self.estimate_queue_s(now)
         if wait_s and self.prefill_queue.is_shortest_first:
-            return self.estimate_shortest_first_wait(prefill_s, wait_s)[0]
+            return self.estimate_shortest_first_wait(order_s, wait_s)[0]
         return wait_s
 
     def estimate_prefilled_s(self, start: WorkTotals) -> float:

@@ -28,6 +28,7 @@ from router.decide.load import (
     estimate_external_load,
     merge_peer_loads,
 )
+from router.decide.price import CandidateFacts, find_awaited_request
 from router.decide.shortlist import LoadOrder
 from router.decide.speed import PoolSpeed, PrefillInterval, SharedSpeed, Speed
 from router.decide.target import InFlightRequest, RequestPhase, Target
@@ -105,35 +106,40 @@ class LoadTracker:
         is_streaming: bool,
         now: float,
         expected_output_tokens: float = 0.0,
-        tier_load_s: float = 0.0,
-        transfer: tuple[Target, float] | None = None,
+        facts: CandidateFacts | None = None,
     ) -> InFlightRequest:
         """Count a request that is sent to `target`. The object that is returned is passed to the other methods.
 
-        `tier_load_s`: time to fetch the cached tokens that lie on slower tiers, by the configured rates. `transfer`:
-        target that KV comes from, and the time until it has come; `start_transfer` says when it begins to move.
+        `facts`: what the target's price was computed from. They say where the cached tokens come from: from slower
+        tiers, from a request that computes them first, or from another target. In the last case `start_transfer` says
+        when the KV begins to move. Without `facts` the cached tokens are at hand.
         """
+        facts = facts or CandidateFacts()
         target.record_queue_progress(now)
-        source, arrival_s = transfer or (None, 0.0)
         request = InFlightRequest(
             target,
             prompt_tokens,
             cached_tokens,
             expected_output_tokens,
             is_streaming,
-            tier_load_s,
+            facts.tier_load_s / target.speed.tier_load.get(now),
             now,
-            source,
-            arrival_s,
+            facts.source,
+            facts.arrival_s,
         )
+        queue = target.prefill_queue
+        awaited_request = find_awaited_request(target, facts)
+        wait_s = target.estimate_wait_before_s(queue.compute_order_s(request.prefill_s, awaited_request), now)
+        # The target computes earlier prompts while the KV moves, so the longer of the two waits counts.
+        request.expected_ttft_s = max(facts.arrival_s, target.slowdown * wait_s) + target.slowdown * request.prefill_s
         if not is_streaming:
             self._estimate_count += 1
             first_token_at_s = now + request.expected_ttft_s
             heapq.heappush(self._estimated_first_tokens, (first_token_at_s, self._estimate_count, request))
         self._mark_changed(target)
         load = target.load
-        if source is None:
-            target.prefill_queue.add(request)
+        if facts.source is None:
+            queue.add(request, awaited_request)
         else:
             request.phase = RequestPhase.TRANSFER
         load.request_count += 1

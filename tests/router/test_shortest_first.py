@@ -42,7 +42,7 @@ def price(
     tracker: LoadTracker, targets: list[Target], cached_tokens: list[int], tokens: int, now: float
 ) -> list[Terms]:
     request = RequestFacts(now, tokens, 0.0, tracker.compute_utilisation_decay(now), congestion=0.1)
-    facts = [CandidateFacts(tokens) for tokens in cached_tokens]
+    facts = [CandidateFacts(tokens, resident_tokens=tokens) for tokens in cached_tokens]
     return [price_worker(target, request, cache, CostConfig()) for target, cache in zip(targets, facts)]
 
 
@@ -84,6 +84,32 @@ def test_a_short_turn_stays_behind_a_long_prompt_and_a_long_one_goes_elsewhere()
     assert choose_cheapest(price(tracker, targets, [7500, 0], 8000, 0.1), 0) == 1
 
 
+def test_a_prompt_whose_prefix_a_longer_one_computes_goes_behind_that_one() -> None:
+    tracker, (target,) = tracker_of(1)
+    first = tracker.add_request(target, prompt_tokens=2100, cached_tokens=0, is_streaming=True, now=0.0)
+    first_s = target.estimate_prefill_s(2100, 0)
+    request = RequestFacts(0.1, 2050, 0.0, 1.0)
+
+    def wait_s(resident_tokens: int) -> float:
+        facts = CandidateFacts(2000, resident_tokens=resident_tokens)
+        return price_worker(target, request, facts, CostConfig()).queue_s
+
+    assert wait_s(resident_tokens=2000) == 0.0, "the prefix is there: the short rest overtakes"
+    assert wait_s(resident_tokens=512) == pytest.approx(first_s - 0.1, rel=0.1)
+    facts = CandidateFacts(2000, resident_tokens=0)
+    second, third = (
+        tracker.add_request(target, prompt_tokens=2050, cached_tokens=2000, is_streaming=True, now=0.1, facts=facts)
+        for _ in range(2)
+    )
+    own_s = target.estimate_prefill_s(2050, 2000)
+    assert second.expected_ttft_s == pytest.approx(target.slowdown * (first_s - 0.1 + own_s), rel=0.1)
+    assert wait_s(resident_tokens=0) == pytest.approx(first_s - 0.1 + 2 * own_s, rel=0.1)
+    assert target.compute_overdue_ratio(0.1) < 0.6, "it is the first prompt that is being computed"
+    tracker.record_first_token(first, 0.25)
+    assert target.prefill_queue.sorted_order_s == pytest.approx([own_s, own_s])
+    tracker.check_invariants([first, second, third])
+
+
 @pytest.mark.parametrize("count", [128, 129, 1000])
 def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
     tracker, (target,) = tracker_of(1)
@@ -93,7 +119,7 @@ def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
         for tokens in sizes
     ]
     assert target.estimate_queue_s(0.0) == pytest.approx(target.prefill_queue.own_prefill_s)
-    assert len(target.prefill_queue.sorted_remaining_s) == 128
+    assert len(target.prefill_queue.sorted_order_s) == 128
     for prompt_tokens in (400, 1000, 3500, 9000):
         own_s = target.estimate_prefill_s(prompt_tokens, 0)
         before_s, overtaken_count = target.estimate_shortest_first_wait(own_s, target.estimate_queue_s(0.0))
@@ -131,7 +157,7 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
         assert target.estimate_queue_s(now) >= 0.0
         if target.prefill_queue.is_shortest_first:
             flights = target.prefill_queue.requests
-            assert target.prefill_queue.sorted_remaining_s == sorted(
+            assert target.prefill_queue.sorted_order_s == sorted(
                 flight.estimate_remaining_prefill_s() for flight in flights
             )
             assert all(
@@ -147,7 +173,7 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
     assert (
         target.load.request_count,
         target.prefill_queue.own_prefill_s,
-        target.prefill_queue.sorted_remaining_s,
+        target.prefill_queue.sorted_order_s,
         target.prefill_queue.total_prefill_s,
     ) == (0, 0.0, [], 0.0)
 
@@ -158,7 +184,7 @@ def test_what_was_done_before_another_went_first_is_remembered() -> None:
     p = target.estimate_prefill_s(40_000, 0)
     short = tracker.add_request(target, prompt_tokens=1000, cached_tokens=0, is_streaming=True, now=3.0)
     tracker.record_first_token(short, 3.2)
-    assert target.prefill_queue.sorted_remaining_s == [pytest.approx(p - 3.0, rel=0.1)]
+    assert target.prefill_queue.sorted_order_s == [pytest.approx(p - 3.0, rel=0.1)]
 
 
 def test_the_queue_also_holds_requests_for_an_engine_that_has_one_of_its_own() -> None:
