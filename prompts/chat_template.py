@@ -110,7 +110,7 @@ class ChatTemplate:
         for source in self._templates.values():
             _compile_template(source)
         self.seconds_max = math.inf
-        """Most CPU time of a rendering. Once one takes longer or runs out of memory, `is_bounded` becomes false."""
+        """Most CPU time of a rendering. With a limit, one that takes longer or runs out of memory ends `is_bounded`."""
         self.is_bounded = True
         """Whether all renderings have kept the limits. If not, `render` refuses all chats."""
 
@@ -207,7 +207,8 @@ class ChatTemplate:
         try:
             return template.render(context, self.seconds_max)
         except (RenderLimitError, MemoryError) as error:
-            if template.source in self._templates.values():  # not a client's own
+            # A client's own template, or a chat too large for a process that sets no limit, says nothing of this one.
+            if template.source in self._templates.values() and self.seconds_max < math.inf:
                 self.is_bounded = False
             problem = "the chat template needs too much memory" if isinstance(error, MemoryError) else str(error)
             raise RequestError(problem, param="messages") from error

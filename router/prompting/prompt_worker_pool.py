@@ -170,6 +170,7 @@ class PromptWorkerPool:
         try:
             return await self.processes.run(work)
         except (WorkerProcessError, RequestError) as error:
+            log.warning("the trial of the chat template in %s failed: %s", folder, error)
             return TemplateTrial(is_bounded=False, problem=f"its trial failed: {error}")
 
     def _check_capacity(self, tenant: str, body_bytes: int) -> None:

@@ -138,6 +138,22 @@ def test_a_worker_is_not_asked_how_it_renders_a_template_that_may_take_long(edge
     edge.run(scenario(), 60.0)
 
 
+def test_a_chat_that_needs_too_much_memory_in_a_helper_costs_no_later_chat_its_prompt(tmp_path: Path) -> None:
+    """Clients decide how long their messages are, so one such chat says nothing of the template."""
+    template = "{% for m in messages %}{{ m.content | center(10**15 if m.content == 'long' else 10) }}{% endfor %}"
+    folder = write_model(tmp_path, template)
+
+    async def work(worker_pool: PromptWorkerPool) -> None:
+        async def has_prompt(content: str) -> bool:
+            body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
+            outcome = await worker_pool.read((body,), "chat", lambda parsed: ReadTask("chat", folder), lambda: True)
+            return outcome.result.result is not None
+
+        assert [await has_prompt(content) for content in ("hello", "long", "hello")] == [True, False, True]
+
+    run(PromptWorkerConfig(count=1), work)
+
+
 def run(config: PromptWorkerConfig, work: Any) -> None:
     async def scenario() -> None:
         worker_pool = PromptWorkerPool(config, chat_template=None)
