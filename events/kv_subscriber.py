@@ -31,6 +31,7 @@ import msgspec
 import events
 from events import BlockRemoved, BlockStored, Event, Message, Notice, StartMode, StreamConfig, StreamSource
 from events.frames import pack_seq
+from options.command import NumberType
 
 EVENT_CLASS_BY_NAME = {"stored": BlockStored, "removed": BlockRemoved, "cleared": events.AllBlocksCleared}
 ADDRESS_PATTERN = re.compile(r"tcp://.+:\d{1,5}|(ipc|inproc|https?)://.+")
@@ -266,7 +267,7 @@ def discover_streams(worker_url: str, topic: str | None, config: StreamConfig) -
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
 @click.option("--record", type=click.Path(path_type=Path), help="Write the raw frames (.jsonl or .jsonl.gz).")
 @click.option("--state", "state_path", type=click.Path(path_type=Path), help="Remember the last batch seen here.")
-@click.option("--batches", type=click.IntRange(min=1), help="End after so many batches.")
+@click.option("--batches", type=NumberType(int, 1), help="End after so many batches.")
 def command(
     addresses: tuple[str, ...], replays: tuple[str, ...], binds: tuple[str, ...], topic: str | None, from_start: bool,
     snapshot: bool, types: tuple[str, ...], groups: tuple[int, ...], media: tuple[str, ...], holders: tuple[str, ...],

@@ -26,7 +26,7 @@ from fleet.spec import (
     parse_env,
     split_flags,
 )
-from options.command import ProgramGroup, SectionedCommand, SectionedOption
+from options.command import NumberType, ProgramGroup, SectionedCommand, SectionedOption
 
 POLL_S = 0.25
 MAX_CALL_S = 60.0
@@ -175,22 +175,22 @@ def cli() -> None:
 @cli.command(cls=SectionedCommand)
 @click.argument("model", required=False, default="")
 @click.argument("flags", nargs=-1, metavar="[-- ENGINE FLAGS...]")
-@click.option("--replicas", type=click.IntRange(0, 999_999), default=1, show_default=True, help="Number of workers.")
-@click.option("--routers", type=click.IntRange(0, 64), default=1, show_default=True, help="Number of routers.")
+@click.option("--replicas", type=NumberType(int, 0, 999_999), default=1, show_default=True, help="Number of workers.")
+@click.option("--routers", type=NumberType(int, 0, 64), default=1, show_default=True, help="Number of routers.")
 @click.option("--engine", default="ours", show_default=True, metavar="ours|vllm|PATH",
     help="Engine of the workers; PATH is a vllm program on the nodes.")
-@click.option("--tensor-parallel-size", "-tp", type=click.IntRange(1, 64), default=1, show_default=True,
+@click.option("--tensor-parallel-size", "-tp", type=NumberType(int, 1, 64), default=1, show_default=True,
     help="Ranks of a worker, all on one node.")
 @_resource_option("--simulate", metavar="SPEC", help="Workers compute nothing (docs/how-to/simulate-a-fleet.md).")
 @_resource_option("--time-scale", type=float, help="With --simulate: factor on all step times.")
-@_resource_option("--cpus", type=click.FloatRange(min=0), default=1.0, show_default=True,
+@_resource_option("--cpus", type=NumberType(float, 0), default=1.0, show_default=True,
     help="CPUs that Ray reserves for a worker.")
-@_resource_option("--gpus", type=click.IntRange(0, 64),
+@_resource_option("--gpus", type=NumberType(int, 0, 64),
     help="GPUs of a worker. [default: one a rank, where there are any]")
-@_resource_option("--router-cpus", type=click.FloatRange(min=0), default=1.0, show_default=True,
+@_resource_option("--router-cpus", type=NumberType(float, 0), default=1.0, show_default=True,
     help="CPUs that Ray reserves for a router.")
 @_resource_option("--router-host", default="", help="Address that routers listen on. [default: their node's]")
-@click.option("--router-port", type=click.IntRange(0, 65000), default=8080, show_default=True,
+@click.option("--router-port", type=NumberType(int, 0, 65000), default=8080, show_default=True,
     help="Port of the first router; others count up.")
 @click.option("--router-flags", default="", metavar="TEXT", help="Flags of `router run`, quoted as in a shell.")
 @_resource_option("--env", multiple=True, metavar="NAME[=VALUE]",
@@ -200,7 +200,7 @@ def cli() -> None:
 @_timeout_setting("--drain-timeout", type=float, default=300.0,
     help="Longest that requests of a stopping worker may take.")
 @_timeout_setting("--stop-timeout", type=float, default=60.0, help="Time from SIGTERM to SIGKILL.")
-@_timeout_setting("--hang-timeout", type=click.FloatRange(min=0), default=120.0,
+@_timeout_setting("--hang-timeout", type=NumberType(float, 0), default=120.0,
     help="A program without answers to health checks for so long is restarted.")
 @_wait_option
 @_timeout_option
@@ -286,8 +286,8 @@ def status(as_json: bool, events: bool, name: str, address: str) -> None:
 
 
 @cli.command()
-@click.argument("replicas", type=click.IntRange(0, 999_999), required=False)
-@click.option("--routers", type=click.IntRange(0, 64), help="Number of routers.")
+@click.argument("replicas", type=NumberType(int, 0, 999_999), required=False)
+@click.option("--routers", type=NumberType(int, 0, 64), help="Number of routers.")
 @_wait_option
 @_timeout_option
 @_add_fleet_options

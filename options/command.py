@@ -8,14 +8,14 @@ import re
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 import click
 import msgspec
 
 from options.fields import SECRET, Schema, Setting
 from options.load import LoadedConfig, load_config, read_file
-from options.values import ConfigError, split_annotated
+from options.values import ConfigError, describe_type, parse_text, split_annotated
 
 MAIN_HEADING: Final = "Options"
 """First heading of `--help`."""
@@ -28,6 +28,26 @@ class SectionedOption(click.Option):
         super().__init__(*args, **attributes)
         self.heading = heading
         self.position = position
+
+
+class NumberType(click.ParamType):  # type: ignore[type-arg]
+    """Number from `low` to `high`, for options that are no settings. Errors have the words of those for settings.
+
+    click's own ranges answer "'x' is not a valid integer range".
+    """
+
+    def __init__(self, number_type: type[int] | type[float], low: float, high: float | None = None) -> None:
+        self.name = "integer" if number_type is int else "float"
+        self._value_type: Any = Annotated[number_type, msgspec.Meta(ge=low, le=high)]
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse the text of a command line; click also passes defaults, which are numbers."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_text(value, self._value_type)
+        except (ValueError, msgspec.MsgspecError):
+            self.fail(f"got {value!r}, expected {describe_type(self._value_type)}", param, ctx)
 
 
 class SectionedCommand(click.Command):

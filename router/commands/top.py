@@ -18,6 +18,7 @@ import aiohttp
 import click
 
 from options import ConfigError
+from options.command import NumberType
 from options.tls import make_client_context
 from router.http_client import FetchError, fetch, make_key_headers
 
@@ -193,7 +194,7 @@ FILE_TYPE = click.Path(dir_okay=False)
 @click.option("--tls-cert", type=FILE_TYPE, metavar="FILE",
               help="Certificate (PEM) shown to a router that requires one.")  # fmt: skip
 @click.option("--tls-key", type=FILE_TYPE, metavar="FILE", help="Private key (PEM) of --tls-cert.")
-@click.option("--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True,
+@click.option("--every", type=NumberType(float, 0.1, 3600), default=2.0, show_default=True,
               help="Seconds between two updates.")  # fmt: skip
 @click.option("--sort", type=click.Choice(SORT_ORDERS), default="trouble", show_default=True,
               help="Order of workers; trouble: those with a problem first.")  # fmt: skip

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import click
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, MsgspecError
 
+from options.command import NumberType
 from options.values import (
     ConfigError,
     Size,
@@ -125,3 +128,27 @@ def test_of_a_repeated_flag_the_wrong_text_is_shown(values: Any) -> None:
     assert str(error_info.value) == "--pair: got 'foo', expected text such as a=b"
     with pytest.raises(ConfigError, match="a value that is not shown here"):
         read_value("--pair", values, kind, secret=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--count", "x"], "Invalid value for '--count': got 'x', expected a whole number from 0 to 64"),
+        (["--count", "65"], "got '65', expected a whole number from 0 to 64"),
+        (["--count", "1.5"], "got '1.5', expected a whole number from 0 to 64"),
+        (["--seconds", "-1"], "Invalid value for '--seconds': got '-1', expected a number of at least 0"),
+        (["--seconds", "nan"], "got 'nan', expected a number of at least 0"),
+    ],
+)
+def test_a_number_of_a_command_is_refused_with_its_value_and_its_range(arguments: list[str], message: str) -> None:
+    @click.command()
+    @click.option("--count", type=NumberType(int, 0, 64), default=1)
+    @click.option("--seconds", type=NumberType(float, 0), default=2.0)
+    def command(count: int, seconds: float) -> None:
+        click.echo(f"{count!r} {seconds!r}")
+
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert CliRunner().invoke(command, []).output == "1 2.0\n"
+    assert CliRunner().invoke(command, ["--count", "64", "--seconds", "0"]).output == "64 0.0\n"
