@@ -162,10 +162,11 @@ def generate_tool_use(name: str, *, seed: int, max_requests: int = 6000) -> Work
 
 
 def link_requests(workload: Workload) -> Workload:
-    """Set the sessions, final block ids and working set of a trace's workload, and return the workload.
+    """Find the conversations in a trace's workload and return the workload, with the values derived from them.
 
     Traces do not name conversations. A request is assumed to continue an earlier one if its blocks begin with the full
-    blocks of the earlier prompt, and if its prompt is long enough for the earlier answer, too.
+    blocks of the earlier prompt, and if its prompt is long enough for the earlier answer, too. The derived values are
+    sessions, the blocks that each request leaves in the cache (`final_block_ids`), and the working set.
     """
     request_by_last_block: dict[int, SimRequest] = {}
     """Newest request, by the id of the last full block of its prompt."""

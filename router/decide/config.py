@@ -114,7 +114,7 @@ class HealthConfig:
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """Settings of the core."""
+    """Settings of the router's core, which chooses a worker for each request."""
 
     policy: Annotated[Literal["kv", "round_robin", "least_requests", "random", "sticky"], Flag(),
         "How workers are chosen; kv is the price of docs/reference/price.md."] = "kv"
@@ -133,8 +133,8 @@ class CoreConfig:
     session_ttl_s: Annotated[Seconds, "How long a session is remembered after its last request."] = 3600.0
     sessions_max: Annotated[Count, "Most sessions that are remembered."] = 100_000
     pin_grace_s: Annotated[NotNegative, "Seconds that a finished request's prefix still counts as cached."] = 0.25
-    """Events arrive milliseconds after their answer. Meanwhile an evicted prefix would count as cached, so the time is
-    no longer than a slow link needs."""
+    """Events arrive milliseconds after their answer. Until then, only this pin counts the new prefix as cached.
+    A longer time would count prefixes as cached that the worker has evicted since."""
     requests_max: Annotated[Count, Flag("--max-in-flight"),
         "Most requests in flight or queued; more are answered 429."] = 100_000
 

@@ -360,10 +360,12 @@ class RouterCore:
     def move_request(
         self, request_id: str, now: float, continuation: RouteRequest | None = None, *, is_stalled: bool = False
     ) -> list[Instruction]:
-        """Have another worker take over a request, as in `fail_attempt`; empty if the request stays where it is.
+        """Have another worker take over a running request; return [] if the request stays where it is.
 
-        The request stays where no other worker can take it or it was tried often enough. `is_stalled`: its worker is up
-        and stands still in the middle of the answer, which counts as a failure of that worker.
+        `continuation`: request for the rest of the answer; it is needed once the client has part of the answer. The
+        request stays if no other worker would do better, or if its tries are spent or the queue is full. The first
+        instruction returned is the request's Forward, Enqueue or Refuse. `is_stalled`: the worker is up but sends
+        nothing in the middle of an answer, which counts as a failure of that worker.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None or (continuation is None and attempt.has_first_token):
@@ -372,7 +374,9 @@ class RouterCore:
         candidates = self.registry.find_candidates(
             continuation or active_request.request, active_request.tried_workers | {attempt.decision.worker}
         )
-        if isinstance(candidates, Refuse) or candidates[0].worker_id in self.registry.avoided_workers:
+        if isinstance(candidates, Refuse):
+            return []
+        if candidates[0].worker_id in self.registry.avoided_workers:  # all candidates are avoided
             return []
         if continuation is None and not self._retry_budget.has_retry(
             active_request.request.tenant, active_request.failed_attempts + 1

@@ -82,10 +82,12 @@ class Load:
     """Number of transfers of KV from this target to others that are running."""
     background_request_count: int = 0
     utilisation_scaled: float = 0.0
-    """Prefill seconds sent here per second, averaged over a minute; to be multiplied by the tracker's decay."""
+    """Prefill seconds sent here per second, averaged over a minute. The value is stored as of the tracker's epoch:
+    multiply by `LoadTracker.compute_utilisation_decay(now)` for the present one."""
     arrivals_scaled: float = 0.0
     """Requests sent here per second, averaged and scaled like `utilisation_scaled`."""
     last_request_end_s: float = -math.inf
+    """When a request here ended last."""
     routed_requests: int = 0
     """Requests sent here since the target was added."""
     predicted_cached_tokens: int = 0
@@ -159,6 +161,7 @@ class PeerPrefills:
     oldest_prefill_s: float = 0.0
     """Time to compute the oldest of them."""
     oldest_sent_at_s: float = 0.0
+    """When the oldest of them was sent."""
     oldest_since_s: float = -math.inf
     """When the target could begin with the oldest of them."""
 
@@ -184,12 +187,19 @@ NO_PEER_LOAD: Final = PeerLoad()
 
 
 def merge_peer_loads(loads: Sequence[PeerLoad], prefill_rate: float) -> PeerLoad:
-    """Add up the loads of several routers, with times converted to this router's `prefill_rate`."""
+    """Combine the loads that several routers have on one target, with times at this router's `prefill_rate`.
+
+    Counts and times are sums. The oldest prompt is the one that was sent first by any router. The target could begin
+    with it when the last prompt before it had ended, which is the latest `oldest_since_s`.
+    """
     if not loads:
         return NO_PEER_LOAD
     scales = [prefill_rate / load.prefill_rate if load.prefill_rate else 1.0 for load in loads]
     busy_loads = [(load.prefills, scale) for load, scale in zip(loads, scales) if load.prefills.prefill_s > 0.0]
-    oldest, oldest_scale = min(busy_loads or [(loads[0].prefills, 1.0)], key=lambda pair: pair[0].oldest_sent_at_s)
+    if busy_loads:
+        oldest, oldest_scale = min(busy_loads, key=lambda pair: pair[0].oldest_sent_at_s)
+    else:
+        oldest, oldest_scale = loads[0].prefills, 1.0
     prefills = PeerPrefills(
         prefill_s=sum(prefills.prefill_s * scale for prefills, scale in busy_loads),
         request_count=sum(load.prefills.request_count for load in loads),

@@ -60,7 +60,7 @@ class Attempt(msgspec.Struct, eq=False):
     transfer_start_totals: WorkTotals | None = None
     """Work totals of the worker when the transfer started; None if there is no transfer so far."""
     observed_transfer_s: float | None = None
-    """Duration of the transfer; None if the first token rather waited for something else."""
+    """Duration of the transfer; None if it is unknown because the first token waited longer for something else."""
     has_transfer_failed: bool = False
 
     def list_in_flight(self) -> list[InFlightRequest]:

@@ -67,9 +67,10 @@ class CandidateFacts(msgspec.Struct, eq=False):
     source: Target | None = None
     """Target that this KV comes from."""
     arriving_tokens: int = 0
-    """Prefix that is here when that KV has come. `cached_tokens` are those of it that nobody has to compute."""
+    """Prompt tokens with KV at the worker when the transfer has ended. If the source computes a prompt first, they are
+    more than `cached_tokens`, which are the tokens that no worker has to compute."""
     arrival_s: float = 0.0
-    """Time until that KV is here. Meanwhile the worker computes the requests before."""
+    """Time until the transfer has ended. Meanwhile the worker computes earlier requests."""
     source_terms: Terms | None = None
     """Price of the prefill at the source; None if the source only sends what it has cached."""
 

@@ -75,19 +75,17 @@ class WorkerRegistry:
 
     # Workers -----------------------------------------------------------------------------------------------------
     def add_worker(self, spec: WorkerSpec, *, is_up: bool) -> Worker:
-        """Register a worker, or replace its description. Its targets stay while base model and ranks are the same."""
+        """Register a worker, or replace its description.
+
+        A known worker keeps its targets, with their load and learned speed, if its cached blocks remain valid.
+        """
         worker = self.workers.get(spec.worker_id)
         if worker is None:
             worker = Worker(spec, WorkerState.UP if is_up else WorkerState.STARTING)
             self.workers[spec.worker_id] = worker
             must_recreate_targets = True
         else:
-            old_spec = worker.spec
-            must_recreate_targets = (_get_base_model(old_spec), old_spec.ranks, old_spec.cache_view) != (
-                _get_base_model(spec),
-                spec.ranks,
-                spec.cache_view,
-            )
+            must_recreate_targets = not _has_same_caches(worker.spec, spec)
         worker.spec, worker.models = spec, {model.name: model for model in spec.models}
         if must_recreate_targets:
             self._drop_targets(worker)
@@ -187,7 +185,10 @@ class WorkerRegistry:
         return pool
 
     def find_sources(self, request: RouteRequest, excluded_workers: frozenset[str]) -> list[Target]:
-        """Return the targets that KV of a request may be moved from."""
+        """Return the targets that may send their cached KV of a request's prompt to another worker.
+
+        Which workers can send is the same for all requests of a model, so it is kept until a worker changes.
+        """
         sources = self._sources.get(request.model)
         if sources is None:
             sources = [
@@ -376,6 +377,11 @@ def _get_base_model(spec: WorkerSpec) -> str | None:
     return spec.models[0].base if spec.models else None
 
 
+def _has_same_caches(old: WorkerSpec, new: WorkerSpec) -> bool:
+    """Return whether two descriptions of a worker agree on all that its caches are counted by."""
+    return _get_base_model(old) == _get_base_model(new) and old.ranks == new.ranks and old.cache_view == new.cache_view
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
     """One row of `/workers`: a worker, or one data-parallel rank of it."""
@@ -388,24 +394,30 @@ class WorkerSnapshot:
     models: list[str]
     roles: list[str]
     cache_view: str
+    """How the router knows the worker's cache: `CacheView`."""
     prefilling: int
+    """Requests of this router without a first token."""
     decoding: int
+    """Requests of this router with a first token."""
     peer_prefilling: int
-    """Requests of other routers without a first token. `queue_s`, `utilisation` and `slowdown` include peers."""
+    """Requests of other routers without a first token."""
     peer_decoding: int
     engine_load: EngineLoad | None
     """Last report of the engine; None if it reports nothing, or nothing lately."""
     external_requests: int
-    """Requests that the engine reports and no router sent; included in the same values."""
+    """Requests that the engine reports and no router sent."""
     cache_tokens: int | None
     """Capacity of the KV cache: reported, or as the events show it; None if neither is known."""
     prefill_order: str
     """Prompt that the engine computes first: `arrival` (the oldest) or `shortest`."""
     queue_s: float
+    """Time until a new prompt's prefill would begin. This and the next two values count the requests of all senders."""
     utilisation: float
+    """Prefill seconds sent there per second."""
     slowdown: float
+    """Factor by which the decoding requests there lengthen a prefill."""
     learned_speed: dict[str, float]
-    """prefill_s_per_token, quadratic_tokens, step_s, decode_request_s, observations."""
+    """Rates of `ServiceModel` in use, the factor of loads from slower tiers, and the number of observations."""
     routed_requests: int
     predicted_cached_tokens: int
     reported_cached_tokens: int

@@ -40,7 +40,7 @@ REPOSITIONS_PER_UPDATE: Final = 2
 
 @dataclass(slots=True)
 class TypicalRequest:
-    """Sizes of the request that targets are compared by."""
+    """Sizes of a mean request; its price at each target ranks a pool's targets."""
 
     prompt_tokens: float = 1024.0
     computed_tokens: float = 1024.0

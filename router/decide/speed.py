@@ -108,7 +108,8 @@ class WorkTotals(msgspec.Struct, eq=False):
 class PrefillInterval:
     """Time in which a target computed prompts, until the first tokens of one engine step or of several.
 
-    It is extended over several steps where one step may have begun a prompt that the next one ended.
+    One step may begin a prompt that the next step ends. The interval then covers both steps, because only the sum of
+    their work is known.
     """
 
     start_s: float
@@ -126,6 +127,26 @@ class PrefillInterval:
     tier_load_s: float = field(init=False, default=0.0)
     """Time to load cached tokens of all its requests from slower tiers, by the configured rates."""
     step_count: int = field(init=False, default=1)
+
+    @classmethod
+    def begin(
+        cls, sent_at_s: float, oldest_since_s: float, decode_requests: int, decode_context_tokens: int, now: float
+    ) -> PrefillInterval:
+        """Return the interval of a prompt that was sent at `sent_at_s` and had its first token in the step until `now`.
+
+        The prompt could begin at `oldest_since_s`, when the prompts before it had ended, or when it was sent. If it was
+        sent while the target was decoding, the running step had to end first: on average half a step passed.
+        """
+        has_met_running_step = decode_requests > 0 and sent_at_s > oldest_since_s
+        waited_steps = 0.5 if has_met_running_step else 0.0
+        start_s = max(oldest_since_s, sent_at_s)
+        return cls(
+            start_s,
+            decode_requests,
+            decode_context_tokens,
+            waited_steps=waited_steps,
+            last_step_start_s=start_s + (now - start_s) * waited_steps / (1.0 + waited_steps),
+        )
 
     def add_first_token(self, prompt_tokens: int, cached_tokens: int, tier_load_s: float, now: float) -> None:
         """Add a request with its first token in the last step."""
@@ -227,11 +248,11 @@ class PoolSpeed:
         return self._prefill_ratio * times.prefill_s + self._step_ratio * times.steps_s
 
     def observe(self, times: PriorTimes, *, is_decode: bool) -> bool:
-        """Add an interval and fit the pool's two ratios to the last ones; return whether the model has changed.
+        """Add an interval and fit the pool's two ratios to the last intervals; return whether the model has changed.
 
-        The ratios tell how many times as long as by the prior a prefill takes, and a step. After the first intervals,
-        only every _LEARN_EVERY-th one renews the fit. The caller divides the elapsed time by the target's own factor,
-        so that a slow target does not slow its pool.
+        A prefill ratio of 2.0 means that prefills take twice the time of the prior; the step ratio says the same of
+        decode steps. After the first intervals, only every _LEARN_EVERY-th interval renews the fit. `times.elapsed_s`
+        is already divided by the target's factor, so that a slow target does not slow its pool.
         """
         intervals_of_kind = self._steps if is_decode else self._prefills
         intervals_of_kind.append(times)
@@ -461,19 +482,20 @@ class Speed:
         return prefill_s + self.predict_step_s(observation) * observation.steps
 
     def observe(self, observation: Observation) -> list[Speed]:
-        """Learn from one interval of this target; return the speeds that changed, on which the caller calls `refresh`.
+        """Learn from one interval of this target; return the speeds that changed and need a call of `refresh`.
 
-        Both the pool's ratios and the target's factor are renewed. Each call also checks the factor of one other
-        member in turn, because a target that gets no requests would otherwise keep an old factor.
+        The pool learns how all its targets compare with the prior; the factor, how this target compares with its pool.
+        Each call also checks the factor of another member in turn, because a target that gets no requests would
+        otherwise keep an old factor.
         """
-        pool, times = self.pool, self.pool.compute_prior_times(observation)
+        pool = self.pool
+        times = pool.compute_prior_times(observation)
         if not pool.is_enabled or times.elapsed_s <= 0.0 or times.prefill_s + times.steps_s <= 0.0:
             return []
         self._recent_ratios.append(times.elapsed_s / pool.predict_s(times))
         self.observation_count += 1
-        has_pool_changed = pool.observe(
-            times._replace(elapsed_s=times.elapsed_s / max(self.factor, 1.0)), is_decode=observation.is_decode
-        )
+        times_at_pool_speed = times._replace(elapsed_s=times.elapsed_s / max(self.factor, 1.0))
+        has_pool_changed = pool.observe(times_at_pool_speed, is_decode=observation.is_decode)
         self._last_observation_number = pool.observation_count
         next_member = pool.members[pool.observation_count % len(pool.members)]
         changed_members = [speed for speed in dict.fromkeys((self, next_member)) if speed._update_factor()]

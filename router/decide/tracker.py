@@ -379,9 +379,9 @@ class LoadTracker:
     def _observe_first_token(self, request: InFlightRequest, now: float) -> None:
         """Learn how long a target takes for prefill, from the first token of a streamed answer.
 
-        The first token begins a prefill interval, the time from the begin of a prompt to the first tokens of its engine
-        step, or extends the open one by the next step. An interval is only learned from if the target did no work
-        meanwhile that this router does not know of.
+        First tokens that arrive together end the same engine step, so their prompts share one prefill interval. A later
+        first token extends that interval by a step, or closes it and begins the next one. An interval with work in it
+        that this router cannot measure, such as another router's prompts or moved KV, is not learned from.
         """
         if not request.is_streaming:
             return
@@ -396,18 +396,13 @@ class LoadTracker:
                 self.close_interval(target)
                 interval = None
         if interval is None:
-            waited_steps = 0.5 if load.decode_request_count > 0 and request.sent_at_s > oldest_since_s else 0.0
-            start_s = max(oldest_since_s, request.sent_at_s)
-            interval = target.speed.open_prefill_interval = PrefillInterval(
-                start_s,
-                load.decode_request_count,
-                load.decode_context_tokens,
-                waited_steps=waited_steps,
-                last_step_start_s=start_s + (now - start_s) * waited_steps / (1.0 + waited_steps),
-                is_usable=is_in_turn,
+            interval = target.speed.open_prefill_interval = PrefillInterval.begin(
+                request.sent_at_s, oldest_since_s, load.decode_request_count, load.decode_context_tokens, now
             )
-        has_other_work = target.peer_load.prefills.prefill_s > 0.0 or bool(target.external_load)
-        interval.is_usable = interval.is_usable and not has_other_work and request.source is None
+            interval.is_usable = is_in_turn
+        has_unmeasured_work = target.peer_load.prefills.prefill_s > 0.0 or bool(target.external_load)
+        if has_unmeasured_work or request.source is not None:
+            interval.is_usable = False
         interval.add_first_token(request.prompt_tokens, request.cached_tokens, request.tier_load_s, now)
 
     def record_answer(self, request: InFlightRequest, reported_tokens: int | None, now: float) -> int:
@@ -475,10 +470,9 @@ class LoadTracker:
 
     # Other routers -----------------------------------------------------------------------------------------------
     def make_local_load(self, target: Target, now: float) -> PeerLoad:
-        """Return this router's part of a target's load, for its peers."""
+        """Return the load that this router has put on a target, in the form in which its peers get it."""
         load, prefill_queue = target.load, target.prefill_queue
         oldest_request = prefill_queue.get_oldest()
-        factor = self.compute_utilisation_decay(now)
         prefills = PeerPrefills(
             prefill_s=prefill_queue.own_prefill_s,
             request_count=load.request_count - load.decode_request_count,
@@ -490,7 +484,7 @@ class LoadTracker:
             prefills,
             decode_requests=load.decode_request_count,
             decode_context_tokens=load.decode_context_tokens,
-            utilisation=load.utilisation_scaled * factor,
+            utilisation=load.utilisation_scaled * self.compute_utilisation_decay(now),
             prefill_rate=target.speed.prefill_rate,
         )
 
