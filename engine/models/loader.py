@@ -103,13 +103,22 @@ def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: to
     For a moment both are in memory.
     """
     new_model = build_model(HfConfig.read(folder), None)
-    if type(new_model) is not type(model) or new_model.config != model.config:
+    if _list_configs(new_model) != _list_configs(model):
         raise ModelError(
-            f"{folder}: expected a checkpoint of the same architecture and shapes as the one that is served"
+            f"{folder}: expected a checkpoint of the same architecture, shapes and scale factors as the one that is "
+            "served"
         )
     load_weights(new_model, folder, dtype, device)
     for weight, new_weight in zip(model.weights, new_model.weights, strict=True):
         weight.replace_values(new_weight)
+
+
+def _list_configs(model: CausalLM) -> list[object]:
+    """Return the configs of the decoder and of its attention layers. The loaded model keeps them as they are.
+
+    Rotary frequencies and scale factors are settings there. They have no tensor whose shape would tell a difference.
+    """
+    return [model.config, *(attention.config for _, attention in model.attention_layers)]
 
 
 def _list_shard_paths(folder: Path) -> list[Path]:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.models import BUILDER_BY_ARCHITECTURE, ModelError
-from engine.models.loader import load_model
+from engine.models.loader import load_model, reload_weights
 from engine.tiny.model import Recipe, cached_model
 
 
@@ -125,3 +125,22 @@ def test_files_that_are_not_there_or_broken(folder: Path, tmp_path: Path) -> Non
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match="not JSON"):
         load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("residual_multiplier", 0.7), ("attention_multiplier", 0.2), ("rope_theta", 5e5)]
+)
+def test_reload_refuses_a_checkpoint_with_another_setting(tmp_path: Path, key: str, value: float) -> None:
+    """The model would compute the new weights with the old setting."""
+    folder = cached_model(Recipe(family="granite"))
+    other_folder = Path(shutil.copytree(folder, tmp_path / "other"))
+    if key == "rope_theta":
+        edit_config(other_folder, rope_theta=value, rope_parameters={"rope_type": "default", "rope_theta": value})
+    else:
+        edit_config(other_folder, **{key: value})
+    model, dtype = load_model(folder)
+    before = [weight.tensor.clone() for weight in model.weights]
+    with pytest.raises(ModelError, match="expected a checkpoint of the same architecture, shapes and scale factors"):
+        reload_weights(model, other_folder, dtype, torch.device("cpu"))
+    assert all(torch.equal(weight.tensor, tensor) for weight, tensor in zip(model.weights, before, strict=True))
+    reload_weights(model, folder, dtype, torch.device("cpu"))
