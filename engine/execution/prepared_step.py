@@ -24,7 +24,7 @@ class BatchState:
     sequences: list[Sequence]
     """Sequences of the step, in the order in which the kernels take them: those with one token first."""
     sampled_chunks: Order
-    """Indices into `sequences`, and of chunks, for which a token is drawn."""
+    """Indices of the chunks for which a token is drawn. `sequences` has the same indices."""
     rows: IntArray
     """[sequences]: row of each sequence in the per-sequence tables; see `RowAllocator`."""
     device_rows: Tensor

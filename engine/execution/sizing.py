@@ -252,10 +252,10 @@ def count_host_units(config: EngineConfig, spec: CacheSpec) -> int:
 
 
 def choose_step_tokens(config: EngineConfig, model: CausalLM, device: torch.device) -> int:
-    """Return the most tokens of a step: the value of the flag, or as many as a GPU computes efficiently.
+    """Return the most tokens of a step: the value of the flag, or as many as a GPU needs to compute at full speed.
 
-    A CPU computes far fewer tokens as efficiently, and decoding sequences wait for the whole step. So for a large model
-    on a CPU, a step has the tokens that take about a second.
+    A CPU needs far fewer for that, and decoding sequences wait for the whole step. So for a large model on a CPU, a
+    step has the tokens that take about a second.
     """
     if config.max_num_batched_tokens is not None or device.type != "cpu":
         return config.step_tokens_max
@@ -269,7 +269,7 @@ def _compute_free_bytes(config: EngineConfig, device: torch.device, step_bytes: 
     """Return the bytes of memory that the cache of one rank may take.
 
     On a GPU: the free memory, less the share that must stay free, a step (`step_bytes`) and CUDA graphs. On a CPU: a
-    quarter of the free memory, at most CACHE_BYTES_MAX.
+    quarter of the free memory, at most CACHE_BYTES_MAX, which all ranks share.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

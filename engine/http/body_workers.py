@@ -124,7 +124,7 @@ class BodyReader:
 async def _finish_uncancelled(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, which goes on if its waiter is cancelled because the client leaves.
 
-    A process that is parsing a body cannot be interrupted, so the pool must wait until it is free again.
+    A process that parses a body finishes it in any case, and `work` gives the process back to the pool afterwards.
     """
     task = asyncio.ensure_future(work)
     # Nobody may be left to take the error of the task. Taking it here keeps asyncio from logging it.

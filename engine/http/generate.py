@@ -247,7 +247,7 @@ async def format_logprobs(
     deltas: list[tuple[Choice, ChoiceDelta]],
     release_logprobs: Callable[[int], None],
 ) -> None:
-    """Format the logprobs of deltas, and let the event loop serve other requests after every 2,048 of them.
+    """Format the logprobs of deltas, and let the event loop serve other requests between parts of them.
 
     The logprobs of one request may be millions. The server limits how many all requests hold together.
     `release_logprobs` is called with the number of logprobs that were formatted and need no memory any more.

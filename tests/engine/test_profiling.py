@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
+from engine.config import EngineConfig
+from engine.execution import sizing
 from engine.execution.device_pool import DevicePool
 from engine.execution.profiling import make_largest_step
 from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models.loader import load_model
 from engine.tiny.model import Recipe, cached_model
+from options import ConfigError
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_5", "nemotron_h"])
@@ -34,3 +39,36 @@ def test_the_largest_step_runs_in_its_units(family, tokens, sequences):
     for token in runner.execute(plan).sampled_tokens:
         assert token is not None
         assert 0 <= token < model.config.vocab_size
+
+
+def test_the_memory_of_the_largest_step_is_free_again_before_the_cache_is_sized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=70, max_model_len=128)
+    model, dtype = load_model(cached_model(Recipe()))
+    rank = sizing.resolve_rank_model(config, model, dtype, torch.device("cpu"))
+    runners: list[weakref.ref[ModelRunner]] = []
+    make_runner, events = sizing.make_runner, []
+
+    def make_watched_runner(config: EngineConfig, rank: sizing.RankModel, unit_count: int) -> ModelRunner:
+        assert config.enforce_eager, "no graph is recorded for one step"
+        runner = make_runner(config, rank, unit_count)
+        runners.append(weakref.ref(runner))
+        return runner
+
+    def measure(run, device: torch.device) -> int:
+        events.append(len(run().sampled_tokens))
+        return 7 << 20
+
+    monkeypatch.setattr(sizing, "make_runner", make_watched_runner)
+    monkeypatch.setattr(sizing, "measure_peak_bytes", measure)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append(runners[0]()))
+    assert sizing._measure_largest_step(config, rank) == 7 << 20
+    assert events == [4, None], "the memory is given back while a runner still holds it"
+
+    def run_out(run, device: torch.device) -> int:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(sizing, "measure_peak_bytes", run_out)
+    with pytest.raises(ConfigError, match="--max-num-batched-tokens 70, --max-num-seqs 4, --max-model-len 128: no mem"):
+        sizing._measure_largest_step(config, rank)
