@@ -14,7 +14,7 @@ from engine.cache.host_tier import HostLoad
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_KIND
 from engine.transfer.messages import SentBlock, WantedBlock
-from engine.transfer.pull_plan import PulledPrompt, PullItem, choose_items, count_resumable_blocks
+from engine.transfer.pull_plan import PulledPrompt, PullItem, choose_blocks_to_pull, count_resumable_blocks
 from engine.types import BlockCopy, BlockPlace, Request
 from engine.types import Sequence as EngineSequence
 
@@ -78,10 +78,10 @@ class BlockExchange:
             parent = node
         return bytes(masks)
 
-    def choose_items(self, prompt: PulledPrompt, remote_masks: bytes) -> list[PullItem]:
-        """Return what to pull of a prompt, where the peer has so much of it. For any thread."""
+    def choose_blocks_to_pull(self, prompt: PulledPrompt, remote_masks: bytes) -> list[PullItem]:
+        """Return the blocks of a prompt to pull. `remote_masks`: `BlocksLocated.kind_masks`. For any thread."""
         local_masks = self.locate([key.hash for key in prompt.keys])
-        return choose_items(local_masks, remote_masks[: len(prompt.keys)], len(self._kinds), self._windows)
+        return choose_blocks_to_pull(local_masks, remote_masks[: len(prompt.keys)], len(self._kinds), self._windows)
 
     def is_cached(self, prompt: PulledPrompt) -> bool:
         """Whether nothing of a prompt has to be computed that could be pulled."""

@@ -71,7 +71,7 @@ class BlocksLocated(msgspec.Struct, tag="located", array_like=True, frozen=True)
 
 
 class SentBlock(msgspec.Struct, array_like=True, frozen=True):
-    """A block of the payload, and everything that its hash stands for."""
+    """Kind and identity of one block of the payload: its hash, and the values from which the hash is computed."""
 
     hash: int
     kind: int
@@ -81,7 +81,7 @@ class SentBlock(msgspec.Struct, array_like=True, frozen=True):
     lora_name: str | None
 
     def is_of(self, kind: int, key: BlockKey, parent_hash: int | None) -> bool:
-        """Whether this is the block of a prompt with that name: equal tokens, keys and parent, not the hash alone."""
+        """Whether this is the wanted block. Compares tokens and parent too, because two blocks may share a hash."""
         return (
             (self.hash, self.kind) == (key.hash, kind)
             and self.parent_hash == parent_hash

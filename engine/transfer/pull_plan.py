@@ -54,13 +54,14 @@ def count_resumable_blocks(masks: Sequence[int], kind_count: int, windows: Atten
     return windows.count_resumable_nodes(blocks[:end])
 
 
-def choose_items(
+def choose_blocks_to_pull(
     local_masks: Sequence[int], remote_masks: Sequence[int], kind_count: int, windows: AttentionWindows
 ) -> list[PullItem]:
-    """Return the blocks to pull: those that this side lacks of the longest prefix that both sides have together.
+    """Return the blocks to pull for the longest prefix after which a sequence can resume, parents before children.
 
-    Parents come first. Returns none if this side's own blocks reach as far. A mask belongs to one block of the prompt:
-    its bit k says whether the side has the block of kind k, such as full attention, a sliding window or a state.
+    Mask i tells by its bit k whether a side has the block of kind k at index i; kinds are full attention, sliding
+    windows and states. For example, with one kind, the local masks [1] and the remote masks [1, 1, 1], blocks 1 and 2
+    are pulled. With the local masks [1, 1, 1] there is nothing to gain, and the list is empty.
     """
     length = max(len(local_masks), len(remote_masks))
     local_masks, remote_masks = _pad(local_masks, length), _pad(remote_masks, length)

@@ -50,10 +50,12 @@ FAILED_SOURCES_MAX = 1024
 AnswerType = TypeVar("AnswerType", BlocksLocated, BlocksSent)
 
 
-class _Store(NamedTuple):
-    """Blocks of a batch that have arrived and are being stored."""
+class _StoringBatch(NamedTuple):
+    """Batch of requested blocks, of which those that have arrived are being stored in the cache."""
 
     batch: list[PullItem]
+    arrived_count: int
+    """Number of leading blocks that have arrived; smaller than the batch if the source has evicted a block."""
     stored_count: Future[int]
 
 
@@ -124,7 +126,7 @@ class Puller:
         hashes = [key.hash for key in prompt.keys]
         await connection.send(LocateBlocks(self._settings.fingerprint, hashes))
         located, _ = await _receive(connection, BlocksLocated, 0)
-        items = self._exchange.choose_items(prompt, located.kind_masks)
+        items = self._exchange.choose_blocks_to_pull(prompt, located.kind_masks)
         if not items:
             return
         stored_count = await self._fetch(connection, prompt, items)
@@ -141,10 +143,10 @@ class Puller:
             split_into_batches(items, self._settings.block_bytes_by_kind, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX)
         )
         requested_batches: deque[list[PullItem]] = deque()
-        stores: deque[_Store] = deque()
+        storing_batches: deque[_StoringBatch] = deque()
         bytes_ahead = stored_count = 0
         try:
-            while batches or requested_batches or stores:
+            while batches or requested_batches or storing_batches:
                 while batches:
                     batch_bytes = self._count_bytes(batches[0])
                     if bytes_ahead and bytes_ahead + batch_bytes > PULL_BYTES_MAX:
@@ -156,48 +158,54 @@ class Puller:
                     requested_batches.append(batch)
                 if requested_batches:
                     batch = requested_batches.popleft()
-                    store, arrived_count = await self._receive_batch(connection, prompt, batch)
-                    stores.append(store)
-                    if arrived_count < len(batch):  # the source has evicted a block, so later blocks are of no use
+                    storing_batch = await self._receive_batch(connection, prompt, batch)
+                    storing_batches.append(storing_batch)
+                    if storing_batch.arrived_count < len(
+                        batch
+                    ):  # the source has evicted a block, so later blocks are of no use
                         batches.clear()
                         requested_batches.clear()
-                while stores and (stores[0].stored_count.done() or not requested_batches):
-                    store = stores.popleft()
-                    batch_stored_count = await asyncio.wrap_future(store.stored_count)
-                    self._count_stored(store.batch[:batch_stored_count])
+                while storing_batches and (storing_batches[0].stored_count.done() or not requested_batches):
+                    storing_batch = storing_batches.popleft()
+                    batch_stored_count = await asyncio.wrap_future(storing_batch.stored_count)
+                    self._count_stored(storing_batch.batch[:batch_stored_count])
                     stored_count += batch_stored_count
-                    bytes_ahead -= self._count_bytes(store.batch)
-                    if batch_stored_count < len(store.batch):
+                    bytes_ahead -= self._count_bytes(storing_batch.batch)
+                    if batch_stored_count < len(storing_batch.batch):
                         return stored_count
         finally:
-            for store in stores:
-                store.stored_count.cancel()
+            for storing_batch in storing_batches:
+                storing_batch.stored_count.cancel()
         return stored_count
 
     async def _receive_batch(
         self, connection: Connection, prompt: PulledPrompt, batch: list[PullItem]
-    ) -> tuple[_Store, int]:
-        """Receive the blocks of a batch, and start to store them. Returns the store, and how many blocks have arrived.
-
-        These are fewer if the source has evicted one meanwhile. Raises TransferError if the source has other weights by
-        now, or sent another block than the one that was asked for.
-        """
+    ) -> _StoringBatch:
+        """Receive the requested blocks of a batch, check them, and have the step thread store them in the cache."""
         get_bytes = self._exchange.get_block_bytes
         sent, payload = await _receive(connection, BlocksSent, sum(get_bytes(kind) for _, kind in batch))
-        if sent.fingerprint != self._settings.fingerprint:
-            raise TransferError("incompatible", "one of the two engines has other weights now")
         arrived_batch = batch[: len(sent.blocks)]
-        if len(sent.blocks) > len(batch) or len(payload) != sum(get_bytes(kind) for _, kind in arrived_batch):
-            raise TransferError("malformed", f"{len(sent.blocks)} blocks of {len(payload)} bytes")
-        for item, block in zip(arrived_batch, sent.blocks):
-            key, parent_hash = prompt.keys[item.block_index], prompt.parent_hash(item.block_index)
-            if not block.is_of(item.kind, key, parent_hash):
-                raise TransferError("malformed", f"block {item.block_index} of the prompt is another one")
+        self._check_sent_blocks(prompt, batch, sent, len(payload))
         byte_count = self._count_bytes(arrived_batch)
         if self._link is not None:
             await self._link.carry(byte_count)
         store = partial(self._exchange.store, prompt, arrived_batch, memoryview(payload))
-        return _Store(batch, self._jobs.submit(store, byte_count)), len(arrived_batch)
+        return _StoringBatch(batch, len(arrived_batch), self._jobs.submit(store, byte_count))
+
+    def _check_sent_blocks(
+        self, prompt: PulledPrompt, batch: list[PullItem], sent: BlocksSent, payload_bytes: int
+    ) -> None:
+        """Raise TransferError unless the sent blocks are the first ones of the batch, computed with our weights."""
+        get_bytes = self._exchange.get_block_bytes
+        if sent.fingerprint != self._settings.fingerprint:
+            raise TransferError("incompatible", "one of the two engines has other weights now")
+        arrived_batch = batch[: len(sent.blocks)]
+        if len(sent.blocks) > len(batch) or payload_bytes != sum(get_bytes(kind) for _, kind in arrived_batch):
+            raise TransferError("malformed", f"{len(sent.blocks)} blocks of {payload_bytes} bytes")
+        for item, block in zip(arrived_batch, sent.blocks):
+            key, parent_hash = prompt.keys[item.block_index], prompt.parent_hash(item.block_index)
+            if not block.is_of(item.kind, key, parent_hash):
+                raise TransferError("malformed", f"block {item.block_index} of the prompt is another one")
 
     def _count_stored(self, items: list[PullItem]) -> None:
         self._stats.pulled_blocks += len(items)

@@ -10,6 +10,7 @@ from typing import Any, Final, Protocol
 from prompts.errors import RequestError
 from prompts.worker_fields import has_worker_address
 from router.app.tenant_limits import TenantLimits
+from router.decide.messages import RouteRequest
 from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.edge.proxy import Exchange, Proxy
 from router.edge.request_context import RequestContext
@@ -30,7 +31,7 @@ class Placer(Protocol):
 
 
 class RequestPlacer:
-    """Has the core choose a worker for each request, within the limits of its tenant."""
+    """Applies the limits of a request's tenant, and hands the request to the core, which chooses its worker."""
 
     def __init__(
         self, reader: RequestReader, limits: TenantLimits, proxy: Proxy, reasons: MissReasonsRecorder | None = None
@@ -42,20 +43,15 @@ class RequestPlacer:
         self.reasons = reasons
 
     def place(self, exchange: Exchange) -> None:
-        """Have the core choose a worker for a request that was read, now or later.
+        """Hand a request that was read to the core, which chooses a worker at once or lets the request wait.
 
-        Before that, apply the settings of the client's API key, in the routed request as in the forwarded body. Raises
-        RequestError, as when the key has too many tokens in flight.
+        Raises RequestError, for example if the client's API key has too many tokens in flight.
         """
         context = exchange.context
-        body, model = context.body, context.model
+        body = context.body
         assert body is not None
-        assert model is not None
         route = self._reader.build_route_request(context)
-        fields = self._limits.apply_key_settings(context, route)
-        if model.is_renamed:
-            fields["model"] = model.name
-        self._reader.rewrite_body(context, fields)
+        self._apply_key_settings(context, route)
         if body.request.kind != "other":
             self._metrics.tokenize_s.observe(body.prompt.seconds)
         self._limits.add_prompt_tokens(context, route.prompt_tokens)
@@ -64,6 +60,14 @@ class RequestPlacer:
         if self.reasons is not None and not context.is_done:
             self.reasons.register_request(context)
         context.body = None  # its messages are large, and not needed any more
+
+    def _apply_key_settings(self, context: RequestContext, route: RouteRequest) -> None:
+        """Apply the settings of the client's API key to `route`, and to the body that is forwarded to the worker."""
+        assert context.model is not None
+        fields = self._limits.apply_key_settings(context, route)
+        if context.model.is_renamed:
+            fields["model"] = context.model.name
+        self._reader.rewrite_body(context, fields)
 
 
 class RequestDispatcher:
@@ -111,13 +115,13 @@ class RequestDispatcher:
         client.responder = exchange
         return exchange
 
-    def _place(self, exchange: Exchange, *, is_rediscovered: bool = False) -> None:
+    def _place(self, exchange: Exchange, *, has_asked_workers: bool = False) -> None:
         """Place a request that was read. If no worker is known to serve its model, ask all workers first.
 
-        `is_rediscovered`: they were asked already, so that the core refuses a model that is still unknown.
+        `has_asked_workers`: all workers were asked already. The core then refuses a model that is still unknown.
         """
-        if not is_rediscovered and self._is_model_missing(exchange.context):
-            self._place_when_read(exchange, self._discover_and_read(exchange.context), is_rediscovered=True)
+        if not has_asked_workers and self._is_model_missing(exchange.context):
+            self._place_when_read(exchange, self._discover_and_read(exchange.context), has_asked_workers=True)
             return
         try:
             self.placer.place(exchange)
@@ -140,33 +144,24 @@ class RequestDispatcher:
         await self.reader.read(context, context.request.path)
 
     def _place_when_read(
-        self, exchange: Exchange, reading: Coroutine[Any, Any, None], *, is_rediscovered: bool = False
+        self, exchange: Exchange, reading: Coroutine[Any, Any, None], *, has_asked_workers: bool = False
     ) -> None:
-        """Start a task that runs `reading`, and place the request when it is done.
-
-        An exception ends this request alone. `is_rediscovered`: `reading` asks workers for the request's model.
-        """
-        task = asyncio.get_running_loop().create_task(reading)
+        """Start a task that runs `reading` and then places the request. `has_asked_workers`: as for `_place`."""
+        task = asyncio.get_running_loop().create_task(self._read_and_place(exchange, reading, has_asked_workers))
         self._read_tasks.add(task)
+        task.add_done_callback(self._read_tasks.discard)
 
-        def finish(task: asyncio.Task[None]) -> None:
-            """Send the request to a worker now that it was read, or end it with the exception of the reading task."""
-            self._read_tasks.discard(task)
-            if task.cancelled():
-                return
-            # `task.result()` would make a reference cycle: the exception, its traceback, and the frame with the task.
-            failure = task.exception()
-            try:
-                if failure is None:
-                    self._place(exchange, is_rediscovered=is_rediscovered)
-                elif isinstance(failure, RequestError):
-                    exchange.reject(failure)
-                elif isinstance(failure, Exception):
-                    exchange.crash(failure)
-            except Exception as error:  # noqa: BLE001  a boundary: this request ends, the rest goes on
-                exchange.crash(error)
-
-        task.add_done_callback(finish)
+    async def _read_and_place(
+        self, exchange: Exchange, reading: Coroutine[Any, Any, None], has_asked_workers: bool
+    ) -> None:
+        """Await `reading`, then place the request. An exception ends this request alone."""
+        try:
+            await reading
+            self._place(exchange, has_asked_workers=has_asked_workers)
+        except RequestError as error:
+            exchange.reject(error)
+        except Exception as error:  # noqa: BLE001  a fault in one request must not stop the others
+            exchange.crash(error)
 
     def _make_trace_id(self, request: HttpRequest) -> bytes:
         """Return the client's `x-request-id` if it may be forwarded, else a new id."""

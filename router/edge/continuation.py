@@ -199,32 +199,24 @@ class StreamContinuation:
         )
 
     def build_continuation_route(self, route: RouteRequest, tokens_max: int | None) -> RouteRequest | None:
-        """Return the core's request for the rest of an answer; None if the answer cannot be continued.
+        """Return the request by which the core finds a worker for the rest of an answer; None if there can be no rest.
 
-        `tokens_max`: longest context of the model. Changes nothing: `start_continuation` does, once there is a worker.
+        For example, when a prompt of 100 tokens has an answer of 40 tokens so far and 60 may follow, the new prompt has
+        140 tokens, and its answer at most 60. `tokens_max`: longest context of the model, if known. Nothing changes
+        here: once the core has a worker, call `start_continuation`.
         """
         recorder = self.recorder
-        if (
-            recorder is None
-            or recorder.is_unrecognized
-            or recorder.has_finish_reason
-            or (recorder.has_parsed_output and self._engine != BLOCKCAST)
-        ):
+        if recorder is None or not self._is_recorded_fully(recorder):
             return None
         if recorder.event_count == 0:  # the client has no event yet: repeat the whole request, once
             return None if self._has_restarted else route
-        prompt_ids, output_ids = recorder.prompt_ids, recorder.output_ids
-        has_incomplete_text = recorder.text_token_count < len(output_ids)
-        if self._engine == VLLM and has_incomplete_text:  # generate the last tokens again, with their text
-            if self._wants_token_ids:
-                return None
+        output_ids = recorder.output_ids
+        if self._engine == VLLM:  # vLLM generates tokens with incomplete text again, with their text
             output_ids = output_ids[: recorder.text_token_count]
-        if not prompt_ids or (self._event_template or _build_event_template(recorder.last_event)) is None:
+        ids = recorder.prompt_ids + output_ids
+        if not self._may_continue_after(len(output_ids)):
             return None
-        if self._event_template is not None and len(output_ids) < self._sent_token_count + NEW_TOKENS_MIN:
-            return None  # the second worker died soon, too: the request may be the cause
-        ids = prompt_ids + output_ids
-        if self._build_body(ids, len(output_ids), tokens_max) is None:
+        if self._engine == VLLM and self._count_remaining_tokens(len(ids), len(output_ids), tokens_max) < 1:
             return None
         remaining_tokens_max = max(route.output_tokens_max - len(output_ids), 1) if route.output_tokens_max else 0
         remaining_tokens_min = max(route.output_tokens_min - len(output_ids), 0)
@@ -236,6 +228,24 @@ class StreamContinuation:
             deadline_s=None,
         )
 
+    def _is_recorded_fully(self, recorder: TokenRecorder) -> bool:
+        """Return whether the recorded tokens are all that the client has of the answer, and more have to follow."""
+        if recorder.is_unrecognized or recorder.has_finish_reason:
+            return False
+        if self._engine == BLOCKCAST:
+            return True
+        # The client has ids of tokens whose text is incomplete. vLLM would generate these tokens again.
+        has_incomplete_text = recorder.text_token_count < len(recorder.output_ids)
+        return not (recorder.has_parsed_output or (self._wants_token_ids and has_incomplete_text))
+
+    def _may_continue_after(self, output_token_count: int) -> bool:
+        """Return whether another worker may continue the answer after so many tokens."""
+        assert self.recorder is not None
+        if not self.recorder.prompt_ids or self._get_event_template() is None:
+            return False
+        # If the second worker died soon, too, the request may be what kills the workers.
+        return not self.is_continued or output_token_count >= self._sent_token_count + NEW_TOKENS_MIN
+
     def start_continuation(self, continuation_route: RouteRequest, tokens_max: int | None) -> None:
         """Prepare the request to another worker, and forget tokens that the client has not received."""
         recorder = self.recorder
@@ -244,14 +254,13 @@ class StreamContinuation:
         if recorder.event_count == 0:
             self._has_restarted = True
             return
-        if self._event_template is None:
-            self._event_template = _build_event_template(recorder.last_event)
+        self._event_template = self._get_event_template()
         ids, self._sent_token_count = continuation_route.token_ids, len(recorder.output_ids)
         assert isinstance(ids, array)
         self.continuation_body = msgspec.json.encode(self._build_body(ids, self._sent_token_count, tokens_max))
 
-    def _build_body(self, ids: array[int], answered_tokens: int, tokens_max: int | None) -> dict[str, Any] | None:
-        """Return the body that asks another worker to continue the answer; None if no token may follow.
+    def _build_body(self, ids: array[int], answered_tokens: int, tokens_max: int | None) -> dict[str, Any]:
+        """Return the body that asks another worker to continue the answer.
 
         `ids`: tokens of the prompt and of the answer so far. `answered_tokens`: number of those of the answer.
         `tokens_max`: longest context of the model, if known.
@@ -260,17 +269,21 @@ class StreamContinuation:
             return self._build_chat_body(ids, answered_tokens)
         body: dict[str, Any] = {name: value for name, value in self._fields.items() if name in _RESENT_FIELDS}
         body |= {"prompt": ids.tolist(), "return_token_ids": True}
-        output_tokens_max = self._read_output_tokens_max()
         if self._engine == BLOCKCAST:  # its limits count `answered_tokens` as output
-            return body | {"max_tokens": output_tokens_max, "answered_tokens": answered_tokens}
-        if output_tokens_max is not None:
-            output_tokens_max -= answered_tokens
-        elif tokens_max is not None:
-            output_tokens_max = tokens_max - len(ids)
-        if output_tokens_max is None or output_tokens_max < 1:
-            return None
+            return body | {"max_tokens": self._read_output_tokens_max(), "answered_tokens": answered_tokens}
+        remaining_tokens_max = self._count_remaining_tokens(len(ids), answered_tokens, tokens_max)
         remaining_tokens_min = max((self._field_value("min_tokens") or 0) - answered_tokens, 0)
-        return body | {"max_tokens": output_tokens_max, "min_tokens": remaining_tokens_min}
+        return body | {"max_tokens": remaining_tokens_max, "min_tokens": remaining_tokens_min}
+
+    def _count_remaining_tokens(self, tokens: int, answered_tokens: int, tokens_max: int | None) -> int:
+        """Return how many tokens may follow; 0 if neither the client nor the model sets a limit.
+
+        `tokens`: those of the prompt and of the answer so far. `tokens_max`: longest context of the model, if known.
+        """
+        output_tokens_max = self._read_output_tokens_max()
+        if output_tokens_max is not None:
+            return int(output_tokens_max) - answered_tokens
+        return 0 if tokens_max is None else tokens_max - tokens
 
     def _build_chat_body(self, ids: array[int], answered_tokens: int) -> dict[str, Any]:
         """Return the body of a chat request for the rest of an answer. Arguments as for `_build_body`.
@@ -309,13 +322,15 @@ class StreamContinuation:
 
     def release_failure_event(self) -> bytes:
         """Return the event with the worker's failure, for the client if no worker continues the answer."""
-        return self.recorder.release_failure_event() if self.recorder is not None else b""
+        return self.recorder.stop_recording() if self.recorder is not None else b""
 
     # Answering ----------------------------------------------------------------------------------------------------
 
     def convert_content(self, content: bytes, *, is_last: bool) -> bytes:
-        """Return the bytes for the client that replace the next bytes of a worker's answer.
+        """Record the tokens in the next bytes of a worker's answer; return the bytes for the client in their place.
 
+        The first worker's events stay as they are. Those of a worker that continues the answer get the id, the model
+        name and the other fixed fields of the first worker's events, so that the client sees one stream.
         `is_last`: the answer ends with these bytes. Raises ProtocolError for events that cannot be converted.
         """
         assert self.recorder is not None
@@ -327,7 +342,7 @@ class StreamContinuation:
         try:
             return b"".join(map(self._convert_event, filter(None, events.split(b"\n\n"))))
         except _MALFORMED_EVENT_ERRORS as error:
-            self.recorder.is_unrecognized = True  # it recorded events that the client does not get
+            self.recorder.is_unrecognized = True  # the client does not get these events, but their tokens are recorded
             raise ProtocolError(f"an event of the worker that went on: {error!r}") from error
 
     def _convert_event(self, event: bytes) -> bytes:
@@ -354,7 +369,10 @@ class StreamContinuation:
         return b"data: " + msgspec.json.encode(converted_event) + b"\n\n"
 
     def _convert_choice(self, choice: dict[str, Any], template: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a choice of an event with the fields of the first worker's; None if the client does not need it."""
+        """Return a choice of the continuing worker in the first worker's form; None if the client does not need it.
+
+        `template`: a choice of the first worker, without its text and ids.
+        """
         delta, finish_reason = _get_delta(choice, self._continues_as_chat), choice.get("finish_reason")
         if "role" in delta:
             return None  # the first worker has sent it
@@ -384,6 +402,11 @@ class StreamContinuation:
             converted_usage["prompt_tokens_details"] = {**details, "cached_tokens": cached_tokens}
         return converted_usage
 
+    def _get_event_template(self) -> dict[str, Any] | None:
+        """Return an event of the first worker without its text and ids; None if it has another form than is known."""
+        assert self.recorder is not None
+        return self._event_template or _build_event_template(self.recorder.last_event)
+
     def build_missing_end(self, *, is_usage_sent: bool) -> bytes | None:
         """Return the events after the last token; None if that token was not sent."""
         recorder = self.recorder
@@ -397,7 +420,7 @@ class StreamContinuation:
             "total_tokens": prompt_tokens + completion_tokens,
             "completion_tokens": completion_tokens,
         }
-        event_template = self._event_template or _build_event_template(recorder.last_event)
+        event_template = self._get_event_template()
         if event_template is None:
             return None
         usage_event = {**event_template, "choices": [], "usage": usage}

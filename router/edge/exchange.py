@@ -51,7 +51,7 @@ class Exchange:
         """The latest attempt."""
         self._prefill: PrefillLeg | None = None
         """Prefill at another worker, for the latest decision; None if there is none, or the prefill failed."""
-        self._filter = ResponseFilter(unframes=context.request.is_http_1_0)
+        self._filter = ResponseFilter(is_http_1_0=context.request.is_http_1_0)
         self._is_client_paused = False
 
     # From the core ------------------------------------------------------------------------------------------------
@@ -312,21 +312,21 @@ class Exchange:
         self._attempt.head = head
         redacted_keys = None if has_started else proxy.redacted_keys
         continuation = context.continuation if is_stream else None
-        self._filter.start(head, continuation, redacted_keys, is_stream=is_stream)
+        self._filter.start_answer(head, continuation, redacted_keys, is_stream=is_stream)
         if has_started:
             return b""
         return build_response_head(
             head,
             context.trace_id,
             context.decision if proxy.config.cache_headers else None,
-            allows_chunked=not self._filter.unframes,
+            allows_chunked=not self._filter.is_http_1_0,
             keep_alive=self._keeps_alive(head),
             cors_headers=self.client.cors_headers,
         )
 
     def _keeps_alive(self, head: ResponseHead) -> bool:
         is_delimited = head.is_chunked or isinstance(head.body, LengthBody)
-        return self.context.request.keep_alive and is_delimited and not self._filter.unframes
+        return self.context.request.keep_alive and is_delimited and not self._filter.is_http_1_0
 
     def attempt_received(self, head: ResponseHead, data: bytes, prefix: bytes = b"") -> None:
         """Forward `prefix` and the bytes that belong to the answer. Record its first byte, its progress and its end."""
@@ -357,7 +357,7 @@ class Exchange:
             if stream is not None and stream.is_truncated:
                 self._handle_broken_response("the worker ended its answer without a finish reason")
                 return
-            if response_filter.rechunks:
+            if response_filter.makes_chunks:
                 self.client.write(LAST_CHUNK)
             self._complete(head, reusable=head.keep_alive and not has_surplus)
             return
@@ -490,7 +490,7 @@ class Exchange:
         """End the body for a client that has the last event, as the worker has closed its connection."""
         body, response_filter = head.body, self._filter
         can_end_body = isinstance(body, ChunkedBody) and (response_filter.stream is not None or body.is_between_chunks)
-        if can_end_body and not response_filter.unframes:
+        if can_end_body and not response_filter.is_http_1_0:
             self.client.write(LAST_CHUNK)
             self._complete(head, reusable=False)
         elif self._record_completion(head, reusable=False):

@@ -14,22 +14,26 @@ LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 class ResponseFilter:
-    """Converts the answers to one request, which may be one after the other from several workers."""
+    """Converts the body of the answer to one request. Several workers may send its parts, one after another.
 
-    __slots__ = ("_redactor", "rechunks", "stream", "takes_content", "unframes")
+    The body stays as the worker framed it if nothing in it changes. Otherwise its content is taken out of the worker's
+    chunks, changed, and sent in new chunks, or without chunks to a client of HTTP/1.0.
+    """
 
-    def __init__(self, *, unframes: bool) -> None:
-        self.unframes = unframes
-        """Whether the client gets the content without framing, as it does not understand chunks."""
-        self.rechunks = False
-        """Whether the content is taken out of the worker's chunks and put into new ones."""
-        self.takes_content = unframes
-        """Whether `convert` takes the content of the body, without its framing."""
+    __slots__ = ("_redactor", "is_http_1_0", "makes_chunks", "stream", "takes_content")
+
+    def __init__(self, *, is_http_1_0: bool) -> None:
+        self.is_http_1_0 = is_http_1_0
+        """Whether the client does not understand chunks, so that it gets the bare content."""
+        self.makes_chunks = False
+        """Whether `convert` puts the content into new chunks."""
+        self.takes_content = is_http_1_0
+        """Whether `convert` needs the content of the body, without the worker's chunks."""
         self.stream: StreamContinuation | None = None
         """Continuation that records the tokens of the answer; None if they are not recorded."""
         self._redactor: ResponseRedactor | None = None
 
-    def start(
+    def start_answer(
         self,
         head: ResponseHead,
         continuation: StreamContinuation | None,
@@ -37,11 +41,11 @@ class ResponseFilter:
         *,
         is_stream: bool,
     ) -> None:
-        """Choose how a worker's answer is converted, now that its head has come.
+        """Choose by a worker's response head how its body is converted.
 
-        `continuation` records the tokens of the answer if it has a recorder. `redacted_keys`: pattern of the fields
-        whose values are blanked from now on; None keeps what an earlier answer set. `is_stream`: the answer is a stream
-        of which events can be recorded.
+        `continuation` records the tokens of the answer if it has a recorder. `redacted_keys`: pattern of the JSON
+        fields whose values are blanked; None keeps the redactor of an earlier worker's part. `is_stream`: the answer is
+        a stream of events that the recorder can read.
         """
         records_tokens = continuation is not None and continuation.recorder is not None
         self.stream = continuation if records_tokens else None
@@ -49,9 +53,8 @@ class ResponseFilter:
             # A stream that is not recorded stays in the worker's chunks, so its redactor has to skip their framing.
             self._redactor = ResponseRedactor(redacted_keys, is_chunked=is_stream and not records_tokens)
         redacts_content = self._redactor is not None and isinstance(head.body, ChunkedBody) and not is_stream
-        # Content that is recorded or redacted is taken out of its chunks, and the client gets it in new ones.
-        self.rechunks = (records_tokens or redacts_content) and not self.unframes
-        self.takes_content = self.unframes or self.rechunks
+        self.takes_content = self.is_http_1_0 or records_tokens or redacts_content
+        self.makes_chunks = self.takes_content and not self.is_http_1_0
 
     def convert(self, data: bytes, *, is_last: bool) -> bytes:
         """Return the bytes for the client that replace the next bytes of the answer. Raises ProtocolError."""
@@ -59,7 +62,7 @@ class ResponseFilter:
             data = self.stream.convert_content(data, is_last=is_last)
         if self._redactor is not None:
             data = self._redactor.feed(data, ends=is_last)
-        return b"%x\r\n%b\r\n" % (len(data), data) if self.rechunks and data else data
+        return encode_chunk(data) if self.makes_chunks else data
 
 
 def is_event_stream(head: ResponseHead) -> bool:

@@ -77,24 +77,35 @@ class TokenRecorder:
         self._is_passthrough = False
         """Whether all bytes are forwarded as they come."""
         self._pending = bytearray()
-        """Bytes of an incomplete event."""
+        """Bytes that are not forwarded yet: an incomplete event, or the report of a failure and all after it."""
         self._search_start = 0
         """Position in `_pending` before which no blank line begins."""
 
     def feed(self, content: bytes) -> bytes:
-        """Take the next bytes of a stream of events, and return the complete events, to be forwarded.
+        """Take the next bytes of a stream of events, and return the events that are complete now, to be forwarded.
 
-        The beginning of an event waits for its end. An event that reports the worker's failure is held back with all
-        after it, as another worker may continue the answer.
+        For example, the bytes `data: {"a": 1}\\n\\ndata: {"b` return the first event. The start of the second event
+        is kept until its end comes.
         """
         if self._is_passthrough:
             return content
         if not self._pending and _is_single_event(content):  # as nearly always
             return self._record_event(content)
-        pending = self._pending
-        pending += content
-        complete_events, event_start = [], 0
-        if not self.has_worker_failed and _BLANK_LINE_PATTERN.search(pending, self._search_start):
+        self._pending += content
+        complete_events = b"" if self.has_worker_failed else self._take_complete_events()
+        if len(self._pending) > EVENT_BYTES_MAX:
+            self.is_unrecognized = True
+            complete_events += self.stop_recording()
+        return complete_events
+
+    def _take_complete_events(self) -> bytes:
+        """Take the complete events out of the pending bytes; return these events as they are forwarded.
+
+        An event that reports the worker's failure stays pending with all bytes after it. The client does not get them
+        if another worker continues the answer.
+        """
+        pending, complete_events, event_start = self._pending, [], 0
+        if _BLANK_LINE_PATTERN.search(pending, self._search_start):
             for blank_line in _BLANK_LINE_PATTERN.finditer(bytes(pending)):
                 event = bytes(pending[event_start : blank_line.end()])
                 if event.startswith(_FAILURE_PREFIXES):
@@ -104,9 +115,6 @@ class TokenRecorder:
                 event_start = blank_line.end()
             del pending[:event_start]
         self._search_start = max(len(pending) - _BLANK_LINE_BYTES, 0)
-        if len(pending) > EVENT_BYTES_MAX:
-            self.is_unrecognized = True
-            complete_events.append(self.release_failure_event())
         return b"".join(complete_events)
 
     def finish(self) -> bytes:
@@ -123,8 +131,8 @@ class TokenRecorder:
         self._pending.clear()
         return self._record_event(event)
 
-    def release_failure_event(self) -> bytes:
-        """Return the event that reports the worker's failure, which was held back, and the bytes behind it."""
+    def stop_recording(self) -> bytes:
+        """Return the pending bytes, and forward all later bytes as they come."""
         self._is_passthrough = True
         self.has_worker_failed = False
         pending, self._pending = bytes(self._pending), bytearray()
@@ -138,7 +146,7 @@ class TokenRecorder:
         )
 
     def rewind(self, drops_incomplete_text: bool) -> None:
-        """Forget the incomplete event, as another worker continues the answer.
+        """Forget the pending bytes, as another worker continues the answer.
 
         `drops_incomplete_text`: forget tokens without complete text, too.
         """

@@ -136,22 +136,30 @@ def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
             variants += [{"tools": _TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}]
         for name, conversation in _ConversationMaker(filler).list_conversations():
             for fields in variants:
-                problem, hits = _try_conversation(renderer, conversation, fields)
-                if problem is not None:
-                    return f"{name}: {problem}"
-                reused_count += hits
+                trial = _compare_cached_and_full_reads(renderer, conversation, fields)
+                if trial.problem is not None:
+                    return f"{name}: {trial.problem}"
+                reused_count += trial.hit_count
     return None if reused_count else "no prompt of a conversation begins with an earlier one"
 
 
-def _try_conversation(
-    renderer: BoundaryRenderer, conversation: list[dict[str, Any]], fields: dict[str, Any]
-) -> tuple[str | None, int]:
-    """Read a conversation turn by turn through a cache; return the first problem and the number of cache hits.
+class _TrialResult(msgspec.Struct):
+    """Result of the reads of one conversation."""
 
-    The problem is None if each prompt had the ids of a full read. A template may refuse the conversation; then there is
-    no problem either. `fields` are further fields of the bodies.
+    hit_count: int = 0
+    """Number of turns of which an earlier part was cached."""
+    problem: str | None = None
+    """Difference between the cached and the full read of a turn; None if there is none."""
+
+
+def _compare_cached_and_full_reads(
+    renderer: BoundaryRenderer, conversation: list[dict[str, Any]], fields: dict[str, Any]
+) -> _TrialResult:
+    """Read a conversation turn by turn, each turn whole and by the cached turns before it, and compare the token ids.
+
+    Stop at the first difference, or when the template refuses the conversation. `fields`: further fields of the bodies.
     """
-    reader, hits = ConversationReader(CACHE_BYTES), 0
+    reader, trial = ConversationReader(CACHE_BYTES), _TrialResult()
     for end, message in enumerate(conversation, 1):
         if message["role"] == "assistant" or end == 1:
             continue  # a request ends with a message of the user or of a tool
@@ -160,7 +168,7 @@ def _try_conversation(
         try:
             prompt = read_prompt(request, renderer.tokenizer)
         except RequestError:
-            return None, hits
+            return trial
         matches = reader.find("chat", body)
         continuation = reader.read(matches, body, renderer) if matches else None
         if continuation is None:
@@ -168,9 +176,10 @@ def _try_conversation(
             if cached is not None:
                 reader.cache.store(cached, body)
             continue
-        hits += 1
+        trial.hit_count += 1
         if list(continuation.token_ids) != list(prompt.token_ids or ()):
-            return f"what is rendered behind message {continuation.boundary.message_count} differs", hits
+            trial.problem = f"what is rendered behind message {continuation.boundary.message_count} differs"
+            return trial
         if continuation.successor is not None:
             reader.cache.store(continuation.successor, body, continuation.predecessor)
-    return None, hits
+    return trial

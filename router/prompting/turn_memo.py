@@ -133,10 +133,10 @@ def read_plain_turn(
     inputs_digest: bytes,
     clock: tuple[str, ...],
 ) -> PlainTurn | None:
-    """Return new messages in the form in which the memo of rendered turns finds them; None if it does not take them.
+    """Split new messages into the memo's key and their texts; return None if a template may change a text.
 
-    The memo takes at most TURNS_MAX messages, each a role and a text that every template copies as it is: not empty,
-    and without a marker for which the template searches. The named arguments are fields of `MemoKey`.
+    For example, the message {"role": "user", "content": " Hi"} has the role "user", the edges (" ", "") and the text
+    "Hi". `markers`: texts for which the template searches. The other named arguments are fields of `MemoKey`.
     """
     if not 0 < len(messages) <= TURNS_MAX:
         return None
@@ -145,16 +145,16 @@ def read_plain_turn(
         role, content = message.get("role"), message.get("content")
         if type(content) is not str or len(message) != 2 or type(role) is not str:
             return None  # a template may read other fields, or parts of the content
-        text = content.strip()
-        if not text or content.startswith(BILLING_LINE):
+        if content.startswith(BILLING_LINE):
             return None  # a billing line is removed before the template gets the text
-        text_start = len(content) - len(content.lstrip())  # a search for the text would compare all of it
-        before, after = content[:text_start], content[text_start + len(text) :]
-        if len(before) > EDGE_CHARS_MAX or len(after) > EDGE_CHARS_MAX:
-            return None  # white space is part of the key, which has to stay short
         for marker in markers:
             if marker in content:
                 return None
+        text = content.strip()
+        text_start = len(content) - len(content.lstrip())
+        before, after = content[:text_start], content[text_start + len(text) :]
+        if not text or len(before) > EDGE_CHARS_MAX or len(after) > EDGE_CHARS_MAX:
+            return None  # white space is part of the key, which has to stay short
         roles.append(role)
         texts.append(text)
         edges.append((before, after))

@@ -177,7 +177,7 @@ class PeerHistory:
         )  # fmt: skip
         prompt = consumer.exchange.list_keys(request)
         masks = source.exchange.locate([key.hash for key in prompt.keys])
-        items = consumer.exchange.choose_items(prompt, masks)
+        items = consumer.exchange.choose_blocks_to_pull(prompt, masks)
         sizes = [CONTENT_BYTES] * len(self.spec.block_bytes_by_kind())
         for batch in split_into_batches(items, sizes, CONTENT_BYTES * rng.randint(1, 12), 100):
             if rng.random() < 0.3:

@@ -30,7 +30,7 @@ from engine.transfer.messages import (
     decode_question,
     encode_message,
 )
-from engine.transfer.pull_plan import PullItem, choose_items, count_resumable_blocks, split_into_batches
+from engine.transfer.pull_plan import PullItem, choose_blocks_to_pull, count_resumable_blocks, split_into_batches
 
 HASHES = st.integers(0, 2**64 - 1)
 KEYS = st.none() | st.lists(st.text(max_size=8), max_size=2).map(tuple)
@@ -134,7 +134,7 @@ def test_what_is_chosen_is_enough_and_no_block_too_many(spec: Any, drawn: st.Dat
     windows = AttentionWindows(spec, step_tokens_max=None)
     masks = st.lists(st.integers(0, 2**kind_count - 1), max_size=12)
     local_masks, remote_masks = drawn.draw(masks), drawn.draw(masks)
-    items = choose_items(local_masks, remote_masks, kind_count, windows)
+    items = choose_blocks_to_pull(local_masks, remote_masks, kind_count, windows)
     assert len(set(items)) == len(items)
     length = max(len(local_masks), len(remote_masks))
     local = [*local_masks, *[0] * (length - len(local_masks))]

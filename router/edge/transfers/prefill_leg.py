@@ -260,16 +260,20 @@ class PrefillLeg:
 
 
 def make_prefill_body(path: str, body: Body, fields: Fields) -> Body:
-    """Return the body by which vLLM computes the prompt of `body` and one token. `fields`: what it does with the KV.
+    """Return the body by which vLLM computes the prompt of `body` and one token.
 
-    Raises RequestError for several prompts or answers, of which only one could fetch the KV, and for a field that comes
-    twice.
+    `fields` are added to the body: they tell vLLM whether to send or to fetch the KV cache. Raises RequestError for
+    several prompts or several answers, because the KV cache can be fetched once. Also raises the errors of
+    `locate_fields`, for example for a field that comes twice.
     """
     joined_body = b"".join(body)
     spans = locate_fields(joined_body)
-    n_start, n_end = spans.span_by_field.get("n", (0, 0))
-    has_several_answers = joined_body[n_start:n_end] not in (b"", b"1", b"null")
-    if has_several_answers or _SEVERAL_PROMPTS_PATTERN.match(joined_body, *spans.span_by_field.get("prompt", (0, 0))):
+    missing_field = (0, 0)
+    answer_count = joined_body[slice(*spans.span_by_field.get("n", missing_field))]
+    has_several_answers = answer_count not in (b"", b"1", b"null")
+    if has_several_answers or _SEVERAL_PROMPTS_PATTERN.match(
+        joined_body, *spans.span_by_field.get("prompt", missing_field)
+    ):
         raise RequestError("the KV can be handed over for one prompt with one answer", param="n")
     limit_field = "max_output_tokens" if path == RESPONSES_PATH else "max_tokens"
     prefill_fields: dict[str, object] = {limit_field: 1, "ignore_eos": True, **fields}

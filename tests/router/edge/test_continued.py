@@ -182,7 +182,7 @@ def test_a_failure_told_in_the_middle_is_kept_back() -> None:
     assert b"token_ids" not in tokens.feed(text + error)
     assert tokens.has_worker_failed
     assert tokens.feed(b"more") == b""
-    assert tokens.release_failure_event() == error + b"more"
+    assert tokens.stop_recording() == error + b"more"
     assert tokens.feed(b"x") == b"x"
     assert not tokens.has_worker_failed
 
@@ -202,9 +202,9 @@ def test_no_cut_changes_what_is_passed_on_and_noted(data: st.DataObject) -> None
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
     for hide in (False, True):
         once, cut = TokenRecorder(hide), TokenRecorder(hide)
-        at_once = once.feed(whole) + once.finish() + once.release_failure_event()
+        at_once = once.feed(whole) + once.finish() + once.stop_recording()
         in_parts = b"".join(cut.feed(whole[a:b]) for a, b in zip([0, *cuts], [*cuts, len(whole)]))
-        assert in_parts + cut.finish() + cut.release_failure_event() == at_once
+        assert in_parts + cut.finish() + cut.stop_recording() == at_once
         assert hide or at_once == whole
         for name in (
             "prompt_ids",
