@@ -96,7 +96,10 @@ def _make_template_variables(request: ChatPrompt) -> dict[str, Any]:
 
 
 def _convert_message(message: Message, content_format: ContentFormat) -> Message:
-    """Return a message as templates get it: without unknown fields, and with content in their format."""
+    """Return a message as vLLM gives it to a template: with the known fields only, and its content converted.
+
+    For example, the content [{"type": "text", "text": "Hi"}] becomes "Hi" if the template's format is "string".
+    """
     content = message.get("content")
     is_plain = len(message) == 2 and content_format == "string" and next(iter(message)) == "role"
     if is_plain and type(content) is str and not content.startswith(BILLING_LINE):
@@ -108,7 +111,12 @@ def _convert_message(message: Message, content_format: ContentFormat) -> Message
         # Most templates handle only text of a tool, even those that loop over the parts of other messages.
         content = "\n".join(map(_read_part_text, content))
         content_format = "string"
-    template_message: Message = {"role": role, "content": _convert_content(content, content_format)}
+    return {"role": role, "content": _convert_content(content, content_format), **_convert_other_fields(message, role)}
+
+
+def _convert_other_fields(message: Message, role: Any) -> Message:
+    """Return the fields of a message that a template gets besides its role and content."""
+    template_message: Message = {}
     if role == "assistant":
         tool_calls = message.get("tool_calls")
         if isinstance(tool_calls, list) and tool_calls:

@@ -100,7 +100,7 @@ class RouterProcess:
     async def run(self) -> None:
         """Serve until a signal, then drain. Raises OSError for an address that cannot be used, and ConfigError."""
         async with self._resources:
-            # All addresses are bound first: one that cannot be used ends the start at once.
+            # All addresses are bound first, so that the start fails at once if one cannot be used.
             self.cluster.start_feed()
             port = await self._addresses.bind(self._find_connections_max())
             self.cluster.connect_peers()
@@ -115,7 +115,7 @@ class RouterProcess:
             self._resources.callback(self._timers.stop)
             if picker is not None:
                 await self._start_picker(picker)
-            limit_garbage_collection()  # what exists now lives to the end, so it is not looked at again
+            limit_garbage_collection()  # all objects of now live to the end: collections need not visit them again
             self._print_address(port)
             self._shutdown.watch_signals()
             await self._shutdown.wait_until_requested()

@@ -29,7 +29,7 @@ class RequestPipeline:
     def __init__(
         self, config: ProcessConfig, index: PrefixIndex, worker_tls: ssl.SSLContext | None, now: Callable[[], float]
     ) -> None:
-        """Make the parts. Functions in `proxy.on_end` are called at the end of a request, in this order."""
+        """Make all parts. The functions in `proxy.on_end` run at the end of each request, in the order of this code."""
         self.proxy = _make_proxy(config, index, worker_tls, now)
         self.executor = ThreadPoolExecutor(
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"

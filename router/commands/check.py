@@ -194,7 +194,7 @@ class WorkerCheck:
         if tokenizer is None:
             reason = self._prompts.tokenizers.problems.get(self._model.base, "there is none here")
             return Finding(step, None if "tokens" in answer else False, reason)
-        token_ids = self._prompts.read(request, tokenizer).token_ids
+        token_ids = self._prompts.tokenize(request, tokenizer).token_ids
         if "tokens" not in answer:
             return Finding(step, None, f"cannot be compared: /tokenize says {_format_error(answer)}")
         if token_ids is None:
@@ -223,7 +223,7 @@ class WorkerCheck:
         random_source = random.SystemRandom()
         text = " ".join(f"{random_source.getrandbits(40):x}" for _ in range(prompt_tokens))  # more tokens than needed
         request = parse_routing("/v1/completions", msgspec.json.encode({"prompt": text}))
-        prompt_ids = self._prompts.read(request, self._prompts.tokenizers.get(self._model.base)).token_ids
+        prompt_ids = self._prompts.tokenize(request, self._prompts.tokenizers.get(self._model.base)).token_ids
         if prompt_ids is None:
             answer = await self._post("/tokenize", msgspec.json.encode({"model": self._model.name, "prompt": text}))
             prompt_ids = answer.get("tokens") or [random_source.randrange(100, 200) for _ in range(prompt_tokens)]

@@ -146,7 +146,10 @@ class Attempt:
             self._owner.attempt_malformed(error)
 
     def _read_head(self, data: bytes) -> tuple[ResponseHead | None, bytes]:
-        """Return the final head and the bytes after it; (None, b"") while the head is incomplete."""
+        """Return the head of the answer and the bytes after it; (None, b"") while the head is incomplete.
+
+        Interim heads, such as `100 Continue`, are dropped.
+        """
         buffer = self._head_buffer + data if self._head_buffer else data
         while True:
             parsed_head = parse_response_head(buffer, self._method)

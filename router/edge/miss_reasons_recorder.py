@@ -58,12 +58,15 @@ class MissReasonsRecorder:
         self._facts = FactsAdapter(core, prompt_reader.tokenizers.get)
         self._chunk_tokens = core.cache_state.working_sets.chunk_tokens
         self._header_watches = WatchedConversations(config.ttl_s)
+        """Conversations whose clients asked for an explanation by a header."""
         self._operator_watches = WatchedConversations(config.ttl_s)
+        """Conversations that the operator named on POST /requests/watch."""
         if config.enabled:
             proxy.on_first_byte.append(self._on_first_byte)
             proxy.on_end.append(self._on_end)
         self.is_enabled = config.enabled
         self._sampling_threshold = config.share * 2**32
+        """Conversations with a smaller key are always compared. Keys are digests of 32 bits."""
 
     def watch(self, session: str) -> None:
         """Compare the prompts of this session, and of those that it starts, from the next request on."""

@@ -371,25 +371,34 @@ class Proxy:
 
     def _migrate_if_needed(self, exchange: Exchange, now: float) -> None:
         """Move a request away from a worker that was removed, is down, sleeps or stalls."""
-        context = exchange.context
-        decision, has_started = context.decision, context.progress.first_byte_at_s is not None
-        if decision is None or context.is_done:
+        decision, stall_detector = exchange.context.decision, self.core.stall_detector
+        if decision is None or exchange.context.is_done:
             return
-        worker, stall_detector = self.core.workers.get(decision.worker), self.core.stall_detector
         try:
-            if worker is None and not has_started:
-                exchange.migrate("the worker was removed")
-            elif worker is not None and worker.is_down and worker.probe != context.request_id:
-                exchange.migrate("the worker is down")
-            elif worker is not None and worker.is_asleep and not has_started:
-                exchange.migrate("the worker sleeps")
-            elif (
-                decision.worker in stall_detector.stalled_workers
-                and now - (exchange.last_progress_at_s or now) >= stall_detector.stall_s
-            ):
-                exchange.migrate("the worker stands still", is_stalled=True)
-        except Exception as error:  # noqa: BLE001  a boundary
+            problem = self._find_worker_problem(exchange.context, decision.worker)
+            if problem is not None:
+                exchange.migrate(problem)
+            elif decision.worker in stall_detector.stalled_workers:
+                silent_s = now - (exchange.last_progress_at_s or now)
+                if silent_s >= stall_detector.stall_s:
+                    exchange.migrate("the worker stands still", is_stalled=True)
+        except Exception as error:  # noqa: BLE001  a fault in one request must not stop the others
             exchange.crash(error)
+
+    def _find_worker_problem(self, context: RequestContext, worker_id: str) -> str | None:
+        """Return why a worker can no longer answer a request; None if it can.
+
+        A removed or sleeping worker still ends the answers that it has begun. A worker that is down keeps one request,
+        its probe: the answer to the probe shows whether the worker works again.
+        """
+        worker, has_started = self.core.workers.get(worker_id), context.progress.first_byte_at_s is not None
+        if worker is not None and worker.is_down and worker.probe != context.request_id:
+            return "the worker is down"
+        if has_started:
+            return None
+        if worker is None:
+            return "the worker was removed"
+        return "the worker sleeps" if worker.is_asleep else None
 
 
 def is_final_refusal(instructions: list[Instruction], request_id: str) -> bool:

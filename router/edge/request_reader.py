@@ -50,6 +50,8 @@ JSON_PATHS: Final = frozenset(
 """Routes without a known prompt, but always with a JSON body."""
 OPENING_ITEMS: Final = 256
 """Characters or ids at the start of a prompt by which its conversation is recognised."""
+ID_BYTES: Final = 4
+"""Bytes of a token id in memory."""
 ESTIMATED_TOKENS_MAX: Final = 131_072
 """Largest estimate of a prompt's tokens where the context length of its model is unknown."""
 _JSON_OBJECT_START = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff)?[\0 \t\r\n]*\{")
@@ -189,9 +191,9 @@ class RequestReader:
         )  # fmt: skip
 
     def store_conversation(self, context: RequestContext) -> None:
-        """Store a routed prompt in the conversation cache, so that the next turn is tokenised from its end on.
+        """Cache a routed prompt with its conversation, so that only the new messages of the next turn are tokenised.
 
-        The next turn also takes the digests of the same blocks from the prompt as the index prepared it.
+        The entry also has the block digests that the index computed of the prompt, so that the next turn reuses these.
         """
         body = context.body
         conversation = None if body is None else body.prompt.conversation
@@ -203,9 +205,10 @@ class RequestReader:
             conversation.prepared_prompt, conversation.prepared_prompt_bytes = None, 0
         else:
             token_ids = body.prompt.token_ids
-            borrowed_bytes = 0 if token_ids is conversation.token_ids else 4 * len(token_ids or ())
+            # The prepared prompt refers to the routed ids. These take memory of their own if they were truncated.
+            copied_ids = () if token_ids is None or token_ids is conversation.token_ids else token_ids
             conversation.prepared_prompt = prompt_query.prepared_ids
-            conversation.prepared_prompt_bytes = prompt_query.prepared_ids.memory_bytes + borrowed_bytes
+            conversation.prepared_prompt_bytes = prompt_query.prepared_ids.memory_bytes + ID_BYTES * len(copied_ids)
         self._prompt_reader.conversations.cache.store(conversation, body.body, body.prompt.predecessor)
 
     def build_route_request(self, context: RequestContext) -> RouteRequest:

@@ -122,6 +122,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._loss_reason = ""
         """Why the connection was lost."""
         self.idle_since_s = 0.0
+        """Time at which the last request on the connection ended."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport

@@ -75,7 +75,7 @@ class BufferCharge:
             self.charged_bytes = new_bytes
 
     def release(self) -> None:
-        """Charge nothing any more."""
+        """Return all charged bytes to the tenant's budget."""
         if self.charged_bytes:
             self._budget.change(self.tenant, self.charged_bytes, 0)
             self.charged_bytes = 0

@@ -325,7 +325,10 @@ class ClientConnection(asyncio.Protocol):
         *,
         keep_alive: bool = True,
     ) -> None:
-        """Answer the current request at once."""
+        """Answer the current request with a whole body; a HEAD request gets the head only.
+
+        `keep_alive`: whether the connection may serve further requests, if the client wants that too.
+        """
         keep_alive = keep_alive and self._keep_alive
         head = build_response_head(
             status, len(body), content_type, headers, keep_alive=keep_alive, extra_lines=self.cors_headers

@@ -50,24 +50,17 @@ class _PendingResponse:
 
     def __init__(self, connection: ClientConnection, answer: Coroutine[Any, Any, Response]) -> None:
         self._connection = connection
-        self._task = asyncio.get_running_loop().create_task(answer)
-        self._task.add_done_callback(self._finish)
+        self._task = asyncio.get_running_loop().create_task(self._respond(answer))
 
-    def _finish(self, task: asyncio.Task[Response]) -> None:
-        """Answer with the result of the handler, or with its exception."""
-        if task.cancelled():
-            return
+    async def _respond(self, answer: Coroutine[Any, Any, Response]) -> None:
+        """Await the handler, and answer with its result or its exception."""
         connection = self._connection
-        exception = task.exception()  # raising it here would make a circle of the exception, its traceback and the task
         try:
-            if exception is None:
-                response = task.result()
-                connection.respond(response.status, response.body, response.content_type, response.headers)
-            elif isinstance(exception, RequestError):
-                connection.respond_error(exception)
-            elif isinstance(exception, Exception):
-                connection.crash(exception)
-        except Exception as error:  # noqa: BLE001  a boundary
+            response = await answer
+            connection.respond(response.status, response.body, response.content_type, response.headers)
+        except RequestError as error:
+            connection.respond_error(error)
+        except Exception as error:  # noqa: BLE001  a fault in one handler must not stop the others
             connection.crash(error)
 
     def on_client_gone(self) -> None:

@@ -186,11 +186,11 @@ def count_further_tokens(request: RoutingRequest, tokenizer: Tokenizer | None) -
 def read_prompt(request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None) -> RenderedPrompt:
     """Render and encode the part of a prompt by which the request is routed, without truncating it.
 
-    That is the first of several prompts, and the text before the first image. The result has no ids if they are unknown
-    or of no use. Raises RequestError.
+    Of several prompts only the first is read, and of a prompt with images only the text before the first image. The
+    result has no ids if the model has no tokenizer here, or if the body has no prompt. Raises RequestError.
     """
     if request.scores_prompt:
-        return RenderedPrompt()
+        return RenderedPrompt()  # the worker computes the whole prompt to score it, so no cached block helps
     ids_max = (tokens_max or TOKENS_MAX) + 1
     if request.source is not None and tokenizer is not None:
         request = convert_source_to_chat(request, tokenizer.chat_template)

@@ -94,7 +94,7 @@ def locate_fields(body: bytes) -> FieldSpans:
     content_start = position = body.index(b"{") + 1
     while key_match := _KEY_PATTERN.match(body, position):
         name: str = msgspec.json.decode(key_match[1], type=str)
-        # The decoder has kept the last value of a field. If the bytes here are another value, the field comes twice.
+        # Of {"a": 1, "a": 2} the decoder keeps 2. The bytes at the first "a" are another value, so "a" comes twice.
         value = bytes(raw_value_by_field[name])
         start, end = key_match.end(), key_match.end() + len(value)
         value_end = _AFTER_VALUE_PATTERN.match(body, end) if body.startswith(value, start) else None

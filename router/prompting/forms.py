@@ -15,6 +15,7 @@ from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field
 from router.prompting.fields import FormSpans, make_duplicate_field_error
 
 _HEAD_END = b"\r\n\r\n"
+_LINE_END = b"\r\n"
 MAX_PARTS = 1000
 MAX_HEAD_BYTES = 8192
 """Most bytes of one part's headers."""
@@ -69,14 +70,14 @@ def _iter_part_spans(body: bytes, delimiter: bytes) -> Iterator[tuple[int, int]]
     part_count = 0
     for match in re.finditer(re.escape(delimiter), body):
         next_bytes = body[match.end() : match.end() + 2]
-        begins_line = match.start() == 0 or body.endswith(b"\r\n", 0, match.start())
-        if not begins_line or next_bytes not in (b"\r\n", b"--"):
+        begins_line = match.start() == 0 or body.endswith(_LINE_END, 0, match.start())
+        if not begins_line or next_bytes not in (_LINE_END, b"--"):
             continue
         if part_start is not None:
-            yield part_start, match.start() - 2
+            yield part_start, match.start() - len(_LINE_END)
         if next_bytes == b"--":
             return
-        part_start, part_count = match.end() + 2, part_count + 1
+        part_start, part_count = match.end() + len(_LINE_END), part_count + 1
         if part_count > MAX_PARTS:
             raise RequestError(f"the form has more than {MAX_PARTS} parts", param=None)
     raise RequestError("the form does not end with its boundary", param=None)

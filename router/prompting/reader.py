@@ -19,7 +19,6 @@ from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing_of_kind
 from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
-from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reader import (
     INLINE_BYTES_MAX,
     ConversationReader,
@@ -86,11 +85,11 @@ class PromptReader:
     ) -> None:
         """Make a reader without tokenizers: these are loaded when workers join.
 
-        `executor` runs what takes long. The processes of `worker_pool` read large bodies, and try and render templates
-        that may take long. `override` is the folder of every model's tokenizer, and `chat_template` replaces every
-        model's template. `render_s_max` limits the CPU time of a template in this process.
-        `conversation_bytes` is the memory for cached conversations. `makes_outlines`: messages are fingerprinted, to
-        compare prompts.
+        `executor`: threads for work that would block the event loop. `worker_pool`: processes that read large bodies,
+        and render templates that may take long. `override`: folder with a tokenizer that replaces every model's own.
+        `chat_template` replaces every model's template. `render_s_max`: most CPU seconds of a template in this process.
+        `conversation_bytes`: memory for cached conversations. `makes_outlines`: whether messages are fingerprinted, so
+        that the prompts of a conversation can be compared.
         """
         self.conversations = ConversationReader(conversation_bytes)
         self.tokenizers = ModelTokenizers(
@@ -108,7 +107,8 @@ class PromptReader:
         self.worker_pool = worker_pool
         self._timeouts: dict[str, int] = {}
         """Model -> timeouts of its template in a row."""
-        self._reads = 0
+        self._timed_runs = 0
+        """Calls of `_run_timed`, of which one in CPU_SAMPLE measures the CPU time."""
         self.cpu_s = 0.0
         """CPU time of rendering and encoding, estimated from a sample."""
         self.failure_count = 0
@@ -159,38 +159,47 @@ class PromptReader:
 
     async def read_remotely(self, request: RoutingRequest, model: str, tokens_max: int | None) -> TokenizedPrompt:
         """Have a worker tokenise a prompt, unless the request has token ids already."""
-        read, remote = self.read(request, None, tokens_max), self.tokenizers.remote
-        if read.token_ids is not None or remote is None:
-            return read
+        prompt, remote = self.tokenize(request, None, tokens_max), self.tokenizers.remote
+        if prompt.token_ids is not None or remote is None:
+            return prompt
         started_s = time.perf_counter()
         ids = await remote.tokenize(build_tokenize_request(request, model), model)
         read_s = time.perf_counter() - started_s
         size = measure_prompts(ids, request, tokens_max, count_further_tokens(request, None))
         return TokenizedPrompt(truncate_prompt(ids, request, tokens_max), read_s, size=size)
 
-    def read(
+    def tokenize(
         self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b"",
         renderer: BoundaryRenderer | None = None,
     ) -> TokenizedPrompt:  # fmt: skip
-        """Tokenise the prompt of a request for routing. May be called on any thread; raises nothing.
+        """Tokenise the prompt of a request for routing. For any thread.
 
-        `renderer` renders the model's conversations. If it and a `body` are given, the result has a cache entry for the
-        body. `tokens_max`: most tokens that the model takes; a longer prompt is truncated.
+        With a `body` and the `renderer` of its model, also make the entry by which the conversation cache finds the
+        next turn. `tokens_max`: most tokens that the model takes; a longer prompt is truncated. Nothing is raised for a
+        prompt that cannot be tokenised: the token ids are None, and the worker reports the error to the client.
         """
-        result, read_s = self._run_timed(lambda: _tokenize(request, tokenizer, tokens_max))
+        result, read_s = self._run_timed(partial(_tokenize, request, tokenizer, tokens_max))
         if result is None:
             return TokenizedPrompt(None, read_s)
         tokenized, rendered = result
-        if renderer is not None and body:
-
-            def cache() -> CachedConversation | None:
-                tokenized.outline = outline_chat(request) if self._makes_outlines else None
-                return cache_conversation(request, body, rendered, tokenized.outline, renderer)
-
-            tokenized.conversation, cache_s = self._run_timed(cache)
-            read_s += cache_s
         tokenized.seconds = read_s
+        if renderer is not None and body:
+            add_entry = partial(self._add_cache_entry, tokenized, request, body, rendered, renderer)
+            _, entry_s = self._run_timed(add_entry)
+            tokenized.seconds += entry_s
         return tokenized
+
+    def _add_cache_entry(
+        self,
+        tokenized: TokenizedPrompt,
+        request: RoutingRequest,
+        body: bytes,
+        rendered: RenderedPrompt,
+        renderer: BoundaryRenderer,
+    ) -> None:
+        """Add to a prompt the outline of its messages, and the entry by which the next turn is continued."""
+        tokenized.outline = outline_chat(request) if self._makes_outlines else None
+        tokenized.conversation = cache_conversation(request, body, rendered, tokenized.outline, renderer)
 
     # Bodies -----------------------------------------------------------------------------------------------------------
 
@@ -249,7 +258,7 @@ class PromptReader:
             read.body = data
 
         def read_prompt_here() -> TokenizedPrompt:
-            return self.read(request, tokenizer, tokens_max, read.body, renderer)
+            return self.tokenize(request, tokenizer, tokens_max, read.body, renderer)
 
         if tokenizer is None or len(data) <= INLINE_BYTES_MAX:
             read.prompt = read_prompt_here()
@@ -368,7 +377,7 @@ class PromptReader:
         token_ids: Sequence[int] | None = None
         if is_light(body):
             tokenizer = self.tokenizers.get(model)
-            prompt = await self.run_in_thread(lambda: self.read(parse_routing_of_kind(kind, body), tokenizer))
+            prompt = await self.run_in_thread(lambda: self.tokenize(parse_routing_of_kind(kind, body), tokenizer))
             token_ids = prompt.token_ids
         elif self.worker_pool is not None:
             task = self.make_task(model, kind, None)
@@ -383,9 +392,9 @@ class PromptReader:
             self.conversations.compare(model, continuation, token_ids)
 
     def _run_timed(self, work: Callable[[], T]) -> tuple[T | None, float]:
-        """Return the result of `work`, or None if it raises, and the seconds that it took."""
-        self._reads += 1
-        is_sampled = self._reads % CPU_SAMPLE == 0
+        """Return the result of `work`, or None if it raises, and the seconds that it took. Exceptions are logged."""
+        self._timed_runs += 1
+        is_sampled = self._timed_runs % CPU_SAMPLE == 0
         cpu_started_s = time.thread_time() if is_sampled else 0.0
         started_s = time.perf_counter()
         result = None

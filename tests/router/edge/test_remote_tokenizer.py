@@ -168,7 +168,7 @@ def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: An
                     "m", str(tmp_path), parse_worker_flag(f"http://127.0.0.1:{joined.port}")
                 )
         parsed = parse_routing("/v1/chat/completions", json.dumps(asked).encode())
-        ids = edge.prompts.read(parsed, edge.prompts.tokenizers.get("m")).token_ids
+        ids = edge.prompts.tokenize(parsed, edge.prompts.tokenizers.get("m")).token_ids
         assert list(ids) == ([1, 2] if older else [1, 3, 2])
         order = edge.prompts.make_task("m", "chat", None)
         assert order.as_sent is older
