@@ -88,7 +88,7 @@ class StallDetector:
         return changed_workers
 
     def alarms(self, worker_id: str, now: float) -> list[str]:
-        """Return the alarms of a worker, as Watchdog.alarms does."""
+        """Return [] or the one alarm "stalled: ..." of a worker."""
         last_s = self.stalled_workers.get(worker_id)
         return [] if last_s is None else [f"stalled: none of its streams has moved for {now - last_s:.0f} s"]
 
@@ -174,8 +174,8 @@ class Watchdog:
     def alarms(self, worker_id: str, *, expects_events: bool = True) -> list[str]:
         """Return the present alarms of a worker, such as "events: 50 prompts ..."; each begins with its stable name.
 
-        An alarm is raised if predictions for its last requests were wrong too often, or, with `expects_events`, if it
-        filled blocks and announced none.
+        An alarm is raised if predictions for its last requests were wrong too often. With `expects_events`, another is
+        raised if its requests filled cache blocks and no event named a new block since.
         """
         window = self._windows.get(worker_id)
         if window is None:
@@ -184,8 +184,8 @@ class Watchdog:
         alarms = []
         for name, share, text in _DEVIATION_ALARMS:
             deviations = window.deviations[name]
-            wrong_total = sum(wrong for wrong, _ in deviations)
-            compared_total = sum(compared_tokens for _, compared_tokens in deviations)
+            wrong_total = sum(wrong_amount for wrong_amount, _ in deviations)
+            compared_total = sum(compared_amount for _, compared_amount in deviations)
             if len(deviations) >= REQUESTS_MIN and wrong_total > share * compared_total:
                 alarms.append(
                     f"{name}: "
