@@ -34,7 +34,7 @@ from events.frames import pack_seq
 from options.command import NumberType
 
 EVENT_CLASS_BY_NAME = {"stored": BlockStored, "removed": BlockRemoved, "cleared": events.AllBlocksCleared}
-ADDRESS_PATTERN = re.compile(r"tcp://.+:\d{1,5}|(ipc|inproc|https?)://.+")
+ADDRESS_PATTERN = re.compile(r"tcp://[^/]+:\d{1,5}|(ipc|inproc|https?)://.+")
 SHOWN_HASH_COUNT = 4
 SAVE_INTERVAL_S = 0.2
 CONNECT_PATIENCE_S = 3.0
