@@ -256,8 +256,8 @@ def convert_source_to_chat(
     """Convert a body of the Messages or Responses API to the chat that a template renders.
 
     Raises RequestError if a worker alone knows the chat: if the body continues a stored response, or if the chat
-    depends on the template and `template` is None. `keeps_system_in_place` leaves system messages where they are and
-    makes no such difference; that is good enough to compare two bodies.
+    depends on the template and `template` is None. With `keeps_system_in_place`, system messages stay where they are,
+    whatever the template would do. Two such chats can be compared with each other, but are not what a worker renders.
     """
     source = request.source
     if isinstance(source, ResponsesRequest):

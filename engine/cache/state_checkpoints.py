@@ -192,9 +192,10 @@ class StateCheckpoints:
     def reserve_checkpoint(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
         """Plan to save the state of `seq` after the chunk [start, end), if a checkpoint is due at `end`.
 
-        Later prompts with the same prefix resume from it. One is due at the end of a block if it was planned, after a
-        long chunk, and in decode. If the prefix has a checkpoint already, that one is marked as shared. Without memory,
-        none is saved. `nodes`: nodes of the prefix tree for the sequence's blocks.
+        Later prompts with the same prefix resume from it. Checkpoints are saved only where a block ends. One is due
+        there in three cases: the position is a planned stop, the chunk was long, or the sequence decodes. If another
+        sequence saved a checkpoint of this prefix, it is marked as shared instead. Without memory, none is saved.
+        `nodes`: nodes of the prefix tree for the sequence's blocks.
         """
         state = self._state_by_sequence[seq]
         block_count, remainder = divmod(end, self._block_size)

@@ -211,7 +211,7 @@ class PrefillQueue:
             oldest_prefill_s, oldest_sent_at_s = oldest_request.prefill_s, oldest_request.sent_at_s
         self.total_prefill_s = self.own_prefill_s
         if self.is_shortest_first:
-            oldest_prefill_s, oldest_sent_at_s = self._sort_by_remaining_prefill()
+            oldest_prefill_s, oldest_sent_at_s = self._order_shortest_first()
         elif self.shortest is not None:
             self.shortest = None
             self.order_s_by_request = {}
@@ -251,8 +251,14 @@ class PrefillQueue:
                 overtaken_count += peer_prefills.request_count
         return before_s, overtaken_count
 
-    def _sort_by_remaining_prefill(self) -> tuple[float, float]:
-        """Sort the prompts by remaining prefill; return the remaining seconds of the first and when it became that."""
+    def _order_shortest_first(self) -> tuple[float, float]:
+        """Bring the waiting prompts into the order in which an engine with `shortest` computes them.
+
+        The prompt with the least remaining prefill goes first, but never before the prompt that computes its prefix:
+        with prompts of 0.6 s and, behind that one's prefix, of 0.01 s, both count as 0.6 s. At most
+        `_SORTED_PREFILLS_MAX` prompts are sorted; sums over them are scaled up to all. Returns the remaining seconds
+        of the prompt that is computed now, and the time since which it is first.
+        """
         order_s_by_request: dict[InFlightRequest, float] = {}
         for request, awaited_request in itertools.islice(self.requests.items(), _SORTED_PREFILLS_MAX):
             order_s = request.estimate_remaining_prefill_s()

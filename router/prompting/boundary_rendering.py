@@ -152,9 +152,9 @@ class BoundaryRenderer:
     ) -> str | None:
         """Render messages after placeholders, which are short messages in place of the earlier ones.
 
-        The first placeholder stands for the system text, and the tools are replaced too. `has_late_system`: the
-        template may write both behind the earlier messages, so that it gets the real ones. Return None if the template
-        refuses the messages.
+        The first placeholder stands for the system text, and the tools are replaced too. With `has_late_system`, the
+        template may write the system text and the tools after the earlier messages, so it is given the real system
+        text and tools. Return None if the template refuses the messages.
         """
         chat, all_messages = inputs.chat, [*placeholders.messages, *messages]
         tools = chat.tools

@@ -117,7 +117,10 @@ class RenderedPlaceholders(msgspec.Struct, frozen=True, eq=False):
     digest: int
     """Digest of the messages and the text."""
     has_late_system: bool
-    """Whether the template may write the system text or the tools after the placeholders: it needs the real ones."""
+    """Whether the template may write the system text or the tools after the placeholders.
+
+    Then the template is given the real system text and tools, since placeholders for them would show in the new text.
+    """
 
     @classmethod
     def make(cls, placeholders: PlaceholderMessages, text: str, *, has_late_system: bool) -> RenderedPlaceholders:
