@@ -28,7 +28,7 @@ def test_flags_need_no_model_before_them(words: list[str], model: str, flags: tu
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["up", "--replicas", "x"], "'x' is not a valid integer"),
+        (["up", "--replicas", "x"], "got 'x', expected a whole number from 0 to 999999"),
         (["up", "--name", "a b"], "--name: got 'a b'"),
         (["up", "--", "--port", "1"], "--port is the fleet's"),
         (["up", "--engine", "vllm"], "MODEL is missing"),
