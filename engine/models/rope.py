@@ -26,7 +26,8 @@ class RopeConfig:
     theta: float
     scaling: Mapping[str, Any] = field(default_factory=dict)
     original_positions: int = 0
-    source: str = "config.json"
+    source: str = field(default="config.json", compare=False)
+    """File that errors name. It may differ between checkpoints of one model."""
 
     @staticmethod
     def from_hf(

@@ -143,4 +143,5 @@ def test_reload_refuses_a_checkpoint_with_another_setting(tmp_path: Path, key: s
     with pytest.raises(ModelError, match="expected a checkpoint of the same architecture, shapes and scale factors"):
         reload_weights(model, other_folder, dtype, torch.device("cpu"))
     assert all(torch.equal(weight.tensor, tensor) for weight, tensor in zip(model.weights, before, strict=True))
-    reload_weights(model, folder, dtype, torch.device("cpu"))
+    same_folder = Path(shutil.copytree(folder, tmp_path / "same"))
+    reload_weights(model, same_folder, dtype, torch.device("cpu"))
