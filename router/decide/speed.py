@@ -411,9 +411,8 @@ class TimeFactor:
 
     def get(self, now: float, prior: float = 1.0) -> float:
         """Return the factor. `prior`: the factor without an observation, which weighs little beside several."""
-        if self._recent and now - self._recent[0].observed_at_s > RATIO_VALID_S:
-            while self._recent and now - self._recent[0].observed_at_s > RATIO_VALID_S:
-                self._recent.popleft()
+        while self._recent and now - self._recent[0].observed_at_s > RATIO_VALID_S:
+            self._recent.popleft()
             self._update_median()
         return _combine_ratios(prior, [(self._median, len(self._recent))])
 

@@ -14,6 +14,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Final
 
 from router.decide.config import ServiceModel
@@ -265,13 +266,11 @@ class PrefillQueue:
             if awaited_request in order_s_by_request:  # else it has its first token, and the prefix is computed
                 order_s = max(order_s, order_s_by_request[awaited_request])
             order_s_by_request[request] = order_s
-        requests = sorted(order_s_by_request, key=order_s_by_request.__getitem__)
-        self.order_s_by_request = {request: order_s_by_request[request] for request in requests}
-        self.sorted_order_s = list(self.order_s_by_request.values())
+        self.order_s_by_request = dict(sorted(order_s_by_request.items(), key=itemgetter(1)))
+        requests, self.sorted_order_s = list(self.order_s_by_request), list(self.order_s_by_request.values())
         self.shortest = requests[0] if requests else None
-        self.cumulative_remaining_s = list(
-            itertools.accumulate((request.estimate_remaining_prefill_s() for request in requests), initial=0.0)
-        )
+        remaining_s = map(InFlightRequest.estimate_remaining_prefill_s, requests)
+        self.cumulative_remaining_s = list(itertools.accumulate(remaining_s, initial=0.0))
         self.total_prefill_s, self.sample_scale = self.cumulative_remaining_s[-1], 1.0
         if len(requests) < len(self.requests):
             self.sample_scale = len(self.requests) / len(requests)
