@@ -61,7 +61,7 @@ class PenaltyStep:
     row_count: int
     """Rows of the per-sequence tables."""
     gathered: GatheredRows | None = None
-    """Set by `apply`, for `count_sampled`."""
+    """Set by `apply` for `count_sampled`, which frees it: the step's inputs live until its result is read."""
 
 
 def make_penalty_rows(
@@ -159,6 +159,7 @@ class Penalties:
         sampled_token = sampled_tokens[:, None]
         assert step.gathered is not None, "the penalties of this step were not applied"
         token_ids, output_counts, used_lengths = step.gathered
+        step.gathered = None
         is_match = token_ids == sampled_token
         # In an empty row the first entry is a token of an earlier sequence.
         is_present = is_match.any(1, keepdim=True) & (used_lengths > 0)
