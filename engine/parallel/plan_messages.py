@@ -79,8 +79,7 @@ def _encode_chunk(chunk: Chunk, sent: _SentChunk | None) -> ChunkMessage:
     """Return the message of a chunk. `sent`: the sequence's part of the last plan; None if the plan did not have it."""
     seq = chunk.seq
     kept_lengths = [0] * len(seq.block_tables)
-    has_only_appended_blocks = sent is not None and sent.table_version == seq.table_version
-    if sent is not None and has_only_appended_blocks:
+    if sent is not None and sent.table_version == seq.table_version:  # blocks were only appended
         kept_lengths = sent.table_lengths
     return ChunkMessage(
         previous_index=None if sent is None else sent.chunk_index,

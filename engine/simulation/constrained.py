@@ -56,7 +56,7 @@ class ConstrainedAnswers:
         assert constraint is not None
         answer_tokens = seq.token_ids[seq.prompt_len :]
         reasoning_end = constraint.reasoning_end_token
-        prompt_began_reasoning = reasoning_end is not None and constraint.reasoning_start_token is None
+        prompt_began_reasoning = constraint.reasoning_start_token is None
         if reasoning_end is not None and prompt_began_reasoning:
             if reasoning_end not in answer_tokens:
                 return reasoning_end
