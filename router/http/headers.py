@@ -7,6 +7,7 @@ CRLF` lines that match `LINES_PATTERN`, which both parsers check.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Final
 
@@ -38,12 +39,11 @@ class HeaderBlock:
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
-        lines_by_name: dict[bytes, bytes] = {}
-        for line in raw.splitlines(keepends=True):
-            name = line.partition(b":")[0].lower()
-            lines_by_name[name] = lines_by_name[name] + line if name in lines_by_name else line
-        self.lines_by_name = lines_by_name
+        lines = raw.splitlines(keepends=True)
+        self.lines_by_name = {line.partition(b":")[0].lower(): line for line in lines}
         """Lines of each name in lower case, nearly always one."""
+        if len(self.lines_by_name) < len(lines):
+            self.lines_by_name = _join_lines_of_each_name(lines)
 
     @classmethod
     def from_pairs(cls, pairs: Iterable[tuple[bytes, bytes]]) -> HeaderBlock:
@@ -76,6 +76,14 @@ class HeaderBlock:
         if b"connection" in self.lines_by_name:
             names = names | (self.read_connection_options() - _ALWAYS_FORWARDED)
         return b"".join([lines for name, lines in self.lines_by_name.items() if name not in names])
+
+
+def _join_lines_of_each_name(lines: Iterable[bytes]) -> dict[bytes, bytes]:
+    """Return the lines of each name in lower case. Each line is copied once, however many a hostile client sends."""
+    lines_by_name: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    for line in lines:
+        lines_by_name[line.partition(b":")[0].lower()].append(line)
+    return {name: b"".join(lines) for name, lines in lines_by_name.items()}
 
 
 MAX_LENGTH_DIGITS: Final = 15
