@@ -162,13 +162,10 @@ class PromptWorkerPool:
 
         `render_s_max` is the most CPU time of a rendering.
         """
-
-        async def work(process: WorkerProcess) -> TemplateTrial:
-            trial: TemplateTrial = await process.call(START_S_MAX, _try_template, folder, render_s_max)
-            return trial
-
         try:
-            return await self.processes.run(work)
+            return await self.processes.run(
+                lambda process: process.call(START_S_MAX, _try_template, folder, render_s_max)
+            )
         except (WorkerProcessError, RequestError) as error:
             log.warning("the trial of the chat template in %s failed: %s", folder, error)
             return TemplateTrial(is_bounded=False, problem=f"its trial failed: {error}")

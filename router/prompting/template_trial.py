@@ -16,7 +16,6 @@ from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_reader import ConversationReader
 from router.prompting.conversation_reading import cache_conversation
 from router.prompting.encode import read_prompt
-from router.prompting.outline import outline_chat
 
 CACHE_BYTES = 8 << 20
 _FILLERS = (
@@ -172,7 +171,7 @@ def _compare_cached_and_full_reads(
         matches = reader.find("chat", body)
         continuation = reader.read(matches, body, renderer) if matches else None
         if continuation is None:
-            cached = cache_conversation(request, body, prompt, outline_chat(request), renderer)
+            cached = cache_conversation(request, body, prompt, outline=None, renderer=renderer)
             if cached is not None:
                 reader.cache.store(cached, body)
             continue
