@@ -121,7 +121,7 @@ class RenderedPrompt(msgspec.Struct, eq=False):
 
 def truncate_prompt(ids: Sequence[int] | None, request: RoutingRequest, tokens_max: int | None) -> Sequence[int] | None:
     """Return the part of a prompt that a worker would use, with at most one token more than the worker accepts."""
-    last_tokens = None if request.truncate_prompt_tokens is None else _get_last_tokens(request, tokens_max)
+    last_tokens = _get_last_tokens(request, tokens_max)
     if ids and last_tokens is not None:
         ids = ids[-last_tokens:]
     ids_max = (tokens_max or TOKENS_MAX) + 1
@@ -157,7 +157,7 @@ def measure_prompts(
     if token_ids is None:
         return None
     lengths = [len(token_ids), *further_lengths]
-    last_tokens = None if request.truncate_prompt_tokens is None else _get_last_tokens(request, tokens_max)
+    last_tokens = _get_last_tokens(request, tokens_max)
     if last_tokens is not None:
         lengths = [min(length, last_tokens) for length in lengths]
     return PromptSize(sum(lengths), max(lengths), len(lengths), is_exact)
