@@ -76,15 +76,10 @@ class ConversationReader:
         self.cache.misses += not matches
         return matches
 
-    def read(
-        self, matches: Sequence[Match], body: bytes, renderer: BoundaryRenderer | None = None
-    ) -> Continuation | None:
-        """Read a body after the furthest boundary that can be used; None if the body must be read whole.
-
-        `renderer`: None: that of the conversation's model. Thread-safe.
-        """
+    def read(self, matches: Sequence[Match], body: bytes) -> Continuation | None:
+        """Read a body after the furthest boundary that can be used; None if it must be read whole. Thread-safe."""
         model = matches[0][0].model
-        renderer = renderer or self.renderer_of(model)
+        renderer = self.renderer_of(model)
         if renderer is None:
             return None
         further_differs = True  # no boundary further than the first match was found

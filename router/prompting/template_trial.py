@@ -159,6 +159,7 @@ def _compare_cached_and_full_reads(
     Stop at the first difference, or when the template refuses the conversation. `fields`: further fields of the bodies.
     """
     reader, trial = ConversationReader(CACHE_BYTES), _TrialResult()
+    reader.allow("", renderer)  # the model of entries that name none
     for end, message in enumerate(conversation, 1):
         if message["role"] == "assistant" or end == 1:
             continue  # a request ends with a message of the user or of a tool
@@ -169,7 +170,7 @@ def _compare_cached_and_full_reads(
         except RequestError:
             return trial
         matches = reader.find("chat", body)
-        continuation = reader.read(matches, body, renderer) if matches else None
+        continuation = reader.read(matches, body) if matches else None
         if continuation is None:
             cached = cache_conversation(request, body, prompt, outline=None, renderer=renderer)
             if cached is not None:

@@ -71,6 +71,7 @@ class Turns:
     def __init__(self, tokenizer: Tokenizer, max_bytes: int = 1 << 20) -> None:
         self.renderer = BoundaryRenderer(tokenizer)
         self.reader = ConversationReader(max_bytes)
+        self.reader.allow("", self.renderer)
         self.continuations: list[Continuation] = []
 
     def read(self, kind: ApiKind, body: bytes) -> Continuation | None:
@@ -81,7 +82,7 @@ class Turns:
         except RequestError:
             prompt = RenderedPrompt()
         matches = self.reader.find(kind, body) if len(body) >= BODY_BYTES_MIN else []
-        continuation = self.reader.read(matches, body, self.renderer) if matches else None
+        continuation = self.reader.read(matches, body) if matches else None
         if continuation is None:
             outline = outline_chat(request)
             conversation, predecessor = cache_conversation(request, body, prompt, outline, self.renderer), None
@@ -228,7 +229,7 @@ def test_bodies_that_mean_something_else_behind_the_same_beginning(tokenizer: To
     assert len(turns.reader.cache) == 1
     longer = body % json.dumps([*long_talk(6), *long_talk(1, "new ")]).encode()
     matches = turns.reader.find("chat", longer)
-    assert not matches or turns.reader.read(matches, longer, turns.renderer) is None
+    assert not matches or turns.reader.read(matches, longer) is None
 
 
 # Templates ------------------------------------------------------------------------------------------------------------
@@ -421,8 +422,9 @@ def test_a_conversation_without_an_outline_is_continued_without_one(tokenizer: T
     result, reader = _read_body(task, body, tokenizer), ConversationReader(1 << 20)
     assert result.outline is None
     assert result.conversation is not None
+    reader.allow("", BoundaryRenderer(tokenizer))
     reader.cache.store(result.conversation, body)
-    continuation = reader.read(reader.find("chat", longer), longer, BoundaryRenderer(tokenizer))
+    continuation = reader.read(reader.find("chat", longer), longer)
     assert continuation is not None
     assert continuation.outline() is None
     assert continuation.successor is None or continuation.successor.outline is None
