@@ -196,24 +196,25 @@ class StreamSubscription(_SubSocket):
 
 
 class BoundSubscription(_SubSocket):
-    """Subscription to publishers that connect to us. The topic of a message tells whose it is.
+    """Subscription to publishers that connect to us. The topic of a message identifies its publisher.
 
-    ZeroMQ numbers connections by their file descriptors. A topic is unclaimed until it is known to be that of a stream.
+    A connection is identified by its file descriptor, as ZeroMQ reports it. A topic is unclaimed until it is matched
+    to a stream.
     """
 
     def __init__(self, context: Context, endpoint: str, find_source: Callable[[str], StreamSource | None]) -> None:
-        """Bind the socket. `find_source` returns the stream of a topic. Raises zmq.ZMQError."""
+        """Bind the socket. `find_source` returns the source of a topic's stream. Raises zmq.ZMQError."""
         super().__init__(context, None)
         self.find_source = find_source
         self.stream_by_topic: dict[bytes, FollowedStream] = {}
         self.descriptor_by_topic: dict[bytes, int] = {}
         """Connection of the last message of each stream's topic."""
         self.descriptor_by_unclaimed_topic: OrderedDict[bytes, int] = OrderedDict()
-        """Connection of the last message of each topic without a stream, the oldest forgotten first."""
+        """Connection of the last message of each topic without a stream, the first seen forgotten first."""
         self.descriptors: set[int] = set()
-        """All connections, also those of strangers that have not failed yet."""
+        """All connections, also those of peers that have not completed the handshake."""
         self.publisher_count = 0
-        """Publishers that are connected, and perhaps a few strangers for a short time."""
+        """Upper estimate of the publishers that are connected."""
         self.open(self.socket.bind, endpoint)
 
     def unclaim_topics(self, stream: FollowedStream) -> None:
@@ -223,12 +224,12 @@ class BoundSubscription(_SubSocket):
             self.descriptor_by_topic.pop(topic, None)
 
     def remove_connection(self, descriptor: int) -> None:
-        """Forget a connection. ZeroMQ does not say whether it was a publisher's or a stranger's."""
+        """Forget a connection. ZeroMQ does not say whether its peer had completed the handshake."""
         self.descriptors.discard(descriptor)
         self.publisher_count = min(self.publisher_count, len(self.descriptors))
 
     def record_unclaimed_topic(self, topic: bytes, descriptor: int) -> bool:
-        """Record a message whose topic has no stream; return True for the first one that is remembered."""
+        """Record a message whose topic has no stream; return True if the topic was not remembered yet."""
         if len(topic) > MAX_TOPIC_BYTES:
             return False
         is_new = topic not in self.descriptor_by_unclaimed_topic

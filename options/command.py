@@ -31,9 +31,9 @@ class SectionedOption(click.Option):
 
 
 class NumberType(click.ParamType):  # type: ignore[type-arg]
-    """Number from `low` to `high`, for options that are no settings. Errors have the words of those for settings.
+    """Number from `low` to `high`, both included, for options that are not settings.
 
-    click's own ranges answer "'x' is not a valid integer range".
+    Error messages match those for settings. The range types of click would say "'x' is not a valid integer range".
     """
 
     def __init__(self, number_type: type[int] | type[float], low: float, high: float | None = None) -> None:
@@ -41,7 +41,7 @@ class NumberType(click.ParamType):  # type: ignore[type-arg]
         self._value_type: Any = Annotated[number_type, msgspec.Meta(ge=low, le=high)]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse the text of a command line; click also passes defaults, which are numbers."""
+        """Parse the text of a command line. Defaults arrive as numbers already and are returned as they are."""
         if not isinstance(value, str):
             return value
         try:

@@ -311,10 +311,10 @@ class SharedPrefix(msgspec.Struct, frozen=True):
 
 
 class RunningChunks:
-    """Chunks of running prompts, with the prompts and targets of each.
+    """Number of running prompts that have a chunk, for each chunk and target.
 
-    A chunk's key stands for all of the prompt up to its end, so prompts share their first keys or none: of any prompt's
-    keys, those that run on a target come first, which a binary search finds.
+    A key identifies a prompt's whole prefix up to the end of its chunk. Two prompts therefore share only a leading run
+    of keys, and a binary search finds its end.
     """
 
     def __init__(self) -> None:
@@ -351,11 +351,14 @@ class RunningChunks:
         return duplicates
 
     def count_leading(self, target: Target, keys: Sequence[int]) -> int:
-        """Return how many of a prompt's chunks, from the first on, run on a target."""
+        """Return how many of a prompt's chunks, from the first on, running prompts on a target have."""
         return bisect_left(keys, True, key=lambda key: target not in self._counts_by_chunk.get(key, ()))
 
     def find_shared_prefix(self, keys: Sequence[int]) -> SharedPrefix:
-        """Return the longest prefix of a prompt with these chunks that SHARED_RUNNING_MIN running prompts have."""
+        """Return the longest prefix of a prompt that at least SHARED_RUNNING_MIN running prompts have.
+
+        `keys`: those of the prompt's chunks.
+        """
 
         def is_unshared(key: int) -> bool:
             return sum(self._counts_by_chunk.get(key, {}).values()) < SHARED_RUNNING_MIN

@@ -509,7 +509,7 @@ class Chooser:
 
 
 def _has_unknown_speed(targets: Sequence[Target]) -> bool:
-    """Return whether nothing was learned of the targets' pool, and none of them has ended a request."""
+    """Return whether no speed was measured yet in the pool that all targets share, and none has ended a request."""
     return targets[0].speed.pool.is_silent and all(target.load.last_request_end_s == -math.inf for target in targets)
 
 

@@ -159,7 +159,10 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
 
 
 def find_awaited_request(target: Target, candidate: CandidateFacts) -> InFlightRequest | None:
-    """Return the request at a target that has to compute a new request's cached prefix first; None if none has to."""
+    """Return the request at a target that still computes the prefix that a new request will reuse; None if none does.
+
+    A prefix that comes from another target needs no such request, nor does one that the target has stored already.
+    """
     if candidate.source is not None or candidate.cached_tokens <= candidate.resident_tokens:
         return None
     return target.prefill_queue.find_request_with_prefix(candidate.cached_tokens)

@@ -394,9 +394,9 @@ class _ObservedRatio(NamedTuple):
 
 
 class TimeFactor:
-    """Learns how many times as long as predicted KV takes to come, from slower memory or from another worker.
+    """Learns the ratio of the observed time to the predicted time of KV from slower memory or from another worker.
 
-    The median of the recent ratios counts, because queues and busy machines make some of them large.
+    It is the median of the recent ratios, so that a few late arrivals on busy machines have little effect.
     """
 
     def __init__(self) -> None:
@@ -404,13 +404,16 @@ class TimeFactor:
         self._median = 1.0
 
     def observe(self, predicted_s: float, observed_s: float, now: float) -> None:
-        """Learn from something that took `observed_s`. It was predicted to take `predicted_s`, without a factor."""
+        """Learn from KV that took `observed_s` to arrive. `predicted_s`: the prediction before this factor."""
         ratio = min(max(observed_s / predicted_s, _RATIO_MIN), _RATIO_MAX)
         self._recent.append(_ObservedRatio(ratio, now))
         self._update_median()
 
     def get(self, now: float, prior: float = 1.0) -> float:
-        """Return the factor. `prior`: the factor without an observation, which weighs little beside several."""
+        """Forget old ratios and return the factor.
+
+        `prior`: the factor that is assumed before any observation; its weight shrinks with each.
+        """
         while self._recent and now - self._recent[0].observed_at_s > RATIO_VALID_S:
             self._recent.popleft()
             self._update_median()

@@ -253,17 +253,18 @@ class PrefillQueue:
         return before_s, overtaken_count
 
     def _order_shortest_first(self) -> tuple[float, float]:
-        """Bring the waiting prompts into the order in which an engine with `shortest` computes them.
+        """Bring the waiting prompts into the order of an engine that computes the shortest prompt first.
 
-        The prompt with the least remaining prefill goes first, but never before the prompt that computes its prefix:
-        with prompts of 0.6 s and, behind that one's prefix, of 0.01 s, both count as 0.6 s. At most
-        `_SORTED_PREFILLS_MAX` prompts are sorted; sums over them are scaled up to all. Returns the remaining seconds
-        of the prompt that is computed now, and the time since which it is first.
+        The prompt with the least remaining prefill goes first, but never before the prompt that computes its prefix. A
+        prompt of 0.01 s that needs the prefix of a prompt of 0.6 s is sorted as 0.6 s. At most `_SORTED_PREFILLS_MAX`
+        prompts are sorted. `sample_scale` extrapolates from them to all prompts, and `total_prefill_s` contains the
+        others too. Returns the remaining seconds of the first prompt, and the time at which it became the first, which
+        `record_progress` notes.
         """
         order_s_by_request: dict[InFlightRequest, float] = {}
         for request, awaited_request in itertools.islice(self.requests.items(), _SORTED_PREFILLS_MAX):
             order_s = request.estimate_remaining_prefill_s()
-            if awaited_request in order_s_by_request:  # else it has its first token, and the prefix is computed
+            if awaited_request in order_s_by_request:  # else there is none, or it has computed the prefix
                 order_s = max(order_s, order_s_by_request[awaited_request])
             order_s_by_request[request] = order_s
         self.order_s_by_request = dict(sorted(order_s_by_request.items(), key=itemgetter(1)))
@@ -374,15 +375,17 @@ class Target:
         remaining_s, overdue_s = queue.oldest_prefill_s - progress_s, OVERDUE_SHARE * progress_s
         return waiting_s - queue.oldest_prefill_s + (remaining_s if remaining_s > overdue_s else overdue_s)
 
-    def estimate_step_end_s(self, now: float) -> float:
-        """Return the expected time until the engine's running step ends; engines give their blocks between steps.
+    def estimate_step_remaining_s(self, now: float) -> float:
+        """Return the expected time until the engine's running step ends.
 
-        The step is on average half done, but it ends with the prefill that it computes.
+        Our engines send KV blocks to other workers only between steps. On average half of a step remains, but not more
+        than the prefill that is still queued.
         """
         is_decoding = self.load.decode_request_count + self.peer_load.decode_requests > 0
-        prefill_s = self.estimate_queue_s(now)
-        mean_s = 0.5 * ((self.speed.step_prefill_s if prefill_s else 0.0) + (self.step_s if is_decoding else 0.0))
-        return min(mean_s, self.slowdown * prefill_s) if prefill_s else mean_s
+        queued_prefill_s = self.estimate_queue_s(now)
+        step_prefill_s = self.speed.step_prefill_s if queued_prefill_s else 0.0
+        half_step_s = 0.5 * (step_prefill_s + (self.step_s if is_decoding else 0.0))
+        return min(half_step_s, self.slowdown * queued_prefill_s) if queued_prefill_s else half_step_s
 
     def estimate_shortest_first_wait(self, order_s: float, wait_s: float) -> tuple[float, int]:
         """Return the wait of a new prompt and the number of requests that it overtakes. See PrefillQueue."""

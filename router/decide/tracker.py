@@ -108,21 +108,22 @@ class LoadTracker:
         expected_output_tokens: float = 0.0,
         facts: CandidateFacts | None = None,
     ) -> InFlightRequest:
-        """Count a request that is sent to `target`. The object that is returned is passed to the other methods.
+        """Count a request that is sent to `target`. Pass the returned object to the methods that report its progress.
 
-        `facts`: what the target's price was computed from. They say where the cached tokens come from: from slower
-        tiers, from a request that computes them first, or from another target. In the last case `start_transfer` says
-        when the KV begins to move. Without `facts` the cached tokens are at hand.
+        `facts`: the facts behind the target's price. They say where the cached tokens come from: from slower tiers,
+        from a request that computes them first, or from another target. In the last case `start_transfer` says when
+        the KV begins to move. Without `facts` the cached tokens are in the target's fastest memory.
         """
         facts = facts or CandidateFacts()
         target.record_queue_progress(now)
+        tier_load_factor = target.speed.tier_load.get(now)
         request = InFlightRequest(
             target,
             prompt_tokens,
             cached_tokens,
             expected_output_tokens,
             is_streaming,
-            facts.tier_load_s / target.speed.tier_load.get(now),
+            facts.tier_load_s / tier_load_factor,  # by the configured rates
             now,
             facts.source,
             facts.arrival_s,

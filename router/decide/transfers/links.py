@@ -55,14 +55,17 @@ class TransferLinks:
         self._all_pairs_factor = TimeFactor()
 
     def estimate(self, source: Target, destination: Target | None, tokens: int, now: float) -> TransferEstimate:
-        """Return the time of a transfer that begins now, beside those under way. `destination`: None if any."""
+        """Return the time of a transfer that begins now and shares the network equally with those under way.
+
+        `destination`: None if it is not chosen yet.
+        """
         facts, active_count = source.transfer_facts, source.load.outgoing_transfers
         if destination is not None:
             active_count = max(active_count, destination.load.incoming_transfers)
         byte_count = (1 + active_count) * tokens * facts.bytes_per_token
         transfer_s = self._config.floor_s + byte_count / (1e9 * (facts.gb_s or self._config.gb_s))
         return TransferEstimate(
-            wait_s=source.estimate_step_end_s(now) if facts.dialect == BLOCKCAST else 0.0,
+            wait_s=source.estimate_step_remaining_s(now) if facts.dialect == BLOCKCAST else 0.0,
             unscaled_s=max(transfer_s, UNSCALED_S_MIN),
             factor=self._get_factor(source.name, "" if destination is None else destination.name, now),
         )
