@@ -1,8 +1,7 @@
 """Workers that Kubernetes lists: a Service's EndpointSlices, or the pods of an InferencePool.
 
-Lists objects in pages and then watches them from the version of the list on; after status 410 everything is listed
-again. While the API cannot be reached, the workers stay as they are. router/fleet/kubernetes_objects.py parses the
-objects.
+Lists objects and then watches them from the version of the list on; after a failure everything is listed again. While
+the API cannot be reached, the workers stay as they are. router/fleet/kubernetes_objects.py parses the objects.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ import aiohttp
 from events.types import DecodeError
 from options import ConfigError
 from router.fleet.kubernetes_objects import (
-    GONE,
     LINE_BYTES_MAX,
     EndpointReadiness,
     ObjectCache,
@@ -31,12 +30,12 @@ from router.fleet.kubernetes_objects import (
     read_pool,
     read_slice,
 )
-from router.http_client import iterate_body
+from router.http_client import FetchError, iterate_body
 
 log = logging.getLogger("router")
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-PAGE_OBJECTS = 500
+LIST_S_MAX = 30
 WATCH_S = 300
 """Time after which the server ends a watch; the next one continues from its last version."""
 POOL_S = 10.0
@@ -46,11 +45,6 @@ SOURCE_PATTERN = r"^(?:(?:[a-z0-9-]+/)?(?:service|pool)/)?[a-z0-9][a-z0-9.-]*(?:
 _SOURCE_PATTERN = re.compile(r"(?:(?:([a-z0-9-]+)/)?(service|pool)/)?([a-z0-9][a-z0-9.-]*)(?::([a-z0-9-]+))?")
 
 AddressCallback = Callable[[EndpointReadiness], None]
-_CONNECTION_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
-
-
-class _RetryableError(Exception):
-    """The API gave no usable answer; it is asked again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +93,7 @@ async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) ->
 
 async def _follow_service(api: Any, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
     path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-    cache = ObjectCache(lambda raw: read_slice(raw, source.port))
+    cache = ObjectCache(partial(read_slice, port=source.port))
     await _ObjectWatch(api, path, f"kubernetes.io/service-name={source.name}", cache, update).run()
 
 
@@ -111,8 +105,9 @@ async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, updat
     try:
         while True:
             try:
-                new_selection = read_pool(await _get(api, path, []))
-            except (_RetryableError, DecodeError) as error:
+                async with _request(api, path, {}, LIST_S_MAX) as response:
+                    new_selection = read_pool(await response.read())
+            except (FetchError, DecodeError) as error:
                 log.warning("pool %s: %s; its workers stay as they are", source.name, error)
             else:
                 if new_selection != selection:
@@ -142,93 +137,71 @@ class _ObjectWatch:
     labels: str
     cache: ObjectCache
     update: AddressCallback
-    """Called with all addresses after the first list, and after each change."""
+    """Called with all addresses after each list, and after each change."""
 
     async def run(self) -> None:
         """List the objects and watch their changes, until cancelled.
 
-        A watch that ends, or that fails, goes on from the last version that it brought. After a failure the addresses
-        stay as they are until the API answers again.
+        A watch that ends goes on from the last version that it brought. After a failure all objects are listed again;
+        the addresses stay as they are until the API answers.
         """
         failure_pause_s = RETRY_S
         while True:
-            started_s = time.monotonic()
             try:
-                if self.cache.needs_list:
-                    await self._list()
-                await self._watch()
-            except (_RetryableError, DecodeError) as error:
-                if isinstance(error, DecodeError):
-                    self.cache.require_list()  # a change was not understood, so the cache may be wrong
+                await self._list()
+                while True:
+                    started_s = time.monotonic()
+                    await self._watch()
+                    failure_pause_s = RETRY_S
+                    if time.monotonic() - started_s < RETRY_S:  # a server that ends each watch at once
+                        await asyncio.sleep(RETRY_S)
+            except (FetchError, DecodeError) as error:
                 log.warning("%s: %s; the workers stay as they are; next try in %g s", self.path, error, failure_pause_s)
                 await asyncio.sleep(failure_pause_s)
                 failure_pause_s = min(2 * failure_pause_s, RETRY_S_MAX)
-                continue
-            failure_pause_s = RETRY_S
-            if not self.cache.needs_list and time.monotonic() - started_s < RETRY_S:
-                await asyncio.sleep(RETRY_S)  # a server that ends each watch at once is not asked all the time
 
     async def _list(self) -> None:
-        """Load all objects, page by page, and report their addresses."""
-        query = [("labelSelector", self.labels), ("limit", str(PAGE_OBJECTS))]
-        continue_token = self.cache.add_page(await _get(self.api, self.path, query))
-        while continue_token:
-            page = await _get(self.api, self.path, [*query, ("continue", continue_token)])
-            continue_token = self.cache.add_page(page)
-        if self.cache.needs_list:
-            raise _RetryableError("a list without a version")
+        """Load all objects and report their addresses."""
+        async with _request(self.api, self.path, {"labelSelector": self.labels}, LIST_S_MAX) as response:
+            self.cache.apply_list(await response.read())
         self.update(self.cache.merge_addresses())
 
     async def _watch(self) -> None:
-        """Apply the changes of one watch until the server ends it, or says that a new list is needed (410)."""
-        query = [
-            ("labelSelector", self.labels), ("watch", "true"), ("allowWatchBookmarks", "true"),
-            ("resourceVersion", self.cache.version), ("timeoutSeconds", str(WATCH_S)),
-        ]  # fmt: skip
-        response = await _request(self.api, self.path, query, WATCH_S + 30)
-        try:
-            if response.status == GONE:
-                self.cache.require_list()
-                return
-            if response.status != 200:
-                raise _RetryableError(f"the API answers {response.status}")
+        """Apply the changes of one watch until the server ends it."""
+        query = {
+            "labelSelector": self.labels, "watch": "true", "allowWatchBookmarks": "true",
+            "resourceVersion": self.cache.version, "timeoutSeconds": str(WATCH_S),
+        }  # fmt: skip
+        async with _request(self.api, self.path, query, WATCH_S + LIST_S_MAX) as response:
             partial_line = b""
             async for chunk in iterate_body(response):
                 *lines, partial_line = (partial_line + chunk).split(b"\n")
                 if len(partial_line) > LINE_BYTES_MAX:
-                    raise _RetryableError(f"an event of over {LINE_BYTES_MAX} bytes")
+                    raise FetchError(f"an event of over {LINE_BYTES_MAX} bytes")
                 changes = [self.cache.apply_event(line) for line in lines if line.strip()]
-                if self.cache.needs_list:
-                    return
                 if any(changes):
                     self.update(self.cache.merge_addresses())
-        except _CONNECTION_ERRORS as error:
-            raise _RetryableError(f"{type(error).__name__}: {error}") from error
-        finally:
-            response.close()
 
 
-async def _get(api: Any, path: str, query: list[tuple[str, str]]) -> bytes:
-    response = await _request(api, path, query, 30)
+@asynccontextmanager
+async def _request(
+    api: Any, path: str, query: Mapping[str, str], seconds: float
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Ask the API, and close its answer at the end. Raises FetchError for an answer that is not 200, or none."""
     try:
-        if response.status != 200:
-            raise _RetryableError(f"the API answers {response.status}")
-        return bytes(await response.read())
-    except _CONNECTION_ERRORS as error:
-        raise _RetryableError(f"{type(error).__name__}: {error}") from error
-    finally:
-        response.close()
-
-
-async def _request(api: Any, path: str, query: list[tuple[str, str]], seconds: float) -> Any:
-    try:
-        return await api.call_api(
-            path, "GET", query_params=query, header_params={"Accept": "application/json"},
+        response = await api.call_api(
+            path, "GET", query_params=list(query.items()), header_params={"Accept": "application/json"},
             auth_settings=["BearerToken"], _preload_content=False, _return_http_data_only=True,
             _request_timeout=seconds,
         )  # fmt: skip
-    except _CONNECTION_ERRORS as error:
-        raise _RetryableError(f"{type(error).__name__}: {error}") from error
+        try:
+            if response.status != 200:
+                raise FetchError(f"the API answers {response.status}")
+            yield response
+        finally:
+            response.close()
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+        raise FetchError(f"{type(error).__name__}: {error}") from error
 
 
 def _read_own_namespace() -> str:

@@ -16,13 +16,21 @@ from options.addresses import bracket_host
 
 LINE_BYTES_MAX = 16 << 20
 """Longest event of a watch; etcd stores no object of over 1.5 MiB."""
-GONE = 410
-"""Status of a watch whose version is too old to continue from."""
+
+EndpointReadiness = dict[str, bool]
+"""Whether an address, `host:port`, takes new requests."""
+ObjectReader = Callable[["_Object"], EndpointReadiness]
+
+
+class _Meta(msgspec.Struct, rename="camel"):
+    name: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    deletion_timestamp: str | None = None
 
 
 class _Conditions(msgspec.Struct):
     ready: bool | None = None
-    serving: bool | None = None
     terminating: bool | None = None
 
 
@@ -36,12 +44,6 @@ class _Port(msgspec.Struct):
     name: str | None = None
 
 
-class _Slice(msgspec.Struct, rename="camel"):
-    address_type: str = "IPv4"
-    endpoints: list[_Endpoint] | None = None
-    ports: list[_Port] | None = None
-
-
 class _Condition(msgspec.Struct):
     type: str
     status: str
@@ -52,39 +54,28 @@ class _PodStatus(msgspec.Struct, rename="camel"):
     conditions: list[_Condition] = []
 
 
-class _PodMeta(msgspec.Struct, rename="camel"):
-    deletion_timestamp: str | None = None
+class _Object(msgspec.Struct, rename="camel"):
+    """EndpointSlice or pod; the fields of the other one have their defaults."""
 
-
-class _Pod(msgspec.Struct):
-    metadata: _PodMeta = msgspec.field(default_factory=_PodMeta)
+    metadata: _Meta = msgspec.field(default_factory=_Meta)
+    address_type: str = "IPv4"
+    endpoints: list[_Endpoint] | None = None
+    ports: list[_Port] | None = None
     status: _PodStatus = msgspec.field(default_factory=_PodStatus)
 
-
-class _Meta(msgspec.Struct, rename="camel"):
-    name: str = ""
-    uid: str = ""
-    resource_version: str = ""
-    next: str = msgspec.field(name="continue", default="")
-
-
-class _ObjectWithMeta(msgspec.Struct):
-    metadata: _Meta = msgspec.field(default_factory=_Meta)
+    @property
+    def key(self) -> str:
+        return self.metadata.uid or self.metadata.name
 
 
 class _List(msgspec.Struct):
     metadata: _Meta = msgspec.field(default_factory=_Meta)
-    items: list[msgspec.Raw] | None = None
+    items: list[_Object] | None = None
 
 
 class _Event(msgspec.Struct):
     type: str
     object: msgspec.Raw
-
-
-class _Failure(msgspec.Struct):
-    code: int = 0
-    message: str = ""
 
 
 class _Labels(msgspec.Struct, rename="camel"):
@@ -104,17 +95,8 @@ class _Pool(msgspec.Struct):
     spec: _PoolSpec
 
 
-EndpointReadiness = dict[str, bool]
-"""Whether an address, `host:port`, takes new requests."""
-ObjectReader = Callable[[bytes], EndpointReadiness]
-
-
-def read_slice(raw: bytes, port: str | None) -> EndpointReadiness:
-    """Return the addresses of an EndpointSlice at the port with this number or name. Raises DecodeError.
-
-    With `port` None, its first port is taken.
-    """
-    endpoint_slice = _decode(raw, _Slice)
+def read_slice(endpoint_slice: _Object, port: str | None) -> EndpointReadiness:
+    """Return the addresses of an EndpointSlice at the port with this number or name; None: its first port."""
     ports = [p.port for p in endpoint_slice.ports or () if p.port is not None and port in (None, p.name, str(p.port))]
     if not ports or endpoint_slice.address_type == "FQDN":
         return {}
@@ -127,9 +109,8 @@ def read_slice(raw: bytes, port: str | None) -> EndpointReadiness:
     return addresses
 
 
-def read_pod(raw: bytes, ports: Iterable[int]) -> EndpointReadiness:
-    """Return the addresses of a pod at each of the ports; empty before it has an IP address. Raises DecodeError."""
-    pod = _decode(raw, _Pod)
+def read_pod(pod: _Object, ports: Iterable[int]) -> EndpointReadiness:
+    """Return the addresses of a pod at each of the ports; empty before it has an IP address."""
     if pod.status.pod_ip is None:
         return {}
     is_pod_ready = any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions)
@@ -156,65 +137,40 @@ class ObjectCache:
 
     def __init__(self, read: ObjectReader) -> None:
         self._read = read
-        self._objects: dict[str, EndpointReadiness] = {}
-        self._pending_list: dict[str, EndpointReadiness] | None = None
-        """Objects of a list whose last page has not come yet."""
+        self._readiness_by_object: dict[str, EndpointReadiness] = {}
         self.version = ""
-        """Version from which a watch continues; empty: a new list is needed."""
+        """Version from which a watch continues."""
 
-    def add_page(self, raw: bytes) -> str:
-        """Add a page of a list; return the token for the next page, empty after the last. Raises DecodeError."""
-        page = _decode(raw, _List)
-        pending_list = self._pending_list = self._pending_list or {}
-        for item in page.items or ():
-            pending_list[_object_key(item)] = self._read(bytes(item))
-        if not page.metadata.next:
-            self._objects, self._pending_list, self.version = pending_list, None, page.metadata.resource_version
-        return str(page.metadata.next)
-
-    @property
-    def needs_list(self) -> bool:
-        """Whether all objects have to be listed before changes can be watched."""
-        return not self.version
-
-    def require_list(self) -> None:
-        """Have all objects listed again, as changes were lost. Until the list is complete, the known objects stand."""
-        self.version, self._pending_list = "", None
+    def apply_list(self, raw: bytes) -> None:
+        """Replace all objects by those of a list. Raises DecodeError."""
+        listed = _decode(raw, _List)
+        self._readiness_by_object = {item.key: self._read(item) for item in listed.items or ()}
+        self.version = listed.metadata.resource_version
 
     def apply_event(self, line: bytes) -> bool:
         """Apply one event of a watch; return whether addresses changed.
 
-        After status 410 a new list is needed. Raises DecodeError if the event is malformed or another error of the
-        server.
+        Raises DecodeError if the event is malformed, or an error of the server such as a version that is too old (410).
         """
         event = _decode(line, _Event)
         if event.type == "ERROR":
-            failure = _decode(bytes(event.object), _Failure)
-            if failure.code == GONE:
-                self.require_list()
-                return False
-            raise DecodeError(f"the watch ended with {failure.code} {failure.message[:200]}")
-        metadata = _decode(bytes(event.object), _ObjectWithMeta).metadata
-        previous = self._objects.get(_object_key(event.object))
+            raise DecodeError(f"the watch ended: {bytes(event.object)[:200]!r}")
+        changed = _decode(bytes(event.object), _Object)
+        previous = self._readiness_by_object.get(changed.key)
         if event.type in ("ADDED", "MODIFIED"):
-            self._objects[_object_key(event.object)] = self._read(bytes(event.object))
+            self._readiness_by_object[changed.key] = self._read(changed)
         elif event.type == "DELETED":
-            self._objects.pop(_object_key(event.object), None)
-        self.version = metadata.resource_version or self.version
-        return previous != self._objects.get(_object_key(event.object))
+            self._readiness_by_object.pop(changed.key, None)
+        self.version = changed.metadata.resource_version or self.version
+        return previous != self._readiness_by_object.get(changed.key)
 
     def merge_addresses(self) -> EndpointReadiness:
         """Return the addresses of all objects; one is ready if any object says so."""
-        readiness: EndpointReadiness = {}
-        for addresses in self._objects.values():
-            for address, is_ready in addresses.items():
-                readiness[address] = is_ready or readiness.get(address, False)
-        return readiness
-
-
-def _object_key(raw: msgspec.Raw) -> str:
-    meta = _decode(bytes(raw), _ObjectWithMeta).metadata
-    return str(meta.uid or meta.name)
+        merged: EndpointReadiness = {}
+        for readiness in self._readiness_by_object.values():
+            for address, is_ready in readiness.items():
+                merged[address] = is_ready or merged.get(address, False)
+        return merged
 
 
 def _decode(raw: bytes, kind: Any) -> Any:
