@@ -69,17 +69,6 @@ class Choice:
     removed_headers: Sequence[str] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseStart:
-    """Facts from the head of an answer."""
-
-    status: int
-    served_by: str | None
-    """Endpoint that answered; None if Envoy does not tell."""
-    is_event_stream: bool
-    """Whether the answer is a stream of server-sent events."""
-
-
 class ExtProcHandler(Protocol):
     """Interface of the object that an `ExtProcStream` tells what Envoy sent."""
 
@@ -89,8 +78,8 @@ class ExtProcHandler(Protocol):
     def charge_body_bytes(self, size: int) -> None:
         """Charge the bytes of the body that are kept. Raises RequestError if they are too many."""
 
-    def response_started(self, answer: ResponseStart) -> Sequence[Header]:
-        """Return headers for the client."""
+    def response_started(self, status: int, served_by: str | None) -> Sequence[Header]:
+        """Return headers for the client. `served_by`: endpoint that answers; None if Envoy does not tell."""
 
     def response_content(self, data: bytes) -> None:
         """Take bytes of the answer's body. Not called if Envoy does not send the body."""
@@ -268,9 +257,8 @@ class ExtProcStream:
         self._expect_phase("response_headers", Phase.HEAD, Phase.BODY, Phase.CHOOSING, Phase.CHOSEN)
         common_response = None
         if self.phase is not Phase.HEAD:
-            status, is_event_stream = read_status(message.response_headers)
-            response_start = ResponseStart(status, read_served_endpoint(message), is_event_stream)
-            client_headers = self._handler.response_started(response_start)
+            status, served_by = read_status(message.response_headers), read_served_endpoint(message)
+            client_headers = self._handler.response_started(status, served_by)
             if client_headers:
                 common_response = pb.CommonResponse(header_mutation=build_header_mutation(client_headers))
         self.phase = Phase.ANSWER

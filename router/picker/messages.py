@@ -71,15 +71,10 @@ def read_head(headers: Any) -> HttpRequest:
     return request
 
 
-def read_status(headers: Any) -> tuple[int, bool]:
-    """Return the status of an answer, 0 if it has none, and whether the answer is a stream of events."""
-    status, is_event_stream = 0, False
-    for name, value in _iter_headers(headers):
-        if name == ":status" and value.isdigit() and len(value) == 3:
-            status = int(value)
-        elif name == "content-type":
-            is_event_stream = b"event-stream" in value
-    return status, is_event_stream
+def read_status(headers: Any) -> int:
+    """Return the status of an answer; 0 if it has none."""
+    status = next((value for name, value in _iter_headers(headers) if name == ":status"), b"")
+    return int(status) if status.isdigit() and len(status) == 3 else 0
 
 
 def read_subset_hint(message: Request) -> list[str] | None:

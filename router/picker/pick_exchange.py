@@ -20,7 +20,7 @@ from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Pr
 from router.edge.request_context import RequestContext
 from router.edge.rewrite import RANK_HEADER
 from router.http.connection import Client
-from router.picker.ext_proc_stream import Choice, ResponseStart
+from router.picker.ext_proc_stream import Choice, ExtProcStream
 
 if TYPE_CHECKING:
     from router.picker.config import PickerConfig
@@ -47,16 +47,9 @@ class EnvoyClient(Client, Protocol):
     """Interface of Envoy as the client of one request; `PickerClient` has it."""
 
     picker_state: PickerState
+    stream: ExtProcStream
     objective: str | None
     fairness_id: str
-
-    @property
-    def allowed_endpoints(self) -> Sequence[str] | None:
-        """Endpoints that may be chosen; None for all."""
-
-    @property
-    def sees_response_body(self) -> bool:
-        """Whether Envoy sends the body of the answer."""
 
     def attach_pick(self, pick: PickExchange) -> None:
         """Pass Envoy's messages about the answer to `pick`."""
@@ -100,9 +93,9 @@ class PickExchange:
             route.priority = picker_state.priorities.get(envoy.objective, route.priority)
         earlier_requests = self._count_in_flight()
         route.priority = route.priority * PRIORITY_STEP + min(earlier_requests, PRIORITY_STEP - 1)
-        if envoy.allowed_endpoints is not None:
-            route.allowed_workers = picker_state.endpoints.find_worker_ids(envoy.allowed_endpoints)
-        if not envoy.sees_response_body:
+        if envoy.stream.allowed_endpoints is not None:
+            route.allowed_workers = picker_state.endpoints.find_worker_ids(envoy.stream.allowed_endpoints)
+        if not envoy.stream.sees_response_body:
             # Then the head of an answer has to stand for its first token, as it can for engines of this project only.
             route.is_streaming = route.is_streaming and self._proxy.core.registry.is_blockcast(route.model)
         self._proxy.route(self.context, route)
@@ -164,7 +157,7 @@ class PickExchange:
             removed_headers.append("authorization")
         if self.context.request.is_decoded:
             removed_headers.append("content-encoding")
-        if self.client.sees_response_body:  # the answer is read, so it must not be compressed
+        if self.client.stream.sees_response_body:  # the answer is read, so it must not be compressed
             removed_headers.append("accept-encoding")
         return removed_headers
 
@@ -202,27 +195,27 @@ class PickExchange:
         if self._proxy.end(self.context, "rejected"):
             self.client.respond_error(error)
 
-    def response_started(self, answer: ResponseStart) -> Sequence[Header]:
+    def response_started(self, status: int, served_by: str | None) -> Sequence[Header]:
         """Record the head of an answer, and return headers for the client.
 
-        Another worker may have answered than the chosen one, as Envoy tries fallbacks. A status such as 503 is a
+        The endpoint `served_by` may be another than the chosen one, as Envoy tries fallbacks. A status such as 503 is a
         failure of the worker. Without the answer's body, the head counts as its first token.
         """
         proxy, context = self._proxy, self.context
         if context.is_done or context.decision is None:
             return ()
         now = proxy.now()
-        self._status = answer.status
+        self._status = status
         context.progress.first_byte_at_s = context.progress.last_byte_at_s = now
-        if answer.served_by is not None:
-            served_by_worker = self.picker_state.endpoints.get_worker_id(answer.served_by)
+        if served_by is not None:
+            served_by_worker = self.picker_state.endpoints.get_worker_id(served_by)
             if served_by_worker is not None and served_by_worker != context.decision.worker:
                 self._record_fallback(served_by_worker)
-        failure = RETRYABLE_STATUSES.get(answer.status)
+        failure = RETRYABLE_STATUSES.get(status)
         if failure is not None:
-            proxy.record_failed_attempt(context.decision, failure, f"{answer.status}, as Envoy says")
+            proxy.record_failed_attempt(context.decision, failure, f"{status}, as Envoy says")
             self._withdraw_from_core(failure)
-        elif answer.status == 200 and not self.client.sees_response_body:
+        elif status == 200 and not self.client.stream.sees_response_body:
             self._record_first_token(now)
         served_decision = context.decision
         if served_decision is None or not proxy.config.cache_headers:
@@ -250,14 +243,14 @@ class PickExchange:
         context.read_usage()
         if not proxy.end(context, f"status_{self._status}"):
             return
-        if context.is_streaming and self.client.sees_response_body:
+        if context.is_streaming and self.client.stream.sees_response_body:
             proxy.core.record_progress(context.request_id, context.progress.read_count)
         proxy.finish(context, context.usage, is_error=self._status >= 400)
 
     def stream_closed(self) -> None:
         """End the request with Envoy's stream. If the answer's body is not seen, this is the end of the answer too."""
         is_complete = self._status == 200 and self.context.progress.has_final_event(self.context.request.path)
-        if self._status and (is_complete or not self.client.sees_response_body):
+        if self._status and (is_complete or not self.client.stream.sees_response_body):
             self.complete_response()
         else:
             self.on_client_gone()
@@ -299,7 +292,7 @@ class PickExchange:
     def last_progress_at_s(self) -> float | None:
         """Time of the last chunk of a running stream; None if chunks are not seen."""
         context = self.context
-        is_moving = self.client.sees_response_body and context.progress.has_started and context.is_streaming
+        is_moving = self.client.stream.sees_response_body and context.progress.has_started and context.is_streaming
         return context.progress.last_byte_at_s if is_moving and not context.is_done else None
 
     def migrate(self, reason: str, *, is_stalled: bool = False) -> None:

@@ -6,7 +6,8 @@ Connects the ext_proc stream with the exchange, and charges the bytes of the bod
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -19,8 +20,8 @@ from router.http.decoding import BodyDecoder, DecodingTask, get_body_coding
 from router.http.fair_scheduler import FairScheduler
 from router.http.local_replies import JSON, Header, build_refusal, iter_error_headers
 from router.http.request import HttpRequest
-from router.picker.ext_proc_stream import Choice, ExtProcStream, Phase, ResponseStart
-from router.picker.messages import FAIRNESS_HEADER, OBJECTIVE_HEADER, Request, Response
+from router.picker.ext_proc_stream import Choice, ExtProcStream, Phase
+from router.picker.messages import FAIRNESS_HEADER, OBJECTIVE_HEADER, Request
 from router.picker.pick_exchange import PickExchange
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class PickerClient:
     """Client side of one request, which Envoy describes in messages of a gRPC stream.
 
     To the exchange, which answers the request, it is what a connection to a client is in `router run`. Call `receive`
-    with each message, await `decision_made` while `is_choosing`, and send `pop_responses`.
+    with each message, await `decision_made` while `stream` is choosing, and send what `stream.pop_responses` returns.
     """
 
     def __init__(self, app: PickerApplication, picker_state: PickerState, peer: str) -> None:
@@ -64,7 +65,7 @@ class PickerClient:
         self._pick: PickExchange | None = None
         self._path = ""
         self._charge = BufferCharge(app.budget)
-        self._stream = ExtProcStream(self, app.limits.body_bytes_max)
+        self.stream = ExtProcStream(self, app.limits.body_bytes_max)
         self.decision_made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when a worker is chosen, or the request is refused or abandoned."""
         self.is_abandoned = False
@@ -73,30 +74,10 @@ class PickerClient:
         self.fairness_id = ""
         """Fairness id in the gateway's header."""
 
-    @property
-    def is_choosing(self) -> bool:
-        """Whether Envoy waits for a choice."""
-        return self._stream.phase is Phase.CHOOSING
-
-    @property
-    def is_over(self) -> bool:
-        return self._stream.phase is Phase.OVER
-
-    @property
-    def sees_response_body(self) -> bool:
-        return self._stream.sees_response_body
-
-    @property
-    def allowed_endpoints(self) -> list[str] | None:
-        return self._stream.allowed_endpoints
-
-    def pop_responses(self) -> list[Response]:
-        return self._stream.pop_responses()
-
     def receive(self, message: Request) -> None:
         """Process a message of Envoy. Raises UnexpectedMessage. A request that is refused gets an error response."""
         try:
-            self._stream.receive(message)
+            self.stream.receive(message)
         except RequestError as refused:
             self._refuse(refused)
 
@@ -114,7 +95,7 @@ class PickerClient:
 
     def _client_address(self) -> str:
         """Return the client's address from the gateway's header, or else the gateway's own address."""
-        request = self._stream.request
+        request = self.stream.request
         forwarded_for = None if request is None else request.get_header(b"x-forwarded-for")
         return (forwarded_for or b"").rpartition(b",")[2].strip()[:64].decode("latin-1") or self.peer
 
@@ -124,16 +105,12 @@ class PickerClient:
         self.peer = self._client_address()
         self.objective = _decode_name(request.get_header(OBJECTIVE_HEADER))
         self.fairness_id = _decode_name(request.get_header(FAIRNESS_HEADER)) or ""
-        try:
+        with self._answer_errors():
             coding = get_body_coding(request) if request.body_bytes else None
             if coding is None:
                 self._app.pick(self, request)
             else:
                 self._decode(request, BodyDecoder(request.pieces, coding, self._app.limits.body_bytes_max))
-        except RequestError as refused:
-            self._refuse(refused)
-        except Exception as error:  # noqa: BLE001  a boundary: this request fails
-            self.crash(error)
 
     def _decode(self, request: HttpRequest, decoder: BodyDecoder) -> None:
         """Decode a body in turns of the event loop, then have a worker picked. The decoded bytes are charged too."""
@@ -141,14 +118,10 @@ class PickerClient:
 
         def on_decoded(decode_error: RequestError | None) -> None:
             self.responder = None
-            try:
+            with self._answer_errors():
                 if decode_error is not None:
                     raise decode_error
                 self._app.pick(self, request)
-            except RequestError as error:
-                self._refuse(error)
-            except Exception as error:  # noqa: BLE001  a boundary: this request fails
-                self.crash(error)
 
         def charge_decoded_bytes(decoded_bytes: int) -> None:
             self.charge_body_bytes(encoded_bytes + decoded_bytes)
@@ -161,6 +134,16 @@ class PickerClient:
             charge_decoded_bytes,
             on_decoded,
         )
+
+    @contextmanager
+    def _answer_errors(self) -> Iterator[None]:
+        """Answer an error in the request, or a fault of the router, by which this request alone fails."""
+        try:
+            yield
+        except RequestError as refused:
+            self._refuse(refused)
+        except Exception as error:  # noqa: BLE001  a boundary
+            self.crash(error)
 
     def _refuse(self, error: RequestError) -> None:
         """Count and answer an error in the request itself."""
@@ -178,11 +161,11 @@ class PickerClient:
         self._charge.request_bytes = body_bytes
         self._charge.update()
 
-    def response_started(self, answer: ResponseStart) -> Sequence[Header]:
-        if self._stream.phase is not Phase.CHOSEN or self._pick is None:
+    def response_started(self, status: int, served_by: str | None) -> Sequence[Header]:
+        if self.stream.phase is not Phase.CHOSEN or self._pick is None:
             self._cancel_responder()  # Envoy answered before a worker got the request
             return ()
-        return self._pick.response_started(answer)
+        return self._pick.response_started(status, served_by)
 
     def response_content(self, data: bytes) -> None:
         if self._pick is not None:
@@ -193,17 +176,17 @@ class PickerClient:
             self._pick.complete_response()
 
     def send_choice(self, choice: Choice) -> None:
-        if self._stream.phase is Phase.CHOOSING:
-            self._stream.choose(choice)
+        if self.stream.phase is Phase.CHOOSING:
+            self.stream.choose(choice)
             self._signal_decision()
 
     def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
         """Have Envoy answer with an error, unless it has sent the request to a worker already."""
-        if self._stream.phase in (Phase.CHOSEN, Phase.ANSWER, Phase.OVER):
+        if self.stream.phase in (Phase.CHOSEN, Phase.ANSWER, Phase.OVER):
             return
         self.responder = None
         fields = [(b"content-type", JSON), *headers, *iter_error_headers(error, headers)]
-        self._stream.refuse(error.status, fields, msgspec.json.encode(error.body(self._path)))
+        self.stream.refuse(error.status, fields, msgspec.json.encode(error.body(self._path)))
         self._signal_decision()
 
     def refuse(

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from options.addresses import bracket_host
-from router.picker.ext_proc_stream import UnexpectedMessage
+from router.picker.ext_proc_stream import Phase, UnexpectedMessage
 from router.picker.pick_exchange import PickerState
 from router.picker.picker_client import PickerApplication, PickerClient
 
@@ -146,14 +146,15 @@ async def _answer_messages(client: PickerClient, context: Any) -> None:
 
     Once the request is complete, the reply waits until the router has chosen a worker.
     """
-    while not client.is_over and not client.is_abandoned:
+    stream = client.stream
+    while stream.phase is not Phase.OVER and not client.is_abandoned:
         message = await context.read()
         if message is grpc.aio.EOF:
             return
         client.receive(message)
-        if client.is_choosing:
+        if stream.phase is Phase.CHOOSING:
             await client.decision_made
-        for response in client.pop_responses():
+        for response in stream.pop_responses():
             await context.write(response)
 
 
