@@ -22,8 +22,6 @@ import asyncio
 import json
 import math
 import os
-import random
-import socket
 import statistics
 import tempfile
 import time
@@ -37,7 +35,7 @@ import click
 from harness.baseline_routers import baseline_command, installed_router_program
 from harness.figures import cpu_seconds, describe_machine, format_facts, markdown_table, percentile, write_json
 from harness.load import completion_body
-from harness.programs import Program, module_command, read_metric, request_json, serve_engine
+from harness.programs import Program, free_ports, module_command, read_metric, request_json, serve_engine
 from live_peers_parts import MODEL, WORKLOADS, Play, RequestKey, Talk, Workload, play
 
 SPEC = {"prefill_s_per_token": 3e-4, "quadratic_tokens": 50_000, "step_s": 0.02, "decode_request_s": 1e-3,
@@ -56,29 +54,13 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def fixed_ports(count: int) -> list[int]:
-    """Free ports below those that outgoing connections take, so that who comes back finds his own free again."""
-    with ExitStack() as stack:
-        ports: list[int] = []
-        for port in random.sample(range(20_000, 32_000), 12_000):
-            candidate = stack.enter_context(socket.socket())
-            try:
-                candidate.bind(("", port))
-            except OSError:
-                continue
-            ports.append(port)
-            if len(ports) == count:
-                break
-    return ports
-
-
 class Workers:
     """So many simulated engines on fixed ports, so that one comes back under its own address."""
 
     def __init__(self, count: int, logs: Path, spec: dict[str, object]) -> None:
         self._stack = ExitStack()
-        ports = fixed_ports(3 * count)
-        self.ports = list(zip(ports[::3], ports[1::3], ports[2::3]))
+        first_port = free_ports(3 * count)  # a worker that comes back finds its own free again
+        self.ports = [(port, port + 1, port + 2) for port in range(first_port, first_port + 3 * count, 3)]
         self.urls = [f"http://127.0.0.1:{http}" for http, _, _ in self.ports]
         self.programs: list[Program] = []
         for http, publish, replay in self.ports:

@@ -244,7 +244,7 @@ class LyingReplays(Publisher):
         self._replies = replies
         super().__init__()
 
-    def _answer(self, router: zmq.Socket[bytes], stop: Any) -> None:
+    def _serve_replays(self, router: zmq.Socket[bytes], stop: Any) -> None:
         reply_count = 0
         while not stop.is_set():
             if not router.poll(20):

@@ -254,10 +254,8 @@ class Cluster:
     def _pull(self, request_index: int, worker_number: int, source_number: int) -> None:
         """Move the blocks that a source has and a worker lacks, then submit the request."""
         request = self.workload.requests[request_index]
-        max_blocks = (request.prompt_tokens - 1) // request.block_size
-        cached_blocks = self.workers[worker_number].cache.count_cached_prefix(request.block_ids, max_blocks)
-        source_blocks = self.workers[source_number].cache.count_cached_prefix(request.block_ids, max_blocks)
-        moved_tokens = (source_blocks - cached_blocks) * request.block_size
+        source_blocks = self.workers[source_number].count_hit_blocks(request)
+        moved_tokens = (source_blocks - self.workers[worker_number].count_hit_blocks(request)) * request.block_size
         if moved_tokens <= 0:
             self._submit(request_index, worker_number)
             return

@@ -292,6 +292,10 @@ class SimWorker:
     def running_sequence_count(self) -> int:
         return len(self.prefilling_sequences) + len(self.decoding_heap)
 
+    def count_hit_blocks(self, request: SimRequest) -> int:
+        """Count the cached blocks of a prompt from which it would be resumed: its last token is always computed."""
+        return self.cache.count_cached_prefix(request.block_ids, (request.prompt_tokens - 1) // self.block_size)
+
     def submit(self, sequence: SimSequence, now: float) -> None:
         """Enqueue a request that arrives."""
         sequence.computed_before_arrival = self._prefill_capacity_used
@@ -344,12 +348,7 @@ class SimWorker:
         if not self.limits.shortest_first:
             self.waiting_sequences.append(sequence)
             return
-        sequence.computed_tokens = (
-            self.cache.count_cached_prefix(
-                sequence.request.block_ids, (sequence.request.prompt_tokens - 1) // self.block_size
-            )
-            * self.block_size
-        )
+        sequence.computed_tokens = self.count_hit_blocks(sequence.request) * self.block_size
         insort(self.waiting_sequences, sequence, key=lambda sequence: sequence.queue_key)
 
     # Steps -------------------------------------------------------------------------------------------------------
@@ -447,9 +446,7 @@ class SimWorker:
 
     def _admit(self, sequence: SimSequence) -> bool:
         """Reserve the blocks of a waiting sequence; return False if the cache has no room."""
-        hit_blocks = self.cache.count_cached_prefix(
-            sequence.request.block_ids, (sequence.request.prompt_tokens - 1) // self.block_size
-        )
+        hit_blocks = self.count_hit_blocks(sequence.request)
         reserved_tokens = (
             sequence.prefill_tokens
             if self.limits.is_preemptive

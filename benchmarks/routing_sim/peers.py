@@ -193,7 +193,35 @@ class SglangTree(Residency):
         return argmin([len(tree) for tree in self.trees])
 
 
-class Dynamo(Residency):
+class QueuedPrefills(Residency):
+    """Base of policies that know the tokens that were routed to each worker and are not prefilled yet."""
+
+    def attach(self, cluster: Cluster) -> None:
+        super().attach(cluster)
+        self.prefill_tokens = [0] * self.count
+        self.pending: dict[int, int] = {}
+        """Tokens to prefill, by request."""
+
+    def costs(self, request: SimRequest) -> list[float]:
+        """Cost of each worker; the least wins, ties at random."""
+        raise NotImplementedError
+
+    def uncached_tokens(self, request: SimRequest) -> list[int]:
+        """Prompt tokens that each worker would have to prefill."""
+        return [request.prompt_tokens - prefix * request.block_size for prefix in self.prefix_blocks(request)]
+
+    def choose(self, request: SimRequest, now: float) -> int:
+        worker = argmin(self.costs(request), self.rng)
+        self.pending[request.index] = self.uncached_tokens(request)[worker]
+        self.prefill_tokens[worker] += self.pending[request.index]
+        return worker
+
+    def on_first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
+        self.prefill_tokens[worker] -= self.pending.pop(request.index)
+        return []
+
+
+class Dynamo(QueuedPrefills):
     """NVIDIA Dynamo's KV router (docs: "KV Cache Routing", `DefaultWorkerSelector`): in blocks,
 
         cost = overlap_score_weight * potential prefill blocks + potential decode blocks
@@ -214,9 +242,7 @@ class Dynamo(Residency):
 
     def attach(self, cluster: Cluster) -> None:
         super().attach(cluster)
-        self.prefill_tokens = [0] * self.count
         self.active: list[Counter[int]] = [Counter() for _ in range(self.count)]
-        self.pending: dict[int, int] = {}
 
     def costs(self, request: SimRequest) -> list[float]:
         """Cost of each worker, in blocks."""
@@ -231,16 +257,9 @@ class Dynamo(Residency):
         return costs
 
     def choose(self, request: SimRequest, now: float) -> int:
-        worker = argmin(self.costs(request), self.rng)
-        uncached_tokens = request.prompt_tokens - self.prefix_blocks(request)[worker] * request.block_size
-        self.pending[request.index] = uncached_tokens
-        self.prefill_tokens[worker] += uncached_tokens
+        worker = super().choose(request, now)
         self.active[worker].update(request.block_ids)
         return worker
-
-    def on_first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
-        self.prefill_tokens[worker] -= self.pending.pop(request.index)
-        return []
 
     def on_finished(self, request: SimRequest, worker: int, cached_tokens: int, now: float) -> list[tuple[int, int]]:
         active = self.active[worker]
@@ -268,7 +287,7 @@ class DynamoAgentic(Dynamo):
         super().__init__(4.0, seed)
 
 
-class LMetric(Residency):
+class LMetric(QueuedPrefills):
     """LMetric (arXiv 2603.15202, "Multiplication may be all you need"), which has no parameters:
 
         cost = (tokens routed there and not yet prefilled + uncached tokens of this prompt) * (requests in flight + 1)
@@ -276,31 +295,12 @@ class LMetric(Residency):
     The least product wins; ties at random.
     """
 
-    def attach(self, cluster: Cluster) -> None:
-        super().attach(cluster)
-        self.prefill_tokens = [0] * self.count
-        self.pending: dict[int, int] = {}
-
-    def uncached_tokens(self, request: SimRequest) -> list[int]:
-        """Prompt tokens that each worker would have to prefill."""
-        return [request.prompt_tokens - prefix * request.block_size for prefix in self.prefix_blocks(request)]
-
-    def costs(self, request: SimRequest) -> list[int]:
+    def costs(self, request: SimRequest) -> list[float]:
         """Cost of each worker, in tokens times requests."""
         uncached = self.uncached_tokens(request)
         return [
             (queued + new) * (count + 1) for queued, new, count in zip(self.prefill_tokens, uncached, self.in_flight)
         ]
-
-    def choose(self, request: SimRequest, now: float) -> int:
-        worker = argmin(self.costs(request), self.rng)
-        self.pending[request.index] = self.uncached_tokens(request)[worker]
-        self.prefill_tokens[worker] += self.pending[request.index]
-        return worker
-
-    def on_first_token(self, request: SimRequest, worker: int, now: float) -> list[tuple[int, int]]:
-        self.prefill_tokens[worker] -= self.pending.pop(request.index)
-        return []
 
 
 class LlmD(Residency):
@@ -341,14 +341,7 @@ class LlmD(Residency):
 
 def remaining_work_s(worker: SimWorker, job: SimSequence) -> float:
     """Prefill seconds of a job that waits or is being prefilled, known exactly."""
-    done_tokens = job.computed_tokens
-    if done_tokens == 0:
-        done_tokens = (
-            worker.cache.count_cached_prefix(
-                job.request.block_ids, (job.request.prompt_tokens - 1) // worker.block_size
-            )
-            * worker.block_size
-        )
+    done_tokens = job.computed_tokens or worker.count_hit_blocks(job.request) * worker.block_size
     return worker.step_times.compute_prefill_s(job.prefill_tokens - done_tokens, done_tokens)
 
 
@@ -379,7 +372,7 @@ class Oracle(Residency):
     def cost(self, worker: SimWorker, request: SimRequest, now: float) -> float:
         """Seconds."""
         times, length, output_tokens = worker.step_times, request.prompt_tokens, request.output_tokens
-        hit = worker.cache.count_cached_prefix(request.block_ids, (length - 1) // worker.block_size) * worker.block_size
+        hit = worker.count_hit_blocks(request) * worker.block_size
         prefill = times.compute_prefill_s(length - hit, hit)
         waiting = [*worker.prefilling_sequences, *worker.waiting_sequences]
         queue = sum(remaining_work_s(worker, job) for job in waiting)
