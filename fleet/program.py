@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from fleet.health import MAX_CORE_SILENT_S, ProbeHistory, compute_restart_pause
 from fleet.spec import FleetSpec, Launch
 
 GUARD_PATH = str(Path(__file__).with_name("guard.py"))
@@ -40,6 +39,11 @@ OUTPUT_WAIT_S = 2.0
 """Longest wait for the last lines of a program that has ended: a process that it left behind may hold them open."""
 STEADY_AFTER_S = 60.0
 """Time for which a program must have served, so that its end does not count as one more failure in a row."""
+MAX_CORE_SILENT_S = 5.0
+"""Longest that an engine's step loop may owe an answer before the engine counts as silent."""
+SILENT_AFTER_PROBES = 2
+"""Failed probes in a row after which a program counts as silent."""
+MAX_RESTART_PAUSE_S = 60.0
 RAY_VARIABLES = ("OMP_NUM_THREADS", "RAY_JOB_ID", "RAY_RAYLET_PID")
 """Ray sets these for its workers; they are not meant for a program of its own."""
 _UNVERIFIED_TLS_CONTEXT = ssl._create_unverified_context()
@@ -81,6 +85,43 @@ def send_request(method: str, url: str, body: object = None, admin_key: str = ""
     except ValueError:
         content = answer_bytes[:500].decode(errors="replace")
     return HttpAnswer(status, content, answer_headers)
+
+
+def compute_restart_pause(failure_count: int) -> float:
+    """Return the seconds until a program is started again after so many failures in a row: 0, 1, 2, 4, ... 60."""
+    return min(MAX_RESTART_PAUSE_S, 2.0 ** min(failure_count - 2, 6)) if failure_count > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class ProbeHistory:
+    """For how long, and for how many probes in a row, a program has not answered its health probes.
+
+    Only the time of waiting for answers counts. So a program does not count as hung because its observer was stopped
+    for an hour.
+    """
+
+    silent_s: float = 0.0
+    missed_probe_count: int = 0
+    """Failed probes since the last answer."""
+
+    def add_probe(self, is_alive: bool, elapsed_s: float, max_elapsed_s: float) -> ProbeHistory:
+        """Return the history with one more probe.
+
+        `elapsed_s` is the time since the previous probe; of it at most `max_elapsed_s` count, in case the observer was
+        stopped.
+        """
+        if is_alive:
+            return ProbeHistory()
+        return ProbeHistory(self.silent_s + min(max(elapsed_s, 0.0), max_elapsed_s), self.missed_probe_count + 1)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether enough probes failed in a row to report it."""
+        return self.missed_probe_count >= SILENT_AFTER_PROBES
+
+    def is_hung(self, max_silent_s: float) -> bool:
+        """Return whether the program counts as hung; never with a `max_silent_s` of 0."""
+        return 0 < max_silent_s <= self.silent_s and self.is_silent
 
 
 class ProgramState(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleet.health import ProbeHistory, compute_restart_pause
+from fleet.program import ProbeHistory, compute_restart_pause
 
 LOOK_S_MAX = 7.0
 _looks = st.lists(st.tuples(st.booleans(), st.floats(0, 5000)), max_size=30)
