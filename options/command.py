@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin
 import click
 import msgspec
 
-from options.fields import SECRET, Schema, Setting
+from options.fields import SECRET, Schema, Setting, collect_values
 from options.load import LoadedConfig, load_config, read_file
 from options.values import ConfigError, describe_type, parse_text, split_annotated
 
@@ -102,7 +102,7 @@ def add_flags(schema: Schema, shown_paths: Collection[str] | None = None) -> Cal
     flag_options = [
         _make_click_option(setting, heading_by_path.get(path, MAIN_HEADING), position_by_path.get(path))
         for path, setting in schema.setting_by_path.items()
-        if setting.config_field.flag is not None
+        if setting.flag is not None
     ]
     config_option = click.option(
         "--config",
@@ -195,12 +195,12 @@ def render_settings_list(schema: Schema) -> str:
     """Return docs/reference/settings.md: Markdown with one line for each setting."""
     lines = []
     for setting in _list_visible_settings(schema):
-        setting_names = [setting.path, *(setting.flag_names if setting.config_field.flag is not None else ())]
+        setting_names = [setting.path, *(setting.flag_names if setting.flag is not None else ())]
         expected = _RANGE_PATTERN.sub(r"\g<lowest>..", _OMITTED_TEXT_PATTERN.sub("", setting.expected))
         details = [] if isinstance(setting.default, bool) else [expected]
-        if setting.default is not None and not setting.config_field.is_section:
+        if setting.default is not None and not setting.is_section:
             details.append(f"`{_format_toml_value(setting.default)}`")
-        help_text = f"{setting.config_field.help_text} {setting.config_field.details}".strip()
+        help_text = f"{setting.help_text} {setting.details}".strip()
         lines.append(f"- {', '.join(f'`{name}`' for name in setting_names)}: {help_text} ({'; '.join(details)})")
     return "\n".join(lines) + "\n"
 
@@ -209,8 +209,8 @@ def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
     """Return a configuration as a TOML file, each line with its origin. Values of secrets are left out."""
     lines: list[str] = []
     section = ""
-    value_by_path = schema.collect_values(loaded_config.config)
-    visible_settings = [setting for setting in _list_visible_settings(schema) if not setting.config_field.is_section]
+    value_by_path = collect_values(loaded_config.config)
+    visible_settings = [setting for setting in _list_visible_settings(schema) if not setting.is_section]
     for setting in sorted(visible_settings, key=lambda setting: setting.path.rpartition(".")[0]):
         setting_section, _, name = setting.path.rpartition(".")
         if setting_section != section:
@@ -218,7 +218,7 @@ def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
             lines.append(f"\n[{section}]")
         origin = loaded_config.origin_by_path.get(setting.path, "default")
         value = value_by_path[setting.path]
-        if SECRET in setting.config_field.annotation_marks and value:
+        if SECRET in setting.annotation_marks and value:
             lines.append(f"# {name} is set, and not shown  # {origin}")
         elif value is None:
             lines.append(f"# {name} is not set")
@@ -228,11 +228,7 @@ def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
 
 
 def _list_visible_settings(schema: Schema) -> list[Setting]:
-    return [
-        setting
-        for setting in schema.setting_by_path.values()
-        if not (setting.config_field.flag and setting.config_field.flag.is_hidden)
-    ]
+    return [setting for setting in schema.setting_by_path.values() if not (setting.flag and setting.flag.is_hidden)]
 
 
 def _format_toml_value(value: Any) -> str:
@@ -252,9 +248,9 @@ def _make_click_option(setting: Setting, heading: str, position: int | None) -> 
 
     `--help` shows the flag at `position` under `heading`, and hides a flag without a position.
     """
-    flag = setting.config_field.flag
+    flag = setting.flag
     assert flag is not None
-    base_type, _ = split_annotated(setting.config_field.value_type)
+    base_type, _ = split_annotated(setting.value_type)
     make = partial(
         click.option,
         *setting.flag_names,
@@ -267,18 +263,18 @@ def _make_click_option(setting: Setting, heading: str, position: int | None) -> 
     )
     if base_type is bool:
         return make(default=None)  # None: the flag is not on the command line
-    metavar = flag.metavar or _choose_metavar(setting.config_field.value_type)
+    metavar = flag.metavar or _choose_metavar(setting.value_type)
     return make(multiple=get_origin(base_type) is tuple, metavar=metavar)
 
 
 def _make_help_text(setting: Setting) -> str:
     """Return the help of a flag, with its default and whether it may be repeated."""
-    base_type, _ = split_annotated(setting.config_field.value_type)
+    base_type, _ = split_annotated(setting.value_type)
     default = setting.default
-    help_text = setting.config_field.help_text
+    help_text = setting.help_text
     if base_type is bool and default is not None:
         default = "on" if default else "off"
-    if default is not None and default != () and not setting.config_field.is_section:
+    if default is not None and default != () and not setting.is_section:
         help_text += f" [default: {default}]"
     return f"{help_text} Repeatable." if get_origin(base_type) is tuple else help_text
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -46,9 +47,11 @@ class Flag:
 
 
 @dataclass(frozen=True)
-class ConfigField:
-    """Declaration of a field of a configuration class."""
+class Setting:
+    """Field of a configuration class that users may set, or that is a section of such fields."""
 
+    path: str
+    """Names of its sections and its own, separated by dots."""
     name: str
     value_type: Any
     """Type of the field, without None."""
@@ -62,50 +65,39 @@ class ConfigField:
     """Option of the command line; None if the field has none."""
     is_section: bool
     """Whether the field's type is a configuration class itself."""
+    default: Any = None
 
     def make_section_prefix(self, prefix: str) -> str:
         """Return the beginning of the paths of a section's fields. `prefix`: the beginning of its own path."""
         return prefix if ROOT in self.annotation_marks else f"{prefix}{self.name}."
 
-
-@dataclass(frozen=True)
-class Setting:
-    """A field that users may set, under its path in the configuration."""
-
-    path: str
-    """Names of its sections and its own, separated by dots."""
-    config_field: ConfigField
-    default: Any
-
     @property
     def flag_names(self) -> tuple[str, ...]:
         """Names of the flag; for a boolean, such as "--cache-headers/--no-cache-headers"."""
-        assert self.config_field.flag is not None
-        if self.config_field.flag.names:
-            return self.config_field.flag.names
-        name = self.config_field.name.replace("_", "-")
-        return (f"--{name}/--no-{name}",) if self.config_field.value_type is bool else (f"--{name}",)
+        assert self.flag is not None
+        if self.flag.names:
+            return self.flag.names
+        name = self.name.replace("_", "-")
+        return (f"--{name}/--no-{name}",) if self.value_type is bool else (f"--{name}",)
 
     @property
     def label(self) -> str:
         """Name of the setting in errors: its flag, else its path."""
-        return self.path if self.config_field.flag is None else self.flag_names[0].partition("/")[0]
+        return self.path if self.flag is None else self.flag_names[0].partition("/")[0]
 
     @property
     def expected(self) -> str:
         """Expected value in words, such as "a whole number from 0 to 65535"."""
-        if self.config_field.is_section:
+        if self.is_section:
             return "a JSON object"
         for mark in (FILE, FOLDER):
-            if mark in self.config_field.annotation_marks:
+            if mark in self.annotation_marks:
                 return f"a {mark.strip('<>')}"
-        return describe_type(self.config_field.value_type)
+        return describe_type(self.value_type)
 
     def parse_value(self, label: str, value: Any) -> Any:
         """Convert a value to the setting's type. Raises ConfigError, which names the setting by `label`."""
-        return read_value(
-            label, value, self.config_field.value_type, secret=SECRET in self.config_field.annotation_marks
-        )
+        return read_value(label, value, self.value_type, secret=SECRET in self.annotation_marks)
 
 
 class Schema:
@@ -131,7 +123,7 @@ class Schema:
         self._add_class(config_class, config_class(), "")
         self.path_by_variable = {self.make_variable_name(path): path for path in self.setting_by_path}
         for path, setting in self.setting_by_path.items():
-            flag = setting.config_field.flag
+            flag = setting.flag
             if flag is not None and flag.older_variable is not None:
                 self.path_by_variable[flag.older_variable] = path
 
@@ -140,14 +132,14 @@ class Schema:
 
         `defaults`: an instance with the default values. `prefix`: beginning of the paths, such as "client_timeouts.".
         """
-        for config_field in list_config_fields(config_class):
-            path, default = prefix + config_field.name, getattr(defaults, config_field.name)
-            if config_field.help_text:
-                self.setting_by_path[path] = Setting(path, config_field, default)
-            if config_field.is_section:
-                if ROOT not in config_field.annotation_marks:
+        for field in list_fields(config_class):
+            path, default = prefix + field.name, getattr(defaults, field.name)
+            if field.help_text:
+                self.setting_by_path[path] = replace(field, path=path, default=default)
+            if field.is_section:
+                if ROOT not in field.annotation_marks:
                     self.section_paths.add(path)
-                self._add_class(config_field.value_type, default, config_field.make_section_prefix(prefix))
+                self._add_class(field.value_type, default, field.make_section_prefix(prefix))
 
     def make_variable_name(self, path: str) -> str:
         return self.variable_prefix + path.upper().replace(".", "_")
@@ -167,33 +159,30 @@ class Schema:
         hint = f", the nearest is {nearest_names[0]}" if nearest_names else ""
         return ConfigError(f"{label}: no such setting{hint} (`{self.program} config` lists all)")
 
-    def collect_values(self, config: Any) -> dict[str, Any]:
-        """Return the values of a configuration by path."""
-        return _collect_values(config, "")
 
-    def build_config(self, value_by_path: dict[str, Any]) -> Any:
-        """Make the configuration with these values and defaults elsewhere. Raises ConfigError."""
-        return _build_config(self.config_class, value_by_path, "")
+def build_config(config_class: type, value_by_path: Mapping[str, Any], prefix: str = "") -> Any:
+    """Make a configuration with these values and defaults elsewhere. Raises ConfigError.
 
-
-def _build_config(config_class: type, value_by_path: dict[str, Any], prefix: str) -> Any:
+    `prefix`: beginning of the paths of the class's fields.
+    """
     argument_by_name: dict[str, Any] = {}
-    for config_field in list_config_fields(config_class):
-        path = prefix + config_field.name
-        if config_field.is_section:
-            section_prefix = config_field.make_section_prefix(prefix)
-            argument_by_name[config_field.name] = _build_config(config_field.value_type, value_by_path, section_prefix)
+    for field in list_fields(config_class):
+        path = prefix + field.name
+        if field.is_section:
+            section_prefix = field.make_section_prefix(prefix)
+            argument_by_name[field.name] = build_config(field.value_type, value_by_path, section_prefix)
         elif path in value_by_path:
-            argument_by_name[config_field.name] = value_by_path[path]
+            argument_by_name[field.name] = value_by_path[path]
     return config_class(**argument_by_name)
 
 
-def _collect_values(config: Any, prefix: str) -> dict[str, Any]:
+def collect_values(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of a configuration by path. `prefix`: beginning of the paths."""
     value_by_path: dict[str, Any] = {}
-    for config_field in list_config_fields(type(config)):
-        value, path = getattr(config, config_field.name), prefix + config_field.name
-        if config_field.is_section:
-            value_by_path |= _collect_values(value, config_field.make_section_prefix(prefix))
+    for field in list_fields(config.__class__):
+        value, path = getattr(config, field.name), prefix + field.name
+        if field.is_section:
+            value_by_path |= collect_values(value, field.make_section_prefix(prefix))
         else:
             value_by_path[path] = value
     return value_by_path
@@ -201,31 +190,25 @@ def _collect_values(config: Any, prefix: str) -> dict[str, Any]:
 
 def check_config(config: Any, prefix: str = "") -> None:
     """Check that every field has its type and is in its range. Raises ConfigError."""
-    for config_field in list_config_fields(type(config)):
-        value = getattr(config, config_field.name)
-        if config_field.is_section:
-            check_config(value, config_field.make_section_prefix(prefix))
+    for field in list_fields(config.__class__):
+        value = getattr(config, field.name)
+        if field.is_section:
+            check_config(value, field.make_section_prefix(prefix))
         elif value is not None:
-            setting = Setting(prefix + config_field.name, config_field, None)
+            setting = replace(field, path=prefix + field.name)
             setting.parse_value(setting.label, value)
 
 
-def list_config_fields(config_class: type) -> tuple[ConfigField, ...]:
-    """Return the fields of a configuration class, in their order."""
-    if config_class not in _config_fields_by_class:
-        hints = get_type_hints(config_class, include_extras=True)
-        names = getattr(config_class, "__struct_fields__", None) or [
-            dataclass_field.name for dataclass_field in fields(config_class)
-        ]
-        _config_fields_by_class[config_class] = tuple(_make_config_field(name, hints[name]) for name in names)
-    return _config_fields_by_class[config_class]
+@cache
+def list_fields(config_class: type) -> tuple[Setting, ...]:
+    """Return the fields of a configuration class, in their order. The path of each is its name."""
+    hints = get_type_hints(config_class, include_extras=True)
+    names = getattr(config_class, "__struct_fields__", None) or [field.name for field in fields(config_class)]
+    return tuple(_make_setting(name, hints[name]) for name in names)
 
 
-_config_fields_by_class: dict[type, tuple[ConfigField, ...]] = {}
-
-
-def _make_config_field(name: str, annotated_type: Any) -> ConfigField:
-    """Return the field of an annotated type, such as `Annotated[int | None, "Help.", "Details.", Meta(ge=1), Flag()]`.
+def _make_setting(name: str, annotated_type: Any) -> Setting:
+    """Return the setting of a type such as `Annotated[int | None, "Help.", "Details.", Meta(ge=1), Flag()]`.
 
     Of the annotations that are texts, some are marks (`_MARKS`); the first other one is the help, the second the
     details. Annotations that are neither texts nor flags bound the value, so they stay with the type.
@@ -239,7 +222,8 @@ def _make_config_field(name: str, annotated_type: Any) -> ConfigField:
     for annotation in annotations:
         if not isinstance(annotation, (str, Flag)):
             field_type = Annotated[field_type, annotation]
-    return ConfigField(
+    return Setting(
+        path=name,
         name=name,
         value_type=field_type,
         annotation_marks=tuple(text for text in texts if text in _MARKS),

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from options.fields import FILE, FOLDER, Schema, Setting
+from options.fields import FILE, FOLDER, Schema, Setting, build_config
 from options.values import ConfigError, UntypedText
 
 _KUBERNETES_PATTERN = re.compile(r"(SERVICE_(HOST|PORT(_\w+)?)|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)")
@@ -76,7 +76,7 @@ def load_config(
     for path, value in (flags or {}).items():
         label = schema.setting_by_path[path].label
         layers.set_value(path, UntypedText(value) if isinstance(value, str) else value, label, label)
-    return LoadedConfig(schema.build_config(layers.value_by_path), layers.origin_by_path)
+    return LoadedConfig(build_config(schema.config_class, layers.value_by_path), layers.origin_by_path)
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -139,6 +139,6 @@ def parse_section(label: str, value: Any) -> dict[str, Any]:
 def check_path_exists(label: str, setting: Setting, value: Any) -> Any:
     """Return the value of a setting. Raises ConfigError if it is marked FILE or FOLDER and does not exist."""
     for mark, path_exists in ((FILE, Path.is_file), (FOLDER, Path.is_dir)):
-        if mark in setting.config_field.annotation_marks and not path_exists(Path(value)):
+        if mark in setting.annotation_marks and not path_exists(Path(value)):
             raise ConfigError(f"{label}: got {value!r}, expected a {mark[1:-1]} that exists")
     return value

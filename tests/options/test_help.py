@@ -93,7 +93,7 @@ def test_the_list_of_commands_cuts_no_sentence() -> None:
 def test_a_setting_stands_under_one_heading_and_few_stand_first(schema: Schema) -> None:
     paths = [path for section in schema.help_sections.values() for path in section]
     assert len(paths) == len(set(paths))
-    assert all(schema.setting_by_path[path].config_field.flag is not None for path in paths)
+    assert all(schema.setting_by_path[path].flag is not None for path in paths)
     assert len(schema.help_sections[MAIN_HEADING]) <= 9, "with --config these are ten"
 
 
@@ -102,7 +102,7 @@ def test_a_flag_without_a_heading_works_and_is_in_the_reference() -> None:
     rare_flags = [
         setting.label
         for path, setting in ROUTER.setting_by_path.items()
-        if setting.config_field.flag is not None and path not in paths
+        if setting.flag is not None and path not in paths
     ]
     assert rare_flags
     help_text = router_cli.commands["run"].get_help(click.Context(router_cli.commands["run"]))

@@ -16,6 +16,7 @@ from engine.cli import cli as engine_cli
 from engine.config import SCHEMA as ENGINE
 from options import SECRET, ConfigError, Schema, Setting, load_config
 from options.command import _list_visible_settings, render_settings_list
+from options.fields import collect_values
 from options.load import read_file
 from options.values import UntypedText, split_annotated
 from router.app.cli import cli as router_cli
@@ -36,8 +37,8 @@ EVERY += [
     for path, setting in schema.setting_by_path.items()
     if path not in ROUTER.setting_by_path
 ]
-LEAVES = [case for case in EVERY if not case.values[1].config_field.is_section]  # type: ignore[union-attr]
-FLAGS = [case for case in LEAVES if case.values[1].config_field.flag is not None]  # type: ignore[union-attr]
+LEAVES = [case for case in EVERY if not case.values[1].is_section]  # type: ignore[union-attr]
+FLAGS = [case for case in LEAVES if case.values[1].flag is not None]  # type: ignore[union-attr]
 
 
 def wrong(kind: Any) -> Iterator[Any]:
@@ -103,9 +104,9 @@ def run_config_check(program: str, *args: str, **environment: str) -> Result:
 
 @pytest.mark.parametrize(("schema", "setting"), EVERY)
 def test_every_setting_has_a_type_a_range_and_a_line_of_help(schema: Schema, setting: Setting) -> None:
-    assert setting.config_field.help_text
-    assert "\n" not in setting.config_field.help_text
-    bare, marks = split_annotated(setting.config_field.value_type)
+    assert setting.help_text
+    assert "\n" not in setting.help_text
+    bare, marks = split_annotated(setting.value_type)
     for kind in get_args(bare) if get_origin(bare) is tuple else (bare,):
         item, item_marks = split_annotated(kind)
         if item in (int, float):
@@ -116,16 +117,16 @@ def test_every_setting_has_a_type_a_range_and_a_line_of_help(schema: Schema, set
 
 @pytest.mark.parametrize(("schema", "setting"), LEAVES)
 def test_a_wrong_value_is_refused_in_a_file(schema: Schema, setting: Setting) -> None:
-    for value in wrong(setting.config_field.value_type):
+    for value in wrong(setting.value_type):
         with pytest.raises(ConfigError, match=rf"^f\.toml: {setting.path}.*expected") as error_info:
             load_config(schema, table=nest_value(setting.path, value), file_name="f.toml")
-        if SECRET not in setting.config_field.annotation_marks and not isinstance(value, dict):
+        if SECRET not in setting.annotation_marks and not isinstance(value, dict):
             assert repr(value)[:50] in str(error_info.value)
 
 
 @pytest.mark.parametrize(("schema", "setting"), LEAVES)
 def test_a_wrong_value_is_refused_in_the_environment_and_in_set(schema: Schema, setting: Setting) -> None:
-    texts = [as_text(value) for value in wrong(setting.config_field.value_type)]
+    texts = [as_text(value) for value in wrong(setting.value_type)]
     for text in texts:
         if not text or _fits(setting, text):
             continue
@@ -137,12 +138,12 @@ def test_a_wrong_value_is_refused_in_the_environment_and_in_set(schema: Schema, 
 
 @pytest.mark.parametrize(("schema", "setting"), FLAGS)
 def test_a_wrong_value_is_refused_as_a_flag(schema: Schema, setting: Setting) -> None:
-    kind, _ = split_annotated(setting.config_field.value_type)
+    kind, _ = split_annotated(setting.value_type)
     if kind is bool:
         return  # there is nothing that could be wrong
     if schema in (EPP, SHADOW):
         return  # `router config` does not take it
-    for value in wrong(setting.config_field.value_type):
+    for value in wrong(setting.value_type):
         items = value if get_origin(kind) is tuple and isinstance(value, list) else [value]
         text = as_text(items[0]) if items else None
         if text is None or _fits(setting, text) or (get_origin(kind) is tuple and _fits(setting, f"[{text!r}]")):
@@ -179,7 +180,7 @@ def test_what_is_right_comes_through_each_way(schema: Schema, setting: Setting) 
         ({"settings": [f"{setting.path}={text}"], "environment": {variable: text}}, "--set"),
     ):
         loaded_config = load_config(schema, **sources)  # type: ignore[arg-type]
-        actual = schema.collect_values(loaded_config.config)[setting.path]
+        actual = collect_values(loaded_config.config)[setting.path]
         assert actual == value
         assert "Text" not in {type(actual).__name__, *(type(item).__name__ for item in parts_of(actual))}
         assert loaded_config.origin_by_path[setting.path] == origin
@@ -191,8 +192,8 @@ def parts_of(value: Any) -> tuple[Any, ...]:
 
 
 def _example(setting: Setting) -> Any:
-    bare, marks = split_annotated(setting.config_field.value_type)
-    if setting.config_field.annotation_marks and setting.config_field.annotation_marks != (SECRET,):
+    bare, marks = split_annotated(setting.value_type)
+    if setting.annotation_marks and setting.annotation_marks != (SECRET,):
         return None
     if setting.path.startswith("tls"):
         return None
@@ -350,10 +351,7 @@ def test_the_page_s_file_is_one(tmp_path: Path) -> None:
 def test_variables_and_parameters_are_one_to_one(schema: Schema) -> None:
     assert len({schema.make_variable_name(path) for path in schema.setting_by_path}) == len(schema.setting_by_path)
     names = [
-        name
-        for setting in schema.setting_by_path.values()
-        if setting.config_field.flag is not None
-        for name in setting.flag_names
+        name for setting in schema.setting_by_path.values() if setting.flag is not None for name in setting.flag_names
     ]
     assert len(names) == len(set(names))
 
