@@ -68,6 +68,8 @@ class MemberLink:
     called_at_s: float = 0.0
     report: MemberReport | None = None
     """The newest report."""
+    is_placed: bool = False
+    """Whether the actor is known to have a node: it has answered a call, if only with an error."""
     has_warned: bool = False
     """Whether it was logged that no node has room for the member."""
 
@@ -267,7 +269,7 @@ class DirectoryActor:
         """Give up the wait of routers for room on their old nodes, and log which members no node has room for."""
         for member in list(self._state.member_by_name.values()):
             link = self._link_by_member[member.name]
-            if link.report is not None or now - link.created_at_s < OLD_NODE_S_MAX:
+            if link.is_placed or now - link.created_at_s < OLD_NODE_S_MAX:
                 continue
             if self._find_old_node(member) is not None:
                 del self._state.node_by_router_slot[member.slot]
@@ -277,8 +279,8 @@ class DirectoryActor:
                 self._record_event(f"{member.name}: {self._describe_wait(member)}")
 
     def _describe_wait(self, member: Member) -> str:
-        """Return for which resources a member without a report waits; an empty text for other members."""
-        if self._get_report(member) is not None:
+        """Return for which resources a member waits; an empty text for one that has a node."""
+        if self._link_by_member[member.name].is_placed:
             return ""
         old_node, options = self._find_old_node(member), self._make_actor_options(member)
         resources = f"{options['num_cpus']:g} CPUs" + (f", {options['num_gpus']} GPUs" if options["num_gpus"] else "")
@@ -295,7 +297,7 @@ class DirectoryActor:
         except ValueError:
             self._remove_member(member, "its actor is not there")
             return
-        self._link_by_member[member.name] = MemberLink(actor, time.time())
+        self._link_by_member[member.name] = MemberLink(actor, time.time(), is_placed=member.launch is not None)
         if member.phase is Phase.STOPPING:
             actor.stop.remote()
 
@@ -328,9 +330,11 @@ class DirectoryActor:
         A call that raised leaves the member as it is. If the member's actor has died, the member is removed, and the
         next plan starts another one.
         """
+        link = self._link_by_member[member.name]
         try:
             report: MemberReport = ray.get(call)
         except RayTaskError as error:
+            link.is_placed = True
             log.warning("%s: no report: %s", member.name, error)
             return
         except RayError as error:
@@ -338,7 +342,7 @@ class DirectoryActor:
                 self._next_start_at_s = now + FAILED_START_PAUSE_S
             self._remove_member(member, f"lost: {error}")
             return
-        self._link_by_member[member.name].report = report
+        link.report, link.is_placed = report, True
         for event_s, text in report.events:
             self._record_event(f"{member.name}: {text}", event_s)
         member.launch = report.program.launch

@@ -1,0 +1,60 @@
+"""Decisions of the directory about members that do not report, without a cluster of Ray."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fleet.plan import Member, Phase
+from fleet.spec import FleetSpec, Launch, MemberKind
+
+ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+LAUNCH = Launch(command=[], url="http://10.0.0.1:8080", health_url="http://10.0.0.1:8080/livez")
+
+
+def make_directory(monkeypatch: pytest.MonkeyPatch, member: Member, error: Exception) -> Any:
+    """Return a directory that adopted a router on the node of its slot. Each call of the router's actor raises."""
+    from fleet import directory
+
+    state = directory.DirectoryState(
+        spec=FleetSpec(name="fleet", engine_command=()),
+        target_by_kind={kind: directory.MemberTarget(1) for kind in MemberKind},
+        member_by_name={member.name: member},
+        node_by_router_slot={0: "node"},
+    )
+
+    def get(call: object) -> None:
+        raise error
+
+    actor = SimpleNamespace(report=SimpleNamespace(remote=lambda *lists: "call"))
+    fake_ray = SimpleNamespace(
+        get_actor=lambda *_, **__: actor, get=get, kill=lambda actor: None, wait=lambda calls, **_: (calls, [])
+    )
+    monkeypatch.setattr(directory, "ray", fake_ray)
+    monkeypatch.setattr(directory.DirectoryActor, "_run", lambda self: None)
+    monkeypatch.setattr(directory, "exit_with_parent", lambda: None)
+    monkeypatch.setattr(directory, "internal_kv", SimpleNamespace(_internal_kv_get=lambda *_, **__: None))
+    return directory.DirectoryActor("fleet", directory.msgspec.json.encode(state))
+
+
+@pytest.mark.parametrize("launch", [None, LAUNCH])
+def test_a_router_whose_reports_fail_does_not_lack_room(monkeypatch: pytest.MonkeyPatch, launch: Launch | None) -> None:
+    member = Member(
+        name="r", kind=MemberKind.ROUTER, slot=0, revision=0, phase=Phase.UP, phase_since_s=0.0, launch=launch
+    )
+    directory = make_directory(monkeypatch, member, ray.exceptions.RayTaskError("report", "no list", ValueError("x")))
+    late_s = directory._link_by_member["r"].created_at_s + 60.0
+    directory._request_reports(late_s)
+    directory._read_reports(late_s)
+    directory._limit_waits_for_room(late_s)
+    assert list(directory._state.member_by_name) == ["r"], "its actor has answered, so it has a node"
+    assert directory._describe_wait(directory._state.member_by_name["r"]) == ""
+
+
+def test_a_router_that_never_answers_lacks_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = Member(name="r", kind=MemberKind.ROUTER, slot=0, revision=0, phase_since_s=0.0)
+    directory = make_directory(monkeypatch, member, RuntimeError("not called"))
+    directory._limit_waits_for_room(directory._link_by_member["r"].created_at_s + 60.0)
+    assert not directory._state.member_by_name
