@@ -140,9 +140,16 @@ def _describe_model(config: EngineConfig, name: str, folder: Path, executor: Exe
         event_sources=[],
         prefix_caching=config.enable_prefix_caching,
         prefill_order=config.prefill_order,
+        max_num_seqs=_count_sequences_max(config, executor),
+        max_num_batched_tokens=executor.step_tokens_max,
         default_sampling=read_default_sampling(folder) if config.generation_config == "auto" else {},
         script=executor.script_turns,
     )
+
+
+def _count_sequences_max(config: EngineConfig, executor: Executor) -> int:
+    """Return the most sequences of one step, each of which needs a token."""
+    return min(config.max_num_seqs, executor.step_tokens_max)
 
 
 def _make_scheduler(config: EngineConfig, executor: Executor, eos_token_ids: frozenset[int]) -> Scheduler:
@@ -156,7 +163,7 @@ def _make_scheduler(config: EngineConfig, executor: Executor, eos_token_ids: fro
         host_unit_count=executor.host_unit_count,
     )
     scheduler_config = SchedulerConfig(
-        max_num_seqs=min(config.max_num_seqs, executor.step_tokens_max),
+        max_num_seqs=_count_sequences_max(config, executor),
         max_num_batched_tokens=executor.step_tokens_max,
         max_model_len=executor.max_model_len,
         eos_token_ids=eos_token_ids,

@@ -41,6 +41,10 @@ class CoreInfo(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     prefill_order: str = "shortest"
     """Order in which prompts are computed (`engine.prefill_queue`)."""
+    max_num_seqs: int
+    """Most sequences in one step."""
+    max_num_batched_tokens: int
+    """Most tokens of one step."""
     default_sampling: dict[str, float | int] = {}
     """Sampling parameters of the model's generation_config.json, under their request names."""
     no_constraint_reason: str | None = None

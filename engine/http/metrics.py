@@ -172,9 +172,13 @@ class MetricsPage:
             "cache_dtype": info.dtype,
             "enable_prefix_caching": str(info.prefix_caching),
             "prefill_order": info.prefill_order,
+            "max_num_seqs": str(info.max_num_seqs),
+            "max_num_batched_tokens": str(info.max_num_batched_tokens),
             "engine": "0",
         }
-        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache's configuration.", labels=list(config))
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "Configuration of the KV cache and the scheduler.", labels=list(config)
+        )
         family.add_metric(list(config.values()), 1.0)
         yield family
 

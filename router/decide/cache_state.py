@@ -109,13 +109,14 @@ class CacheState:
         target.capacity.kv_tokens = (
             target.capacity.observed_kv_tokens if cache_tokens is None else cache_tokens // spec.ranks
         )
+        if spec.max_num_seqs is not None:
+            target.capacity.max_num_seqs, target.capacity.has_reported_max_num_seqs = spec.max_num_seqs, True
+        target.set_step_tokens(spec.step_tokens)
         target.recompute_decode_load()
         host_tokens = (spec.host_tokens or 0) // spec.ranks
         self.working_sets.set_capacity(
             target.name, target.capacity.kv_tokens and target.capacity.kv_tokens + host_tokens
         )
-        if spec.max_num_seqs is not None:
-            target.capacity.max_num_seqs, target.capacity.has_reported_max_num_seqs = spec.max_num_seqs, True
         if target.prefill_queue.is_shortest_first is not spec.is_shortest_first:
             target.prefill_queue.is_shortest_first = spec.is_shortest_first
             target.recompute_queue()

@@ -28,7 +28,7 @@ class ServiceModel:
     step_s: Annotated[NotNegative, "Fixed time of an engine step."] = 0.012
     decode_request_s: Annotated[NotNegative, "Time a decoding request adds to a step."] = 50e-6
     decode_context_s: Annotated[NotNegative, "Time a token of decode context adds to a step."] = 2.5e-8
-    step_tokens: Annotated[Count, "Prefill tokens of one step."] = 2048
+    step_tokens: Annotated[Count, "Prefill tokens of one step, of workers that do not tell it."] = 2048
 
 
 @dataclass(frozen=True, slots=True)

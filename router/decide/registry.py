@@ -464,6 +464,7 @@ def make_worker_snapshot(
         learned_speed={
             "prefill_s_per_token": service.prefill_s_per_token,
             "quadratic_tokens": service.quadratic_tokens,
+            "step_tokens": service.step_tokens,
             "step_s": service.step_s,
             "decode_request_s": service.decode_request_s,
             "load_factor": target.speed.tier_load.get(now),

@@ -433,6 +433,8 @@ class Speed:
         """Time that the target takes for any work, divided by the time that its pool takes."""
         self.tier_load = TimeFactor()
         """Factor of the time of loads from slower tiers."""
+        self.reported_step_tokens: int | None = None
+        """Most tokens of a step as the engine tells them; None: as configured."""
         self.work_totals = WorkTotals()
         self.last_step_observation_s = -math.inf
         self.open_prefill_interval: PrefillInterval | None = None
@@ -446,7 +448,8 @@ class Speed:
 
     def refresh(self) -> None:
         """Recompute the rates in use after the pool's model or the factor has changed."""
-        self.set_service_model(_scale_model(self.pool.model, self.factor, self.factor))
+        service = _scale_model(self.pool.model, self.factor, self.factor)
+        self.set_service_model(replace(service, step_tokens=self.reported_step_tokens or service.step_tokens))
 
     def set_service_model(self, service: ServiceModel) -> None:
         """Set the rates in use."""

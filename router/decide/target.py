@@ -317,6 +317,14 @@ class Target:
         self.recompute_decode_load()
         self.recompute_queue()
 
+    def set_step_tokens(self, step_tokens: int | None) -> None:
+        """Replace the most tokens of the engine's steps. None: as configured."""
+        if step_tokens != self.speed.reported_step_tokens:
+            self.speed.reported_step_tokens = step_tokens
+            self.speed.refresh()
+            self.recompute_decode_load()
+            self.recompute_queue()
+
     def set_peer_load(self, peer_load: PeerLoad) -> None:
         """Replace the load that others have on the target."""
         self.peer_load = peer_load

@@ -38,6 +38,7 @@ from router.decide.workers import (
 from router.fleet.worker_flag import WorkerFlag
 from router.fleet.worker_responses import (
     ModelList,
+    ServerInfo,
     are_ranks_asleep,
     list_endpoints,
     read_block_size,
@@ -45,10 +46,12 @@ from router.fleet.worker_responses import (
     read_cache_capacity,
     read_host_capacity,
     read_loads,
+    read_max_num_seqs,
     read_models,
     read_server_info,
     read_shortest_first,
     read_sources,
+    read_step_tokens,
     select_metric_lines,
 )
 from router.http_client import FetchError, fetch
@@ -81,6 +84,8 @@ class WorkerFacts:
     """Folder, or name on a hub, from which the worker loaded each model, by model name."""
     engine: str = ""
     host_tokens: int | None = None
+    max_num_seqs: int | None = None
+    step_tokens: int | None = None
     is_shortest_first: bool = False
     is_asleep: bool = False
     transfer: TransferFacts = NO_TRANSFERS
@@ -134,7 +139,8 @@ def make_worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
         cache_view=CacheView.EVENTS if facts.sources else CacheView.APPROXIMATE,
         cache_tokens=flag.cache_tokens or facts.cache_tokens,
         host_tokens=facts.host_tokens,
-        max_num_seqs=flag.max_num_seqs,
+        max_num_seqs=flag.max_num_seqs or facts.max_num_seqs,
+        step_tokens=facts.step_tokens,
         block_size=facts.block_size,
         is_shortest_first=facts.is_shortest_first if flag.is_shortest_first is None else flag.is_shortest_first,
         transfer=facts.transfer,
@@ -238,7 +244,7 @@ class Prober:
             metrics = await self._fetch_metrics(flag)
             # vLLM keeps a block of each rank for itself.
             cache_tokens = read_cache_capacity(metrics, reserved_blocks=int(served.engine == VLLM))
-            cache_tokens = cache_tokens or await self._fetch_capacity(flag)
+            server_info = ServerInfo() if cache_tokens else await self._fetch_server_info(flag)
         except (FetchError, DecodeError) as error:
             return WorkerFacts(False, str(error))
         rank_count = max(1, len(sources))
@@ -253,11 +259,13 @@ class Prober:
             is_alive=True,
             models=served.models,
             sources=sources,
-            cache_tokens=cache_tokens,
+            cache_tokens=cache_tokens or server_info.cache_tokens,
             block_size=block_size,
             roots=served.roots,
             engine=served.engine,
             host_tokens=read_host_capacity(metrics) if is_own_engine else None,
+            max_num_seqs=read_max_num_seqs(metrics),
+            step_tokens=read_step_tokens(metrics) or server_info.step_tokens,
             is_shortest_first=is_own_engine and read_shortest_first(metrics),
             is_asleep=are_ranks_asleep(read_loads(metrics, rank_count)) is True,
             transfer=await self.name_engines(flag, transfer, rank_count),
@@ -343,11 +351,11 @@ class Prober:
             await asyncio.sleep(0)
         return b"\n".join(metric_chunks).decode("utf-8", "replace")
 
-    async def _fetch_capacity(self, flag: WorkerFlag) -> int | None:
+    async def _fetch_server_info(self, flag: WorkerFlag) -> ServerInfo:
         if not flag.url:
-            return None
+            return ServerInfo()
         status, body = await self._get(flag, "/server_info")
-        return read_server_info(body) if status == 200 else None
+        return read_server_info(body) if status == 200 else ServerInfo()
 
     async def _get(self, flag: WorkerFlag, path: str, bytes_max: int = BODY_BYTES_MAX) -> tuple[int, bytes]:
         headers = self._headers if flag.sends_api_key else None

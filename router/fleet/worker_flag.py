@@ -35,7 +35,7 @@ class WorkerFlag:
     """HOST:PORT where other workers meet the worker to get its KV; empty: its host and BOOTSTRAP_PORT."""
     cache_tokens: int | None = None
     max_num_seqs: int | None = None
-    """Sequences that the worker runs at once; engines do not publish it."""
+    """Sequences that the worker runs at once; None: as the worker says."""
     is_shortest_first: bool | None = None
     """`prefill_order=shortest`: whether the shortest prompt is computed first; None: as the worker says."""
     reannounces: bool = False

@@ -162,9 +162,21 @@ def _find_source_fault(source: EventSource) -> str | None:
     return None
 
 
-def read_server_info(body: bytes) -> int | None:
-    """Return the cache capacity in tokens from SGLang's `/server_info`."""
-    return _accept_token_count(_decode_object(body, "/server_info").get("max_total_num_tokens"))
+class ServerInfo(NamedTuple):
+    """Sizes that SGLang's `/server_info` tells, each None if unknown."""
+
+    cache_tokens: int | None = None
+    step_tokens: int | None = None
+    """Most prefill tokens of one step."""
+
+
+def read_server_info(body: bytes) -> ServerInfo:
+    """Read the answer of SGLang to `GET /server_info`. Raises DecodeError."""
+    info = _decode_object(body, "/server_info")
+    return ServerInfo(
+        cache_tokens=_accept_token_count(info.get("max_total_num_tokens")),
+        step_tokens=_accept_token_count(info.get("chunked_prefill_size")),  # -1: prompts are not cut
+    )
 
 
 def read_bootstrap(status: int, body: bytes, rank_count: int) -> tuple[str, ...]:
@@ -211,6 +223,22 @@ def _sum_capacity(metrics: str, blocks_label: str, reserved_blocks: int) -> int 
 def read_shortest_first(metrics: str) -> bool:
     """Return whether an engine of this project computes the shortest prompt first (`--prefill-order`)."""
     return any(config.get("prefill_order") == "shortest" for config in _iterate_cache_configs(metrics))
+
+
+def read_max_num_seqs(metrics: str) -> int | None:
+    """Return the most sequences of one step, which engines of this project tell."""
+    return _read_config_number(metrics, "max_num_seqs")
+
+
+def read_step_tokens(metrics: str) -> int | None:
+    """Return the most tokens of one step, which engines of this project tell."""
+    return _read_config_number(metrics, "max_num_batched_tokens")
+
+
+def _read_config_number(metrics: str, label: str) -> int | None:
+    """Return the least positive number that a rank has as a label of `cache_config_info`."""
+    numbers = (parse_number(labels.get(label, "")) for labels in _iterate_cache_configs(metrics))
+    return min((number for number in numbers if number), default=None)
 
 
 def read_block_size(metrics: str) -> int | None:

@@ -139,6 +139,7 @@ class CoreRouter(Router):
             models=(ServedModel(MODEL, MODEL),),
             cache_tokens=None if worker.cache_blocks is None else worker.cache_blocks * block_size,
             host_tokens=worker.host_blocks * block_size,
+            step_tokens=worker.step_times.step_tokens,
             is_shortest_first=config.limits.shortest_first and self._knows_order,
             roles=worker.roles,
             transfer=transfer_facts,

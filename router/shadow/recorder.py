@@ -140,7 +140,7 @@ class Recorder:
         if cache_tokens is None:
             targets = self.core.registry.get_targets(spec.worker_id)
             cache_tokens = sum(target.capacity.observed_kv_tokens or 0 for target in targets) or None
-        return ObservedEngine(spec.worker_id, cache_tokens, spec.max_num_seqs, spec.is_shortest_first)
+        return ObservedEngine(spec.worker_id, cache_tokens, spec.max_num_seqs, spec.is_shortest_first, spec.step_tokens)
 
     def record_logged(self, line: LogLine, route: RouteRequest, worker: str) -> None:
         """Record a request of a log, which was answered by `worker`."""

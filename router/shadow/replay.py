@@ -41,6 +41,7 @@ class ObservedEngine(msgspec.Struct, frozen=True):
     cache_tokens: int | None = None
     max_num_seqs: int | None = None
     shortest_first: bool = False
+    step_tokens: int | None = None
 
 
 class ReplayTotals(msgspec.Struct):
@@ -304,6 +305,8 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
     """
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = {engine.name: tracker.add_target(engine.name, None, HolderId(i)) for i, engine in enumerate(engines)}
+    for engine in engines:
+        targets[engine.name].set_step_tokens(engine.step_tokens)
     request_by_serial = {request.serial: request for request in requests if request.worker in targets}
     in_flight_requests: dict[int, InFlightRequest] = {}
     for now, serial, event in _list_answer_events(request_by_serial.values()):

@@ -16,6 +16,8 @@ import openai
 import pytest
 from programs import call, wait_until
 
+from router.fleet.worker_responses import read_max_num_seqs, read_step_tokens
+
 pytestmark = pytest.mark.live
 
 MESSAGES: list[Any] = [
@@ -31,11 +33,15 @@ def client(engine: Any) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def metric(engine: Any, name: str) -> float:
+def read_metrics(engine: Any) -> str:
     with urllib.request.urlopen(engine.url + "/metrics", timeout=10) as response:
-        for line in response.read().decode().splitlines():
-            if line.startswith((name + "{", name + " ")):
-                return float(line.rsplit(" ", 1)[1])
+        return str(response.read().decode())
+
+
+def metric(engine: Any, name: str) -> float:
+    for line in read_metrics(engine).splitlines():
+        if line.startswith((name + "{", name + " ")):
+            return float(line.rsplit(" ", 1)[1])
     raise AssertionError(f"no metric {name}")
 
 
@@ -245,6 +251,10 @@ def test_metrics_have_vllms_names(engine: Any) -> None:
     assert metric(engine, "vllm:num_preemptions_total") == 0
     assert 0 <= metric(engine, "vllm:kv_cache_usage_perc") < 1
     assert metric(engine, "vllm:cache_config_info") == 1
+    max_num_seqs, step_tokens = read_max_num_seqs(read_metrics(engine)), read_step_tokens(read_metrics(engine))
+    assert max_num_seqs is not None
+    assert step_tokens is not None
+    assert 1 <= max_num_seqs <= step_tokens
 
 
 # ---------------------------------------------------------------- clients that leave

@@ -27,9 +27,11 @@ from router.fleet.worker_responses import (
     read_block_size,
     read_cache_capacity,
     read_host_capacity,
+    read_max_num_seqs,
     read_models,
     read_server_info,
     read_sources,
+    read_step_tokens,
 )
 from router.prompting.model_tokenizers import RemoteTokenizer
 
@@ -142,6 +144,31 @@ def test_block_size_from_metrics() -> None:
     assert read_block_size(line % 528) == 528
     assert read_block_size(line.replace("32", "None") % "None") is None
     assert read_block_size("") is None
+
+
+def test_limits_of_a_step_from_metrics() -> None:
+    line = 'vllm:cache_config_info{block_size="16",max_num_seqs="%s",max_num_batched_tokens="%s"} 1.0\n'
+    assert (read_max_num_seqs(line % (64, 256)), read_step_tokens(line % (64, 256))) == (64, 256)
+    assert read_step_tokens(line % (64, 256) + line % (64, 128)) == 128, "of several ranks the least"
+    for text in (line % ("None", "None"), line % (0, 0), line % (-1, "9" * 20), 'cache_config_info{block_size="16"} 1'):
+        assert (read_max_num_seqs(text), read_step_tokens(text)) == (None, None)
+
+
+def test_limits_of_a_step_reach_the_core_unless_the_operator_knows_better() -> None:
+    metrics = (
+        'vllm:cache_config_info{block_size="16",num_gpu_blocks="9",max_num_seqs="8",max_num_batched_tokens="64"} 1'
+    )
+    facts, url = probe({"/v1/models": MODELS, "/metrics": (200, metrics)}, "url={url},events=none")
+    for flag, max_num_seqs in ((f"url={url}", 8), (f"url={url},max_num_seqs=5", 5)):
+        spec = make_worker_spec(parse_worker_flag(flag), facts)
+        assert (spec.max_num_seqs, spec.step_tokens) == (max_num_seqs, 64)
+
+
+def test_sglang_tells_its_sizes() -> None:
+    for chunk, step_tokens in ((4096, 4096), (-1, None), (None, None), ("x", None)):
+        info = json.dumps({"max_total_num_tokens": 700, "chunked_prefill_size": chunk})
+        facts, _ = probe({"/v1/models": MODELS, "/server_info": (200, info)}, "url={url},events=none")
+        assert (facts.cache_tokens, facts.step_tokens) == (700, step_tokens)
 
 
 async def serve(routes: dict[str, tuple[int, str]]) -> tuple[web.AppRunner, str]:

@@ -526,6 +526,34 @@ def test_a_pull_waits_for_the_running_step_of_our_engine() -> None:
     assert links.estimate(b, a, 10, 0.0).wait_s == 0.0, "other engines give blocks at any time"
 
 
+def test_a_pull_waits_for_a_step_as_long_as_the_source_tells() -> None:
+    """Short steps are told by the engine: the configured 2,048 tokens would be a step that never ends."""
+    core, _ = make_fleet(a=replace(PULLS, dialect=BLOCKCAST))
+    a, b = (core.registry.get_targets(name)[0] for name in "ab")
+    core.route(request("long", None, prompt_tokens=100_000, worker="a"), 0.0)
+    configured = (a.speed.step_prefill_s, a.slowdown, a.prefill_queue.fixed_step_share)
+    for step_tokens in (256, 64):
+        core.add_worker(spec("a", transfer=a.transfer_facts, step_tokens=step_tokens), 0.0)
+        wait_s = TransferLinks(CONFIG.transfer).estimate(a, b, 10, 0.0).wait_s
+        assert wait_s == pytest.approx(0.5 * step_tokens * 1e-3)
+        assert a.slowdown == pytest.approx(1.0 + a.step_s / (step_tokens * 1e-3))
+        assert b.speed.step_tokens == 2048, "the step of one worker says nothing of another"
+    core.add_worker(spec("a", transfer=a.transfer_facts), 0.0)
+    assert (a.speed.step_prefill_s, a.slowdown, a.prefill_queue.fixed_step_share) == configured
+
+
+def test_a_told_step_stays_when_a_speed_is_learned() -> None:
+    core, _ = make_core("", CoreConfig())
+    core.add_worker(spec("a", step_tokens=256), 0.0)
+    [target] = core.registry.get_targets("a")
+    core.route(request("r", None, prompt_tokens=5000), 0.0)
+    core.record_first_token("r", 4.0)
+    core.tick(5.0)
+    assert target.speed.prefill_rate > 2e-4
+    assert target.speed.step_tokens == 256
+    assert target.speed.step_prefill_s == pytest.approx(256 * target.speed.prefill_rate)
+
+
 def test_a_router_learns_a_slow_network_from_first_tokens() -> None:
     core, index = make_fleet()
     index.store(core.workers["a"].holders[0], PROMPT[:390])
