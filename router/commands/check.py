@@ -24,6 +24,7 @@ import zmq
 
 from events import BlockStored, EventFeed, Message, Origin, StartMode, StreamConfig, StreamSource, Subscriber
 from events.sources import EventSource
+from events.types import DecodeError
 from prompts.routing import parse_routing
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.decide.workers import ServedModel
@@ -103,7 +104,7 @@ class WorkerCheck:
         self._flag, self._session, self._prompts = flag, session, prompts
         self._headers = headers if flag.sends_api_key else {}
         self._prober = Prober(session, headers=headers)
-        self._facts = WorkerFacts(False)
+        self._facts: WorkerFacts
         """Result of the first step."""
         self._model = ServedModel("", "")
         """Base model that the requests are for."""
@@ -117,15 +118,19 @@ class WorkerCheck:
         Checks its address, then whether it reads prompts as the router does, then requests and their events. Ends early
         if no worker answers at the address.
         """
-        self._facts = await self._prober.probe(self._flag)
         if await self._is_router():
             text = "is a router, which publishes no events of its own: name the workers behind it, one by one"
             yield Finding("address", False, f"{self._flag.url} {text}")
             return
-        yield self._check_address()
-        if not self._facts.is_alive:
+        try:
+            facts = self._facts = await self._prober.probe(self._flag)
+        except (FetchError, DecodeError) as error:
+            step = "key" if is_key_refused(str(error)) else "address"
+            yield Finding(step, False, f"{error}: {suggest_remedy(self._flag, str(error))}")
             return
-        self._model = next(model for model in self._facts.models if model.lora is None)
+        names = ", ".join(model.name for model in facts.spec.models)
+        yield Finding("address", True, f"serves {names}" + (f" ({facts.spec.engine})" if facts.spec.engine else ""))
+        self._model = next(model for model in facts.spec.models if model.lora is None)
         await self._prompts.tokenizers.discover(self._model.base, self._facts.roots.get(self._model.base), self._flag)
         yield await self._compare_tokens("tokenizer", "/v1/completions", {"prompt": SAMPLE_PROMPT})
         yield await self._compare_tokens(
@@ -159,15 +164,6 @@ class WorkerCheck:
             yield await self._check_salt(prompt_ids)
             async for finding in self._check_adapters(prompt_ids, subscriber, is_bound):
                 yield finding
-
-    def _check_address(self) -> Finding:
-        """Report whether the worker answers, and which models it serves."""
-        facts = self._facts
-        if facts.is_alive:
-            names = ", ".join(model.name for model in facts.models)
-            return Finding("address", True, f"serves {names}" + (f" ({facts.engine})" if facts.engine else ""))
-        step = "key" if is_key_refused(facts.reason) else "address"
-        return Finding(step, False, f"{facts.reason}: {suggest_remedy(self._flag, facts.reason)}")
 
     async def _is_router(self) -> bool:
         """Return whether the address is a router of ours, told by its /health."""
@@ -216,7 +212,7 @@ class WorkerCheck:
 
     async def _make_prompt(self) -> list[int]:
         """Return the token ids of random words; ids that any model has if nobody can encode the words."""
-        block_size = self._facts.block_size or 16
+        block_size = self._facts.spec.block_size or 16
         prompt_tokens = min(
             PROMPT_BLOCK_COUNT * block_size + block_size // 2, (self._model.max_model_len or 1 << 20) - 8
         )
@@ -277,7 +273,7 @@ class WorkerCheck:
         if source.topic and topic != source.topic:
             text = f"events come under {topic!r}, the worker is said to publish under {source.topic!r}: correct topic="
             findings.append(Finding("topic", False, text))
-        block_size = source.block_size or self._facts.block_size
+        block_size = source.block_size or self._facts.spec.block_size
         announced_sizes = {event.block_size for _, event in stores}
         if block_size is not None and block_size not in announced_sizes and event.group_idx is None:
             text = f"the worker says {block_size} tokens a block, its events {event.block_size}"
@@ -362,7 +358,7 @@ class WorkerCheck:
 
         Yields no or one finding. A second prompt is sent, whose events cannot be those of the base model's requests.
         """
-        adapter = next((model for model in self._facts.models if model.lora is not None), None)
+        adapter = next((model for model in self._facts.spec.models if model.lora is not None), None)
         if adapter is None:
             return
         finding, usage = await self._request_completion("LoRA", {"prompt": list(prompt_ids), "model": adapter.name})

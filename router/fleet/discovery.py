@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -70,25 +70,19 @@ NOT_OFFERED = frozenset((404, 405, 410, 501))
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """Result of one probe of a worker."""
+    """Result of a probe that a worker has answered."""
 
-    is_alive: bool
-    reason: str = ""
-    """Why the worker is not alive."""
-    models: tuple[ServedModel, ...] = ()
+    spec: WorkerSpec
     sources: tuple[EventSource, ...] = ()
     """Event sources, one for each data-parallel rank; empty: the worker publishes none."""
-    cache_tokens: int | None = None
-    block_size: int | None = None
-    roots: dict[str, str] = field(default_factory=dict)
+    roots: Mapping[str, str] = field(default_factory=dict)
     """Folder, or name on a hub, from which the worker loaded each model, by model name."""
-    engine: str = ""
-    host_tokens: int | None = None
-    max_num_seqs: int | None = None
-    step_tokens: int | None = None
-    is_shortest_first: bool = False
     is_asleep: bool = False
-    transfer: TransferFacts = NO_TRANSFERS
+
+    def without_events(self) -> WorkerFacts:
+        """Return the facts of a worker with a cache that is estimated, because its events are not followed."""
+        spec = dataclasses.replace(self.spec, ranks=1, cache_view=CacheView.APPROXIMATE)
+        return dataclasses.replace(self, spec=spec, sources=())
 
 
 EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''
@@ -96,7 +90,7 @@ EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher"
 
 
 def is_key_refused(reason: str) -> bool:
-    """Return whether `WorkerFacts.reason` says that a worker refused the router's API key."""
+    """Return whether the reason of a failed probe is that the worker refused the router's API key."""
     return "answers 401" in reason or "answers 403" in reason
 
 
@@ -124,26 +118,6 @@ def make_configured_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
             topic=flag.topic,
         )
         for rank, endpoint in enumerate(flag.events)
-    )
-
-
-def make_worker_spec(flag: WorkerFlag, facts: WorkerFacts) -> WorkerSpec:
-    """Return the description of a probed worker for the router's core."""
-    return WorkerSpec(
-        worker_id=flag.worker_id,
-        url=flag.url,
-        models=facts.models,
-        roles=flag.roles,
-        engine=facts.engine,
-        ranks=max(1, len(facts.sources)),
-        cache_view=CacheView.EVENTS if facts.sources else CacheView.APPROXIMATE,
-        cache_tokens=flag.cache_tokens or facts.cache_tokens,
-        host_tokens=facts.host_tokens,
-        max_num_seqs=flag.max_num_seqs or facts.max_num_seqs,
-        step_tokens=facts.step_tokens,
-        block_size=facts.block_size,
-        is_shortest_first=facts.is_shortest_first if flag.is_shortest_first is None else flag.is_shortest_first,
-        transfer=facts.transfer,
     )
 
 
@@ -233,20 +207,17 @@ class Prober:
             return f"/health: {error}"
         return None if status == 200 else f"/health answers {status}"
 
-    async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
-        """Find out a worker's models, event sources and cache size.
+    async def probe(self, flag: WorkerFlag, known_sources: tuple[EventSource, ...] = ()) -> WorkerFacts:
+        """Find out a worker's models, event sources and cache size. Raises FetchError, DecodeError.
 
-        `previous` is the result of an earlier probe: its event sources stand if the worker is too busy to say.
+        `known_sources`: event sources by an earlier probe, which stand if the worker is too busy to say.
         """
-        try:
-            served = await self.fetch_models(flag)
-            sources = await self.discover_sources(flag, previous)
-            metrics = await self._fetch_metrics(flag)
-            # vLLM keeps a block of each rank for itself.
-            cache_tokens = read_cache_capacity(metrics, reserved_blocks=int(served.engine == VLLM))
-            server_info = ServerInfo() if cache_tokens else await self._fetch_server_info(flag)
-        except (FetchError, DecodeError) as error:
-            return WorkerFacts(False, str(error))
+        served = await self.fetch_models(flag)
+        sources = await self.discover_sources(flag, known_sources)
+        metrics = await self._fetch_metrics(flag)
+        # vLLM keeps a block of each rank for itself.
+        cache_tokens = read_cache_capacity(metrics, reserved_blocks=int(served.engine == VLLM))
+        server_info = ServerInfo() if cache_tokens else await self._fetch_server_info(flag)
         rank_count = max(1, len(sources))
         block_size = flag.block_size
         if sources and block_size is None:
@@ -255,21 +226,26 @@ class Prober:
         if not flag.url or transfer.dialect not in self._kv_dialects:
             transfer = NO_TRANSFERS
         is_own_engine = served.engine == BLOCKCAST  # vLLM's label of the host tier's name is of its swap space
-        return WorkerFacts(
-            is_alive=True,
+        is_shortest_first = flag.is_shortest_first
+        if is_shortest_first is None:
+            is_shortest_first = is_own_engine and read_shortest_first(metrics)
+        spec = WorkerSpec(
+            worker_id=flag.worker_id,
+            url=flag.url,
             models=served.models,
-            sources=sources,
-            cache_tokens=cache_tokens or server_info.cache_tokens,
-            block_size=block_size,
-            roots=served.roots,
+            roles=flag.roles,
+            ranks=rank_count,
             engine=served.engine,
+            cache_view=CacheView.EVENTS if sources else CacheView.APPROXIMATE,
+            cache_tokens=flag.cache_tokens or cache_tokens or server_info.cache_tokens,
             host_tokens=read_host_capacity(metrics) if is_own_engine else None,
-            max_num_seqs=read_max_num_seqs(metrics),
+            max_num_seqs=flag.max_num_seqs or read_max_num_seqs(metrics),
             step_tokens=read_step_tokens(metrics) or server_info.step_tokens,
-            is_shortest_first=is_own_engine and read_shortest_first(metrics),
-            is_asleep=are_ranks_asleep(read_loads(metrics, rank_count)) is True,
+            block_size=block_size,
+            is_shortest_first=is_shortest_first,
             transfer=await self.name_engines(flag, transfer, rank_count),
         )
+        return WorkerFacts(spec, sources, served.roots, are_ranks_asleep(read_loads(metrics, rank_count)) is True)
 
     async def fetch_models(self, flag: WorkerFlag) -> ModelList:
         """Return the models that a worker serves, at least one. Raises FetchError, DecodeError."""
@@ -284,18 +260,20 @@ class Prober:
             raise DecodeError("/v1/models lists no model")
         return served
 
-    async def discover_sources(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> tuple[EventSource, ...]:
+    async def discover_sources(
+        self, flag: WorkerFlag, known_sources: tuple[EventSource, ...]
+    ) -> tuple[EventSource, ...]:
         """Return where a worker publishes events; empty if it does not."""
-        sources = await self._find_sources(flag, previous)
+        sources = await self._find_sources(flag, known_sources)
         if not flag.reannounces:
             return sources
         return tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
 
-    async def _find_sources(self, flag: WorkerFlag, previous: WorkerFacts | None) -> tuple[EventSource, ...]:
+    async def _find_sources(self, flag: WorkerFlag, known_sources: tuple[EventSource, ...]) -> tuple[EventSource, ...]:
         """Return where a worker publishes its events, one source for each rank; none if it publishes nothing.
 
         The flag decides if it names events. Else the worker is asked, and if it does not know the question, vLLM's
-        default port is used if anything listens there. `previous` is what was learned when the worker joined.
+        default port is used if anything listens there.
         """
         if flag.no_events:
             return ()
@@ -307,8 +285,8 @@ class Prober:
             if not self._trusts_endpoints:
                 await self._check_hosts(flag, sources)
             return sources
-        if status not in NOT_OFFERED and previous is not None and previous.sources:
-            return previous.sources  # a worker that is busy or behind a busy proxy publishes where it did
+        if status not in NOT_OFFERED and known_sources:
+            return known_sources  # a worker that is busy or behind a busy proxy publishes where it did
         host = urlsplit(flag.url).hostname or "127.0.0.1"
         return (make_default_source(host, flag.topic),) if await self.is_listening(host, DEFAULT_PORT) else ()
 
@@ -339,8 +317,6 @@ class Prober:
 
     async def _fetch_metrics(self, flag: WorkerFlag) -> str:
         """Return the lines of the worker's `/metrics` that are used; empty if there are none."""
-        if not flag.url:
-            return ""
         try:
             status, body = await self._get(flag, "/metrics", METRICS_BYTES_MAX)
         except FetchError:
@@ -352,12 +328,13 @@ class Prober:
         return b"\n".join(metric_chunks).decode("utf-8", "replace")
 
     async def _fetch_server_info(self, flag: WorkerFlag) -> ServerInfo:
-        if not flag.url:
-            return ServerInfo()
         status, body = await self._get(flag, "/server_info")
         return read_server_info(body) if status == 200 else ServerInfo()
 
     async def _get(self, flag: WorkerFlag, path: str, bytes_max: int = BODY_BYTES_MAX) -> tuple[int, bytes]:
+        """Return the status and the body of an answer; a worker without a URL answers 404. Raises FetchError."""
+        if not flag.url:
+            return 404, b""
         headers = self._headers if flag.sends_api_key else None
         return await fetch(
             self._session, f"{flag.url}{path}", headers=headers, seconds=self._timeout_s, bytes_max=bytes_max

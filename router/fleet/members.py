@@ -12,7 +12,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import WorkerSpec
 from router.fleet.config import FleetConfig
-from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, make_worker_spec, suggest_remedy
+from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, suggest_remedy
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
 from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
@@ -422,16 +422,17 @@ class Fleet:
             self._record_problem(member, str(error))
             return
         facts = member.facts
-        if facts is not None and (set(served.models), served.roots) != (set(facts.models), facts.roots):
+        if facts is not None and (set(served.models), served.roots) != (set(facts.spec.models), facts.roots):
             log.info("worker %s serves other models than before", member.flag.worker_id)
             await self._join(member)
 
     async def _join(self, member: _Member) -> bool:
         """Probe a worker and register it; return False if it does not answer yet, or was removed meanwhile."""
         worker_id = member.flag.worker_id
-        facts = await self._prober.probe(member.flag, member.facts)
-        if not facts.is_alive:
-            self._record_failed_probe(member, facts.reason[:REASON_CHARS_MAX])
+        try:
+            facts = await self._prober.probe(member.flag, member.facts.sources if member.facts is not None else ())
+        except (FetchError, DecodeError) as error:
+            self._record_failed_probe(member, str(error)[:REASON_CHARS_MAX])
             return False
         member.problem, member.failures = "", 0
         await self._read_tokenizers(member, facts)
@@ -469,12 +470,12 @@ class Fleet:
                 "worker %s has %d event streams, and there is room for %d: it is routed by history",
                 member.flag.worker_id, len(facts.sources), free_stream_count,
             )  # fmt: skip
-        return replace(facts, sources=())
+        return facts.without_events()
 
     def _log_joined(self, member: _Member, facts: WorkerFacts, *, is_new: bool) -> None:
         """Log what a worker serves, and warn if a new one publishes no events without being told so."""
         events = f"events from {facts.sources[0].endpoint}" if facts.sources else "no events"
-        model_names = ", ".join(model.name for model in facts.models)
+        model_names = ", ".join(model.name for model in facts.spec.models)
         log.info("worker %s serves %s, %s", member.flag.worker_id, model_names, events)
         if is_new and not (facts.sources or member.flag.no_events or member.lacks_room):
             log.warning(
@@ -485,7 +486,7 @@ class Fleet:
 
     def _register(self, member: _Member, facts: WorkerFacts, snapshots: Mapping[int, PeerSnapshot]) -> None:
         """Tell the core and the feed about a worker that has answered its probe. `snapshots`: by rank."""
-        spec = make_worker_spec(member.flag, facts)
+        spec = facts.spec
         worker = self._core.add_worker(spec, self._now(), is_up=True)
         member.facts = facts
         self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots, blocks_max=compute_max_blocks(spec))
@@ -495,7 +496,7 @@ class Fleet:
 
     async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
         """Load the tokenizers of the worker's models before it gets its first request."""
-        for base in sorted({model.base for model in facts.models}):
+        for base in sorted({model.base for model in facts.spec.models}):
             await _run_with_timeout(
                 TOKENIZER_S_MAX, self._tokenizers.discover(base, facts.roots.get(base), member.flag)
             )
@@ -512,12 +513,12 @@ class Fleet:
             await self._join(member)
             return
         try:
-            sources = await self._prober.discover_sources(member.flag, member.facts)
+            sources = await self._prober.discover_sources(member.flag, facts.sources)
         except (FetchError, EventsError, ConfigError) as error:
             self._record_problem(member, f"event sources: {error}")
             return
-        transfer = await self._prober.name_engines(member.flag, facts.transfer, max(1, len(sources)))
-        if (sources, transfer) != (facts.sources, facts.transfer):
+        transfer = await self._prober.name_engines(member.flag, facts.spec.transfer, max(1, len(sources)))
+        if (sources, transfer) != (facts.sources, facts.spec.transfer):
             log.info("worker %s publishes elsewhere or was restarted", member.flag.worker_id)
             await self._join(member)
 

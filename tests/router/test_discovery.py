@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from events.sources import EventSource
 from events.types import DecodeError
 from options import ConfigError
 from prompts.tokenizer import find_checkpoint_folder
 from router.decide.messages import TransferKind
 from router.decide.workers import KINDS_BY_DIALECT, NO_TRANSFERS, CacheView, ServedModel
-from router.fleet.discovery import (
-    Prober,
-    WorkerFacts,
-    make_worker_spec,
-)
+from router.fleet.discovery import Prober, WorkerFacts
 from router.fleet.worker_flag import parse_worker_flag
 from router.fleet.worker_responses import (
     MODELS_MAX,
@@ -33,6 +31,7 @@ from router.fleet.worker_responses import (
     read_sources,
     read_step_tokens,
 )
+from router.http_client import FetchError
 from router.prompting.model_tokenizers import RemoteTokenizer
 
 
@@ -70,11 +69,10 @@ def test_everything_can_be_given() -> None:
 def test_a_worker_without_an_address_is_told_whole() -> None:
     flag = parse_worker_flag("model=qwen,root=/m/qwen,events=tcp://a:2,replay=tcp://a:3,block_size=16,id=replica")
     assert (flag.url, flag.model, flag.root, flag.block_size) == ("", "qwen", "/m/qwen", 16)
-    facts, _ = probe({}, "model=qwen,root=/m/qwen,events=tcp://a:2,replay=tcp://a:3,block_size=16,id=replica")
-    assert facts.is_alive
-    assert facts.models == (ServedModel("qwen", "qwen"),)
+    facts = probe({}, "model=qwen,root=/m/qwen,events=tcp://a:2,replay=tcp://a:3,block_size=16,id=replica")
+    assert facts.spec.models == (ServedModel("qwen", "qwen"),)
     assert (facts.sources[0].endpoint, facts.sources[0].replay_endpoint) == ("tcp://a:2", "tcp://a:3")
-    assert (facts.block_size, facts.roots) == (16, {"qwen": "/m/qwen"})
+    assert (facts.spec.block_size, facts.roots) == (16, {"qwen": "/m/qwen"})
 
 
 @pytest.mark.parametrize(
@@ -158,17 +156,16 @@ def test_limits_of_a_step_reach_the_core_unless_the_operator_knows_better() -> N
     metrics = (
         'vllm:cache_config_info{block_size="16",num_gpu_blocks="9",max_num_seqs="8",max_num_batched_tokens="64"} 1'
     )
-    facts, url = probe({"/v1/models": MODELS, "/metrics": (200, metrics)}, "url={url},events=none")
-    for flag, max_num_seqs in ((f"url={url}", 8), (f"url={url},max_num_seqs=5", 5)):
-        spec = make_worker_spec(parse_worker_flag(flag), facts)
+    for flag, max_num_seqs in (("url={url},events=none", 8), ("url={url},events=none,max_num_seqs=5", 5)):
+        spec = probe({"/v1/models": MODELS, "/metrics": (200, metrics)}, flag).spec
         assert (spec.max_num_seqs, spec.step_tokens) == (max_num_seqs, 64)
 
 
 def test_sglang_tells_its_sizes() -> None:
     for chunk, step_tokens in ((4096, 4096), (-1, None), (None, None), ("x", None)):
         info = json.dumps({"max_total_num_tokens": 700, "chunked_prefill_size": chunk})
-        facts, _ = probe({"/v1/models": MODELS, "/server_info": (200, info)}, "url={url},events=none")
-        assert (facts.cache_tokens, facts.step_tokens) == (700, step_tokens)
+        spec = probe({"/v1/models": MODELS, "/server_info": (200, info)}, "url={url},events=none").spec
+        assert (spec.cache_tokens, spec.step_tokens) == (700, step_tokens)
 
 
 async def serve(routes: dict[str, tuple[int, str]]) -> tuple[web.AppRunner, str]:
@@ -191,16 +188,19 @@ async def serve(routes: dict[str, tuple[int, str]]) -> tuple[web.AppRunner, str]
 
 
 def probe(
-    routes: dict[str, tuple[int, str]], flag: str = "url={url}", previous: WorkerFacts | None = None, **prober: Any
-) -> tuple[WorkerFacts, str]:
-    async def run() -> tuple[WorkerFacts, str]:
+    routes: dict[str, tuple[int, str]],
+    flag: str = "url={url}",
+    known_sources: tuple[EventSource, ...] = (),
+    **options: Any,
+) -> WorkerFacts:
+    async def run() -> WorkerFacts:
         runner, url = await serve(routes)
-        async with aiohttp.ClientSession() as session:
-            facts = await Prober(session, timeout_s=2, **prober).probe(
-                parse_worker_flag(flag.format(url=url)), previous
-            )
-        await runner.cleanup()
-        return facts, url
+        try:
+            async with aiohttp.ClientSession() as session:
+                worker = parse_worker_flag(flag.format(url=url))
+                return await Prober(session, timeout_s=2, **options).probe(worker, known_sources)
+        finally:
+            await runner.cleanup()
 
     return asyncio.run(run())
 
@@ -211,20 +211,17 @@ MODELS = (200, json.dumps({"data": [{"id": "m", "max_model_len": 100}]}))
 def test_a_worker_with_sources_is_followed_by_events() -> None:
     sources = [{"data_parallel_rank": r, "endpoint": f"tcp://*:{7000 + r}", "epoch": "e", "extra": 1} for r in (0, 1)]
     metrics = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0'
-    facts, url = probe(
-        {"/v1/models": MODELS, "/kv_event_sources": (200, json.dumps(sources)), "/metrics": (200, metrics)}
-    )
-    assert facts.is_alive
+    facts = probe({"/v1/models": MODELS, "/kv_event_sources": (200, json.dumps(sources)), "/metrics": (200, metrics)})
     assert [s.endpoint for s in facts.sources] == ["tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001"]
     assert [s.epoch for s in facts.sources] == ["e", "e"]
-    spec = make_worker_spec(parse_worker_flag(url), facts)
+    spec = facts.spec
     assert (spec.ranks, spec.cache_view, spec.cache_tokens) == (2, CacheView.EVENTS, 1600)
 
 
 def test_a_worker_without_events_is_followed_by_history_at_its_capacity() -> None:
     metrics = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0'
-    facts, url = probe({"/v1/models": MODELS, "/metrics": (200, metrics)}, "url={url},events=none")
-    spec = make_worker_spec(parse_worker_flag(f"url={url}"), facts)
+    facts = probe({"/v1/models": MODELS, "/metrics": (200, metrics)}, "url={url},events=none")
+    spec = facts.spec
     assert (spec.cache_view, spec.cache_tokens) == (CacheView.APPROXIMATE, 1600)
 
 
@@ -238,9 +235,8 @@ def test_a_worker_without_events_is_followed_by_history_at_its_capacity() -> Non
     ],
 )
 def test_what_is_wrong_is_said(routes: dict[str, tuple[int, str]], reason: str) -> None:
-    facts, _ = probe(routes)
-    assert not facts.is_alive
-    assert reason in facts.reason
+    with pytest.raises((FetchError, DecodeError), match=re.escape(reason)):
+        probe(routes)
 
 
 def test_nobody_there() -> None:
@@ -248,9 +244,8 @@ def test_nobody_there() -> None:
         async with aiohttp.ClientSession() as session:
             return await Prober(session, timeout_s=1).probe(parse_worker_flag("http://127.0.0.1:1"))
 
-    facts = asyncio.run(run())
-    assert not facts.is_alive
-    assert facts.reason
+    with pytest.raises(FetchError, match="cannot connect"):
+        asyncio.run(run())
 
 
 @pytest.mark.parametrize(
@@ -261,7 +256,7 @@ def test_who_repeats_its_stores(flag: str, is_advertised: bool, expected: bool) 
     """The worker may tell, and the operator; either is enough."""
     source = {"endpoint": "tcp://*:7000", "reannounces": is_advertised}
     routes = {"/v1/models": (200, '{"data": [{"id": "m"}]}'), "/kv_event_sources": (200, json.dumps({"0": source}))}
-    facts, _ = probe(routes, "url={url}" + flag)
+    facts = probe(routes, "url={url}" + flag)
     assert [source.reannounces for source in facts.sources] == [expected]
 
 
@@ -272,11 +267,11 @@ def kv_offer(endpoint: str = "tcp://0.0.0.0:7001", bytes_per_token: int = 512) -
 def test_an_engine_says_where_peers_get_its_blocks() -> None:
     source = {"endpoint": "tcp://*:7000", "kv_transfer": kv_offer()}
     routes = {"/v1/models": MODELS, "/kv_event_sources": (200, json.dumps({"0": source}))}
-    facts, url = probe(routes, kv_dialects={"blockcast"})
-    transfer = make_worker_spec(parse_worker_flag(url), facts).transfer
+    facts = probe(routes, kv_dialects={"blockcast"})
+    transfer = facts.spec.transfer
     assert (transfer.dialect, transfer.group, transfer.kinds) == ("blockcast", "1fa8", {TransferKind.PULL})
     assert (transfer.address, transfer.bytes_per_token) == ("127.0.0.1:7001", 512)
-    assert probe(routes, kv_dialects={"nixl"})[0].transfer == NO_TRANSFERS, "a router without the fleet's key"
+    assert probe(routes, kv_dialects={"nixl"}).spec.transfer == NO_TRANSFERS, "a router without the fleet's key"
 
 
 @pytest.mark.parametrize(
@@ -293,9 +288,8 @@ def test_an_engine_says_where_peers_get_its_blocks() -> None:
 )
 def test_a_wrong_address_for_peers_is_no_source(offer: dict[str, Any], reason: str) -> None:
     source = {"endpoint": "tcp://*:7000", "kv_transfer": offer}
-    facts, _ = probe({"/v1/models": MODELS, "/kv_event_sources": (200, json.dumps({"0": source}))})
-    assert not facts.is_alive
-    assert reason in facts.reason
+    with pytest.raises(DecodeError, match=re.escape(reason)):
+        probe({"/v1/models": MODELS, "/kv_event_sources": (200, json.dumps({"0": source}))})
 
 
 @pytest.mark.parametrize(
@@ -305,8 +299,8 @@ def test_a_wrong_address_for_peers_is_no_source(offer: dict[str, Any], reason: s
 def test_the_operator_says_that_a_worker_moves_kv(roles: str, can_give: bool, can_take: bool) -> None:
     metrics = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1.0'
     routes = {"/v1/models": MODELS, "/kv_event_sources": (404, ""), "/metrics": (200, metrics)}
-    facts, _ = probe(routes, "url={url},events=tcp://127.0.0.1:7000,kv=nixl,roles=" + roles, kv_dialects={"nixl"})
-    transfer = facts.transfer
+    facts = probe(routes, "url={url},events=tcp://127.0.0.1:7000,kv=nixl,roles=" + roles, kv_dialects={"nixl"})
+    transfer = facts.spec.transfer
     assert (transfer.dialect, transfer.kinds, transfer.group) == ("nixl", {TransferKind.PREFILL}, "nixl m 16")
     assert (transfer.can_give, transfer.can_take) == (can_give, can_take)
 
@@ -321,9 +315,9 @@ def test_the_operator_says_that_a_worker_moves_kv(roles: str, can_give: bool, ca
 )
 def test_where_other_workers_meet_a_worker(flag: str, address: str, needs_partner: bool) -> None:
     routes = {"/v1/models": MODELS, "/kv_event_sources": (404, "")}
-    facts, _ = probe(routes, "url={url},events=none," + flag, kv_dialects={"sglang", "p2p"})
-    assert (facts.transfer.address, facts.transfer.needs_partner) == (address, needs_partner)
-    assert facts.transfer.kinds == KINDS_BY_DIALECT[facts.transfer.dialect]
+    facts = probe(routes, "url={url},events=none," + flag, kv_dialects={"sglang", "p2p"})
+    assert (facts.spec.transfer.address, facts.spec.transfer.needs_partner) == (address, needs_partner)
+    assert facts.spec.transfer.kinds == KINDS_BY_DIALECT[facts.spec.transfer.dialect]
 
 
 @pytest.mark.parametrize(
@@ -353,9 +347,8 @@ def test_a_mooncake_worker_names_the_engines_of_its_ranks(
         return facts
 
     facts = asyncio.run(run())
-    assert facts.is_alive
-    assert facts.transfer.dialect == "mooncake"
-    assert (facts.transfer.can_give, facts.transfer.engine_ids) == (bool(engine_ids), engine_ids)
+    assert facts.spec.transfer.dialect == "mooncake"
+    assert (facts.spec.transfer.can_give, facts.spec.transfer.engine_ids) == (bool(engine_ids), engine_ids)
 
 
 @pytest.mark.parametrize(
@@ -390,21 +383,20 @@ def test_a_dialect_that_cannot_be_is_refused(flag: str) -> None:
 def test_event_endpoints_are_on_the_worker_s_own_host(field: str, endpoint: str, is_own: bool) -> None:
     sources = {"0": {"endpoint": "tcp://*:7001"}, "1": {"endpoint": "tcp://*:7002", field: endpoint}}
     routes = {"/v1/models": MODELS, "/kv_event_sources": (200, json.dumps(sources))}
-    facts, _ = probe(routes)
-    assert facts.is_alive is is_own
-    if not is_own:
-        assert "rank 1" in facts.reason
-        assert endpoint in facts.reason
-        assert "--trust-event-endpoints" in facts.reason
-    trusting_facts, _ = probe(routes, trusts_endpoints=True)
+    if is_own:
+        assert len(probe(routes).sources) == 2
+    else:
+        with pytest.raises(DecodeError, match=f"rank 1: .*{re.escape(endpoint)}.*--trust-event-endpoints"):
+            probe(routes)
+    trusting_facts = probe(routes, trusts_endpoints=True)
     assert len(trusting_facts.sources) == 2
-    operator_facts, _ = probe(routes, "url={url},events=tcp://192.0.2.1:7000")
-    assert operator_facts.is_alive, "an operator may name any"
+    operator_facts = probe(routes, "url={url},events=tcp://192.0.2.1:7000")
+    assert operator_facts.sources, "an operator may name any"
 
 
 def test_given_endpoints_can_repeat_their_stores_too() -> None:
     routes = {"/v1/models": (200, '{"data": [{"id": "m"}]}')}
-    facts, _ = probe(routes, "url={url},events=tcp://a:1,reannounce=1")
+    facts = probe(routes, "url={url},events=tcp://a:1,reannounce=1")
     assert [source.reannounces for source in facts.sources] == [True]
 
 
@@ -450,35 +442,37 @@ HOSTILE = {
 @pytest.mark.parametrize("answer_name", HOSTILE)
 def test_whatever_a_worker_answers_is_a_fact_or_a_reason(answer_name: str) -> None:
     """Each answer on each route in turn: never an exception, nothing that native code or a log cannot bear."""
-    body = HOSTILE[answer_name]
+    body, reasons = HOSTILE[answer_name], list[str]()
     usual = {"/v1/models": MODELS, "/kv_event_sources": (200, source()), "/server_info": (200, "{}")}
     for path in (*usual, "/metrics"):
-        facts, url = probe({**usual, path: (200, body)})
-        spec = make_worker_spec(parse_worker_flag(url), facts)
-        assert facts.is_alive or facts.reason
+        try:
+            facts = probe({**usual, path: (200, body)})
+        except (FetchError, DecodeError) as error:
+            reasons.append(str(error)[:300])
+            continue
+        spec = facts.spec
         assert 0 <= (spec.cache_tokens or 0) < 2**63
         assert 0 <= (spec.block_size or 0) < 2**31
         for root in facts.roots.values():
             assert find_checkpoint_folder(root) is None
-        for text in (facts.reason[:300], *(model.name for model in facts.models)):
-            assert text.encode().isascii() or "\u00b2" in body
+        reasons += [model.name for model in spec.models]
+    assert all(text.isascii() for text in reasons) or "\u00b2" in body
 
 
 def test_a_bad_minute_of_the_sources_changes_nothing() -> None:
     """503, 500, 429: what is known stays; 404 says that there are none; what cannot be read is told."""
-    previous, _ = probe({"/v1/models": MODELS, "/kv_event_sources": (200, source())})
+    previous = probe({"/v1/models": MODELS, "/kv_event_sources": (200, source())})
     assert previous.sources
     for status, are_sources_kept in ((503, True), (500, True), (429, True), (404, False)):
-        facts, _ = probe({"/v1/models": MODELS, "/kv_event_sources": (status, "no")}, previous=previous)
-        assert facts.is_alive
+        facts = probe({"/v1/models": MODELS, "/kv_event_sources": (status, "no")}, known_sources=previous.sources)
         assert (facts.sources == previous.sources) is are_sources_kept, status
     with pytest.raises(DecodeError, match=r"deep|lists"):
         read_sources(b"[" * 100_000, "http://h:1")
 
 
 def test_a_redirect_is_not_followed() -> None:
-    facts, _ = probe({"/v1/models": (307, "/elsewhere"), "/elsewhere": MODELS})
-    assert facts.reason == "/v1/models answers 307"
+    with pytest.raises(DecodeError, match="/v1/models answers 307"):
+        probe({"/v1/models": (307, "/elsewhere"), "/elsewhere": MODELS})
 
 
 @pytest.mark.parametrize(("flag", "is_key_sent"), [("url={url}", True), ("url={url},send_key=0", False)])
@@ -499,7 +493,8 @@ def test_only_a_named_worker_is_asked_with_the_key(flag: str, is_key_sent: bool)
         headers = {"Authorization": "Bearer key"}
         async with aiohttp.ClientSession() as session:
             prober, remote = Prober(session, headers=headers), RemoteTokenizer(session, headers)
-            await prober.probe(worker)
+            with pytest.raises(DecodeError):  # the same answer on every path
+                await prober.probe(worker)
             await prober.check_health(worker)
             assert await remote.probe("m", worker)
         await runner.cleanup()

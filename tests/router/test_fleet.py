@@ -34,6 +34,7 @@ from router.fleet.members import (
 )
 from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
 from router.fleet.worker_responses import ModelList
+from router.http_client import FetchError
 from router.index import make_index
 
 
@@ -107,8 +108,8 @@ class DeadWorkerProber:
     def __init__(self, *reasons: str) -> None:
         self._reasons = list(reasons)
 
-    async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
-        return WorkerFacts(False, self._reasons.pop(0))
+    async def probe(self, flag: WorkerFlag, known_sources: Any) -> WorkerFacts:
+        raise FetchError(self._reasons.pop(0))
 
 
 def test_one_that_never_answers_is_asked_less_and_less_often() -> None:
@@ -137,9 +138,9 @@ class RecordingProber:
     def __init__(self) -> None:
         self.workers = asyncio.Queue[str]()
 
-    async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, known_sources: Any) -> WorkerFacts:
         self.workers.put_nowait(flag.worker_id)
-        return WorkerFacts(False, "refused")
+        raise FetchError("refused")
 
 
 RARELY_HEALTH = FleetConfig(health_s=3600.0)
@@ -176,7 +177,7 @@ def test_one_that_is_named_again_is_asked_at_once() -> None:
 class FailingProber:
     """A prober whose answers the router cannot bear."""
 
-    async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, known_sources: Any) -> WorkerFacts:
         raise OverflowError("a number of the worker's")
 
 
@@ -219,8 +220,10 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_i
         def __init__(self) -> None:
             self.health_checks, self.load_polls, self.answers = 0, 0, asyncio.Queue[list[EngineLoad | None]]()
 
-        async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
-            return WorkerFacts(True, models=(ServedModel("m", "m"),))
+        async def probe(self, flag: WorkerFlag, known_sources: Any) -> WorkerFacts:
+            return WorkerFacts(
+                WorkerSpec(flag.worker_id, flag.url, (ServedModel("m", "m"),), cache_view=CacheView.APPROXIMATE)
+            )
 
         async def check_health(self, flag: WorkerFlag) -> None:
             self.health_checks += 1
@@ -355,9 +358,10 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
     class ManyStreamsProber:
         streams = 3
 
-        async def probe(self, flag: WorkerFlag, previous: WorkerFacts | None = None) -> WorkerFacts:
+        async def probe(self, flag: WorkerFlag, known_sources: Any) -> WorkerFacts:
             sources = tuple(EventSource(endpoint=f"tcp://a:{rank + 1}") for rank in range(self.streams))
-            return WorkerFacts(True, models=(ServedModel("m", "m"),), sources=sources, cache_tokens=160)
+            spec = WorkerSpec(flag.worker_id, flag.url, (ServedModel("m", "m"),), ranks=self.streams, cache_tokens=160)
+            return WorkerFacts(spec, sources)
 
     async def run() -> None:
         follow_calls: list[tuple[int, int]] = []

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from events.sources import EventSource
 from prompts.errors import RequestError
+from router.decide.workers import WorkerSpec
 from router.fleet import peer_snapshots
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import WorkerFacts
@@ -164,7 +165,9 @@ def test_peers_are_asked_again_less_and_less_often(answer: PeerSnapshot | None) 
             now=lambda: now[0],
             peers=cast(Any, incomplete_feed),
         )
-        member = _Member(parse_worker_flag("http://h:1"), "operator", facts=WorkerFacts(True, sources=(REPLAYS,)))
+        member = _Member(
+            parse_worker_flag("http://h:1"), "operator", facts=WorkerFacts(WorkerSpec("h:1", "http://h:1"), (REPLAYS,))
+        )
         fetch_seconds = []
         for second in range(200):
             now[0] = float(second)

@@ -3,6 +3,7 @@ it overtakes, how the router knows, and the same in the simulated engine."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from router.decide.policy import choose_cheapest
 from router.decide.price import CandidateFacts, RequestFacts, price_worker
 from router.decide.target import InFlightRequest, Target
 from router.decide.tracker import LoadTracker
-from router.decide.workers import ServedModel, WorkerSpec
-from router.fleet.discovery import WorkerFacts, make_worker_spec
-from router.fleet.worker_flag import parse_worker_flag
+from router.decide.workers import BLOCKCAST, ServedModel, WorkerSpec
+from router.fleet.discovery import Prober
+from router.fleet.worker_flag import WorkerFlag, parse_worker_flag
 from router.fleet.worker_responses import read_shortest_first
 from router.index import make_index
 from router.index.protocol import HolderId, Scope
@@ -204,6 +205,19 @@ def test_the_queue_also_holds_requests_for_an_engine_that_has_one_of_its_own() -
 
 
 # How it is known -----------------------------------------------------------------------------------------------------
+class ScriptedProber(Prober):
+    """A prober of one of our engines with this line in its metrics."""
+
+    def __init__(self, line: str) -> None:
+        self._kv_dialects = ()
+        self._line = line
+
+    async def _get(self, flag: WorkerFlag, path: str, bytes_max: int = 0) -> tuple[int, bytes]:
+        models = b'{"data": [{"id": "m", "owned_by": "%b"}]}' % BLOCKCAST.encode()
+        page = {"/v1/models": models, "/metrics": self._line.encode()}.get(path)
+        return (404, b"") if page is None else (200, page)
+
+
 def test_the_engine_tells_and_an_operator_knows_better() -> None:
     line = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="9",prefill_order="%s"} 1.0\n'
     assert read_shortest_first(line % "shortest")
@@ -215,8 +229,9 @@ def test_the_engine_tells_and_an_operator_knows_better() -> None:
         ("url=http://a,prefill_order=arrival", True, False),
         ("url=http://a,prefill_order=shortest", False, True),
     ):
-        facts = WorkerFacts(True, is_shortest_first=reported_order)
-        assert make_worker_spec(parse_worker_flag(flag), facts).is_shortest_first is expected
+        prober = ScriptedProber(line % ("shortest" if reported_order else "arrival"))
+        facts = asyncio.run(prober.probe(parse_worker_flag(f"{flag},events=none")))
+        assert facts.spec.is_shortest_first is expected
     with pytest.raises(ConfigError, match="prefill_order='longest', expected arrival or shortest"):
         parse_worker_flag("url=http://a,prefill_order=longest")
 
