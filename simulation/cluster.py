@@ -18,9 +18,6 @@ from simulation.steps import StepTimes
 from simulation.transfers import Links, LinkTimes
 from simulation.workload import SimRequest, Workload
 
-ANSWERS_PER_LIMIT_CHECK = 256
-"""Answers after which the longest wait is compared with the limit again."""
-
 
 class Placement(NamedTuple):
     """A request to forward now."""
@@ -182,16 +179,13 @@ class Cluster:
             if request.previous_index is not None:
                 self._followers_by_request.setdefault(request.previous_index, []).append(request)
         result, request_count = self.result, len(self.workload.requests)
-        checked_count = 0
         # Actions alone would never end, as routers exchange messages for ever.
         while self._scheduled_actions and len(result.e2e_s_by_request) < request_count:
             self.now, _, action = heapq.heappop(self._scheduled_actions)
             action()
-            if len(result.e2e_s_by_request) - checked_count >= ANSWERS_PER_LIMIT_CHECK:
-                checked_count = len(result.e2e_s_by_request)
-                if ttft_limit_s is not None and self._compute_longest_wait_s() > ttft_limit_s:
-                    result.is_overloaded = True
-                    break
+            if ttft_limit_s is not None and self._compute_longest_wait_s() > ttft_limit_s:
+                result.is_overloaded = True
+                break
         assert result.is_overloaded or len(result.e2e_s_by_request) == request_count, (
             f"{request_count - len(result.e2e_s_by_request)} requests were lost"
         )

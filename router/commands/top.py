@@ -11,6 +11,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -140,42 +141,32 @@ def _choose_colour(row: WorkerRow) -> str | None:
     return "yellow" if row.problem else None
 
 
-class WorkersClient:
-    """Asks a router for its workers, with the admin key and TLS. Its errors are for the user of a command."""
+def fetch_workers(url: str, headers: dict[str, str], tls: ssl.SSLContext) -> WorkersPage:
+    """Ask a router for `GET /workers`. `headers`: those of the admin key.
 
-    def __init__(self, url: str, admin_key: str | None, tls: ssl.SSLContext) -> None:
-        self._url = url.rstrip("/")
-        self._headers = make_key_headers(admin_key)
-        self._tls = tls
+    Raises click.ClickException if the router cannot be reached, refuses the key, or answers otherwise.
+    """
+    try:
+        status, answer = asyncio.run(_fetch(f"{url}/workers", headers, tls))
+    except FetchError as error:
+        raise click.ClickException(
+            f"{url}: {error}: is this the address of the router's admin routes, and does it run?"
+        ) from None
+    if status in (401, 403):
+        raise click.ClickException(f"{url} answers {status}: give the admin key, --key")
+    try:
+        page = json.loads(answer)
+    except (ValueError, RecursionError):
+        page = None
+    if status != 200 or not isinstance(page, dict) or "workers" not in page:
+        raise click.ClickException(f"{url}/workers is not a router's ({status}): give the URL of a `router run`")
+    return page
 
-    def fetch_workers(self) -> WorkersPage:
-        """Fetch `GET /workers`.
 
-        Raises click.ClickException if the router cannot be reached, refuses the key, or answers otherwise.
-        """
-        try:
-            status, answer = asyncio.run(self._fetch())
-        except FetchError as error:
-            raise click.ClickException(
-                f"{self._url}: {error}: is this the address of the router's admin routes, and does it run?"
-            ) from None
-        if status in (401, 403):
-            raise click.ClickException(f"{self._url} answers {status}: give the admin key, --key")
-        try:
-            page = json.loads(answer)
-        except (ValueError, RecursionError):
-            page = None
-        if status != 200 or not isinstance(page, dict) or "workers" not in page:
-            raise click.ClickException(
-                f"{self._url}/workers is not a router's ({status}): give the URL of a `router run`"
-            )
-        return page
-
-    async def _fetch(self) -> tuple[int, bytes]:
-        connector = aiohttp.TCPConnector(ssl=self._tls)
-        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
-            url = f"{self._url}/workers"
-            return await fetch(session, url, headers=self._headers, seconds=ANSWER_S_MAX, bytes_max=MAX_ANSWER_BYTES)
+async def _fetch(url: str, headers: dict[str, str], tls: ssl.SSLContext) -> tuple[int, bytes]:
+    connector = aiohttp.TCPConnector(ssl=tls)
+    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+        return await fetch(session, url, headers=headers, seconds=ANSWER_S_MAX, bytes_max=MAX_ANSWER_BYTES)
 
 
 FILE_TYPE = click.Path(dir_okay=False)
@@ -212,20 +203,21 @@ def top(
     if urlsplit(url).scheme not in ("http", "https"):
         raise click.ClickException(f"URL {url!r}: expected http://HOST:PORT or https://HOST:PORT")
     try:
-        client = WorkersClient(url, key, make_client_context(tls_cert, tls_key, tls_ca, "--tls"))
+        tls = make_client_context(tls_cert, tls_key, tls_ca, "--tls")
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    previous_page, polled_s = client.fetch_workers(), time.monotonic()
+    fetch_page = partial(fetch_workers, url.rstrip("/"), make_key_headers(key), tls)
+    previous_page, polled_s = fetch_page(), time.monotonic()
     if once:
         time.sleep(min(every, 2.0))
-        page = client.fetch_workers()
+        page = fetch_page()
         Console().print(_draw(page, previous_page, time.monotonic() - polled_s, sort))
         return
     with Live(_draw(previous_page, None, 0.0, sort), screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(every)
-                page, now_s = client.fetch_workers(), time.monotonic()
+                page, now_s = fetch_page(), time.monotonic()
                 live.update(_draw(page, previous_page, now_s - polled_s, sort), refresh=True)
                 previous_page, polled_s = page, now_s
         except KeyboardInterrupt:
