@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from router.decide.config import CoreConfig
-from router.decide.price import CandidateFacts, estimate_tier_load_s
+from router.decide.price import Candidate, estimate_tier_load_s
 from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import Target
 from router.decide.workers import CacheView, WorkerSpec
@@ -178,11 +178,11 @@ class CacheState:
     def find_cache_hits(
         self,
         prompt: PromptQuery,
-        candidates: Sequence[Target],
+        targets: Sequence[Target],
         matches: dict[HolderId, Match] | None,
         now: float,
-    ) -> list[CandidateFacts]:
-        """Return for each candidate the length of the prompt's prefix that it will have cached when the request runs.
+    ) -> list[Candidate]:
+        """Return the targets as candidates, each with the prefix that it will have cached when the request runs.
 
         `cached_tokens` includes the prompts of running requests, `resident_tokens` only what events say is there. An
         approximate cache counts a prompt from its sending on and so knows one number for both. `matches`: result of the
@@ -192,21 +192,21 @@ class CacheState:
             matches = self.match(prompt)
         approximate_caches = self._approximate_caches
         keys = prompt.get_chunk_keys(CHUNK_TOKENS) if approximate_caches else []
-        hits = []
-        for target in candidates:
+        candidates = []
+        for target in targets:
             match = matches.get(target.holder)
             if approximate_caches and target.name in approximate_caches:
                 cached_tokens = approximate_caches[target.name].count_cached_tokens(keys)
-                hits.append(CandidateFacts(cached_tokens=cached_tokens, resident_tokens=cached_tokens))
+                candidates.append(Candidate(target, cached_tokens, cached_tokens))
             elif match is None:
-                hits.append(CandidateFacts())
+                candidates.append(Candidate(target))
             else:
-                facts = CandidateFacts(cached_tokens=match.pinned_tokens, resident_tokens=match.tokens)
+                candidate = Candidate(target, match.pinned_tokens, match.tokens)
                 if match.tokens != match.gpu_tokens:
                     tier_load_factor = target.speed.tier_load.get(now)
-                    facts.tier_load_s = estimate_tier_load_s(match, self._cost_config) * tier_load_factor
-                hits.append(facts)
-        return hits
+                    candidate.tier_load_s = estimate_tier_load_s(match, self._cost_config) * tier_load_factor
+                candidates.append(candidate)
+        return candidates
 
     def add_request(
         self,

@@ -10,15 +10,13 @@ import random
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import attrgetter
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from router.decide.cache_state import CacheState, PromptQuery
 from router.decide.config import CoreConfig
-from router.decide.messages import Decision, RouteRequest, Terms, Transfer, TransferKind
+from router.decide.messages import Decision, RouteRequest, Transfer, TransferKind
 from router.decide.output_lengths import OutputLengths
 from router.decide.policy import (
     CustomPolicy,
@@ -30,7 +28,7 @@ from router.decide.policy import (
     make_sticky_key,
 )
 from router.decide.price import (
-    CandidateFacts,
+    Candidate,
     PoolLoad,
     RequestFacts,
     compute_congestion,
@@ -43,8 +41,6 @@ from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferLinks
 from router.decide.transfers.plans import (
-    Plan,
-    PricedTarget,
     TransferPlanner,
     can_prefill,
     compute_pull_share,
@@ -55,70 +51,42 @@ from router.decide.workers import may_transfer
 from router.index.protocol import HolderId, Match, Scope
 
 Key = TypeVar("Key", bound=Hashable)
-_GET_CACHED_TOKENS: Final = attrgetter("cached_tokens")
 
 
 class RoutingChoice(msgspec.Struct, eq=False):
-    """Prices of a request's candidates, and which one was chosen. Each of the three sequences has one item for each."""
+    """Priced candidates of a request, and the one that was chosen."""
 
-    targets: Sequence[Target]
-    terms: list[Terms]
-    candidate_facts: list[CandidateFacts]
-    """Facts of each candidate. If KV can move, a target occurs again with the facts and the cost of a transfer."""
-    winner_index: int
+    candidates: list[Candidate]
+    winner: Candidate
     request_facts: RequestFacts
     prompt_query: PromptQuery | None
 
-    @property
-    def target(self) -> Target:
-        """The chosen target."""
-        return self.targets[self.winner_index]
+    def find_candidate(self, target: Target, transfer: Transfer | None) -> Candidate:
+        """Return the candidate with a target and a transfer."""
+        return next(c for c in self.candidates if c.target is target and c.transfer == transfer)
 
-    @property
-    def winner_terms(self) -> Terms:
-        """Price of the chosen target."""
-        return self.terms[self.winner_index]
-
-    @property
-    def winner_facts(self) -> CandidateFacts:
-        """Facts about the chosen target."""
-        return self.candidate_facts[self.winner_index]
-
-    def find_candidate(self, target: Target, transfer: Transfer | None) -> int:
-        """Return the index of the candidate with a target and a transfer."""
-        return next(
-            index
-            for index, (candidate, facts) in enumerate(zip(self.targets, self.candidate_facts))
-            if candidate is target and facts.transfer == transfer
+    def find_earliest(self) -> Candidate:
+        """Return the candidate that begins the answer first, of those that can answer."""
+        able_candidates = (
+            candidate
+            for candidate in self.candidates
+            if candidate.transfer is not None or not candidate.target.transfer_facts.needs_partner
         )
-
-    def find_earliest(self) -> int:
-        """Return the index of the candidate that begins the answer first, of those that can answer."""
-        able_indexes = (
-            index
-            for index, (target, facts) in enumerate(zip(self.targets, self.candidate_facts))
-            if facts.transfer is not None or not target.transfer_facts.needs_partner
-        )
-        return min(able_indexes, key=lambda index: self.terms[index].ttft_s)
+        return min(able_candidates, key=lambda candidate: candidate.terms.ttft_s)
 
     @property
     def wait_s(self) -> float:
         """Seconds until the target that computes the prefill has computed what was sent to it before."""
-        wait_s = self.target.slowdown * self.target.estimate_queue_s(self.request_facts.now)
-        source_terms = self.winner_facts.source_terms
+        target, source_terms = self.winner.target, self.winner.source_terms
+        wait_s = target.slowdown * target.estimate_queue_s(self.request_facts.now)
         if source_terms is None:
             return wait_s
         return max(wait_s, source_terms.ttft_s - source_terms.slowdown * source_terms.prefill_s)
 
     @property
-    def queued_ahead_s(self) -> float:
-        """Prefill that the router has queued for the chosen target and will send before this request."""
-        return self.winner_facts.queued_ahead_s
-
-    @property
     def charge_s(self) -> float:
         """Worker time that the tenant is charged for: the prefill, and what the answer adds to the decode steps."""
-        return self.winner_terms.prefill_s + self.target.estimate_added_decode_s(
+        return self.winner.terms.prefill_s + self.winner.target.estimate_added_decode_s(
             self.request_facts.prompt_tokens, self.request_facts.output_tokens
         )
 
@@ -203,14 +171,14 @@ class Chooser:
         choice = self._price_candidates(request, request_facts, prompt_query, shortlist, matches, queued_ahead_s)
         plans = self._plan_transfers(choice, sources, best_sources, matches or {}) if sources else []
         self._add_plans(choice, plans)
-        choice.winner_index = self._pick_winner(request, choice)
+        choice.winner = self._pick_winner(request, choice)
         if load_order is not None:
-            computed_tokens = request.prompt_tokens - choice.winner_terms.cached_tokens
+            computed_tokens = request.prompt_tokens - choice.winner.terms.cached_tokens
             load_order.record_request(request.prompt_tokens, computed_tokens, request_facts.output_tokens)
         if explain and shortlist is not candidates:
             full_choice = self._price_candidates(request, request_facts, prompt_query, candidates, None, queued_ahead_s)
             self._add_plans(full_choice, plans)
-            full_choice.winner_index = full_choice.find_candidate(choice.target, choice.winner_facts.transfer)
+            full_choice.winner = full_choice.find_candidate(choice.winner.target, choice.winner.transfer)
             return full_choice
         return choice
 
@@ -230,19 +198,18 @@ class Chooser:
         sources: list[Target],
         best_sources: list[Target],
         matches: dict[HolderId, Match],
-    ) -> list[Plan]:
+    ) -> list[Candidate]:
         """Return ways to serve a request in which KV moves between two targets.
 
         Either a target pulls the cached prefix from one of the `best_sources`, which have the longest, or another
         target computes the prompt first. The caller prices the plans beside the targets that do all alone.
         """
         planner = self._make_planner(choice)
-        priced_targets = [PricedTarget(*priced) for priced in zip(choice.targets, choice.candidate_facts, choice.terms)]
-        plans = planner.plan_pulls(priced_targets, best_sources, matches)
+        plans = planner.plan_pulls(choice.candidates, best_sources, matches)
         if choice.request_facts.can_move_prefill:
             least_busy = find_least_busy(sources, choice.request_facts.now)
             prefillers = list(dict.fromkeys([*least_busy, *filter(can_prefill, best_sources)]))
-            plans += planner.plan_prefills(priced_targets, self._price_prefills(choice, prefillers, matches))
+            plans += planner.plan_prefills(choice.candidates, self._price_prefills(choice, prefillers, matches))
         return plans
 
     def _make_planner(self, choice: RoutingChoice) -> TransferPlanner:
@@ -251,32 +218,29 @@ class Chooser:
 
     def _price_prefills(
         self, choice: RoutingChoice, targets: list[Target], matches: dict[HolderId, Match]
-    ) -> list[PricedTarget]:
+    ) -> list[Candidate]:
         """Price targets for only the prefill of a request, which another target will answer."""
-        candidate_facts = [CandidateFacts() for _ in targets]
-        if choice.prompt_query is not None:
-            candidate_facts = self._cache_state.find_cache_hits(
-                choice.prompt_query, targets, matches, choice.request_facts.now
-            )
+        prompt_query, now = choice.prompt_query, choice.request_facts.now
+        if prompt_query is None:
+            candidates = [Candidate(target) for target in targets]
+        else:
+            candidates = self._cache_state.find_cache_hits(prompt_query, targets, matches, now)
         request_facts = msgspec.structs.replace(choice.request_facts, output_tokens=0.0)
-        return [
-            PricedTarget(target, facts, price_worker(target, request_facts, facts, self._cost_config))
-            for target, facts in zip(targets, candidate_facts)
-        ]
+        for candidate in candidates:
+            candidate.terms = price_worker(candidate, request_facts, self._cost_config)
+        return candidates
 
-    def _add_plans(self, choice: RoutingChoice, plans: list[Plan]) -> None:
+    def _add_plans(self, choice: RoutingChoice, plans: list[Candidate]) -> None:
         """Add the plans and their prices to a choice, and remove the targets that can serve nothing without a partner.
 
         Some engines need a partner that computes the prompt, as SGLang's with a role do.
         """
         if not plans:
             return
-        alone = [not target.transfer_facts.needs_partner for target in choice.targets]
-        choice.targets = [*compress(choice.targets, alone), *(plan.target for plan in plans)]
-        choice.candidate_facts = [*compress(choice.candidate_facts, alone), *(plan.facts for plan in plans)]
-        choice.terms = list(compress(choice.terms, alone))
         for plan in plans:
-            choice.terms.append(price_worker(plan.target, choice.request_facts, plan.facts, self._cost_config))
+            plan.terms = price_worker(plan, choice.request_facts, self._cost_config)
+        alone = [candidate for candidate in choice.candidates if not candidate.target.transfer_facts.needs_partner]
+        choice.candidates = [*alone, *plans]
 
     def add_missing_source(
         self, request: RouteRequest, choice: RoutingChoice, excluded_sources: frozenset[str]
@@ -286,21 +250,20 @@ class Chooser:
         Plans have sources already. But there are none for prompts that are unknown, with other policies than the price,
         and after failures, when a source that failed serves again if there is no other one.
         """
-        if not choice.target.transfer_facts.needs_partner or choice.winner_facts.transfer is not None:
+        winner, now = choice.winner, choice.request_facts.now
+        if not winner.target.transfer_facts.needs_partner or winner.transfer is not None:
             return True
-        sources = self._find_partners(request, choice.target, excluded_sources)
+        sources = self._find_partners(request, winner.target, excluded_sources)
         if not sources:
-            sources = self._find_partners(request, choice.target, frozenset())
-        now = choice.request_facts.now
-        working_sources = [s for s in sources if not self._links.is_paused(s.name, choice.target.name, now)]
+            sources = self._find_partners(request, winner.target, frozenset())
+        working_sources = [s for s in sources if not self._links.is_paused(s.name, winner.target.name, now)]
         sources = find_least_busy(working_sources or sources, now)
-        winner = PricedTarget(choice.target, choice.winner_facts, choice.winner_terms)
         planner = self._make_planner(choice)
         plans = planner.plan_prefills([winner], self._price_prefills(choice, sources, {}), uses_paused_pairs=True)
         if not plans:
             return False
         self._add_plans(choice, plans[:1])
-        choice.winner_index = len(choice.targets) - 1
+        choice.winner = plans[0]
         return True
 
     def _find_partners(self, request: RouteRequest, target: Target, excluded_sources: frozenset[str]) -> list[Target]:
@@ -371,12 +334,12 @@ class Chooser:
     ) -> RoutingChoice:
         """Return the prices of all targets; the winner is still to be picked."""
         if prompt_query is None:
-            candidate_facts = [CandidateFacts() for _ in targets]
+            candidates = [Candidate(target) for target in targets]
         else:
-            candidate_facts = self._cache_state.find_cache_hits(prompt_query, targets, matches, request_facts.now)
+            candidates = self._cache_state.find_cache_hits(prompt_query, targets, matches, request_facts.now)
             if self._cache_state.working_sets.may_overflow(prompt_query.prompt_tokens, request_facts.now):
-                self._add_pressures(prompt_query, targets, candidate_facts)
-            self._add_memory_waits(prompt_query, request_facts.output_tokens, targets, candidate_facts)
+                self._add_pressures(prompt_query, candidates)
+            self._add_memory_waits(prompt_query, request_facts.output_tokens, candidates)
             if (
                 self._chooses_by_price
                 and _has_unknown_speed(targets)
@@ -384,28 +347,41 @@ class Chooser:
             ):
                 # Nobody can say how long a prefix takes that is still being computed, so no request waits for one
                 # while a worker has nothing to compute.
-                for facts in candidate_facts:
-                    facts.cached_tokens = facts.resident_tokens
-        if queued_ahead_s:
-            for target, facts in zip(targets, candidate_facts):
-                facts.queued_ahead_s = queued_ahead_s.get(target.name, 0.0)
-        self._add_media_hits(request, targets, candidate_facts, request_facts.now)
-        config = self._cost_config
-        terms = [price_worker(target, request_facts, facts, config) for target, facts in zip(targets, candidate_facts)]
-        return RoutingChoice(targets, terms, candidate_facts, 0, request_facts, prompt_query)
+                for candidate in candidates:
+                    candidate.cached_tokens = candidate.resident_tokens
+        self._add_media_hits(request, candidates, request_facts.now)
+        self._price(candidates, request_facts, queued_ahead_s)
+        return RoutingChoice(candidates, candidates[0], request_facts, prompt_query)
 
-    def _pick_winner(self, request: RouteRequest, choice: RoutingChoice) -> int:
-        """Return the index of the target that session affinity or else the policy takes."""
-        targets, rotation = choice.targets, self._tie_rotation
+    def _price(
+        self, candidates: list[Candidate], request_facts: RequestFacts, queued_ahead_s: Mapping[str, float] | None
+    ) -> None:
+        """Set the prices of candidates. `queued_ahead_s`: prefill that the queue will send before, by target."""
+        for candidate in candidates:
+            if queued_ahead_s is not None:
+                candidate.queued_ahead_s = queued_ahead_s.get(candidate.target.name, 0.0)
+            candidate.terms = price_worker(candidate, request_facts, self._cost_config)
+
+    def _pick_winner(self, request: RouteRequest, choice: RoutingChoice) -> Candidate:
+        """Return the candidate that session affinity or else the policy takes."""
+        candidates = choice.candidates
         if self._session_affinity:
-            session_index = self._find_session_target(request, targets, choice.request_facts.now)
-            if session_index is not None:
-                return session_index
+            session_candidate = self._find_session_candidate(request, candidates, choice.request_facts.now)
+            if session_candidate is not None:
+                return session_candidate
         if self.custom_policy is not None:
-            index = self.custom_policy.choose(request, choice.terms)
-            return choose_cheapest(choice.terms, rotation) if index is None else index
+            index = self.custom_policy.choose(request, [candidate.terms for candidate in candidates])
+            return self._pick_cheapest(candidates) if index is None else candidates[index]
         if self._policy == "kv":
-            return choose_cheapest(choice.terms, rotation)
+            return self._pick_cheapest(candidates)
+        return candidates[self._apply_policy(request, [candidate.target for candidate in candidates])]
+
+    def _pick_cheapest(self, candidates: list[Candidate]) -> Candidate:
+        return candidates[choose_cheapest([candidate.terms.cost for candidate in candidates], self._tie_rotation)]
+
+    def _apply_policy(self, request: RouteRequest, targets: list[Target]) -> int:
+        """Return the index of the target that a policy without prices takes."""
+        rotation = self._tie_rotation
         if self._policy == "round_robin":
             return choose_round_robin(targets, rotation)
         if self._policy == "random":
@@ -415,8 +391,10 @@ class Chooser:
             return choose_sticky(targets, sticky_key)
         return choose_least_requests(targets, rotation)
 
-    def _find_session_target(self, request: RouteRequest, targets: Sequence[Target], now: float) -> int | None:
-        """Return the index of the target that the session was sent to last, or else its parent session."""
+    def _find_session_candidate(
+        self, request: RouteRequest, candidates: list[Candidate], now: float
+    ) -> Candidate | None:
+        """Return the candidate that the session was sent to last, or else its parent session."""
         if request.session is None:
             return None
         placement = self.session_placements.get(request.session, now)
@@ -424,55 +402,44 @@ class Chooser:
             placement = self.session_placements.get(request.parent, now)
         if placement is None:
             return None
-        return next((i for i, target in enumerate(targets) if target.name == placement.target_name), None)
+        return next((c for c in candidates if c.target.name == placement.target_name), None)
 
-    def _add_pressures(
-        self, prompt_query: PromptQuery, targets: list[Target], candidate_facts: list[CandidateFacts]
-    ) -> None:
+    def _add_pressures(self, prompt_query: PromptQuery, candidates: list[Candidate]) -> None:
         """Set the prefill that each target will compute again because it lacks room for the prompt."""
         working_sets, prompt_tokens = self._cache_state.working_sets, prompt_query.prompt_tokens
         overflow_shares = working_sets.compute_overflow_shares(
-            [target.name for target in targets],
-            [facts.cached_tokens / prompt_tokens for facts in candidate_facts],
+            [candidate.target.name for candidate in candidates],
+            [candidate.cached_tokens / prompt_tokens for candidate in candidates],
             prompt_query.get_chunk_keys(working_sets.chunk_tokens),
             prompt_tokens,
         )
-        for overflow_share, target, facts in zip(overflow_shares, targets, candidate_facts):
-            facts.pressure_s = overflow_share * target.estimate_prefill_s(prompt_tokens, 0)
+        for overflow_share, candidate in zip(overflow_shares, candidates):
+            candidate.pressure_s = overflow_share * candidate.target.estimate_prefill_s(prompt_tokens, 0)
 
-    def _add_memory_waits(
-        self,
-        prompt_query: PromptQuery,
-        output_tokens: float,
-        targets: list[Target],
-        candidate_facts: list[CandidateFacts],
-    ) -> None:
+    def _add_memory_waits(self, prompt_query: PromptQuery, output_tokens: float, candidates: list[Candidate]) -> None:
         """Set the time until each target has room in its KV memory for the prompt and the answer."""
         tokens = prompt_query.prompt_tokens + output_tokens
-        for target, facts in zip(targets, candidate_facts):
+        for candidate in candidates:
+            target = candidate.target
             if tokens > target.free_kv_tokens:
                 needed_tokens = tokens - self._cache_state.count_running_tokens(prompt_query, target)
-                facts.memory_wait_s = target.estimate_memory_wait_s(needed_tokens)
+                candidate.memory_wait_s = target.estimate_memory_wait_s(needed_tokens)
 
-    def _add_media_hits(
-        self, request: RouteRequest, targets: list[Target], candidate_facts: list[CandidateFacts], now: float
-    ) -> None:
+    def _add_media_hits(self, request: RouteRequest, candidates: list[Candidate], now: float) -> None:
         """Assume that the last prompt of a conversation with media is cached at the target that got it."""
         if request.media_conversation is None:
             return
         placement = self.media_placements.get((request.media_conversation, request.scope), now)
         if placement is None:
             return
-        for target, facts in zip(targets, candidate_facts):
-            if target.name == placement.target_name:
-                facts.media_cached_tokens = min(placement.prompt_tokens, request.prompt_tokens)
+        for candidate in candidates:
+            if candidate.target.name == placement.target_name:
+                candidate.media_cached_tokens = min(placement.prompt_tokens, request.prompt_tokens)
 
     def rechoose_behind_queue(self, choice: RoutingChoice, queued_ahead_s: Mapping[str, float]) -> None:
         """Price the candidates again and pick the cheapest, now that the request's place in the queue is known."""
-        for i, (target, facts) in enumerate(zip(choice.targets, choice.candidate_facts)):
-            facts.queued_ahead_s = queued_ahead_s.get(target.name, 0.0)
-            choice.terms[i] = price_worker(target, choice.request_facts, facts, self._cost_config)
-        choice.winner_index = choose_cheapest(choice.terms, self._tie_rotation)
+        self._price(choice.candidates, choice.request_facts, queued_ahead_s)
+        choice.winner = self._pick_cheapest(choice.candidates)
 
     def make_decision(
         self,
@@ -485,7 +452,7 @@ class Chooser:
         waited_s: float = 0.0,
     ) -> Decision:
         """Return the choice as a value; with `explain`, it lists every candidate's price."""
-        target, terms = choice.target, choice.winner_terms
+        target, terms = choice.winner.target, choice.winner.terms
         decision = Decision(
             request_id=request.request_id,
             worker=target.worker_id,
@@ -498,12 +465,12 @@ class Chooser:
             decided_s=now,
             queued_s=waited_s,
         )
-        own_terms = [candidate for candidate in choice.terms if not candidate.transfer]
-        most_cached = max(own_terms, key=_GET_CACHED_TOKENS, default=terms)
-        if most_cached.cached_tokens > terms.cached_tokens:
-            decision.most_cached = most_cached
+        most_cached = terms
+        for candidate in choice.candidates:
+            if candidate.cached_tokens > most_cached.cached_tokens and candidate.transfer is None:
+                most_cached = decision.most_cached = candidate.terms
         if explain:
-            decision.candidates = sorted(choice.terms, key=lambda candidate: candidate.cost)
+            decision.candidates = sorted((c.terms for c in choice.candidates), key=lambda terms: terms.cost)
             decision.not_eligible = self._registry.find_ineligibility_reasons(request)
         return decision
 

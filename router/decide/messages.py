@@ -7,9 +7,10 @@ All times are seconds of one monotonic clock of the caller.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -179,6 +180,10 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     are not part of `cached_tokens`."""
     transfer: Transfer | msgspec.UnsetType = msgspec.UNSET
     """KV that moves to the worker first; absent if the worker computes all missing KV itself."""
+
+
+NOT_PRICED: Final = Terms("", math.inf, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0, 0)
+"""Terms of a worker before it has a price."""
 
 
 class Decision(msgspec.Struct, eq=False):

@@ -224,10 +224,10 @@ class RequestPlacer:
             return None
         max_ttft_s = min(limits_s)
         remaining_s = max_ttft_s - (now - active_request.arrived_s)
-        if choice.winner_terms.ttft_s <= remaining_s:
+        if choice.winner.terms.ttft_s <= remaining_s:
             return None
-        choice.winner_index = choice.find_earliest()
-        terms = choice.winner_terms
+        choice.winner = choice.find_earliest()
+        terms = choice.winner.terms
         if terms.ttft_s <= remaining_s:
             return None
         self._counters["too_slow"] += 1
@@ -249,7 +249,7 @@ class RequestPlacer:
             return self.queue.waiting_count > 0 or not self._has_background_room(choice, now)
         if not self._queues_when_busy:
             return False
-        would_overtake = not is_retried and choice.queued_ahead_s > 0.0
+        would_overtake = not is_retried and choice.winner.queued_ahead_s > 0.0
         return would_overtake or choice.wait_s > self._config.queue.enqueue_above_s
 
     def is_background(self, request: RouteRequest) -> bool:
@@ -258,10 +258,10 @@ class RequestPlacer:
 
     def _has_background_room(self, choice: RoutingChoice, now: float) -> bool:
         """Return whether the targets of a choice are idle enough for one more background request."""
-        source = choice.winner_facts.source
-        if choice.winner_facts.source_terms is not None and source is not None and not self._is_idle(source, now):
+        source = choice.winner.source
+        if choice.winner.source_terms is not None and source is not None and not self._is_idle(source, now):
             return False
-        return self._is_idle(choice.target, now)
+        return self._is_idle(choice.winner.target, now)
 
     def _is_idle(self, target: Target, now: float) -> bool:
         """Return whether a target is idle enough for one more background request."""
@@ -277,7 +277,7 @@ class RequestPlacer:
     def _begin_attempt(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
         """Record an attempt's load, prompt and worker. Return the instruction to forward the request."""
         request = active_request.request
-        target = choice.target
+        target = choice.winner.target
         decision = self.chooser.make_decision(
             request,
             choice,
@@ -287,15 +287,15 @@ class RequestPlacer:
             waited_s=now - active_request.arrived_s,
         )
         self.chooser.advance_tie_rotation()
-        transfer_source = choice.winner_facts.source
+        transfer_source = choice.winner.source
         in_flight = self._tracker.add_request(
             target,
             prompt_tokens=request.prompt_tokens,
-            cached_tokens=max(decision.predicted_cached_tokens, choice.winner_facts.arriving_tokens),
+            cached_tokens=max(decision.predicted_cached_tokens, choice.winner.arriving_tokens),
             is_streaming=request.is_streaming,
             now=now,
             expected_output_tokens=choice.request_facts.output_tokens,
-            facts=choice.winner_facts,
+            candidate=choice.winner,
         )
         # The attempt is set first: if a later step raises, `end_attempt` can undo the steps before it.
         attempt = active_request.attempt = Attempt(decision, in_flight)
@@ -470,8 +470,8 @@ class RequestPlacer:
         self.queue.put(
             request.request_id,
             position,
-            target=choice.target.name,
-            prefill_s=choice.winner_terms.prefill_s,
+            target=choice.winner.target.name,
+            prefill_s=choice.winner.terms.prefill_s,
             charge_s=choice.charge_s / request.share,
             deadline_s=deadline_s,
             refuse_at_deadline=request.deadline_s is not None or not position.is_background,

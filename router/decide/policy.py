@@ -25,9 +25,8 @@ TIE_S: Final = 1e-6
 """Largest difference between two prices, in seconds, that counts as a tie."""
 
 
-def choose_cheapest(terms: Sequence[Terms], rotation: int) -> int:
+def choose_cheapest(costs: Sequence[float], rotation: int) -> int:
     """Return the index of the lowest cost; `rotation` counts up from choice to choice and decides between ties."""
-    costs = [candidate.cost for candidate in terms]
     highest_tied_cost = min(costs) + TIE_S
     tied_indices = [i for i, cost in enumerate(costs) if cost <= highest_tied_cost]
     return tied_indices[rotation % len(tied_indices)]

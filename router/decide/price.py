@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from router.decide.config import CostConfig
-from router.decide.messages import Terms, Transfer
+from router.decide.messages import NOT_PRICED, Terms, Transfer
 from router.decide.target import InFlightRequest, Target
 from router.index.protocol import Match
 
@@ -45,9 +45,13 @@ class RequestFacts(msgspec.Struct, eq=False):
     """Whether one worker may compute the prompt for another: then it matters whose answers the prefill interrupts."""
 
 
-class CandidateFacts(msgspec.Struct, eq=False):
-    """Facts about one request at one worker: its cached prefix there, room for its prompt, and queued requests."""
+class Candidate(msgspec.Struct, eq=False):
+    """A target that may serve a request: its cached prefix there, room for its prompt, queued requests, and the price.
 
+    If KV can move to a target, the target is a candidate once more for each transfer.
+    """
+
+    target: Target
     cached_tokens: int = 0
     """Usable cached prefix, requests in flight included."""
     resident_tokens: int = 0
@@ -73,10 +77,13 @@ class CandidateFacts(msgspec.Struct, eq=False):
     """Time until the transfer has ended. Meanwhile the worker computes earlier requests."""
     source_terms: Terms | None = None
     """Price of the prefill at the source; None if the source only sends what it has cached."""
+    terms: Terms = NOT_PRICED
+    """The price, once `price_worker` has computed it."""
 
 
-def price_worker(target: Target, request: RequestFacts, candidate: CandidateFacts, config: CostConfig) -> Terms:
+def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig) -> Terms:
     """Return the six parts of one worker's price for one request, their sum, and what explains them."""
+    target = candidate.target
     prompt_tokens, output_tokens, congestion = request.prompt_tokens, request.output_tokens, request.congestion
     load, speed, peer_load = target.load, target.speed, target.peer_load
     slowdown, running_count = target.slowdown, target.total_request_count
@@ -90,7 +97,7 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
     prefill_s = speed.estimate_prefill_s(prompt_tokens, hit_tokens)
     queue_s = target.estimate_queue_s(request.now)
     if queue_s and target.prefill_queue.is_shortest_first:  # longer prompts wait for this one, unless it needs theirs
-        order_s = target.prefill_queue.compute_order_s(prefill_s, find_awaited_request(target, candidate))
+        order_s = target.prefill_queue.compute_order_s(prefill_s, find_awaited_request(candidate))
         queue_s, overtaken_count = target.estimate_shortest_first_wait(order_s, queue_s)
         congestion += overtaken_count
     queue_s += candidate.queued_ahead_s
@@ -158,14 +165,14 @@ def price_worker(target: Target, request: RequestFacts, candidate: CandidateFact
     )
 
 
-def find_awaited_request(target: Target, candidate: CandidateFacts) -> InFlightRequest | None:
+def find_awaited_request(candidate: Candidate) -> InFlightRequest | None:
     """Return the request at a target that still computes the prefix that a new request will reuse; None if none does.
 
     A prefix that comes from another target needs no such request, nor does one that the target has stored already.
     """
     if candidate.source is not None or candidate.cached_tokens <= candidate.resident_tokens:
         return None
-    return target.prefill_queue.find_request_with_prefix(candidate.cached_tokens)
+    return candidate.target.prefill_queue.find_request_with_prefix(candidate.cached_tokens)
 
 
 class PoolLoad(NamedTuple):

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Final, cast
 
 from router.decide.config import CostConfig
-from router.decide.price import CandidateFacts, RequestFacts, price_worker, sum_loads
+from router.decide.price import Candidate, RequestFacts, price_worker, sum_loads
 from router.decide.target import Target
 from router.index.protocol import HolderId
 
@@ -142,11 +142,12 @@ class LoadOrder:
         prompt_tokens = int(typical.prompt_tokens)
         half_done_at_s = queue.busy_since_s + 0.5 * queue.oldest_prefill_s * target.slowdown
         request = RequestFacts(min(now, half_done_at_s), prompt_tokens, typical.answer_tokens, utilisation_decay)
-        candidate = CandidateFacts(
+        candidate = Candidate(
+            target,
             cached_tokens=prompt_tokens - int(typical.computed_tokens),
             memory_wait_s=target.estimate_memory_wait_s(typical.prompt_tokens + typical.answer_tokens),
         )
-        return price_worker(target, request, candidate, self._config).cost
+        return price_worker(candidate, request, self._config).cost
 
     def check_invariants(self) -> None:
         """Assert that the order is sorted and complete, and that `pool_load` is the sum of all loads."""

@@ -28,7 +28,7 @@ from router.decide.load import (
     estimate_external_load,
     merge_peer_loads,
 )
-from router.decide.price import CandidateFacts, find_awaited_request
+from router.decide.price import Candidate, find_awaited_request
 from router.decide.shortlist import LoadOrder
 from router.decide.speed import PoolSpeed, PrefillInterval, SharedSpeed, Speed
 from router.decide.target import InFlightRequest, RequestPhase, Target
@@ -106,15 +106,15 @@ class LoadTracker:
         is_streaming: bool,
         now: float,
         expected_output_tokens: float = 0.0,
-        facts: CandidateFacts | None = None,
+        candidate: Candidate | None = None,
     ) -> InFlightRequest:
         """Count a request that is sent to `target`. Pass the returned object to the methods that report its progress.
 
-        `facts`: the facts behind the target's price. They say where the cached tokens come from: from slower tiers,
+        `candidate`: the facts behind the target's price. They say where the cached tokens come from: from slower tiers,
         from a request that computes them first, or from another target. In the last case `start_transfer` says when
-        the KV begins to move. Without `facts` the cached tokens are in the target's fastest memory.
+        the KV begins to move. Without `candidate` the cached tokens are in the target's fastest memory.
         """
-        facts = facts or CandidateFacts()
+        candidate = candidate or Candidate(target)
         target.record_queue_progress(now)
         tier_load_factor = target.speed.tier_load.get(now)
         request = InFlightRequest(
@@ -123,23 +123,24 @@ class LoadTracker:
             cached_tokens,
             expected_output_tokens,
             is_streaming,
-            facts.tier_load_s / tier_load_factor,  # by the configured rates
+            candidate.tier_load_s / tier_load_factor,  # by the configured rates
             now,
-            facts.source,
-            facts.arrival_s,
+            candidate.source,
+            candidate.arrival_s,
         )
         queue = target.prefill_queue
-        awaited_request = find_awaited_request(target, facts)
+        awaited_request = find_awaited_request(candidate)
         wait_s = target.estimate_wait_before_s(queue.compute_order_s(request.prefill_s, awaited_request), now)
         # The target computes earlier prompts while the KV moves, so the longer of the two waits counts.
-        request.expected_ttft_s = max(facts.arrival_s, target.slowdown * wait_s) + target.slowdown * request.prefill_s
+        arrival_s = max(candidate.arrival_s, target.slowdown * wait_s)
+        request.expected_ttft_s = arrival_s + target.slowdown * request.prefill_s
         if not is_streaming:
             self._estimate_count += 1
             first_token_at_s = now + request.expected_ttft_s
             heapq.heappush(self._estimated_first_tokens, (first_token_at_s, self._estimate_count, request))
         self._mark_changed(target)
         load = target.load
-        if facts.source is None:
+        if candidate.source is None:
             queue.add(request, awaited_request)
         else:
             request.phase = RequestPhase.TRANSFER

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prompts.errors import RequestError
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.load import NO_PEER_LOAD
-from router.decide.price import CandidateFacts
+from router.decide.price import Candidate
 from router.decide.target import OVERDUE_SHARE, InFlightRequest, Target
 from router.decide.tracker import LoadTracker
 from router.fleet.peers import LoadMessage, PeerLoads, PeerSockets
@@ -106,9 +106,9 @@ def test_requests_that_wait_for_kv_are_told_too() -> None:
     """They take a place in the batch of their worker soon, and compute little of their prompts."""
     (my_tracker, my_targets), (their_tracker, targets) = tracker(), tracker()
     mine, theirs = PeerLoads(my_tracker, "me"), PeerLoads(their_tracker, "you")
-    facts = CandidateFacts(source=targets[1], arrival_s=1e9)
+    candidate = Candidate(targets[0], source=targets[1], arrival_s=1e9)
     waiting = their_tracker.add_request(
-        targets[0], prompt_tokens=8000, cached_tokens=7999, is_streaming=True, now=0.0, facts=facts
+        targets[0], prompt_tokens=8000, cached_tokens=7999, is_streaming=True, now=0.0, candidate=candidate
     )
     for now in (0.0, 10.0):  # a full message comes every half second
         message = theirs.next_message(now)

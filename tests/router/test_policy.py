@@ -26,7 +26,7 @@ from router.decide.policy import (
 from router.decide.price import (
     CONGESTION_MAX,
     CONGESTION_MIN,
-    CandidateFacts,
+    Candidate,
     PoolLoad,
     RequestFacts,
     compute_congestion,
@@ -66,9 +66,11 @@ def price(
     tracker: LoadTracker, targets: list[Target], cached_tokens: list[int], tokens: int, now: float, **changes: Any
 ) -> list[Terms]:
     request = describe(tracker, targets, tokens, now, **changes)
-    return [
-        price_worker(target, request, CandidateFacts(cached), CONFIG) for target, cached in zip(targets, cached_tokens)
-    ]
+    return [price_worker(Candidate(target, cached), request, CONFIG) for target, cached in zip(targets, cached_tokens)]
+
+
+def pick(prices: list[Terms], rotation: int) -> int:
+    return choose_cheapest([terms.cost for terms in prices], rotation)
 
 
 def test_every_term_by_hand() -> None:
@@ -98,7 +100,7 @@ def test_every_term_by_hand() -> None:
     assert first.ttft_s == pytest.approx(slow0 * (q0 + p0))
     assert first.cost == pytest.approx(slow0 * (q0 + (1 + beta) * p0) + 0.1 * u0)
     assert second.cost == pytest.approx(slow1 * (1 + beta) * p1)
-    assert choose_cheapest(prices, 0) == 1
+    assert pick(prices, 0) == 1
 
 
 def test_the_rest_of_the_answer_by_hand() -> None:
@@ -121,7 +123,7 @@ def test_the_rest_of_the_answer_by_hand() -> None:
     assert prices[1].decode_s == pytest.approx(0.2 * single_s)
     its_steps, other_steps = 400 * (3 * c + d * 3000), 400 * 3 * (c + d * (500 + 200))
     assert prices[0].decode_s == pytest.approx(0.2 * (single_s + its_steps + other_steps))
-    assert choose_cheapest(prices, 0) == 1
+    assert pick(prices, 0) == 1
 
 
 def test_a_shared_prefix_is_laid_to_all_who_share_it_the_less_the_fuller_the_worker() -> None:
@@ -160,7 +162,7 @@ def test_all_seats_taken_is_a_wait() -> None:
     assert first.slot_wait_s == pytest.approx(slot_wait_s)
     assert first.ttft_s == pytest.approx(slot_wait_s + first.slowdown * first.prefill_s)
     assert second.slot_wait_s == 0.0
-    assert choose_cheapest(prices, 0) == 1
+    assert pick(prices, 0) == 1
     tracker.end_request(request, 101.0)
     assert price(tracker, targets, [8, 0], 9, 200.0)[0].slot_wait_s == 0.0
 
@@ -238,7 +240,7 @@ def test_another_routers_load_counts() -> None:
     prices = price(tracker, targets, [0, 0], 1000, 10.0)
     assert prices[0].queue_s == pytest.approx(3.0 - 0.5 / targets[0].slowdown)
     assert targets[0].slowdown > targets[1].slowdown
-    assert choose_cheapest(prices, 0) == 1
+    assert pick(prices, 0) == 1
     tracker.set_peer_loads("other", {})
     assert targets[0].peer_load is NO_PEER_LOAD
     assert price(tracker, targets, [0, 0], 1000, 10.0)[0].queue_s == 0.0
@@ -252,14 +254,14 @@ def test_the_winner_has_the_least_cost_and_ties_rotate(costs: list[float], rotat
     tracker, targets = tracker_of(1)
     (terms,) = price(tracker, targets, [0], 10, 0.0)
     prices = [msgspec.structs.replace(terms, cost=cost) for cost in costs]
-    winners = {choose_cheapest(prices, rotation + i) for i in range(len(costs))}
+    winners = {pick(prices, rotation + i) for i in range(len(costs))}
     assert winners == {i for i, cost in enumerate(costs) if cost <= min(costs) + TIE_S}
 
 
 def test_ties_go_round() -> None:
     tracker, targets = tracker_of(3)
     prices = price(tracker, targets, [0, 0, 0], 100, 0.0)
-    assert [choose_cheapest(prices, r) for r in range(4)] == [0, 1, 2, 0]
+    assert [pick(prices, r) for r in range(4)] == [0, 1, 2, 0]
 
 
 def test_least_requests_counts_what_is_in_flight() -> None:

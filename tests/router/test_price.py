@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.load import PeerLoad
 from router.decide.messages import Terms
-from router.decide.price import CandidateFacts, RequestFacts, price_worker
+from router.decide.price import Candidate, RequestFacts, price_worker
 from router.decide.tracker import UTILISATION_WINDOW_S, LoadTracker
 from router.index.protocol import HolderId
 
@@ -40,7 +40,7 @@ def write_out(
     requests: list[Sent],
     peer: PeerLoad | None,
     priced: RequestFacts,
-    cache: CandidateFacts,
+    cache: Candidate,
     step_seen_s: float,
     slots: int,
 ) -> dict[str, float]:
@@ -159,9 +159,9 @@ def test_the_price_is_its_six_parts_written_out(
         tracker.set_peer_loads("other", {"w": peer})
     decay = tracker.compute_utilisation_decay(NOW)
     cached, shared, media = (int(share * (prompt_tokens - 1)) for share in shares[:3])
-    cache = CandidateFacts(cached, cached, media, *waits_s, arrival_s=arrival_s)
+    cache = Candidate(target, cached, cached, media, *waits_s, arrival_s=arrival_s)
     priced = RequestFacts(NOW, prompt_tokens, output_tokens, decay, congestion, shared, shares[3], can_move_prefill)
-    terms = price_worker(target, priced, cache, CONFIG)
+    terms = price_worker(cache, priced, CONFIG)
     parts = write_out(service, requests, peer, priced, cache, step_seen_s, slots)
     assert {name: getattr(terms, name) for name in parts} == pytest.approx(parts, rel=1e-6, abs=1e-9)
     assert terms.cost == pytest.approx(sum_parts(terms), rel=1e-9)

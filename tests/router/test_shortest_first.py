@@ -17,7 +17,7 @@ from router.decide.core import RouterCore
 from router.decide.load import PeerLoad, PeerPrefills
 from router.decide.messages import Enqueue, Forward, RouteRequest, Terms
 from router.decide.policy import choose_cheapest
-from router.decide.price import CandidateFacts, RequestFacts, price_worker
+from router.decide.price import Candidate, RequestFacts, price_worker
 from router.decide.target import InFlightRequest, Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import BLOCKCAST, ServedModel, WorkerSpec
@@ -43,8 +43,12 @@ def price(
     tracker: LoadTracker, targets: list[Target], cached_tokens: list[int], tokens: int, now: float
 ) -> list[Terms]:
     request = RequestFacts(now, tokens, 0.0, tracker.compute_utilisation_decay(now), congestion=0.1)
-    facts = [CandidateFacts(tokens, resident_tokens=tokens) for tokens in cached_tokens]
-    return [price_worker(target, request, cache, CostConfig()) for target, cache in zip(targets, facts)]
+    candidates = [Candidate(target, tokens, tokens) for target, tokens in zip(targets, cached_tokens)]
+    return [price_worker(candidate, request, CostConfig()) for candidate in candidates]
+
+
+def pick_cheapest(prices: list[Terms]) -> int:
+    return choose_cheapest([terms.cost for terms in prices], 0)
 
 
 # The price -----------------------------------------------------------------------------------------------------------
@@ -77,12 +81,12 @@ def test_a_short_turn_stays_behind_a_long_prompt_and_a_long_one_goes_elsewhere()
     tokens is computed anew elsewhere; here it goes first. Who brings as much as that one goes where nothing waits."""
     tracker, targets = tracker_of(2)
     tracker.add_request(targets[0], prompt_tokens=40_000, cached_tokens=0, is_streaming=True, now=0.0)
-    assert choose_cheapest(price(tracker, targets, [7500, 0], 8000, 0.1), 0) == 0
-    assert choose_cheapest(price(tracker, targets, [7500, 0], 80_000, 0.1), 0) == 1
+    assert pick_cheapest(price(tracker, targets, [7500, 0], 8000, 0.1)) == 0
+    assert pick_cheapest(price(tracker, targets, [7500, 0], 80_000, 0.1)) == 1
     for target in targets:
         target.prefill_queue.is_shortest_first = False
         target.recompute_queue()
-    assert choose_cheapest(price(tracker, targets, [7500, 0], 8000, 0.1), 0) == 1
+    assert pick_cheapest(price(tracker, targets, [7500, 0], 8000, 0.1)) == 1
 
 
 def test_a_prompt_whose_prefix_a_longer_one_computes_goes_behind_that_one() -> None:
@@ -92,14 +96,15 @@ def test_a_prompt_whose_prefix_a_longer_one_computes_goes_behind_that_one() -> N
     request = RequestFacts(0.1, 2050, 0.0, 1.0)
 
     def wait_s(resident_tokens: int) -> float:
-        facts = CandidateFacts(2000, resident_tokens=resident_tokens)
-        return price_worker(target, request, facts, CostConfig()).queue_s
+        return price_worker(Candidate(target, 2000, resident_tokens), request, CostConfig()).queue_s
 
     assert wait_s(resident_tokens=2000) == 0.0, "the prefix is there: the short rest overtakes"
     assert wait_s(resident_tokens=512) == pytest.approx(first_s - 0.1, rel=0.1)
-    facts = CandidateFacts(2000, resident_tokens=0)
+    candidate = Candidate(target, 2000, resident_tokens=0)
     second, third = (
-        tracker.add_request(target, prompt_tokens=2050, cached_tokens=2000, is_streaming=True, now=0.1, facts=facts)
+        tracker.add_request(
+            target, prompt_tokens=2050, cached_tokens=2000, is_streaming=True, now=0.1, candidate=candidate
+        )
         for _ in range(2)
     )
     own_s = target.estimate_prefill_s(2050, 2000)

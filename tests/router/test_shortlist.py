@@ -18,7 +18,7 @@ from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
 from router.decide.load import PeerLoad, PeerPrefills
 from router.decide.messages import Decision, Forward, RouteRequest, Terms
-from router.decide.price import CandidateFacts, RequestFacts, price_worker
+from router.decide.price import Candidate, RequestFacts, price_worker
 from router.decide.shortlist import RIVALS_MIN
 from router.decide.target import Target
 from router.decide.workers import ServedModel, WorkerSpec
@@ -72,9 +72,8 @@ def bound(core: RouterCore, decision: Decision) -> float:
     )
 
     def decode_s(target: Target, prompt_tokens: int, output_tokens: float) -> float:
-        return price_worker(
-            target, RequestFacts(0.0, prompt_tokens, output_tokens, 1.0), CandidateFacts(), config
-        ).decode_s
+        request = RequestFacts(0.0, prompt_tokens, output_tokens, 1.0)
+        return price_worker(Candidate(target), request, config).decode_s
 
     differ = [decode_s(t, length, expected) - decode_s(t, prompt, answer) for t in targets]
     return (

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
-from router.decide.price import CandidateFacts
+from router.decide.price import Candidate
 from router.decide.speed import RATIO_VALID_S, Observation, PoolSpeed, Speed, TimeFactor
 from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.decide.tracker import LoadTracker
@@ -472,7 +472,7 @@ def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None
             cached_tokens=8000 - uncached_tokens,
             is_streaming=True,
             now=now,
-            facts=CandidateFacts(tier_load_s=load_s * target.speed.tier_load.get(now)),
+            candidate=Candidate(target, tier_load_s=load_s * target.speed.tier_load.get(now)),
         )
         steps = max(1.0, uncached_tokens / ServiceModel().step_tokens)
         now += _compute_s(uncached_tokens, steps) + 30 * load_s

@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
-from router.decide.messages import Terms, Transfer, TransferKind
-from router.decide.price import CandidateFacts
+from router.decide.messages import Transfer, TransferKind
+from router.decide.price import Candidate
 from router.decide.target import Target
 from router.decide.transfers.links import TransferLinks
 from router.decide.workers import may_transfer
@@ -20,21 +20,6 @@ SOURCES_MAX: Final = 2
 """Sources that plans are made with for each destination: the best that it can get KV from."""
 SHORTLIST_MAX: Final = 4
 """Targets of one request that are looked at as sources, and as destinations."""
-
-
-class Plan(NamedTuple):
-    """A target, and what is cached there after the transfer."""
-
-    target: Target
-    facts: CandidateFacts
-
-
-class PricedTarget(NamedTuple):
-    """A target, its facts and its price where no KV moves."""
-
-    target: Target
-    facts: CandidateFacts
-    terms: Terms
 
 
 def find_best_sources(sources: Sequence[Target], matches: Mapping[HolderId, Match]) -> list[Target]:
@@ -76,7 +61,7 @@ def compute_pull_share(shared_tokens: int, best_tokens: int, source: Target, lin
 
 
 class TransferPlanner:
-    """Makes the plans of one request."""
+    """Makes the plans of one request: candidates with a transfer, from priced candidates without one."""
 
     def __init__(self, links: TransferLinks, prompt_tokens: int, congestion: float, now: float) -> None:
         self._links = links
@@ -85,49 +70,48 @@ class TransferPlanner:
         self._now = now
 
     def plan_pulls(
-        self, priced_targets: Sequence[PricedTarget], sources: Sequence[Target], matches: Mapping[HolderId, Match]
-    ) -> list[Plan]:
+        self, candidates: Sequence[Candidate], sources: Sequence[Target], matches: Mapping[HolderId, Match]
+    ) -> list[Candidate]:
         """Return the plans in which a target pulls blocks that another one has cached. `sources`: the best first."""
         longest_tokens = max((matches[source.holder].tokens for source in sources), default=0)
-        shorter_targets = [priced for priced in priced_targets if priced.facts.cached_tokens < longest_tokens]
-        plans: list[Plan] = []
-        for destination in self._find_destinations(shorter_targets):
+        shorter_candidates = [candidate for candidate in candidates if candidate.cached_tokens < longest_tokens]
+        plans: list[Candidate] = []
+        for destination in self._find_destinations(shorter_candidates):
             pulls = (self._plan_pull(destination, source, matches[source.holder].tokens) for source in sources)
             plans += islice(filter(None, pulls), SOURCES_MAX)
         return plans
 
-    def _plan_pull(self, destination: PricedTarget, source: Target, source_tokens: int) -> Plan | None:
+    def _plan_pull(self, destination: Candidate, source: Target, source_tokens: int) -> Candidate | None:
         """Return the plan in which a target pulls from a source that has `source_tokens` cached; None if it cannot."""
-        target, facts, _ = destination
-        if source_tokens <= facts.cached_tokens or self._is_paused(source, target):
+        target = destination.target
+        if source_tokens <= destination.cached_tokens or self._is_paused(source, target):
             return None
-        transfer = self._make_transfer(TransferKind.PULL, source, target, source_tokens - facts.resident_tokens)
+        transfer = self._make_transfer(TransferKind.PULL, source, target, source_tokens - destination.resident_tokens)
         if transfer is None:
             return None
-        new_facts = msgspec.structs.replace(
-            facts,
+        return msgspec.structs.replace(
+            destination,
             cached_tokens=source_tokens,
             transfer=transfer,
             source=source,
             arriving_tokens=source_tokens,
             arrival_s=transfer.transfer_s,
         )
-        return Plan(target, new_facts)
 
     def plan_prefills(
         self,
-        priced_targets: Sequence[PricedTarget],
-        priced_sources: Sequence[PricedTarget],
+        candidates: Sequence[Candidate],
+        priced_sources: Sequence[Candidate],
         *,
         uses_paused_pairs: bool = False,
-    ) -> list[Plan]:
+    ) -> list[Candidate]:
         """Return the plans in which one target computes the prompt and another one the answer, the best sources first.
 
         `uses_paused_pairs`: whether a pair is planned for although a transfer between them failed lately.
         """
-        sources = sorted(priced_sources, key=lambda priced: priced.terms.cost)
-        plans: list[Plan] = []
-        for destination in self._find_destinations(priced_targets):
+        sources = sorted(priced_sources, key=lambda source: source.terms.cost)
+        plans: list[Candidate] = []
+        for destination in self._find_destinations(candidates):
             usable_sources = (
                 source
                 for source in sources
@@ -137,39 +121,35 @@ class TransferPlanner:
             plans += islice(filter(None, prefills), SOURCES_MAX)
         return plans
 
-    def _plan_prefill(self, destination: PricedTarget, priced_source: PricedTarget) -> Plan | None:
+    def _plan_prefill(self, destination: Candidate, source: Candidate) -> Candidate | None:
         """Return the plan in which a source computes the prompt for a target; None if they do not fit."""
-        target, facts, _ = destination
-        source, source_facts, source_terms = priced_source
-        transfer = self._make_transfer(
-            TransferKind.PREFILL, source, target, self._prompt_tokens - facts.resident_tokens
-        )
+        moved_tokens = self._prompt_tokens - destination.resident_tokens
+        transfer = self._make_transfer(TransferKind.PREFILL, source.target, destination.target, moved_tokens)
         if transfer is None:
             return None
-        new_facts = msgspec.structs.replace(
-            facts,
-            cached_tokens=source_facts.cached_tokens,
+        return msgspec.structs.replace(
+            destination,
+            cached_tokens=source.cached_tokens,
             tier_load_s=0.0,
             transfer=transfer,
-            source=source,
+            source=source.target,
             arriving_tokens=self._prompt_tokens - 1,
-            arrival_s=source_terms.ttft_s + transfer.transfer_s,
-            source_terms=source_terms,
+            arrival_s=source.terms.ttft_s + transfer.transfer_s,
+            source_terms=source.terms,
         )
-        return Plan(target, new_facts)
 
     def _is_paused(self, source: Target, target: Target) -> bool:
         return self._links.is_paused(source.name, target.name, self._now)
 
-    def _find_destinations(self, priced_targets: Sequence[PricedTarget]) -> list[PricedTarget]:
-        """Return the targets with the lowest prices besides the prefill."""
-        return heapq.nsmallest(
-            SHORTLIST_MAX,
-            (priced for priced in priced_targets if priced.target.transfer_facts.can_take),
-            key=lambda priced: (
-                priced.terms.cost - (1.0 + self._congestion) * priced.terms.slowdown * priced.terms.prefill_s
-            ),
-        )
+    def _find_destinations(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates with the lowest prices besides the prefill."""
+
+        def compute_other_cost(candidate: Candidate) -> float:
+            terms = candidate.terms
+            return terms.cost - (1.0 + self._congestion) * terms.slowdown * terms.prefill_s
+
+        takers = (candidate for candidate in candidates if candidate.target.transfer_facts.can_take)
+        return heapq.nsmallest(SHORTLIST_MAX, takers, key=compute_other_cost)
 
     def _make_transfer(self, kind: TransferKind, source: Target, target: Target, tokens: int) -> Transfer | None:
         """Return the transfer of some tokens between two targets; None where they do not fit."""
