@@ -15,7 +15,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -31,10 +30,10 @@ import msgspec
 import events
 from events import BlockRemoved, BlockStored, Event, Message, Notice, StartMode, StreamConfig, StreamSource
 from events.frames import pack_seq
+from events.sources import is_endpoint
 from options.command import NumberType
 
 EVENT_CLASS_BY_NAME = {"stored": BlockStored, "removed": BlockRemoved, "cleared": events.AllBlocksCleared}
-ADDRESS_PATTERN = re.compile(r"tcp://[^/]+:\d{1,5}|(ipc|inproc|https?)://.+")
 SHOWN_HASH_COUNT = 4
 SAVE_INTERVAL_S = 0.2
 CONNECT_PATIENCE_S = 3.0
@@ -221,12 +220,12 @@ def iter_sources(
         raise click.UsageError(f"{len(replays)} --replay for {len(endpoints)} event addresses")
     replay_by_endpoint = dict(zip(endpoints, replays))
     for address in addresses:
-        if ADDRESS_PATTERN.fullmatch(address) is None:
-            raise click.UsageError(f"{address!r}: expected tcp://HOST:PORT, ipc://PATH or a worker's http:// URL")
-        if address.startswith("http"):
+        if address.startswith(("http://", "https://")):
             yield from discover_streams(address, topic, config)
-        else:
+        elif is_endpoint(address):
             yield StreamSource(address, address, replay_by_endpoint.get(address), topic, config)
+        else:
+            raise click.UsageError(f"{address!r}: expected tcp://HOST:PORT, ipc://PATH or a worker's http:// URL")
 
 
 def discover_streams(worker_url: str, topic: str | None, config: StreamConfig) -> Iterator[StreamSource]:

@@ -6,6 +6,7 @@ an address by the worker's host.
 
 from __future__ import annotations
 
+import re
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,6 +16,7 @@ from options.addresses import bracket_host
 
 DEFAULT_PORT = 5557
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "::", "[::]", ""})
+_ENDPOINT_PATTERN = re.compile(r"tcp://[!-~]{1,255}:(?P<port>[0-9]{1,5})|(?:ipc|inproc)://\S{1,512}")
 
 
 class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +109,12 @@ def parse_sources(body: bytes, worker_url: str) -> list[EventSource]:
 
 def _resolve_offer(offer: KVTransferOffer, host: str) -> KVTransferOffer:
     return msgspec.structs.replace(offer, endpoint=resolve_endpoint(offer.endpoint, host))
+
+
+def is_endpoint(text: str) -> bool:
+    """Return whether a text is an address that can be connected to: `tcp://HOST:PORT`, `ipc://PATH`, `inproc://NAME`."""
+    match = _ENDPOINT_PATTERN.fullmatch(text)
+    return match is not None and 0 < int(match["port"] or 1) < 65536
 
 
 def resolve_endpoint(endpoint: str, host: str) -> str:

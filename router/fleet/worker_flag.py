@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from events.sources import is_endpoint
 from options import ConfigError
 from options.addresses import bracket_host, get_default_port
 from router.decide.workers import BLOCKCAST, DECODE_ROLE, KINDS_BY_DIALECT, MOONCAKE, P2P, PREFILL_ROLE, SGLANG
@@ -77,7 +78,6 @@ _KEYS = (*_TEXT_KEYS, *_NUMBER_KEYS)
 """All keys of `--worker`. `model`, `root` and `block_size` replace `url`."""
 _WORKER_ID_PATTERN = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
 """Characters of a worker's id, which stands in headers and metrics."""
-_ENDPOINT_PATTERN = re.compile(r"tcp://[^\s;,]+:\d{1,5}|(ipc|inproc)://[^\s;,]+")
 _BOOTSTRAP_PATTERN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,255}):(?P<port>[1-9][0-9]{0,4})")
 _HOST_LABEL_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 """One label of a host's name; with underscores, which names of containers have."""
@@ -209,7 +209,7 @@ def _split_endpoints(text: str) -> tuple[str, ...]:
     """Return the ZeroMQ endpoints of all ranks, which `;` separates. Raises ConfigError."""
     endpoints = tuple(text.split(";")) if text else ()
     for endpoint in endpoints:
-        if _ENDPOINT_PATTERN.fullmatch(endpoint) is None:
+        if not is_endpoint(endpoint):
             raise ConfigError(f"worker: endpoint {endpoint!r}, expected one like tcp://host:5557")
     return endpoints
 

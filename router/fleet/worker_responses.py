@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
-from events.sources import EventSource, parse_sources
+from events.sources import EventSource, is_endpoint, parse_endpoint_host, parse_sources
 from events.types import DecodeError
 from router.decide.load import EngineLoad
 from router.decide.workers import VLLM, ServedModel
@@ -40,9 +40,6 @@ METRICS_READ_BYTES_MAX = 256 << 10
 """Most bytes of metric lines that are read; 256 ranks with vLLM's lines of 800 bytes fit."""
 _VLLM_FRONTENDS = frozenset(("vllm-frontend-rs",))
 """Other names under which vLLM serves."""
-_ENDPOINT_PATTERN = re.compile(r"tcp://\S{1,512}:([0-9]{1,5})|(?:ipc|inproc)://\S{1,512}")
-_TRANSFER_ENDPOINT_PATTERN = re.compile(r"tcp://[!-~]{1,255}:[0-9]{1,5}")
-"""Addresses that an engine takes as the source of a pull (prompts/kv_source.py)."""
 REQUESTS_MAX = 10**6
 """Most requests that an engine can report."""
 _VALUE_MAX_BY_KIND = {"running": REQUESTS_MAX, "waiting": REQUESTS_MAX, "received_kv_bytes": 2**60}
@@ -139,11 +136,10 @@ def list_endpoints(source: EventSource) -> list[str]:
 def _find_source_fault(source: EventSource) -> str | None:
     """Return why an event stream cannot be followed; None if it can."""
     for endpoint in list_endpoints(source):
-        match = _ENDPOINT_PATTERN.fullmatch(endpoint)
-        if match is None or not 0 < int(match[1] or 1) < 65536:
+        if not is_endpoint(endpoint):
             return f"{endpoint[:80]!r} is no address"
     offer = source.kv_transfer
-    if offer is not None and _TRANSFER_ENDPOINT_PATTERN.fullmatch(offer.endpoint) is None:
+    if offer is not None and parse_endpoint_host(offer.endpoint) is None:
         return f"{offer.endpoint[:80]!r} is no address of a peer"
     if offer is not None and not 0 < offer.bytes_per_token <= TOKEN_BYTES_MAX:
         return f"a token that is not of 1 to {TOKEN_BYTES_MAX} bytes"
