@@ -156,12 +156,12 @@ class ChatTemplate:
         documents: Sequence[Message] | None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = False,
-        continue_final_message: bool | str = False,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """Return the prompt's text, equal to that of transformers' `apply_chat_template(..., tokenize=False)`.
 
-        `continue_final_message`: the prompt ends inside the last message, after its content or after the named field.
+        `continue_final_message`: the prompt ends inside the last message, after its content.
         Raises RequestError for messages that the template refuses (`raise_exception`) or cannot render.
         """
         if not messages:
@@ -180,24 +180,22 @@ class ChatTemplate:
             "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        if not continue_final_message:
-            return self._render(template, context)
-        field = continue_final_message if isinstance(continue_final_message, str) else "content"
-        return self._render_continuation(template, context, field)
+        return (self._render_continuation if continue_final_message else self._render)(template, context)
 
     def _convert_message(self, message: Message) -> Message:
         """Return a message as transformers from 5.23 on gives it to templates."""
         is_plain = len(message) == 2 and message.get("content") is not None and message.get("role") is not None
         return message if is_plain or self.keeps_messages_as_sent else _add_reasoning_names(_drop_nulls(message))
 
-    def _render_continuation(self, template: _CompiledTemplate, context: dict[str, Any], field: str) -> str:
-        """Render a chat up to the end of a field of its last message, for the model to continue there."""
+    def _render_continuation(self, template: _CompiledTemplate, context: dict[str, Any]) -> str:
+        """Render a chat up to the end of the content of its last message, for the model to continue there."""
         tagged_messages = list(context["messages"])
         final_message = tagged_messages[-1]
-        has_calls = field == "content" and bool(final_message.get("tool_calls"))
+        has_calls = bool(final_message.get("tool_calls"))
         if has_calls:
-            tagged_messages[-1] = {**_drop_calls(final_message), "content": final_message.get("content") or ""}
-        final_text = _tag_final_message(tagged_messages, field, template.source)
+            without_calls = {name: value for name, value in final_message.items() if name != "tool_calls"}
+            tagged_messages[-1] = {**without_calls, "content": final_message.get("content") or ""}
+        final_text = _tag_final_message(tagged_messages, template.source)
         tagged_text = self._render(template, {**context, "messages": tagged_messages})
         if not has_calls:
             return _cut_at_tag(tagged_text, final_text)
@@ -229,10 +227,6 @@ class ChatTemplate:
             raise RequestError(str(error), param="chat_template") from error
 
 
-def _drop_calls(message: Message) -> Message:
-    return {name: value for name, value in message.items() if name != "tool_calls"}
-
-
 def _drop_nulls(message: Message) -> Message:
     for value in message.values():
         if value is None:
@@ -250,50 +244,37 @@ def _add_reasoning_names(message: Message) -> Message:
     return {"thinking": reasoning, "reasoning": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _tag_final_message(messages: list[Message], field: str, template_source: str) -> str:
+def _tag_final_message(messages: list[Message], template_source: str) -> str:
     """Put a tag after the text of the last message, which the model is to continue, and return that text.
 
     The tag shows where the text ends in the rendered prompt, so that what the template writes after it can be cut off.
-    `field` has the text: the content or the reasoning. The last message in `messages` is replaced by a copy. Raises
-    RequestError if there is no text to continue.
+    The last message in `messages` is replaced by a copy. Raises RequestError if there is no text to continue.
     """
     param = "continue_final_message"
     final_message = messages[-1]
-    content = final_message.get(field)
+    content = final_message.get("content")
     if content is None:
-        raise RequestError(f'{param}: the last message has no "{field}" to continue', param=param)
-    tagged_fields = [field]
-    if field in _REASONING_FIELDS:  # the message has the reasoning under several names, and a template reads one
-        tagged_fields = [name for name in _REASONING_FIELDS if final_message.get(name) == content]
+        raise RequestError(f'{param}: the last message has no "content" to continue', param=param)
     # A quick check for a clear error: a name may occur without being read, and then the rendered prompt lacks the tag.
-    if not any(name in template_source for name in tagged_fields):
-        raise RequestError(f'{param}: the chat template does not read "{field}"', param=param)
+    if "content" not in template_source:
+        raise RequestError(f'{param}: the chat template does not read "content"', param=param)
     if isinstance(content, str):
-        messages[-1] = {**final_message, **dict.fromkeys(tagged_fields, content + _CONTINUE_TAG)}
+        messages[-1] = {**final_message, "content": content + _CONTINUE_TAG}
         return content
     tagged_parts, text = _tag_last_text_part(content if isinstance(content, list) else [])
-    messages[-1] = {**final_message, field: tagged_parts}
+    messages[-1] = {**final_message, "content": tagged_parts}
     return text
 
 
 def _tag_last_text_part(parts: list[Any]) -> tuple[list[Any], str]:
     """Return the parts of a content with a tag after the last text, and that text. Raises RequestError without one."""
-    index = _find_last_text_part(parts)
-    if index is None:
-        param = "continue_final_message"
-        raise RequestError(f"{param}: the last message has no text to continue", param=param)
-    text = str(parts[index]["text"])
-    tagged_part = {**parts[index], "text": text + _CONTINUE_TAG}
-    return [*parts[:index], tagged_part, *parts[index + 1 :]], text
-
-
-def _find_last_text_part(parts: list[Any]) -> int | None:
-    """Return the index of the last part with a text, such as {"type": "text", "text": "Hello"}; None without one."""
     for index in reversed(range(len(parts))):
         part = parts[index]
         if isinstance(part, dict) and isinstance(part.get("text"), str):
-            return index
-    return None
+            tagged_part = {**part, "text": part["text"] + _CONTINUE_TAG}
+            return [*parts[:index], tagged_part, *parts[index + 1 :]], part["text"]
+    param = "continue_final_message"
+    raise RequestError(f"{param}: the last message has no text to continue", param=param)
 
 
 def _cut_at_tag(text: str, final_text: str) -> str:
