@@ -7,6 +7,7 @@ native decoder (router/index/native/events.cpp) accepts and refuses the same eve
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,13 +19,15 @@ from events.types import EVENT_CLASS_BY_NAME, AllBlocksCleared, BlockName, Block
 
 _ABSENT = Raw(b"")
 _FIELDS = dict.fromkeys(field for cls in EVENT_CLASS_BY_NAME.values() for field in cls.__struct_fields__)
-_EventMap = msgspec.defstruct("_Map", [("type", str), *((field, Raw, _ABSENT) for field in _FIELDS)])
-_MAP_DECODER = msgspec.msgpack.Decoder(_EventMap)
-_ARRAY_DECODER = msgspec.msgpack.Decoder(list[Raw])
+_EVENT_DECODER = msgspec.msgpack.Decoder(
+    msgspec.defstruct("_EventMap", [("type", str), *((field, Raw, _ABSENT) for field in _FIELDS)]) | list[Raw]
+)
 _TEXT_DECODER = msgspec.msgpack.Decoder(str)
 _BYTES_DECODER = msgspec.msgpack.Decoder(bytes)
 _INT_DECODER = msgspec.msgpack.Decoder(int)
 _EXTRA_KEYS_DECODER = msgspec.msgpack.Decoder(list[list[Raw] | None] | None)
+_TOKENS_DECODER = msgspec.msgpack.Decoder(list[int] | None)
+_DIALECT_TOKENS_DECODER = msgspec.msgpack.Decoder(list[int | str | list[Raw]])
 
 
 def parse_event(raw_event: Raw) -> tuple[str, Event | None]:
@@ -33,19 +36,16 @@ def parse_event(raw_event: Raw) -> tuple[str, Event | None]:
     Some engines send an event as a map, others as an array with the type and the fields in their fixed order. Raises
     ValidationError or UnicodeDecodeError for a malformed event.
     """
-    msgpack_type = _get_msgpack_type(raw_event)
-    if msgpack_type == "map":
-        raw_value_by_field = msgspec.structs.asdict(_MAP_DECODER.decode(raw_event))
-        type_name = raw_value_by_field.pop("type")
-    elif msgpack_type == "array":
-        values = _ARRAY_DECODER.decode(raw_event)
+    values = _EVENT_DECODER.decode(raw_event)
+    if isinstance(values, list):
         if not values:
             raise ValidationError("empty array")
         type_name = _TEXT_DECODER.decode(values[0])
         field_names = _POSITIONAL_FIELDS.get(type_name, ())
         raw_value_by_field = dict(zip(field_names, values[1:]))  # further values of newer versions are ignored
     else:
-        raise ValidationError("expected a map or an array")
+        raw_value_by_field = msgspec.structs.asdict(values)
+        type_name = raw_value_by_field.pop("type")
     event_class = EVENT_CLASS_BY_NAME.get(type_name)
     if event_class is None:
         return type_name, None
@@ -130,24 +130,15 @@ def _decode_token_ids(raw: Raw) -> list[int]:
     try:
         return _TOKENS_DECODER.decode(raw) or []
     except ValidationError:
-        return [_decode_token_id(value) for value in _ARRAY_DECODER.decode(raw)]
+        return [_decode_token_id(value) for value in _DIALECT_TOKENS_DECODER.decode(raw)]
 
 
-def _decode_token_id(raw: Raw) -> Any:
-    msgpack_type = _get_msgpack_type(raw)
-    if msgpack_type == "text":
-        return _TEXT_DECODER.decode(raw)
-    return _INT_DECODER.decode(_get_first_item(raw) if msgpack_type == "array" else raw)
-
-
-_TOKENS_DECODER = msgspec.msgpack.Decoder(list[int] | None)
-
-
-def _get_first_item(raw: Raw) -> Raw:
-    values = _ARRAY_DECODER.decode(raw)
-    if not values:
+def _decode_token_id(value: int | str | list[Raw]) -> Any:
+    if not isinstance(value, list):
+        return value
+    if not value:
         raise ValidationError("an empty pair")
-    return values[0]
+    return _INT_DECODER.decode(value[0])
 
 
 def _decode_extra_keys(raw: Raw) -> list[tuple[Any, ...] | None] | None:
@@ -161,26 +152,10 @@ def _decode_extra_keys(raw: Raw) -> list[tuple[Any, ...] | None] | None:
 
 def _decode_extra_key(raw: Raw) -> object:
     """Decode a text, bytes, or a media item as (identifier, offset); None for other values, which match nothing."""
-    msgpack_type = _get_msgpack_type(raw)
-    if msgpack_type == "text":
-        return _TEXT_DECODER.decode(raw)
-    if msgpack_type == "bytes":
-        return _BYTES_DECODER.decode(raw)
+    for decoder in (_TEXT_DECODER, _BYTES_DECODER):
+        with contextlib.suppress(ValidationError):
+            return decoder.decode(raw)
     return _decode_or_none(tuple[str, int], raw)
-
-
-def _get_msgpack_type(raw: Raw) -> str:
-    """Return the kind of a msgpack value by its first byte: `map`, `array`, `text`, `bytes`, `int` or `other`."""
-    first_byte = memoryview(raw)[0]
-    if 0x80 <= first_byte <= 0x8F or first_byte in (0xDE, 0xDF):
-        return "map"
-    if 0x90 <= first_byte <= 0x9F or first_byte in (0xDC, 0xDD):
-        return "array"
-    if 0xA0 <= first_byte <= 0xBF or 0xD9 <= first_byte <= 0xDB:
-        return "text"
-    if 0xC4 <= first_byte <= 0xC6:
-        return "bytes"
-    return "int" if first_byte <= 0x7F or first_byte >= 0xE0 or 0xCC <= first_byte <= 0xD3 else "other"
 
 
 _NEWER_FIELDS = frozenset({"mm_keys", "remaining_copy_counts", *(f for f in _FIELDS if f.startswith("skipped_"))})
