@@ -36,94 +36,52 @@ _TOOLS = [
 ]
 
 
-class _ConversationMaker:
-    """Makes the conversations with which a template is tried, in the shapes that agents and chats have.
+_ROLES = {"s": "system", "q": "user", "a": "assistant", "c": "assistant", "r": "tool"}
+_SHAPES = {
+    "questions": "q a q a q a q a",
+    "a system text": "s q a q a q a q a",
+    "thoughts": "s q at q at q at q at",
+    "thoughts in the text": "s q ai q ai q ai q ai",
+    "tools": "s q c r cw r c r a q c r cw r c r q",
+    "tools and thoughts": "s q ct r cwt r ct r at q ct r cwt r ct r q",
+    "parallel calls": "s q c2 r r c r a q c2 r r a q",
+    "parts": "s qp a qp a qp a qp a",
+    "empty texts": "s qe a q ae q a q",
+    "a late system text": "s q a q a s q a q a",
+    "two questions in a row": "q a q a q q a q q a q",
+}
+"""Name of a conversation -> its messages, in the shapes that agents and chats have.
 
-    Most messages contain the same long text (the filler), so that their conversations are worth caching.
-    """
+A message is a system text, a question, an answer, a call of a tool, or its result (s, q, a, c, r). A call is of two
+tools at once (2) or has a text (w). A message has a thought (t), a thought in the text (i), parts (p), or no text (e).
+"""
 
-    def __init__(self, filler: str) -> None:
-        self._filler = filler
-        self._system: dict[str, Any] = {"role": "system", "content": f"Be brief. {filler}"}
 
-    def list_conversations(self) -> list[tuple[str, list[dict[str, Any]]]]:
-        """Return the name and the messages of each conversation."""
-        question, answer = self._make_question, self._make_answer
-        plain, system = self._make_exchanges(), self._system
-        return [
-            ("questions", plain),
-            ("a system text", [system, *plain]),
-            ("thoughts", [system, *self._make_exchanges(thought=True)]),
-            ("thoughts in the text", [system, *self._make_exchanges(inline_thought=True)]),
-            ("tools", self._make_tool_loops(thought=False)),
-            ("tools and thoughts", self._make_tool_loops(thought=True)),
-            ("parallel calls", self._make_parallel_calls()),
-            ("parts", self._make_questions_in_parts()),
-            ("empty texts", self._make_empty_texts()),
-            ("a late system text", [system, *plain[:4], {"role": "system", "content": "Be kind."}, *plain[4:]]),
-            (
-                "two questions in a row",
-                [*plain[:5], *plain[4:6], question(8), question(9), answer(9), question(10)],
-            ),
-        ]
-
-    def _make_exchanges(self, *, thought: bool = False, inline_thought: bool = False) -> list[dict[str, Any]]:
-        """Return four questions, each with its answer."""
-        messages: list[dict[str, Any]] = []
-        for i in range(4):
-            messages += [self._make_question(i), self._make_answer(i, thought=thought, inline_thought=inline_thought)]
-        return messages
-
-    def _make_tool_loops(self, *, thought: bool) -> list[dict[str, Any]]:
-        """Return questions after each of which an agent calls a tool three times: templates drop old thoughts there."""
-        loop: list[dict[str, Any]] = []
-        for i in range(3):
-            loop += [self._make_call(i, thought=thought, text="I look." if i % 2 else None), self._make_result(i)]
-        question, answer = self._make_question, self._make_answer
-        return [self._system, question(0), *loop, answer(0, thought=thought), question(1), *loop, question(2)]
-
-    def _make_parallel_calls(self) -> list[dict[str, Any]]:
-        """Return calls of two tools at once, whose results templates may write as one message."""
-        question, answer, call, result = self._make_question, self._make_answer, self._make_call, self._make_result
-        return [self._system, question(0), call(1, call_count=2), result(1), result(1, 1), call(2), result(2),
-                answer(2), question(3), call(4, call_count=2), result(4), result(4, 1), answer(4),
-                question(5)]  # fmt: skip
-
-    def _make_questions_in_parts(self) -> list[dict[str, Any]]:
-        """Return questions whose content is a list of parts."""
-        parts = [{"type": "text", "text": "Part one."}, {"type": "text", "text": self._filler}]
-        messages = [self._system]
-        for i in range(4):
-            messages += [self._make_question(i, parts), self._make_answer(i)]
-        return messages
-
-    def _make_empty_texts(self) -> list[dict[str, Any]]:
-        """Return a conversation with an empty question and an empty answer, which templates may leave out."""
-        question, answer = self._make_question, self._make_answer
-        return [self._system, question(0, ""), answer(0), question(1), {"role": "assistant", "content": ""},
-                question(2), answer(2), question(3)]  # fmt: skip
-
-    def _make_question(self, number: int, content: Any = None) -> dict[str, Any]:
-        return {"role": "user", "content": f"Question {number}? {self._filler}" if content is None else content}
-
-    def _make_answer(self, number: int, *, thought: bool = False, inline_thought: bool = False) -> dict[str, Any]:
-        text = f"<think>\nIdea {number}.\n</think>\n\n" if inline_thought else ""
-        message = {"role": "assistant", "content": f"{text}Answer {number}. {self._filler}"}
-        return message | {"reasoning_content": f"Thought {number}."} if thought else message
-
-    def _make_call(
-        self, number: int, *, thought: bool = False, text: str | None = None, call_count: int = 1
-    ) -> dict[str, Any]:
-        """Return an assistant's message that calls a tool once or more."""
-        function = {"name": "weather", "arguments": '{"city": "Paris"}'}
-        calls = [{"id": f"call{number:04}{i}", "type": "function", "function": function} for i in range(call_count)]
-        message: dict[str, Any] = {"role": "assistant", "content": text, "tool_calls": calls}
-        return message | {"reasoning_content": f"Thought {number}. {self._filler}"} if thought else message
-
-    def _make_result(self, number: int, part: int = 0) -> dict[str, Any]:
-        """Return the result of one call of the message that `_make_call` makes for the same number."""
-        text = f"Result {number}.{part} {self._filler}"
-        return {"role": "tool", "tool_call_id": f"call{number:04}{part}", "content": text}
+def _make_conversation(shape: str, filler: str) -> list[dict[str, Any]]:
+    """Return the messages of one of the _SHAPES. Most contain `filler`, so that the conversation is worth caching."""
+    messages: list[dict[str, Any]] = []
+    open_call_ids: list[str] = []
+    for number, word in enumerate(shape.split()):
+        kind, variants = word[0], word[1:]
+        message: dict[str, Any] = {"role": _ROLES[kind], "content": f"Message {number}. {filler}"}
+        if kind == "c":
+            function = {"name": "weather", "arguments": '{"city": "Paris"}'}
+            call_ids = [f"call{number:04}{i}" for i in range(2 if "2" in variants else 1)]
+            message["content"] = "I look." if "w" in variants else None
+            message["tool_calls"] = [{"id": call_id, "type": "function", "function": function} for call_id in call_ids]
+            open_call_ids += call_ids
+        elif kind == "r":
+            message["tool_call_id"] = open_call_ids.pop(0)
+        if "t" in variants:
+            message["reasoning_content"] = f"Thought {number}. {filler}"
+        if "i" in variants:
+            message["content"] = f"<think>\nIdea {number}.\n</think>\n\n{message['content']}"
+        if "p" in variants:
+            message["content"] = [{"type": "text", "text": "Part one."}, {"type": "text", "text": filler}]
+        if "e" in variants:
+            message["content"] = ""
+        messages.append(message)
+    return messages
 
 
 def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
@@ -133,9 +91,9 @@ def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
         variants: list[dict[str, Any]] = [{}]
         if filler is _FILLERS[0]:
             variants += [{"tools": _TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}]
-        for name, conversation in _ConversationMaker(filler).list_conversations():
+        for name, shape in _SHAPES.items():
             for fields in variants:
-                trial = _compare_cached_and_full_reads(renderer, conversation, fields)
+                trial = _compare_cached_and_full_reads(renderer, _make_conversation(shape, filler), fields)
                 if trial.problem is not None:
                     return f"{name}: {trial.problem}"
                 reused_count += trial.hit_count
