@@ -25,8 +25,7 @@ import zmq
 from events.config import KVEventsConfig, make_rank_endpoint, should_bind
 from events.frames import MAX_HANDSHAKE_MS, MAX_REQUEST_BYTES, SNAPSHOT_SEQ, build_reply_frames, parse_replay_request
 from events.loop_thread import WakeupPipe
-from events.replay_buffer import ReplayBuffer, ReplayEntry
-from events.replies import Reply, iter_replay, iter_snapshot
+from events.replay import ReplayBuffer, ReplayEntry, Reply, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet
 from events.sources import EventSource, GroupInfo
 from events.types import DecodeError, Event, InvariantError

@@ -33,8 +33,7 @@ from events import (
     encode_batch,
     hash_block,
 )
-from events.replay_buffer import ReplayBuffer
-from events.replies import iter_replay, iter_snapshot
+from events.replay import ReplayBuffer, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet, make_snapshot_events
 
 BLOCK = 2

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 
 from events import Event
 from events.frames import END_SEQ, SNAPSHOT_SEQ
-from events.replay_buffer import ReplayBuffer, ReplayEntry
-from events.replies import SeqAndPayload, iter_replay, iter_snapshot
+from events.replay import ReplayBuffer, ReplayEntry, SeqAndPayload, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet
 
 

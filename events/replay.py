@@ -1,0 +1,126 @@
+"""Batches that subscribers missed: the buffer of a stream's last batches, and the replies of the replay socket. No I/O.
+
+A batch is encoded at most once, when it is first needed. A reply iterates over values that do not change, so that it
+can be sent in slices between live batches. Invariant: the sequence numbers of the buffer are consecutive and end at
+`next_seq - 1`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+
+from events.codec import encode_batch
+from events.frames import END_SEQ, SNAPSHOT_SEQ
+from events.resident_set import ResidentBlock, make_snapshot_events
+from events.types import Event, EventBatch
+
+SeqAndPayload = tuple[int, bytes]
+
+BLOCKS_PER_SNAPSHOT_CHUNK = 1024
+"""Blocks after which a snapshot chunk is closed."""
+
+
+class ReplayEntry:
+    """One batch of the stream. It is encoded when its bytes are first needed, and keeps them for later replays."""
+
+    __slots__ = ("_dp_rank", "_events", "_payload", "_ts", "seq")
+
+    def __init__(self, seq: int, ts: float, events: Collection[Event], dp_rank: int | None) -> None:
+        self.seq = seq
+        self._ts = ts
+        self._events: Collection[Event] | None = events
+        self._dp_rank = dp_rank
+        self._payload: bytes | None = None
+
+    def read_events(self) -> list[Event]:
+        """Return the events, which are read from their producer once. Not to be called after `encode_payload`."""
+        assert self._events is not None, f"events of seq {self.seq} were already encoded"
+        if not isinstance(self._events, list):
+            self._events = list(self._events)
+        return self._events
+
+    def encode_payload(self) -> bytes:
+        """Return the encoded batch. The first call reads the events and then drops them."""
+        if self._payload is None:
+            self._payload = encode_batch(EventBatch(self._ts, self.read_events(), self._dp_rank))
+            self._events = None
+        return self._payload
+
+
+class ReplayBuffer:
+    """The newest `capacity` batches of a stream, for subscribers that ask for batches they missed."""
+
+    def __init__(self, capacity: int) -> None:
+        self._entries: deque[ReplayEntry] = deque(maxlen=capacity)
+        self.next_seq = 0
+
+    def append(self, ts: float, events: Collection[Event], dp_rank: int | None) -> ReplayEntry:
+        """Append a batch and return its entry. The events are not read yet."""
+        entry = ReplayEntry(self.next_seq, ts, events, dp_rank)
+        self._entries.append(entry)
+        self.next_seq += 1
+        return entry
+
+    def list_entries_from(self, start_seq: int) -> list[ReplayEntry]:
+        """Return the entries in the ring with `seq >= start_seq`, in order."""
+        first_seq = self.next_seq - len(self._entries)
+        skip_count = max(0, start_seq - first_seq)
+        return list(self._entries)[skip_count:]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def iter_replay(entries: Iterable[ReplayEntry]) -> Iterator[SeqAndPayload]:
+    """Yield the batches, then the end marker."""
+    for entry in entries:
+        yield entry.seq, entry.encode_payload()
+    yield END_SEQ, b""
+
+
+def iter_snapshot(
+    blocks: list[ResidentBlock],
+    last_entry: ReplayEntry | None,
+    dp_rank: int | None,
+    ts: float,
+    blocks_per_chunk: int = BLOCKS_PER_SNAPSHOT_CHUNK,
+) -> Iterator[SeqAndPayload]:
+    """Yield the messages of a snapshot: at least one chunk of blocks, the last applied batch, and the end marker.
+
+    `last_entry` is the batch after which the snapshot was taken. The subscriber continues after its sequence number.
+    None means that nothing was published yet; then the snapshot has no such batch.
+    """
+    events: list[Event] = []
+    block_count = 0
+    for event in make_snapshot_events(blocks):
+        if block_count >= blocks_per_chunk:
+            yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank))
+            events, block_count = [], 0
+        events.append(event)
+        block_count += len(event.block_hashes)
+    yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank))
+    if last_entry is not None:
+        yield last_entry.seq, last_entry.encode_payload()
+    yield END_SEQ, b""
+
+
+class Reply:
+    """A reply that is being sent to one peer, message by message. `identity` is the peer's ZeroMQ routing id."""
+
+    __slots__ = ("_messages", "_next_message", "identity", "progress_at")
+
+    def __init__(self, identity: bytes, messages: Iterator[SeqAndPayload], now: float) -> None:
+        self.identity = identity
+        self.progress_at = now
+        """Time of the peer's last progress, in monotonic seconds."""
+        self._messages = messages
+        self._next_message: SeqAndPayload | None = next(messages, None)
+
+    def peek(self) -> SeqAndPayload | None:
+        """Return the message to send next; None at the end."""
+        return self._next_message
+
+    def advance(self, now: float) -> None:
+        self._next_message = next(self._messages, None)
+        self.progress_at = now
