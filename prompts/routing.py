@@ -89,46 +89,27 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(self, **changes)
 
 
-class RoutingFields(msgspec.Struct):
-    """Fields of a chat or completion as they were sent, of any type; the default stands for a field that was not sent.
+RoutingFields: Any = msgspec.defstruct(
+    "RoutingFields",
+    [
+        *((name, Any, None) for name in (
+            "model", "messages", "prompt", "tools", "documents", "chat_template", "chat_template_kwargs",
+            "add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort",
+            "truncate_prompt_tokens", "cache_salt", "priority", "stream", "max_tokens", "max_completion_tokens", "n",
+            "min_tokens", "ignore_eos", "stop", "stop_token_ids", "user", "prompt_cache_key", "metadata",
+            "prompt_logprobs", "echo", "logprobs",
+        )),
+        ("top_logprobs", Any, 0),
+    ],
+)  # fmt: skip
+"""Fields of a chat or completion as they were sent, of any type; the default stands for a field that was not sent.
 
-    The types are not declared, because decoding would then refuse a body with a wrong type, and a worker may accept
-    more than a router knows. `make_routing_request` takes the values that it can use.
-    """
-
-    model: Any = None
-    messages: Any = None
-    prompt: Any = None
-    tools: Any = None
-    documents: Any = None
-    chat_template: Any = None
-    chat_template_kwargs: Any = None
-    add_generation_prompt: Any = None
-    continue_final_message: Any = None
-    add_special_tokens: Any = None
-    reasoning_effort: Any = None
-    truncate_prompt_tokens: Any = None
-    cache_salt: Any = None
-    priority: Any = None
-    stream: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    n: Any = None
-    min_tokens: Any = None
-    ignore_eos: Any = None
-    stop: Any = None
-    stop_token_ids: Any = None
-    user: Any = None
-    prompt_cache_key: Any = None
-    metadata: Any = None
-    prompt_logprobs: Any = None
-    echo: Any = None
-    logprobs: Any = None
-    top_logprobs: Any = 0
-
-
+The types are not declared, because decoding would then refuse a body with a wrong type, and a worker may accept more
+than a router knows. `make_routing_request` takes the values that it can use.
+"""
 _fields_decoder = msgspec.json.Decoder(RoutingFields)
-_top_level_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+raw_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+"""Decoder of a body's top-level fields as undecoded JSON."""
 
 
 def parse_routing(path: str, data: bytes) -> RoutingRequest:
@@ -148,7 +129,7 @@ def parse_body(kind: ApiKind, data: bytes) -> tuple[RoutingRequest, dict[str, ms
     """
     check_object(data)
     request = _parse_body(kind, data)
-    fields: dict[str, msgspec.Raw] = decode_json(_top_level_decoder, data)
+    fields: dict[str, msgspec.Raw] = decode_json(raw_fields_decoder, data)
     if may_have_worker_fields(fields):
         request = request.replace(has_worker_fields=True)
     return request, fields
@@ -162,8 +143,8 @@ def _parse_body(kind: ApiKind, data: bytes) -> RoutingRequest:
     return make_routing_request(kind, decode_json(_fields_decoder, data))
 
 
-def make_routing_request(kind: ApiKind, fields: RoutingFields) -> RoutingRequest:
-    """Return the routing fields of a chat or completion, without values of a wrong type.
+def make_routing_request(kind: ApiKind, fields: Any) -> RoutingRequest:
+    """Return the request of the RoutingFields of a chat or completion, without values of a wrong type.
 
     Raises RequestError if the priority is no integer.
     """
@@ -317,7 +298,7 @@ def read_priority(value: Any) -> int:
     return max(-_PRIORITY_MAX, min(number, _PRIORITY_MAX))
 
 
-def _read_output_limits(fields: RoutingFields) -> tuple[int, int]:
+def _read_output_limits(fields: Any) -> tuple[int, int]:
     """Return the most and the fewest tokens that all choices of a body can have; 0 for no limit."""
     max_tokens = _as_int(fields.max_completion_tokens)
     if max_tokens is None:

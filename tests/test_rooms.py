@@ -116,7 +116,6 @@ RECORDS = {
     "engine/protocol/responses.py:ResponseObject",
     "events/kv_subscriber.py:command",
     "prompts/responses.py:ResponsesRequest",
-    "prompts/routing.py:RoutingFields",
     "prompts/routing.py:RoutingRequest",
     "prompts/schemas.py:CommonRequest",
     "router/app/config.py:ProcessConfig",

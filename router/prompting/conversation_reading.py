@@ -19,7 +19,14 @@ import xxhash
 from prompts.anthropic import MessagesRequest, depends_on_template
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
-from prompts.routing import ApiKind, RoutingRequest, convert_source_to_chat, has_media, parse_routing_of_kind
+from prompts.routing import (
+    ApiKind,
+    RoutingRequest,
+    convert_source_to_chat,
+    has_media,
+    parse_routing_of_kind,
+    raw_fields_decoder,
+)
 from prompts.schemas import Message
 from prompts.tokenizer import ID_TYPE
 from router.prompting.boundary_rendering import BoundaryRenderer, RenderedMessages, TemplateInputs
@@ -46,7 +53,6 @@ _SENTINEL_MESSAGE: Message = {"role": "user", "content": secrets.token_hex(16)}
 """Message in a body in place of all messages before a boundary."""
 _SENTINEL_JSON = msgspec.json.encode(_SENTINEL_MESSAGE)
 
-_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _messages_decoder = msgspec.json.Decoder(list[dict[str, Any]])
 
@@ -530,7 +536,7 @@ def _locate_messages(body: bytes, messages_start: int | None = None) -> _Message
     `messages_start`: offset of the array, if known. Else the array is searched by its first bytes.
     """
     try:
-        array_json = bytes(_fields_decoder.decode(body).get("messages", b""))
+        array_json = bytes(raw_fields_decoder.decode(body).get("messages", b""))
         if messages_start is None:
             messages_start = body.find(array_json[:256])
         if not array_json.startswith(b"[") or not body.startswith(array_json, messages_start):

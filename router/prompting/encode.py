@@ -21,6 +21,7 @@ from prompts.routing import (
     check_object,
     convert_source_to_chat,
     make_routing_request,
+    raw_fields_decoder,
 )
 from prompts.schemas import decode_json
 from prompts.tokenizer import Tokenizer
@@ -81,16 +82,6 @@ _SMALL_FIELDS = (
     "max_tokens", "max_completion_tokens", "n", "min_tokens", "ignore_eos", "stop", "stop_token_ids",
 )  # fmt: skip
 """Fields of RoutingFields that `read_large_request` decodes."""
-_NULL_JSON = msgspec.Raw(b"null")
-_RawFields = msgspec.defstruct(
-    "_RawFields",
-    [
-        (name, msgspec.Raw, _NULL_JSON)
-        for name in (*_SMALL_FIELDS, "max_output_tokens", "messages", "previous_response_id")
-    ],
-)
-"""Undecoded fields of a large body that decide where the request goes. Other fields are skipped."""
-_raw_decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_RawFields)
 _json_decoder = msgspec.json.Decoder()
 
 
@@ -280,14 +271,14 @@ def read_large_request(body: bytes, kind: ApiKind | None) -> RoutingRequest:
     `kind` is the API of the body's path, None if the body decides. Raises RequestError if the body is no JSON object.
     """
     check_object(body)
-    raw_fields = decode_json(_raw_decoder, body)
-    fields = RoutingFields(**{name: _decode_small_value(getattr(raw_fields, name)) for name in _SMALL_FIELDS})
+    raw_fields = decode_json(raw_fields_decoder, body)
+    fields = RoutingFields(**{name: _decode_small_value(raw_fields.get(name)) for name in _SMALL_FIELDS})
     if fields.max_tokens is None:
-        fields.max_tokens = _decode_small_value(raw_fields.max_output_tokens)  # the name in the Responses API
+        fields.max_tokens = _decode_small_value(raw_fields.get("max_output_tokens"))  # the name in the Responses API
     if kind is None:
-        has_messages = bytes(memoryview(raw_fields.messages)[:1]) == b"["
+        has_messages = bytes(memoryview(raw_fields.get("messages", b""))[:1]) == b"["
         kind = "chat" if has_messages else "completion"
-    previous_id = _decode_small_value(raw_fields.previous_response_id)
+    previous_id = _decode_small_value(raw_fields.get("previous_response_id"))
     stored_response_id = previous_id if isinstance(previous_id, str) else _find_referenced_response(body)
     return make_routing_request(kind, fields).replace(stored_response_id=stored_response_id)
 
@@ -298,8 +289,10 @@ def _find_referenced_response(body: bytes) -> str | None:
     return None if reference is None else get_response_id_of_item((reference[1] or reference[2]).decode())
 
 
-def _decode_small_value(raw: msgspec.Raw) -> Any:
+def _decode_small_value(raw: msgspec.Raw | None) -> Any:
     """Decode a value; return a value over NAME_BYTES_MAX as the start of its JSON. Raises RequestError."""
+    if raw is None:
+        return None
     data = bytes(memoryview(raw)[: NAME_BYTES_MAX + 1])
     if len(data) > NAME_BYTES_MAX:
         return data.decode("utf-8", "replace")

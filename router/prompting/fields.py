@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from prompts.errors import RequestError
+from prompts.routing import raw_fields_decoder
 from prompts.schemas import decode_json
 
 MAX_FIELDS = 4096
 """Top-level fields of a body that is to be changed. No API has a hundred."""
 _KEY_PATTERN = re.compile(rb'[ \t\r\n]*("[^"\\]*(?:\\.[^"\\]*)*")[ \t\r\n]*:[ \t\r\n]*')
 _AFTER_VALUE_PATTERN = re.compile(rb"[ \t\r\n]*[,}]")
-_FIELDS_DECODER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 Edit = tuple[int, int, bytes]
 """(start, end, replacement of the bytes from start to end)."""
 
@@ -86,7 +86,7 @@ def locate_fields(body: bytes) -> FieldSpans:
 
     Raises RequestError for other JSON, for too many fields, and for a field that comes twice.
     """
-    raw_value_by_field: dict[str, msgspec.Raw] = decode_json(_FIELDS_DECODER, body)
+    raw_value_by_field = decode_json(raw_fields_decoder, body)
     if len(raw_value_by_field) > MAX_FIELDS:
         raise RequestError(f"the body has {len(raw_value_by_field)} fields, expected at most {MAX_FIELDS}", param=None)
     span_by_field: dict[str, tuple[int, int]] = {}
