@@ -37,21 +37,16 @@ from router.decide.workers import (
 )
 from router.fleet.worker_flag import WorkerFlag
 from router.fleet.worker_responses import (
+    EngineSizes,
     ModelList,
-    ServerInfo,
     are_ranks_asleep,
     list_endpoints,
-    read_block_size,
     read_bootstrap,
-    read_cache_capacity,
-    read_host_capacity,
+    read_engine_sizes,
     read_loads,
-    read_max_num_seqs,
     read_models,
     read_server_info,
-    read_shortest_first,
     read_sources,
-    read_step_tokens,
     select_metric_lines,
 )
 from router.http_client import FetchError, fetch
@@ -216,19 +211,19 @@ class Prober:
         sources = await self.discover_sources(flag, known_sources)
         metrics = await self._fetch_metrics(flag)
         # vLLM keeps a block of each rank for itself.
-        cache_tokens = read_cache_capacity(metrics, reserved_blocks=int(served.engine == VLLM))
-        server_info = ServerInfo() if cache_tokens else await self._fetch_server_info(flag)
+        sizes = read_engine_sizes(metrics, reserved_blocks=int(served.engine == VLLM))
+        server_info = EngineSizes() if sizes.cache_tokens else await self._fetch_server_info(flag)
         rank_count = max(1, len(sources))
         block_size = flag.block_size
         if sources and block_size is None:
-            block_size = sources[0].block_size or read_block_size(metrics)
+            block_size = sources[0].block_size or sizes.block_size
         transfer = make_transfer_facts(flag, served.models, sources, block_size)
         if not flag.url or transfer.dialect not in self._kv_dialects:
             transfer = NO_TRANSFERS
         is_own_engine = served.engine == BLOCKCAST  # vLLM's label of the host tier's name is of its swap space
         is_shortest_first = flag.is_shortest_first
         if is_shortest_first is None:
-            is_shortest_first = is_own_engine and read_shortest_first(metrics)
+            is_shortest_first = is_own_engine and sizes.is_shortest_first
         spec = WorkerSpec(
             worker_id=flag.worker_id,
             url=flag.url,
@@ -237,10 +232,10 @@ class Prober:
             ranks=rank_count,
             engine=served.engine,
             cache_view=CacheView.EVENTS if sources else CacheView.APPROXIMATE,
-            cache_tokens=flag.cache_tokens or cache_tokens or server_info.cache_tokens,
-            host_tokens=read_host_capacity(metrics) if is_own_engine else None,
-            max_num_seqs=flag.max_num_seqs or read_max_num_seqs(metrics),
-            step_tokens=read_step_tokens(metrics) or server_info.step_tokens,
+            cache_tokens=flag.cache_tokens or sizes.cache_tokens or server_info.cache_tokens,
+            host_tokens=sizes.host_tokens if is_own_engine else None,
+            max_num_seqs=flag.max_num_seqs or sizes.max_num_seqs,
+            step_tokens=sizes.step_tokens or server_info.step_tokens,
             block_size=block_size,
             is_shortest_first=is_shortest_first,
             transfer=await self.name_engines(flag, transfer, rank_count),
@@ -327,9 +322,9 @@ class Prober:
             await asyncio.sleep(0)
         return b"\n".join(metric_chunks).decode("utf-8", "replace")
 
-    async def _fetch_server_info(self, flag: WorkerFlag) -> ServerInfo:
+    async def _fetch_server_info(self, flag: WorkerFlag) -> EngineSizes:
         status, body = await self._get(flag, "/server_info")
-        return read_server_info(body) if status == 200 else ServerInfo()
+        return read_server_info(body) if status == 200 else EngineSizes()
 
     async def _get(self, flag: WorkerFlag, path: str, bytes_max: int = BODY_BYTES_MAX) -> tuple[int, bytes]:
         """Return the status and the body of an answer; a worker without a URL answers 404. Raises FetchError."""

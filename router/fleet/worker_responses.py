@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import mul
 from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
@@ -158,20 +159,56 @@ def _find_source_fault(source: EventSource) -> str | None:
     return None
 
 
-class ServerInfo(NamedTuple):
-    """Sizes that SGLang's `/server_info` tells, each None if unknown."""
+class EngineSizes(NamedTuple):
+    """Sizes of a worker's caches and steps as its engine tells them; None if unknown."""
 
     cache_tokens: int | None = None
+    """Capacity of the KV cache, summed over ranks."""
+    host_tokens: int | None = None
+    """Capacity of the host tier of an engine of this project, summed over ranks."""
+    block_size: int | None = None
+    """Tokens of the longest cache block."""
+    max_num_seqs: int | None = None
+    """Most sequences of one step, which engines of this project tell; of several ranks the least."""
     step_tokens: int | None = None
-    """Most prefill tokens of one step."""
+    """Most prefill tokens of one step; of several ranks the least."""
+    is_shortest_first: bool = False
+    """Whether an engine of this project computes the shortest prompt first (`--prefill-order`)."""
 
 
-def read_server_info(body: bytes) -> ServerInfo:
+def read_server_info(body: bytes) -> EngineSizes:
     """Read the answer of SGLang to `GET /server_info`. Raises DecodeError."""
     info = _decode_object(body, "/server_info")
-    return ServerInfo(
+    return EngineSizes(
         cache_tokens=_accept_token_count(info.get("max_total_num_tokens")),
         step_tokens=_accept_token_count(info.get("chunked_prefill_size")),  # -1: prompts are not cut
+    )
+
+
+def read_engine_sizes(metrics: str, *, reserved_blocks: int = 0) -> EngineSizes:
+    """Read the labels of `cache_config_info` in a metrics page, which has one such line for each rank.
+
+    `reserved_blocks` is the number of blocks of each rank that no prompt can use.
+    """
+    ranks: list[dict[str, str]] = []
+    for line in metrics.splitlines():
+        name, brace, labels = line[:LINE_CHARS_MAX].partition("{")
+        if brace and name.endswith("cache_config_info") and not name.startswith("#") and len(ranks) < RANKS_MAX:
+            ranks.append(dict(_LABEL_PATTERN.findall(labels)))
+
+    def list_numbers(label: str) -> list[int]:
+        return [parse_number(labels.get(label, "")) or 0 for labels in ranks]
+
+    block_sizes = list_numbers("block_size")
+    longest_blocks = [*block_sizes, *list_numbers("effective_attention_block_size")]
+    cache_blocks = [max(blocks - reserved_blocks, 0) for blocks in list_numbers("num_gpu_blocks")]
+    return EngineSizes(
+        cache_tokens=_accept_token_count(sum(map(mul, cache_blocks, block_sizes))),
+        host_tokens=_accept_token_count(sum(map(mul, list_numbers("num_cpu_blocks"), block_sizes))),
+        block_size=max((size for size in longest_blocks if 0 < size <= BLOCK_TOKENS_MAX), default=None),
+        max_num_seqs=min(filter(None, list_numbers("max_num_seqs")), default=None),
+        step_tokens=min(filter(None, list_numbers("max_num_batched_tokens")), default=None),
+        is_shortest_first=any(labels.get("prefill_order") == "shortest" for labels in ranks),
     )
 
 
@@ -192,59 +229,6 @@ def read_bootstrap(status: int, body: bytes, rank_count: int) -> tuple[str, ...]
             raise DecodeError(f"/query answers {status}, and names no engine of rank {rank}")
         engine_ids.append(engine_id)
     return tuple(engine_ids)
-
-
-def read_cache_capacity(metrics: str, *, reserved_blocks: int = 0) -> int | None:
-    """Return the cache capacity in tokens from the labels of `cache_config_info`, summed over ranks.
-
-    `reserved_blocks` is the number of blocks of each rank that no prompt can use.
-    """
-    return _sum_capacity(metrics, "num_gpu_blocks", reserved_blocks)
-
-
-def read_host_capacity(metrics: str) -> int | None:
-    """Return the tokens that fit into the host tier of an engine of this project; None without a host tier."""
-    return _sum_capacity(metrics, "num_cpu_blocks", reserved_blocks=0)
-
-
-def _sum_capacity(metrics: str, blocks_label: str, reserved_blocks: int) -> int | None:
-    """Return the tokens that the blocks of all ranks hold; `blocks_label` names their number in each rank's labels."""
-    tokens = 0
-    for labels in _iterate_cache_configs(metrics):
-        blocks, block_size = parse_number(labels.get(blocks_label, "")), parse_number(labels.get("block_size", ""))
-        tokens += max((blocks or 0) - reserved_blocks, 0) * (block_size or 0)
-    return _accept_token_count(tokens)
-
-
-def read_shortest_first(metrics: str) -> bool:
-    """Return whether an engine of this project computes the shortest prompt first (`--prefill-order`)."""
-    return any(config.get("prefill_order") == "shortest" for config in _iterate_cache_configs(metrics))
-
-
-def read_max_num_seqs(metrics: str) -> int | None:
-    """Return the most sequences of one step, which engines of this project tell."""
-    return _read_config_number(metrics, "max_num_seqs")
-
-
-def read_step_tokens(metrics: str) -> int | None:
-    """Return the most tokens of one step, which engines of this project tell."""
-    return _read_config_number(metrics, "max_num_batched_tokens")
-
-
-def _read_config_number(metrics: str, label: str) -> int | None:
-    """Return the least positive number that a rank has as a label of `cache_config_info`."""
-    numbers = (parse_number(labels.get(label, "")) for labels in _iterate_cache_configs(metrics))
-    return min((number for number in numbers if number), default=None)
-
-
-def read_block_size(metrics: str) -> int | None:
-    """Return the tokens of the longest cache block in the labels of `cache_config_info`."""
-    sizes = [
-        parse_number(labels.get(name, "")) or 0
-        for labels in _iterate_cache_configs(metrics)
-        for name in ("block_size", "effective_attention_block_size")
-    ]
-    return next((size for size in sorted(sizes, reverse=True) if 0 < size <= BLOCK_TOKENS_MAX), None)
 
 
 def select_metric_lines(page: bytes) -> Iterator[bytes]:
@@ -271,16 +255,6 @@ def _find_slice_end(page: bytes, start: int) -> int:
     last_newline = page.rfind(b"\n", start, start + SLICE_BYTES)
     newline = last_newline if last_newline >= 0 else page.find(b"\n", start)
     return newline + 1 if newline >= 0 else len(page)
-
-
-def _iterate_cache_configs(metrics: str) -> Iterator[dict[str, str]]:
-    """Yield the labels of each `cache_config_info`; there is one for each rank."""
-    count = 0
-    for line in metrics.splitlines():
-        name, brace, labels = line[:LINE_CHARS_MAX].partition("{")
-        if brace and name.endswith("cache_config_info") and not name.startswith("#") and count < RANKS_MAX:
-            count += 1
-            yield dict(_LABEL_PATTERN.findall(labels))
 
 
 def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:

@@ -187,8 +187,7 @@ def _worker(data: bytes) -> None:
         _call_suppressing(DecodeError, read, data)
     _call_suppressing(DecodeError, worker_responses.read_sources, data, "http://10.0.0.1:8000")
     page = data.decode(errors="replace")
-    worker_responses.read_cache_capacity(page)
-    worker_responses.read_block_size(page)
+    worker_responses.read_engine_sizes(page)
     _call_suppressing(ValueError, parse_worker_flag, page)
 
 

@@ -16,7 +16,7 @@ import openai
 import pytest
 from programs import call, wait_until
 
-from router.fleet.worker_responses import read_max_num_seqs, read_step_tokens
+from router.fleet.worker_responses import read_engine_sizes
 
 pytestmark = pytest.mark.live
 
@@ -251,10 +251,10 @@ def test_metrics_have_vllms_names(engine: Any) -> None:
     assert metric(engine, "vllm:num_preemptions_total") == 0
     assert 0 <= metric(engine, "vllm:kv_cache_usage_perc") < 1
     assert metric(engine, "vllm:cache_config_info") == 1
-    max_num_seqs, step_tokens = read_max_num_seqs(read_metrics(engine)), read_step_tokens(read_metrics(engine))
-    assert max_num_seqs is not None
-    assert step_tokens is not None
-    assert 1 <= max_num_seqs <= step_tokens
+    sizes = read_engine_sizes(read_metrics(engine))
+    assert sizes.max_num_seqs is not None
+    assert sizes.step_tokens is not None
+    assert 1 <= sizes.max_num_seqs <= sizes.step_tokens
 
 
 # ---------------------------------------------------------------- clients that leave

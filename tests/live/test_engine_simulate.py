@@ -14,7 +14,7 @@ import pytest
 from programs import call, wait_until
 
 from events import BlockStored, Message, StreamSource, Subscriber, discover
-from router.fleet.worker_responses import read_shortest_first
+from router.fleet.worker_responses import read_engine_sizes
 
 pytestmark = pytest.mark.live
 
@@ -98,7 +98,7 @@ def test_lateness_is_told_and_time_is_scaled(start_engine: Any, tmp_path: Path) 
 
     wait_until(lambda: page().get("steps_total", 0) >= tokens, page)
     with urllib.request.urlopen(f"{engine.url}/metrics", timeout=10) as response:
-        assert read_shortest_first(response.read().decode())
+        assert read_engine_sizes(response.read().decode()).is_shortest_first
     assert page()["step_seconds_total"] == pytest.approx(0.02 * tokens, rel=0.1)
     assert page()["lag_seconds_total"] >= page()["lag_seconds_max"] > 0
     engine.close()

@@ -22,14 +22,10 @@ from router.fleet.worker_flag import parse_worker_flag
 from router.fleet.worker_responses import (
     MODELS_MAX,
     OBJECTS_MAX,
-    read_block_size,
-    read_cache_capacity,
-    read_host_capacity,
-    read_max_num_seqs,
+    read_engine_sizes,
     read_models,
     read_server_info,
     read_sources,
-    read_step_tokens,
 )
 from router.http_client import FetchError
 from router.prompting.model_tokenizers import RemoteTokenizer
@@ -126,11 +122,11 @@ def test_an_engine_has_one_name_whatever_its_frontend(owner: object, engine: str
 
 def test_capacity_from_metrics() -> None:
     text = '# HELP x\nvllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="1000"} 1.0\nother 3\n'
-    assert read_cache_capacity(text) == 16_000
-    assert read_cache_capacity(text, reserved_blocks=1) == 15_984, "vLLM keeps a block for itself"
-    assert read_cache_capacity('vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0') is None
-    assert read_host_capacity(text) is None
-    assert read_host_capacity(text.replace('engine="0"', 'num_cpu_blocks="70"')) == 1120
+    assert read_engine_sizes(text).cache_tokens == 16_000
+    assert read_engine_sizes(text, reserved_blocks=1).cache_tokens == 15_984, "vLLM keeps a block for itself"
+    assert read_engine_sizes('vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0').cache_tokens is None
+    assert read_engine_sizes(text).host_tokens is None
+    assert read_engine_sizes(text.replace('engine="0"', 'num_cpu_blocks="70"')).host_tokens == 1120
 
 
 def test_block_size_from_metrics() -> None:
@@ -138,18 +134,20 @@ def test_block_size_from_metrics() -> None:
     line = (
         'vllm:cache_config_info{_block_size_resolved="True",block_size="32",effective_attention_block_size="%s"} 1.0\n'
     )
-    assert read_block_size("# HELP vllm:cache_config_info x\n" + line % 32) == 32
-    assert read_block_size(line % 528) == 528
-    assert read_block_size(line.replace("32", "None") % "None") is None
-    assert read_block_size("") is None
+    assert read_engine_sizes("# HELP vllm:cache_config_info x\n" + line % 32).block_size == 32
+    assert read_engine_sizes(line % 528).block_size == 528
+    assert read_engine_sizes(line.replace("32", "None") % "None").block_size is None
+    assert read_engine_sizes("").block_size is None
 
 
 def test_limits_of_a_step_from_metrics() -> None:
     line = 'vllm:cache_config_info{block_size="16",max_num_seqs="%s",max_num_batched_tokens="%s"} 1.0\n'
-    assert (read_max_num_seqs(line % (64, 256)), read_step_tokens(line % (64, 256))) == (64, 256)
-    assert read_step_tokens(line % (64, 256) + line % (64, 128)) == 128, "of several ranks the least"
+    sizes = read_engine_sizes(line % (64, 256))
+    assert (sizes.max_num_seqs, sizes.step_tokens) == (64, 256)
+    assert read_engine_sizes(line % (64, 256) + line % (64, 128)).step_tokens == 128, "of several ranks the least"
     for text in (line % ("None", "None"), line % (0, 0), line % (-1, "9" * 20), 'cache_config_info{block_size="16"} 1'):
-        assert (read_max_num_seqs(text), read_step_tokens(text)) == (None, None)
+        sizes = read_engine_sizes(text)
+        assert (sizes.max_num_seqs, sizes.step_tokens) == (None, None)
 
 
 def test_limits_of_a_step_reach_the_core_unless_the_operator_knows_better() -> None:

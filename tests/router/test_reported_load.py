@@ -32,7 +32,7 @@ from router.fleet.worker_responses import (
     METRICS_READ_BYTES_MAX,
     SLICE_BYTES,
     are_ranks_asleep,
-    read_cache_capacity,
+    read_engine_sizes,
     read_loads,
     select_metric_lines,
 )
@@ -137,7 +137,7 @@ def test_the_lines_that_are_kept_say_what_the_page_says(lines: list[str], ranks:
     page = "\n".join(lines)
     selected_lines = b"\n".join(select_metric_lines(page.encode())).decode()
     assert read_loads(selected_lines, ranks) == read_loads(page, ranks)
-    assert read_cache_capacity(selected_lines) == read_cache_capacity(page)
+    assert read_engine_sizes(selected_lines).cache_tokens == read_engine_sizes(page).cache_tokens
 
 
 @pytest.mark.parametrize("line", ["\n", "v\n", "vllm:num_requests_running 1\n", *(line + "\n" for line in LINES[-4:])])

@@ -23,7 +23,7 @@ from router.decide.tracker import LoadTracker
 from router.decide.workers import BLOCKCAST, ServedModel, WorkerSpec
 from router.fleet.discovery import Prober
 from router.fleet.worker_flag import WorkerFlag, parse_worker_flag
-from router.fleet.worker_responses import read_shortest_first
+from router.fleet.worker_responses import read_engine_sizes
 from router.index import make_index
 from router.index.protocol import HolderId, Scope
 from simulation.engine import AGEING, EngineLimits, SimCache, SimSequence, SimWorker
@@ -225,9 +225,9 @@ class ScriptedProber(Prober):
 
 def test_the_engine_tells_and_an_operator_knows_better() -> None:
     line = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="9",prefill_order="%s"} 1.0\n'
-    assert read_shortest_first(line % "shortest")
-    assert not read_shortest_first(line % "arrival")
-    assert not read_shortest_first('vllm:cache_config_info{block_size="16"} 1.0\n')
+    assert read_engine_sizes(line % "shortest").is_shortest_first
+    assert not read_engine_sizes(line % "arrival").is_shortest_first
+    assert not read_engine_sizes('vllm:cache_config_info{block_size="16"} 1.0\n').is_shortest_first
     for flag, reported_order, expected in (
         ("url=http://a", True, True),
         ("url=http://a", False, False),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from router.fleet.worker_responses import read_block_size, read_models, read_sources
+from router.fleet.worker_responses import read_engine_sizes, read_models, read_sources
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "vllm" / "recorded-0.32.0"
 
@@ -50,7 +50,7 @@ def request(exchange: dict[str, Any]) -> bytes:
 
 def test_its_pages_tell_what_it_serves_and_how_long_its_blocks_are() -> None:
     pages = {e["path"]: e["answer"] for e in exchanges("answers") if e["body"] is None}
-    assert read_block_size(pages["/metrics"]) == 32
+    assert read_engine_sizes(pages["/metrics"]).block_size == 32
     (source,) = read_sources(pages["/kv_event_sources"].encode(), "http://gpu1:8000")
     assert source.endpoint.startswith("tcp://gpu1:")
     (model,) = read_models(pages["/v1/models"].encode()).models
