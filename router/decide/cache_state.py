@@ -20,7 +20,7 @@ import msgspec
 from router.decide.config import CoreConfig
 from router.decide.price import Candidate, estimate_tier_load_s
 from router.decide.shortlist import RIVALS_MIN, LoadOrder
-from router.decide.target import Target
+from router.decide.target import InFlightRequest, PromptQuery, Target
 from router.decide.workers import CacheView, WorkerSpec
 from router.decide.working_set import WorkingSets
 from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedPrompt, Scope
@@ -38,42 +38,12 @@ APPROXIMATE_CACHE_TOKENS: Final = 500_000
 """Assumed cache capacity of a worker without events that does not report it."""
 
 
-class RunningPrompt(msgspec.Struct, eq=False):
-    """Prompt of a request in flight, at the target where it was sent."""
-
-    target: Target
-    query: PromptQuery
-    chunk_keys: Sequence[int]
-    pin: PinId | None = None
-    """Pin in the index; None if the target sends no events, or has lost its cache since."""
-
-
 class GracePin(msgspec.Struct, frozen=True, eq=False):
     """Pin of an ended request, until its events have surely come."""
 
     release_s: float
     holder: HolderId
     pin: PinId
-
-
-class PromptQuery(msgspec.Struct, eq=False):
-    """Prompt of a request, prepared for several look-ups in the index."""
-
-    index: PrefixIndex
-    prepared_ids: PreparedPrompt
-    scope: Scope
-    prompt_tokens: int
-    _keys: dict[int, list[int]] = {}
-    """chunk size in tokens -> keys of the prompt's chunks."""
-
-    def get_chunk_keys(self, chunk_tokens: int) -> list[int]:
-        """Return the keys of the prompt's chunks; a key is the digest of all tokens up to its chunk's end."""
-        if self.prompt_tokens <= chunk_tokens:
-            return []
-        keys = self._keys.get(chunk_tokens)
-        if keys is None:
-            keys = self._keys[chunk_tokens] = self.index.chunk_keys(self.prepared_ids, self.scope, chunk_tokens)
-        return keys
 
 
 class CacheState:
@@ -130,8 +100,8 @@ class CacheState:
         self.working_sets.set_capacity(target.name, None)
         self._approximate_caches.pop(target.name, None)
 
-    def clear_target(self, target: Target, running_prompts: Sequence[RunningPrompt], at_s: float) -> None:
-        """Forget everything that a target had cached at `at_s`, and the pins of `running_prompts`, sent before then."""
+    def clear_target(self, target: Target, in_flight: Sequence[InFlightRequest], at_s: float) -> None:
+        """Forget everything that a target had cached at `at_s`, and the pins of its requests that were sent before."""
         self.cleared_at_s[target.worker_id] = at_s
         self.cleared_at_s.move_to_end(target.worker_id)
         if len(self.cleared_at_s) > CLEARED_WORKERS_MAX:
@@ -144,10 +114,10 @@ class CacheState:
             if grace_pin.holder == target.holder:
                 self._index.unpin(grace_pin.pin)
         self._grace_pins = deque(grace_pin for grace_pin in self._grace_pins if grace_pin.holder != target.holder)
-        for running_prompt in running_prompts:
-            if running_prompt.pin is not None:
-                self._index.unpin(running_prompt.pin)
-                running_prompt.pin = None
+        for request in in_flight:
+            if request.pin is not None:
+                self._index.unpin(request.pin)
+                request.pin = None
 
     # A request's life --------------------------------------------------------------------------------------------
     def prepare_query(
@@ -210,51 +180,53 @@ class CacheState:
 
     def add_request(
         self,
-        target: Target,
+        request: InFlightRequest,
         prompt: PromptQuery,
         now: float,
         *,
         session: str | None = None,
         is_pinned: bool = True,
-    ) -> RunningPrompt:
-        """Count a prompt that is sent to a target; the result is for `end_request`.
+    ) -> None:
+        """Count the prompt of a request that is sent to a target.
 
         `is_pinned`: whether it counts as cached there at once; else `pin` is called when its KV has come.
         """
-        running_prompt = RunningPrompt(target, prompt, prompt.get_chunk_keys(self._chunk_tokens))
+        target, keys = request.target, prompt.get_chunk_keys(self._chunk_tokens)
+        self.working_sets.add_prompt(target.name, keys, now, session=session)
+        self._add_duplicate_chunks(target, self._running_chunks.add_prompt(target, keys))
+        request.prompt = prompt
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
             approximate_cache.insert(prompt.get_chunk_keys(CHUNK_TOKENS))
         elif is_pinned:
-            self.pin(running_prompt)
-        keys = running_prompt.chunk_keys
-        self.working_sets.add_prompt(target.name, keys, now, session=session)
-        self._add_duplicate_chunks(target, self._running_chunks.add_prompt(target, keys))
-        return running_prompt
+            self.pin(request)
 
-    def pin(self, running_prompt: RunningPrompt) -> None:
-        """Count a running prompt as cached at its target."""
-        query = running_prompt.query
-        running_prompt.pin = self._index.pin(running_prompt.target.holder, query.prepared_ids, query.scope)
+    def pin(self, request: InFlightRequest) -> None:
+        """Count the prompt of a request in flight as cached at its target."""
+        prompt = request.prompt
+        assert prompt is not None
+        request.pin = self._index.pin(request.target.holder, prompt.prepared_ids, prompt.scope)
 
     def end_request(
-        self, running_prompt: RunningPrompt, now: float, *, is_computed: bool, ended_session: str | None = None
+        self, request: InFlightRequest, now: float, *, is_computed: bool, ended_session: str | None = None
     ) -> None:
-        """End a running prompt and, if given, the session `ended_session`.
+        """End the prompt of a request, if it was read, and the session `ended_session`, if given.
 
         A computed prompt stays pinned for the grace period; its events are on their way.
         """
-        target, keys = running_prompt.target, running_prompt.chunk_keys
+        if request.prompt is None:
+            return
+        target, keys = request.target, request.prompt.get_chunk_keys(self._chunk_tokens)
         self._add_duplicate_chunks(target, -self._running_chunks.remove_prompt(target, keys))
         if ended_session is not None:
             self.working_sets.end_session(keys, ended_session)
-        if running_prompt.pin is None:
+        if request.pin is None:
             return
         if is_computed:
             release_s = now + self._pin_grace_s
-            self._grace_pins.append(GracePin(release_s, target.holder, running_prompt.pin))
+            self._grace_pins.append(GracePin(release_s, target.holder, request.pin))
         else:
-            self._index.unpin(running_prompt.pin)
+            self._index.unpin(request.pin)
 
     def _add_duplicate_chunks(self, target: Target, chunk_count: int) -> None:
         """Count chunks of running prompts that the target's KV cache holds once for several requests."""
@@ -268,12 +240,14 @@ class CacheState:
         within SHARED_COPY_S spread over the targets that run the prefix now and one more. If k of them use the new
         copy, this request is one of k + 1.
         """
-        shared = self._running_chunks.find_shared_prefix(prompt.get_chunk_keys(self._chunk_tokens))
-        if not shared.chunk_count:
+        chunk_count, prompts_by_target = self._running_chunks.find_shared_prefix(
+            prompt.get_chunk_keys(self._chunk_tokens)
+        )
+        if not chunk_count:
             return 0, 0.0
-        arrivals = shared.prompt_count * SHARED_COPY_S / max(lifetime_s, LIFETIME_S_MIN)
-        sharing_requests = arrivals / (shared.target_count + 1)
-        return shared.chunk_count * self._chunk_tokens, sharing_requests / (sharing_requests + 1.0)
+        arrivals = sum(prompts_by_target.values()) * SHARED_COPY_S / max(lifetime_s, LIFETIME_S_MIN)
+        sharing_requests = arrivals / (len(prompts_by_target) + 1)
+        return chunk_count * self._chunk_tokens, sharing_requests / (sharing_requests + 1.0)
 
     def count_running_tokens(self, prompt: PromptQuery, target: Target) -> int:
         """Count the first tokens of a prompt that running requests hold in a target's KV cache, in whole chunks."""
@@ -289,26 +263,23 @@ class CacheState:
         """Return when the next pin is to be released; None if there is none."""
         return self._grace_pins[0].release_s if self._grace_pins else None
 
-    def check_invariants(self, running_prompts: Collection[RunningPrompt]) -> None:
-        """Assert that pins end in order and that all counts equal those over `running_prompts`."""
+    def check_invariants(self, requests: Collection[InFlightRequest]) -> None:
+        """Assert that pins end in order and that all counts equal those over the requests in flight."""
         release_times_s = [entry.release_s for entry in self._grace_pins]
         assert release_times_s == sorted(release_times_s)
-        chunk_counts = Counter((key, prompt.target) for prompt in running_prompts for key in prompt.chunk_keys)
+        chunk_counts = Counter(
+            (key, request.target)
+            for request in requests
+            if request.prompt is not None
+            for key in request.prompt.get_chunk_keys(self._chunk_tokens)
+        )
         assert self._running_chunks.list_counts() == chunk_counts
-        for target in {running.target for running in running_prompts}:  # a target's name may come back
+        for target in {request.target for request in requests}:  # a target's name may come back
             duplicates = sum(
                 count - 1 for (_, running_target), count in chunk_counts.items() if running_target is target
             )
             assert target.load.duplicate_prompt_tokens == self._chunk_tokens * duplicates
         self.working_sets.check_invariants()
-
-
-class SharedPrefix(msgspec.Struct, frozen=True):
-    """Leading chunks of a prompt that several running prompts have in common, and who runs the last of them."""
-
-    chunk_count: int
-    prompt_count: int
-    target_count: int
 
 
 class RunningChunks:
@@ -355,18 +326,20 @@ class RunningChunks:
         """Return how many of a prompt's chunks, from the first on, running prompts on a target have."""
         return bisect_left(keys, True, key=lambda key: target not in self._counts_by_chunk.get(key, ()))
 
-    def find_shared_prefix(self, keys: Sequence[int]) -> SharedPrefix:
-        """Return the longest prefix of a prompt that at least SHARED_RUNNING_MIN running prompts have.
+    def find_shared_prefix(self, keys: Sequence[int]) -> tuple[int, dict[Target, int]]:
+        """Return how many of a prompt's first chunks at least SHARED_RUNNING_MIN running prompts have.
 
-        `keys`: those of the prompt's chunks.
+        `keys`: those of the prompt's chunks. Also returns the number of prompts by target that have the last of them.
         """
 
         def is_unshared(key: int) -> bool:
-            return sum(self._counts_by_chunk.get(key, {}).values()) < SHARED_RUNNING_MIN
+            counts = self._counts_by_chunk.get(key)
+            return counts is None or sum(counts.values()) < SHARED_RUNNING_MIN
 
-        chunk_count = bisect_left(keys, True, key=is_unshared)
-        counts = self._counts_by_chunk[keys[chunk_count - 1]] if chunk_count else {}
-        return SharedPrefix(chunk_count, sum(counts.values()), len(counts))
+        if not keys or is_unshared(keys[0]):
+            return 0, {}
+        chunk_count = bisect_left(keys, True, lo=1, key=is_unshared)
+        return chunk_count, self._counts_by_chunk[keys[chunk_count - 1]]
 
     def list_counts(self) -> dict[tuple[int, Target], int]:
         """Return the number of prompts by chunk key and target, for tests."""

@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from router.decide.cache_state import CacheState, PromptQuery
+from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig
 from router.decide.messages import Decision, RouteRequest, Transfer, TransferKind
 from router.decide.output_lengths import OutputLengths
@@ -37,7 +37,7 @@ from router.decide.price import (
 )
 from router.decide.registry import WorkerRegistry
 from router.decide.shortlist import RIVALS_MIN, LoadOrder
-from router.decide.target import Target
+from router.decide.target import PromptQuery, Target
 from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferLinks
 from router.decide.transfers.plans import (
@@ -117,7 +117,8 @@ class Chooser:
             config.policy == "kv" and config.policy_function is None and not config.session_affinity
         )
         self._rng = rng
-        self._tie_rotation = 0
+        self.tie_rotation = 0
+        """Number of choices that were committed; the next tie is won by the next candidate in turn."""
         self.custom_policy = CustomPolicy(config.policy_function) if config.policy_function is not None else None
         self.session_placements: RecentPlacements[str] = RecentPlacements(config.session_ttl_s, config.sessions_max)
         """Last placement of each session, for session affinity."""
@@ -125,10 +126,6 @@ class Chooser:
             config.session_ttl_s, config.sessions_max
         )
         """Last placement of each conversation with media, by the digest of its first messages."""
-
-    def advance_tie_rotation(self) -> None:
-        """Let the next tie be won by the next candidate in turn, because a choice was committed."""
-        self._tie_rotation += 1
 
     def choose(
         self,
@@ -150,8 +147,15 @@ class Chooser:
         load_order = None
         if self._chooses_by_price and request.media_conversation is None and not (queued_ahead_s or queued_s):
             load_order = self._registry.get_load_order(request, candidates, utilisation_decay, now)
-        prompt_query = self._prepare_query(request)
-        shortlist, matches = self._make_shortlist(candidates, prompt_query, load_order)
+        prompt_query = None
+        if request.token_ids is not None:
+            prompt_query = self._cache_state.prepare_query(
+                request.token_ids, request.scope, request.prompt_tokens, request.similar_prompt
+            )
+        shortlist: list[Target] = candidates
+        matches: dict[HolderId, Match] | None = None
+        if load_order is not None:
+            shortlist, matches = self._make_shortlist(candidates, prompt_query, load_order)
         sources, best_sources = self._find_sources(request, excluded_sources), []
         can_move_prefill = any(map(can_prefill, sources))
         if sources and prompt_query is not None:
@@ -275,19 +279,10 @@ class Chooser:
             if may_transfer(source.transfer_facts, target.transfer_facts, TransferKind.PREFILL)
         ]
 
-    def _prepare_query(self, request: RouteRequest) -> PromptQuery | None:
-        if request.token_ids is None:
-            return None
-        return self._cache_state.prepare_query(
-            request.token_ids, request.scope, request.prompt_tokens, request.similar_prompt
-        )
-
     def _make_shortlist(
-        self, candidates: list[Target], prompt_query: PromptQuery | None, load_order: LoadOrder | None
+        self, candidates: list[Target], prompt_query: PromptQuery | None, load_order: LoadOrder
     ) -> tuple[list[Target], dict[HolderId, Match] | None]:
         """Return the candidates that may win, and what they have cached of the prompt if that was looked up."""
-        if load_order is None:
-            return candidates, None
         if prompt_query is None:
             return [load_order.targets[holder] for holder in load_order.holders[:RIVALS_MIN]], None
         return self._cache_state.make_shortlist(prompt_query, load_order) or (candidates, None)
@@ -349,7 +344,8 @@ class Chooser:
                 # while a worker has nothing to compute.
                 for candidate in candidates:
                     candidate.cached_tokens = candidate.resident_tokens
-        self._add_media_hits(request, candidates, request_facts.now)
+        if request.media_conversation is not None:
+            self._add_media_hits(request, candidates, request_facts.now)
         self._price(candidates, request_facts, queued_ahead_s)
         return RoutingChoice(candidates, candidates[0], request_facts, prompt_query)
 
@@ -377,11 +373,11 @@ class Chooser:
         return candidates[self._apply_policy(request, [candidate.target for candidate in candidates])]
 
     def _pick_cheapest(self, candidates: list[Candidate]) -> Candidate:
-        return candidates[choose_cheapest([candidate.terms.cost for candidate in candidates], self._tie_rotation)]
+        return candidates[choose_cheapest([candidate.terms.cost for candidate in candidates], self.tie_rotation)]
 
     def _apply_policy(self, request: RouteRequest, targets: list[Target]) -> int:
         """Return the index of the target that a policy without prices takes."""
-        rotation = self._tie_rotation
+        rotation = self.tie_rotation
         if self._policy == "round_robin":
             return choose_round_robin(targets, rotation)
         if self._policy == "random":
@@ -427,8 +423,7 @@ class Chooser:
 
     def _add_media_hits(self, request: RouteRequest, candidates: list[Candidate], now: float) -> None:
         """Assume that the last prompt of a conversation with media is cached at the target that got it."""
-        if request.media_conversation is None:
-            return
+        assert request.media_conversation is not None
         placement = self.media_placements.get((request.media_conversation, request.scope), now)
         if placement is None:
             return

@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
-from router.decide.cache_state import CacheState, PromptQuery
+from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig, RetryConfig
 from router.decide.load import EngineLoad
 from router.decide.messages import (
@@ -29,11 +29,13 @@ from router.decide.messages import (
     Refuse,
     ReportedUsage,
     RouteRequest,
+    Transfer,
     TransferKind,
     WorkerLost,
 )
 from router.decide.placement import ActiveRequest, Attempt, RequestPlacer
 from router.decide.registry import CoreSnapshot, WorkerRegistry, make_worker_snapshot
+from router.decide.target import PromptQuery
 from router.decide.tracker import LoadTracker
 from router.decide.transfers.links import TransferLinks
 from router.decide.watchdog import StallDetector, Watchdog
@@ -137,9 +139,9 @@ class RouterCore:
         """Forget what a worker, or one rank of it, had cached at `at_s`. The feed clears the index by itself."""
         targets = self.registry.get_targets(worker_id)
         earlier_attempts = [attempt for attempt in self.get_attempts().values() if attempt.decision.decided_s <= at_s]
-        prompts = [prompt for attempt in earlier_attempts for prompt in attempt.list_running_prompts()]
+        requests = [request for attempt in earlier_attempts for request in attempt.list_in_flight()]
         for target in targets if rank is None else targets[rank : rank + 1]:
-            self.cache_state.clear_target(target, [prompt for prompt in prompts if prompt.target is target], at_s)
+            self.cache_state.clear_target(target, [request for request in requests if request.target is target], at_s)
 
     def update_stalled_workers(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
         """Avoid workers with stalled streams; return the workers that changed. See StallDetector.update."""
@@ -197,7 +199,7 @@ class RouterCore:
     def get_prompt_query(self, request_id: str) -> PromptQuery | None:
         """Return the prompt of a request in flight; None if the request is unknown or its prompt was not read."""
         attempt = self._get_attempt(request_id)
-        return attempt.running_prompt.query if attempt is not None and attempt.running_prompt is not None else None
+        return None if attempt is None else attempt.in_flight.prompt
 
     def find_fallback_workers(self, request_id: str, count: int, now: float) -> list[str]:
         """Return up to `count` workers that could take over a request in flight, the least busy first.
@@ -287,13 +289,16 @@ class RouterCore:
         if attempt is None:
             return []
         active_request, engine_usage = self._active_requests[request_id], usage or ReportedUsage()
-        if attempt.decision.is_split:
-            engine_usage = ReportedUsage(engine_usage.prompt_tokens, None, engine_usage.completion_tokens)
-        if _has_missing_transfer(attempt, engine_usage):
-            self._placer.fail_transfer(attempt, now)
+        transfer = attempt.decision.transfer
+        if transfer is not None:
+            if transfer.kind is TransferKind.PREFILL:
+                engine_usage = ReportedUsage(engine_usage.prompt_tokens, None, engine_usage.completion_tokens)
+            elif _has_missing_transfer(attempt, transfer, engine_usage):
+                self._placer.fail_transfer(attempt, now)
+            if not is_error:
+                self._placer.record_transfer(attempt, now)
         if not is_error:
             self._placer.record_answer(active_request, engine_usage.completion_tokens, now)
-            self._placer.record_transfer(attempt, now)
         self._placer.end_attempt(
             active_request, now, is_computed=not is_error, reported_cached_tokens=engine_usage.cached_tokens
         )
@@ -519,7 +524,8 @@ class RouterCore:
     def check_invariants(self) -> None:
         """Assert that all parts agree on what is queued and in flight; tests call it after every stimulus."""
         attempts, background_counts = self.get_attempts().values(), Counter[str]()
-        self.tracker.check_invariants([in_flight for attempt in attempts for in_flight in attempt.list_in_flight()])
+        in_flight = [request for attempt in attempts for request in attempt.list_in_flight()]
+        self.tracker.check_invariants(in_flight)
         self._placer.queue.check_invariants()
         for request_id, active_request in self._active_requests.items():
             is_queued, attempt = request_id in self._placer.queue, active_request.attempt
@@ -528,8 +534,7 @@ class RouterCore:
                 background_counts[attempt.in_flight.target.name] += 1
         for target in self.tracker.targets.values():
             assert target.load.background_request_count <= background_counts[target.name]
-        prompts = [prompt for attempt in attempts for prompt in attempt.list_running_prompts()]
-        self.cache_state.check_invariants(prompts)
+        self.cache_state.check_invariants(in_flight)
 
 
 class RetryBudget:
@@ -571,12 +576,11 @@ class RetryBudget:
             self._retries.popitem(last=False)
 
 
-def _has_missing_transfer(attempt: Attempt, usage: ReportedUsage) -> bool:
+def _has_missing_transfer(attempt: Attempt, pull: Transfer, usage: ReportedUsage) -> bool:
     """Return whether an engine reports that less than half of the KV which should have come was cached."""
-    transfer = attempt.decision.transfer
-    if transfer is None or transfer.kind is not TransferKind.PULL or usage.cached_tokens is None:
+    if usage.cached_tokens is None:
         return False
-    return usage.cached_tokens < attempt.decision.predicted_cached_tokens - transfer.tokens // 2
+    return usage.cached_tokens < attempt.decision.predicted_cached_tokens - pull.tokens // 2
 
 
 def _refuse_after_failure(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:

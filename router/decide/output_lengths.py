@@ -40,14 +40,6 @@ class _Average:
     count: float = 0.0
     mean: float = 0.0
 
-    def add(self, tokens: float) -> None:
-        self.count = self.count + 1.0 if self.count + 1.0 < _ANSWERS_AVERAGED else _ANSWERS_AVERAGED
-        self.mean += (tokens - self.mean) / self.count
-
-    def blend_with(self, general: float) -> float:
-        """Return the expected length of this group. `general`: expected length of the more general group."""
-        return (self.count * self.mean + _PRIOR_ANSWERS * general) / (self.count + _PRIOR_ANSWERS)
-
 
 class OutputLengths:
     """Average output lengths of groups of similar requests.
@@ -87,7 +79,9 @@ class OutputLengths:
                 average = self._averages[key] = _Average()
             else:
                 self._averages.move_to_end(key)
-            average.add(capped_tokens)
+            count = average.count + 1.0
+            average.count = count if count < _ANSWERS_AVERAGED else _ANSWERS_AVERAGED
+            average.mean += (capped_tokens - average.mean) / average.count
         while len(self._averages) > LENGTH_KEYS_MAX:
             self._averages.popitem(last=False)
 
@@ -97,12 +91,16 @@ class OutputLengths:
             self._averages.pop((request.model, request.session), None)
 
     def _blend_averages(self, keys: Sequence[LengthKey]) -> float:
-        """Return the expected length from the averages of these groups, before the client's bounds."""
+        """Return the expected length from the averages of these groups, before the client's bounds.
+
+        The average of a more general group counts as _PRIOR_ANSWERS answers of the next one.
+        """
         tokens = TOKENS_PRIOR
         for key in keys:
             average = self._averages.get(key)
             if average is not None:
-                tokens = average.blend_with(tokens)
+                count = average.count
+                tokens = (count * average.mean + _PRIOR_ANSWERS * tokens) / (count + _PRIOR_ANSWERS)
         return tokens
 
 

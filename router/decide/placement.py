@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from router.decide.cache_state import CacheState, RunningPrompt
+from router.decide.cache_state import CacheState
 from router.decide.chooser import Chooser, Placement, RoutingChoice
 from router.decide.config import CoreConfig
 from router.decide.messages import Decision, Enqueue, Forward, Refuse, RouteRequest
@@ -36,24 +36,15 @@ OTHERS_SHARE_MAX: Final = 0.5
 """Greatest share of other prompts in the wait for a first token from which the time of a KV transfer is learned."""
 
 
-class PrefillLeg(msgspec.Struct, eq=False):
-    """Prefill of a request at a worker that hands the KV over to another one."""
-
-    in_flight: InFlightRequest
-    running_prompt: RunningPrompt | None
-
-
 class Attempt(msgspec.Struct, eq=False):
     """One try of a request at a worker."""
 
     decision: Decision
     in_flight: InFlightRequest
-    """The attempt as the load tracker counts it."""
-    running_prompt: RunningPrompt | None = None
-    """The attempt's prompt as the cache state counts it; None if the prompt was not read."""
+    """The attempt as the load tracker and the cache state count it."""
     has_first_token: bool = False
-    prefill_leg: PrefillLeg | None = None
-    """The prefill at another worker, until it ends."""
+    prefill_leg: InFlightRequest | None = None
+    """The prefill at another worker, which hands the KV over to this one, until it ends."""
     transfer_estimate: TransferEstimate | None = None
     """Parts of the transfer's time; None if there is no transfer so far, or if its duration will not be known."""
     transfer_started_s: float = 0.0
@@ -64,13 +55,8 @@ class Attempt(msgspec.Struct, eq=False):
     has_transfer_failed: bool = False
 
     def list_in_flight(self) -> list[InFlightRequest]:
-        """Return what the load tracker counts for the attempt."""
-        return [self.in_flight] if self.prefill_leg is None else [self.in_flight, self.prefill_leg.in_flight]
-
-    def list_running_prompts(self) -> list[RunningPrompt]:
-        """Return what the cache state counts for the attempt."""
-        prompts = [self.running_prompt, self.prefill_leg.running_prompt if self.prefill_leg is not None else None]
-        return [prompt for prompt in prompts if prompt is not None]
+        """Return what the load tracker and the cache state count for the attempt."""
+        return [self.in_flight] if self.prefill_leg is None else [self.in_flight, self.prefill_leg]
 
 
 class ActiveRequest(msgspec.Struct, eq=False):
@@ -218,11 +204,10 @@ class RequestPlacer:
 
         If the winner is too late and another worker is in time, the earliest worker becomes the winner.
         """
-        request = active_request.request
-        limits_s = [limit_s for limit_s in (request.ttft_s_max, self._config.queue.ttft_s_max) if limit_s is not None]
-        if not limits_s:
+        request, default_s = active_request.request, self._config.queue.ttft_s_max
+        if request.ttft_s_max is None and default_s is None:
             return None
-        max_ttft_s = min(limits_s)
+        max_ttft_s = min(limit_s for limit_s in (request.ttft_s_max, default_s) if limit_s is not None)
         remaining_s = max_ttft_s - (now - active_request.arrived_s)
         if choice.winner.terms.ttft_s <= remaining_s:
             return None
@@ -286,7 +271,7 @@ class RequestPlacer:
             attempt=active_request.failed_attempts,
             waited_s=now - active_request.arrived_s,
         )
-        self.chooser.advance_tie_rotation()
+        self.chooser.tie_rotation += 1
         transfer_source = choice.winner.source
         in_flight = self._tracker.add_request(
             target,
@@ -302,20 +287,20 @@ class RequestPlacer:
         if self.is_background(request):
             target.load.background_request_count += 1
         if choice.prompt_query is not None:
-            attempt.running_prompt = self._cache_state.add_request(
-                target,
+            self._cache_state.add_request(
+                in_flight,
                 choice.prompt_query,
                 now,
                 session=request.session,
                 is_pinned=transfer_source is None,
             )
             if transfer_source is not None:  # other requests can use the prompt's KV only after it has arrived
-                in_flight.on_arrival = partial(self._cache_state.pin, attempt.running_prompt)
+                in_flight.on_arrival = partial(self._cache_state.pin, in_flight)
         if transfer_source is not None:
             self._start_source(attempt, choice, transfer_source, now)
         self._remember_placement(request, target, now)
         worker = self._registry.workers[target.worker_id]
-        if worker.state is WorkerState.PROBING:
+        if worker.health is WorkerState.PROBING:
             worker.probe = request.request_id
             self._registry.apply_worker_changes()
         target.load.routed_requests += 1
@@ -346,9 +331,9 @@ class RequestPlacer:
             is_streaming=True,
             now=now,
         )
-        attempt.prefill_leg = PrefillLeg(in_flight, None)
+        attempt.prefill_leg = in_flight
         if prompt_query is not None:
-            attempt.prefill_leg.running_prompt = self._cache_state.add_request(source, prompt_query, now)
+            self._cache_state.add_request(in_flight, prompt_query, now)
         source.load.routed_requests += 1
 
     def _start_transfer(self, attempt: Attempt, now: float) -> None:
@@ -369,12 +354,9 @@ class RequestPlacer:
         if leg is None:
             return
         if is_computed:
-            self._tracker.record_first_token(leg.in_flight, now)
-        self._tracker.end_request(
-            leg.in_flight, now, is_computed=is_computed, reported_cached_tokens=reported_cached_tokens
-        )
-        if leg.running_prompt is not None:
-            self._cache_state.end_request(leg.running_prompt, now, is_computed=is_computed)
+            self._tracker.record_first_token(leg, now)
+        self._tracker.end_request(leg, now, is_computed=is_computed, reported_cached_tokens=reported_cached_tokens)
+        self._cache_state.end_request(leg, now, is_computed=is_computed)
         if is_computed:
             self._start_transfer(attempt, now)
 
@@ -442,11 +424,8 @@ class RequestPlacer:
         )
         if self.is_background(request):
             in_flight.target.load.background_request_count -= 1
-        if attempt.running_prompt is not None:
-            ended_session = request.session if request.is_final else None
-            self._cache_state.end_request(
-                attempt.running_prompt, now, is_computed=is_computed, ended_session=ended_session
-            )
+        ended_session = request.session if request.is_final else None
+        self._cache_state.end_request(in_flight, now, is_computed=is_computed, ended_session=ended_session)
         worker = self._registry.workers.get(attempt.decision.worker)
         if worker is not None and worker.probe == request.request_id:
             worker.probe = None  # it showed nothing, or the caller says what: the next request may be the probe

@@ -123,9 +123,10 @@ class WorkerRegistry:
     def record_answer(self, worker_id: str, now: float) -> None:
         """Record that a worker answered a request: its past failures no longer count."""
         worker = self.workers.get(worker_id)
-        if worker is not None:
-            worker.last_answer_at_s = now
-        if worker is None or (not worker.failures and worker.state is WorkerState.UP):
+        if worker is None:
+            return
+        worker.last_answer_at_s = now
+        if not worker.failures and worker.health is WorkerState.UP:
             return
         if self.breaker.record_success(worker):
             self.apply_worker_changes()

@@ -224,11 +224,8 @@ class PoolSpeed:
         self.observation_count = 0
         self.model = prior
         """Service model of a target without a factor of its own."""
-
-    @property
-    def is_silent(self) -> bool:
+        self.is_silent = config.enabled
         """Whether the pool is to be learned and no router has observed anything yet."""
-        return self.is_enabled and not any(s.prefill_weight or s.step_weight for s in self._get_learned())
 
     @property
     def step_observation_interval_s(self) -> float:
@@ -304,12 +301,10 @@ class PoolSpeed:
             return False
         return self._refresh_model()
 
-    def _get_learned(self) -> list[SharedSpeed]:
-        return [self.own, *self._shared_by_router.values()]
-
     def _refresh_model(self) -> bool:
         """Combine what all routers learned; return whether the model has changed."""
-        prior, learned = self._prior, self._get_learned()
+        prior, learned = self._prior, [self.own, *self._shared_by_router.values()]
+        self.is_silent = self.is_enabled and not any(s.prefill_weight or s.step_weight for s in learned)
         self._prefill_ratio = _combine_ratios(
             self._prior_ratio, [(s.prefill_s_per_token / prior.prefill_s_per_token, s.prefill_weight) for s in learned]
         )

@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final
 
+import msgspec
+
 from router.decide.config import ServiceModel
 from router.decide.load import NO_EXTERNAL_LOAD, NO_PEER_LOAD, SLOT_WAIT_RATIO, Capacity, Load, PeerLoad, PeerPrefills
 from router.decide.speed import PoolSpeed, Speed, WorkTotals
 from router.decide.workers import NO_TRANSFERS
-from router.index.protocol import HolderId
+from router.index.protocol import HolderId, PinId, PrefixIndex, PreparedPrompt, Scope
 
 _SORTED_PREFILLS_MAX: Final = 128
 """Prompts, the oldest first, that are sorted by their remaining prefill; a longer queue is extrapolated from these."""
@@ -47,9 +49,28 @@ class RequestPhase(enum.Enum):
     ENDED = 3
 
 
-@dataclass(slots=True, eq=False)
-class InFlightRequest:
-    """One request that was sent to a target, as the target's load counts it.
+class PromptQuery(msgspec.Struct, eq=False):
+    """Prompt of a request, prepared for several look-ups in the index."""
+
+    index: PrefixIndex
+    prepared_ids: PreparedPrompt
+    scope: Scope
+    prompt_tokens: int
+    _keys: dict[int, list[int]] = {}
+    """chunk size in tokens -> keys of the prompt's chunks."""
+
+    def get_chunk_keys(self, chunk_tokens: int) -> list[int]:
+        """Return the keys of the prompt's chunks; a key is the digest of all tokens up to its chunk's end."""
+        if self.prompt_tokens <= chunk_tokens:
+            return []
+        keys = self._keys.get(chunk_tokens)
+        if keys is None:
+            keys = self._keys[chunk_tokens] = self.index.chunk_keys(self.prepared_ids, self.scope, chunk_tokens)
+        return keys
+
+
+class InFlightRequest(msgspec.Struct, eq=False):
+    """One request that was sent to a target, as the target's load and the cache state count it.
 
     It is first in its prefill, then decodes. Fields with `_at_s` are moments on the router's clock, those with another
     `_s` are durations.
@@ -65,6 +86,10 @@ class InFlightRequest:
     """Time to fetch the cached tokens that lie on slower tiers, by the configured rates."""
     sent_at_s: float
     """When the request was sent or, if KV had to come from another target, when that KV had come."""
+    prefill_s: float
+    """Time to compute the uncached tokens, as fast as the target is now thought to be."""
+    send_index: int
+    """Number of requests that were sent to the target before."""
     source: Target | None = None
     """Target that the request's KV comes from; None: its own target computes or has all."""
     arrival_s: float = 0.0
@@ -73,28 +98,24 @@ class InFlightRequest:
     """Whether the KV moves now; it does not while the source still computes it."""
     on_arrival: Callable[[], None] | None = None
     """Called when the KV has come, or is no longer expected, while the target is known."""
-    prefill_s: float = field(init=False)
-    """Time to compute the uncached tokens, as fast as the target is now thought to be."""
-    expected_ttft_s: float = field(init=False)
+    expected_ttft_s: float = 0.0
     """Time to its first token without a wait for a sequence slot, as predicted when the request was sent; set by the
     tracker."""
-    send_index: int = field(init=False)
-    """Number of requests that were sent to the target before."""
-    prefill_done_s: float = field(init=False, default=0.0)
+    prefill_done_s: float = 0.0
     """Part of `prefill_s` that was done when another request went first."""
-    phase: RequestPhase = field(init=False, default=RequestPhase.PREFILL)
-    context_tokens: int = field(init=False, default=0)
+    phase: RequestPhase = RequestPhase.PREFILL
+    context_tokens: int = 0
     """Tokens of the prompt and of the answer so far, once the request decodes."""
-    output_tokens: int = field(init=False, default=0)
+    output_tokens: int = 0
     """Tokens of the answer that the edge has counted."""
-    observed_totals: WorkTotals | None = field(init=False, default=None)
+    observed_totals: WorkTotals | None = None
     """Work of the target up to the last time that its speed was learned from this answer, at first its first token."""
-    observed_output_tokens: int = field(init=False, default=1)
+    observed_output_tokens: int = 1
     """Tokens of the answer at the time of `observed_totals`."""
-
-    def __post_init__(self) -> None:
-        self.prefill_s = self.target.estimate_prefill_s(self.prompt_tokens, self.cached_tokens)
-        self.send_index = self.target.prefill_queue.next_send_index
+    prompt: PromptQuery | None = None
+    """The prompt, as the cache state counts it; None if it was not read."""
+    pin: PinId | None = None
+    """Pin of the prompt in the index; None if the target sends no events, or has lost its cache since."""
 
     @property
     def has_no_first_token(self) -> bool:
@@ -359,10 +380,6 @@ class Target:
     def recompute_queue(self) -> None:
         """Recompute what `estimate_queue_s` reads after the queue has changed."""
         self.prefill_queue.recompute(self.peer_load.prefills, self.speed.step_prefill_s)
-
-    def record_queue_progress(self, now: float) -> None:
-        """Note the progress of the current prefill, before the queue changes."""
-        self.prefill_queue.record_progress(self.slowdown, now)
 
     def estimate_prefill_s(self, prompt_tokens: int, cached_tokens: int) -> float:
         """Return P, the time to compute the uncached part of a prompt here."""

@@ -115,20 +115,24 @@ class LoadTracker:
         the KV begins to move. Without `candidate` the cached tokens are in the target's fastest memory.
         """
         candidate = candidate or Candidate(target)
-        target.record_queue_progress(now)
-        tier_load_factor = target.speed.tier_load.get(now)
+        queue = target.prefill_queue
+        queue.record_progress(target.slowdown, now)
+        tier_load_s = candidate.tier_load_s
+        if tier_load_s:
+            tier_load_s /= target.speed.tier_load.get(now)  # by the configured rates
         request = InFlightRequest(
             target,
             prompt_tokens,
             cached_tokens,
             expected_output_tokens,
             is_streaming,
-            candidate.tier_load_s / tier_load_factor,  # by the configured rates
+            tier_load_s,
             now,
+            target.estimate_prefill_s(prompt_tokens, cached_tokens),
+            queue.next_send_index,
             candidate.source,
             candidate.arrival_s,
         )
-        queue = target.prefill_queue
         awaited_request = find_awaited_request(candidate)
         wait_s = target.estimate_wait_before_s(queue.compute_order_s(request.prefill_s, awaited_request), now)
         # The target computes earlier prompts while the KV moves, so the longer of the two waits counts.
@@ -149,8 +153,7 @@ class LoadTracker:
         load.remaining_output_tokens += expected_output_tokens
         target.recompute_decode_load()
         target.recompute_queue()
-        self._add_utilisation(target, request.prefill_s, now)
-        load.arrivals_scaled += self._compute_growth(now) / UTILISATION_WINDOW_S
+        self._add_utilisation(target, request.prefill_s, now, arrivals=1)
         return request
 
     def record_first_token(self, request: InFlightRequest, now: float) -> bool:
@@ -201,7 +204,7 @@ class LoadTracker:
         target, load = request.target, request.target.load
         self._mark_changed(target)
         target.advance_work_totals(now)
-        target.record_queue_progress(now)
+        target.prefill_queue.record_progress(target.slowdown, now)
         load.request_count -= 1
         load.last_request_end_s = now
         # Recomputed when empty, so that rounding never accumulates.
@@ -247,7 +250,7 @@ class LoadTracker:
             request.is_kv_moving = False
             target.load.incoming_transfers -= 1
             request.source.load.outgoing_transfers -= 1
-        target.record_queue_progress(now)
+        target.prefill_queue.record_progress(target.slowdown, now)
         request.send_index = target.prefill_queue.next_send_index
         target.prefill_queue.add(request)
         if request.on_arrival is not None and self.targets.get(target.name) is target:
@@ -321,7 +324,7 @@ class LoadTracker:
         """
         target, load, prefill_queue = request.target, request.target.load, request.target.prefill_queue
         self._mark_changed(target)
-        target.record_queue_progress(now)
+        target.prefill_queue.record_progress(target.slowdown, now)
         prefill_queue.remove(request)
         load.pending_prompt_tokens -= request.prompt_tokens
         target.advance_work_totals(now)
@@ -348,14 +351,15 @@ class LoadTracker:
         factor = self.compute_utilisation_decay(now)  # before `utilisation_scaled` is read: it may rescale that
         return target.load.utilisation_scaled * factor + target.peer_load.utilisation
 
-    def _add_utilisation(self, target: Target, prefill_s: float, at_s: float) -> None:
-        """Count prefill seconds that a target got at `at_s`; a negative number takes such seconds back."""
-        change = prefill_s / UTILISATION_WINDOW_S * self._compute_growth(at_s)
-        target.load.utilisation_scaled = max(0.0, target.load.utilisation_scaled + change)
+    def _add_utilisation(self, target: Target, prefill_s: float, at_s: float, *, arrivals: int = 0) -> None:
+        """Count prefill seconds and requests that a target got at `at_s`; a negative number takes seconds back.
 
-    def _compute_growth(self, at_s: float) -> float:
-        """Return the factor by which what happens at `at_s` is scaled up, so that nothing has to decay."""
-        return math.exp((at_s - self._get_decay_epoch(at_s)) / UTILISATION_WINDOW_S)
+        They are scaled up by the time since the epoch, so that nothing has to decay.
+        """
+        growth = math.exp((at_s - self._get_decay_epoch(at_s)) / UTILISATION_WINDOW_S)
+        load = target.load
+        load.utilisation_scaled = max(0.0, load.utilisation_scaled + prefill_s / UTILISATION_WINDOW_S * growth)
+        load.arrivals_scaled += arrivals * growth / UTILISATION_WINDOW_S
 
     def _get_decay_epoch(self, now: float) -> float:
         """Return the epoch, a time by which decaying loads are scaled so that none has to be updated as time passes.
