@@ -30,12 +30,12 @@ class SchedulerTotals:
     generated_tokens: int = 0
     finished_requests: int = 0
 
-    def add_prompt(self, seq: Sequence, sign: int = 1) -> None:
-        """Count a prompt that was admitted for the first time; with `sign` -1, take that back."""
-        self.prefix_queried_tokens += sign * seq.prompt_len
-        self.prefix_hit_tokens += sign * seq.cached_tokens
-        self.host_hit_tokens += sign * seq.host_tokens
-        self.prompt_tokens += sign * seq.prompt_len
+    def add_prompt(self, seq: Sequence) -> None:
+        """Count a prompt that was admitted for the first time."""
+        self.prefix_queried_tokens += seq.prompt_len
+        self.prefix_hit_tokens += seq.cached_tokens
+        self.host_hit_tokens += seq.host_tokens
+        self.prompt_tokens += seq.prompt_len
 
 
 class ActiveRequests:
@@ -85,19 +85,6 @@ class ActiveRequests:
         entry.prompt_logprobs.clear()
         self._totals.preemptions += 1
         self._waiting.add(entry)
-
-    def undo_unexecuted_step(self, entry: RequestEntry, start: int) -> None:
-        """Preempt a request because the step that was to compute its positions from `start` on was not computed.
-
-        If that was the request's first step, the counts of preemptions and prompts become what they were before.
-        """
-        seq = entry.seq
-        is_first_admission = not seq.preemptions and start == seq.cached_tokens
-        self.preempt(entry)
-        if is_first_admission:
-            self._totals.preemptions -= 1
-            seq.preemptions = 0
-            self._totals.add_prompt(seq, -1)
 
     def take(self, request_id: str) -> RequestEntry | None:
         """Remove a request from the requests by id, because it ends, and return it; None if there is none."""

@@ -3,9 +3,9 @@
 Start reading here. In each step the scheduler makes a plan, the runner computes it, and the scheduler applies the
 result. Then the events of the cache are published: the blocks of a step are announced after the step is computed, and
 before its tokens are returned. A copy to host memory is announced when it is planned, because every later step finds
-the block there; if the step fails, its removal is announced. If steps overlap, the next step is planned and begun while
-this step is computed. One thread drives the core, which knows no sockets and no clock (`now` is an argument). The step
-loop calls `publish`, which must not block.
+the block there. A failed step ends its requests and empties the cache. If steps overlap, the next step is planned and
+begun while this step is computed. One thread drives the core, which knows no sockets and no clock (`now` is an
+argument). The step loop calls `publish`, which must not block.
 """
 
 from __future__ import annotations
@@ -376,6 +376,7 @@ class EngineCore:
         # A later step in flight needs the tokens of the failed step, so it is dropped and does not count.
         self._step_count -= len(self._steps_in_flight)
         self._steps_in_flight.clear()
+        self.transfers.abandon_pulls()  # as after a reset: a failed step empties the cache
         return self.scheduler.fail(plan, f"the engine failed to compute a step: {_describe_error(error)}")
 
     def reset_prefix_cache(self) -> None:

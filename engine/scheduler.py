@@ -307,41 +307,22 @@ class Scheduler:
     def fail(self, plan: StepPlan, message: str) -> list[SequenceOutput]:
         """End the requests of the oldest step, which was not computed, with an error. None of its blocks is announced.
 
-        A later step in flight was not computed either, but is not to blame: requests that only it has wait again. If
-        the failed step also copied blocks, their contents may be wrong. So if running requests hold such blocks, all
-        running requests are preempted and computed again.
+        A later step in flight was not computed either, but is not to blame: all other running requests wait again. The
+        cache is emptied, because the steps may have left copies of blocks unmade.
         """
-        failed_step, *later_steps = self._steps_in_flight
+        failed_step = self._steps_in_flight[0]
         assert plan is failed_step.plan
         self._steps_in_flight.clear()
-        for _ in (failed_step, *later_steps):
-            self.cache.rollback()
-        for step in later_steps:
-            self._requeue_unexecuted(step, failed_step)
-        outputs = self._end_failed_requests(failed_step, message)
-        if self.cache.invalidate_failed_copies():
-            for entry in self._requests.running[::-1]:
-                self._requests.preempt(entry)
-            self.cache.invalidate_failed_copies()
-        return outputs
-
-    def _requeue_unexecuted(self, step: StepInFlight, failed_step: StepInFlight) -> None:
-        """Move requests that `step` has, and the failed step before it has not, back to the waiting queue."""
-        start_by_entry = {entry: chunk.start for entry, chunk in zip(step.entries, step.plan.chunks)}
-        for entry in sorted(start_by_entry.keys() - set(failed_step.entries), reverse=True):
-            if entry.has_ended:
+        self.cache.reset_after_failure()
+        failed_entries = set(failed_step.entries)
+        for entry in self._requests.running[::-1]:
+            if entry in failed_entries or entry.has_ended:
                 self._requests.remove(entry)
             else:
-                self._requests.undo_unexecuted_step(entry, start_by_entry[entry])
-
-    def _end_failed_requests(self, step: StepInFlight, message: str) -> list[SequenceOutput]:
-        """Remove the requests of a failed step. Return an error for each of them that had not ended, in order."""
-        outputs: list[SequenceOutput] = []
-        for entry in reversed(step.entries):
-            self._requests.remove(entry)
-            if not entry.has_ended:
-                outputs.append(self._requests.make_error_output(entry, message))
-        return outputs[::-1]
+                self._requests.preempt(entry)
+        return [
+            self._requests.make_error_output(entry, message) for entry in failed_step.entries if not entry.has_ended
+        ]
 
     def check_invariants(self) -> None:
         self.cache.check_invariants()

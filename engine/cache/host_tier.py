@@ -8,12 +8,8 @@ block that is computed. A block is in one of the two pools: the host's copy is d
 one (`discard_duplicate`). Only a state may be in both: the running sequence that loaded it changes its own copy
 (`unpin_state`).
 
-A copy to the host is planned before the block's memory on the device is written again, and at the latest when the plan
-is complete (`plan_copies`).
-
-Owns the host's pool and the copies that are planned. Refuses to know sequences and tensors. Invariants: a block here is
-cached, or held by a step that reads it. Its parent's full-attention block is here or on the device. No step has written
-to the memory that the block was copied from, or is still to be copied from.
+Owns the host's pool. Refuses to know sequences and tensors. Invariants: a block here is cached, or held by a step that
+reads it. Its parent's full-attention block is here or on the device.
 """
 
 from __future__ import annotations
@@ -22,12 +18,12 @@ from collections.abc import Iterable, Sequence
 from operator import mul
 from typing import NamedTuple
 
-from engine.cache.blocks import Block, Node, StateBlock, Unit
+from engine.cache.blocks import Block, Node, StateBlock
 from engine.cache.eviction_order import EvictionOrder
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree, list_subtree
 from engine.cache.spec import FULL_KIND, CacheSpec
-from engine.types import BlockCopy, BlockPlace, CopyDirection
+from engine.types import BlockCopy, CopyDirection
 
 
 class HostUsage(NamedTuple):
@@ -78,12 +74,6 @@ class HostTier:
         self._order = order
         self._tree = tree
         self._block_copies = block_copies
-        self._unplanned_copy_by_block: dict[Block, BlockCopy] = {}
-        """Host block -> the copy that is to fill it, and that is in no plan yet."""
-        self._unplanned_blocks_by_unit: dict[Unit, list[Block]] = {}
-        """Unit of the device -> host blocks that are to be filled from evicted blocks of this unit."""
-        self._planned_stores: list[Block] = []
-        """Host blocks that the step being planned fills."""
         self.planned_loads: list[HostLoad] = []
         """Loads of the step being planned, parents first."""
         self._stored_blocks_by_kind = [0] * len(blocks_per_unit)
@@ -99,12 +89,6 @@ class HostTier:
             stored_bytes=sum(map(mul, self._stored_blocks_by_kind, self._block_bytes_by_kind)),
             loaded_bytes=sum(map(mul, self._loaded_blocks_by_kind, self._block_bytes_by_kind)),
         )
-
-    def take_planned_stores(self) -> list[Block]:
-        """Return the host blocks that the complete plan fills, and begin a new list for the next plan."""
-        stores = self._planned_stores
-        self._planned_stores = []
-        return stores
 
     def demote(self, block: Block, *, keep_on_host: bool) -> None:
         """Move a computed device block, which is about to be evicted, to host memory, and announce the move.
@@ -124,10 +108,9 @@ class HostTier:
             event_log.record_removed(kind, node)
 
     def _store(self, block: Block, node: Node) -> bool:
-        """Allocate a host block for `node`, into which `block` will be copied; return False if there is no room.
+        """Allocate a host block for `node`, and plan to copy `block` into it; return False if there is no room.
 
-        The copy is planned later (`plan_copies`), but before the device's memory is overwritten. If the host block is
-        dropped before that, no copy is made.
+        The device's memory may be used again in the same plan, because copies are done in the order of planning.
         """
         kind = block.kind
         host_block = self._pool.allocate(kind) if self._pool.units else None
@@ -138,38 +121,9 @@ class HostTier:
             host_block.is_superseded = block.is_superseded
             host_block.value = block.value
         self._pool.release(host_block)
-        self._unplanned_copy_by_block[host_block] = BlockCopy(kind, block.id, host_block.id, CopyDirection.TO_HOST)
-        self._unplanned_blocks_by_unit.setdefault(block.unit, []).append(host_block)
+        self._block_copies.append(BlockCopy(kind, block.id, host_block.id, CopyDirection.TO_HOST))
+        self._stored_blocks_by_kind[kind] += 1
         return True
-
-    def plan_copies(self) -> None:
-        """Plan to copy all evicted blocks, before any copy that is planned from now on."""
-        for host_block in list(self._unplanned_copy_by_block):
-            self._plan_copy(host_block)
-        self._unplanned_blocks_by_unit.clear()
-
-    def flush_before_overwrite(self, target: Block) -> None:
-        """Plan to copy the blocks that were evicted from the memory of `target`, which is about to be overwritten."""
-        for host_block in self._unplanned_blocks_by_unit.pop(target.unit, ()):
-            self._plan_copy(host_block)
-
-    def _plan_copy(self, host_block: Block) -> None:
-        block_copy = self._unplanned_copy_by_block.pop(host_block, None)
-        if block_copy is not None:
-            self._block_copies.append(block_copy)
-            self._planned_stores.append(host_block)
-            self._stored_blocks_by_kind[block_copy.kind] += 1
-
-    def find_content(self, host_block: Block) -> BlockPlace:
-        """Return the memory that holds the content of a host block: still the device's, if no plan has copied it."""
-        unplanned_copy = self._unplanned_copy_by_block.get(host_block)
-        if unplanned_copy is not None:
-            return BlockPlace(host_block.kind, unplanned_copy.source)
-        return BlockPlace(host_block.kind, host_block.id, is_on_host=True)
-
-    def untrusted_blocks(self) -> list[Block]:
-        """Return the host blocks that are still to be filled. After a failed step their contents may be wrong."""
-        return [*self._planned_stores, *self._unplanned_copy_by_block]
 
     def pin(self, node: Node, kind: int) -> Block:
         """Return the node's host block, and hold the block, so that it is not evicted before `unpin`."""
@@ -187,8 +141,6 @@ class HostTier:
     def plan_load_copy(self, load: HostLoad) -> None:
         """Plan only the copy of a load. The caller adds the device's block to the tree and unpins the host's."""
         target, host_block = load
-        self.flush_before_overwrite(target)
-        self._plan_copy(host_block)
         self._block_copies.append(BlockCopy(host_block.kind, host_block.id, target.id, CopyDirection.FROM_HOST))
         self._loaded_blocks_by_kind[host_block.kind] += 1
 
@@ -206,17 +158,8 @@ class HostTier:
             else:  # the state of a sequence, or the cache was reset meanwhile
                 self.unpin_state(host_block)
 
-    def rollback_loads(self, loads: Sequence[HostLoad]) -> None:
-        """Undo loads that were not done, children first."""
-        for block, host_block in reversed(loads):
-            if block.node is not None:
-                self._tree.detach_pending(block)
-            self.unpin(host_block)
-
     def unpin(self, host_block: Block) -> None:
-        """Remove one reference to a host block. If a block outside the tree becomes free, cancel the copy to it."""
-        if host_block.node is None and host_block.ref_count == 1:
-            self._unplanned_copy_by_block.pop(host_block, None)
+        """Remove one reference to a host block."""
         self._pool.release(host_block)
 
     def finish_promotion(self, host_block: Block) -> None:
@@ -275,24 +218,16 @@ class HostTier:
         self._tree.remove_if_empty(node)
 
     def _free_if_unpinned(self, host_block: Block) -> None:
-        """Free a block that has left the tree, unless a step reads it, and cancel the copy that would fill it."""
+        """Free a block that has left the tree, unless a step reads it."""
         if not host_block.ref_count:
-            self._unplanned_copy_by_block.pop(host_block, None)
             self._pool.drop(host_block)
 
     def check_invariants(self, pinned_blocks: Sequence[Block]) -> None:
-        """Assert that the pool, the tree and the unplanned copies agree.
+        """Assert that the pool and the tree agree.
 
         `pinned_blocks`: host blocks that loads hold, once for each reference.
         """
         self._pool.check_invariants()
-        assert all(
-            host_block.node is not None or host_block.ref_count for host_block in self._unplanned_copy_by_block
-        ), "a copy goes to a free block"
-        unplanned_blocks = {
-            host_block for host_blocks in self._unplanned_blocks_by_unit.values() for host_block in host_blocks
-        }
-        assert unplanned_blocks >= set(self._unplanned_copy_by_block), "no unit will plan a copy"
         tree_blocks = {
             host_block for node in self._tree.nodes() for host_block in node.host_blocks if host_block is not None
         }

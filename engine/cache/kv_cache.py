@@ -297,10 +297,8 @@ class KVCache:
         written again.
         """
         moves = self.pool.compact(kind)
-        self.host_tier.plan_copies()  # before the moves overwrite the memory of evicted blocks
         for group, moved_block, old_id in moves:
             self._block_copies.append(BlockCopy(group, old_id, moved_block.id))
-            self._steps.register_move(moved_block)
         for seq_blocks in self._blocks_by_sequence.values():
             seq_blocks.increment_table_version()
             seq_blocks.rewrite_tables()
@@ -327,7 +325,6 @@ class KVCache:
 
     def fill_plan(self, plan: StepPlan) -> None:
         """Complete a plan with its copies, and advance its sequences. The step counts as in flight from now on."""
-        self.host_tier.plan_copies()
         plan.block_copies = self._block_copies.copy()
         self._block_copies.clear()
         for chunk in plan.chunks:
@@ -351,17 +348,6 @@ class KVCache:
         for group in self.windows.sliding_groups:
             seq_blocks.release_before(group, self.windows.first_block_seen(group, end), self.pool)
 
-    def rollback(self) -> None:
-        """Undo the newest step in flight, which was not computed. Its sequences must be released afterwards."""
-        self._steps.rollback()
-
-    def invalidate_failed_copies(self) -> bool:
-        """Evict blocks that copies of failed steps may not have filled.
-
-        Returns True, with nothing done, if sequences hold such a block: they must be released first.
-        """
-        return self._steps.invalidate_failed_copies()
-
     def take_events(self) -> StepEvents | None:
         """Return the events since the last call, in order; None if nothing changed. Iterating makes the events."""
         return self.tree.event_log.drain()
@@ -376,6 +362,15 @@ class KVCache:
             seq_blocks.nodes = []
             seq_blocks.committed_block_count = 0
             seq_blocks.drop_merges(self.pool)
+
+    def reset_after_failure(self) -> None:
+        """Empty the cache, because the steps in flight were not computed. All sequences must be released afterwards.
+
+        Copies that these steps should have made may be missing, so no block of either memory is trusted any more.
+        """
+        self.reset()
+        self._steps.drop_steps()
+        self._block_copies.clear()
 
     def check_invariants(self) -> None:
         self.pool.check_invariants()

@@ -127,12 +127,6 @@ class PrefixTree:
         self.event_log.record_stored(kind, node)
         self.lower_tier.discard_duplicate(block)
 
-    def detach_pending(self, block: Block) -> None:
-        """Take a pending block, which was not computed, out of the tree. Call this for children before parents."""
-        assert block.is_pending
-        block.is_pending = False
-        self._unlink(block)
-
     def evict(self, block: Block, *, keep_on_host: bool = True) -> None:
         """Evict a cached block from the device, and give its memory back to the pool.
 

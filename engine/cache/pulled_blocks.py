@@ -51,16 +51,12 @@ class PulledBlocks:
 
     def allocate(self, kind: int) -> Block | None:
         """Return a block with one reference; None if running sequences hold all memory."""
-        block = self._pool.allocate(kind)
-        if block is not None:
-            self._host_tier.flush_before_overwrite(block)
-        return block
+        return self._pool.allocate(kind)
 
     def take_copies(self) -> list[BlockCopy]:
         """Take the copies that wait for the next step. The caller does them at once, in order."""
         block_copies = self._block_copies.copy()
         self._block_copies.clear()
-        self._host_tier.take_planned_stores()
         return block_copies
 
     def name(self, block: Block, key: BlockKey, parent: Node | None) -> Node | None:

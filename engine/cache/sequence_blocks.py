@@ -107,12 +107,11 @@ class SequenceBlocks:
         del self.pending_merges[:count]
         return merges
 
-    def drop_merges(self, pool: UnitPool, start: int = 0) -> None:
-        """Cancel the pending merges from the block index `start` on. The sequence keeps its own blocks."""
+    def drop_merges(self, pool: UnitPool) -> None:
+        """Cancel the pending merges. The sequence keeps its own blocks."""
         for merge in self.pending_merges:
-            if merge.block_index >= start:
-                pool.release(merge.identical_block)
-        self.pending_merges = [merge for merge in self.pending_merges if merge.block_index < start]
+            pool.release(merge.identical_block)
+        self.pending_merges.clear()
 
     def iter_pending_blocks(self, start: int, end: int) -> Iterator[Block]:
         """Yield the pending blocks of [start, end) that this sequence computes, parents first."""

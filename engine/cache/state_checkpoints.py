@@ -291,15 +291,12 @@ class StateCheckpoints:
             self._mark_superseded(previous_node)
         self._release_checkpoint(checkpoint)
 
-    def rollback(self, chunks: Items[Chunk]) -> None:
-        """Free the checkpoints of a step with these chunks, which was not computed."""
-        for chunk in reversed(chunks):
-            self._planned_copies.clear()
-            block = self._state_by_sequence[chunk.seq].pending_checkpoint_by_end.pop(chunk.end, None)
-            if block is not None:
-                if block.node is not None:
-                    self._tree.detach_pending(block)
-                self._pool.release(block)
+    def drop_pending(self) -> None:
+        """Free the checkpoints that steps in flight were to take. The cache was reset before."""
+        for state in self._state_by_sequence.values():
+            for checkpoint in state.pending_checkpoint_by_end.values():
+                self._pool.release(checkpoint)
+            state.pending_checkpoint_by_end.clear()
 
     def release(self, seq: Sequence) -> None:
         """Release the state of `seq`, and cancel its plans. Its checkpoints stay cached."""
@@ -407,4 +404,4 @@ class NoStates:
 
     plan_checkpoint = cancel_planned = release = _do_nothing
     reserve_checkpoint = save_checkpoint = attach_checkpoint = release_new_checkpoint = _do_nothing
-    fill_plan = commit = rollback = check_invariants = _do_nothing
+    fill_plan = commit = drop_pending = check_invariants = _do_nothing

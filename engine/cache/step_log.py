@@ -1,9 +1,8 @@
-"""Log of the blocks that each step, planned or in flight, fills, loads and moves.
+"""Log of the blocks that each step, planned or in flight, fills and loads.
 
 While a step is planned, the blocks that it fills are **registered**: they enter the prefix tree, where later requests
 of the same step find them. When the step is computed, they are **committed**: announced by an event, or merged with an
-identical block. If the step fails, they are **rolled back**. If the last token of a block is not sampled yet, the block
-is registered when its step is committed.
+identical block. If the last token of a block is not sampled yet, the block is registered when its step is committed.
 
 Knows nothing of admission, and of how memory is found.
 """
@@ -48,17 +47,13 @@ class PendingStep:
     finished_blocks: list[FinishedBlocks] = field(default_factory=list)
     late_block_end_by_sequence: dict[SequenceBlocks, int] = field(default_factory=dict)
     """End, in tokens, of the block that the step fills, for sequences with a last token that is not sampled yet."""
-    moved_blocks: list[Block] = field(default_factory=list)
-    """Blocks that a compaction moves at the start of the step."""
-    host_stores: list[Block] = field(default_factory=list)
-    """Blocks of host memory that the step fills."""
     host_loads: list[HostLoad] = field(default_factory=list)
     """Loads in the order of planning, parents first."""
     chunks: Items[Chunk] = field(default_factory=list)
 
 
 class StepLog:
-    """Registers the blocks of each step in the prefix tree, and commits or undoes them by the step's result."""
+    """Registers the blocks of each step in the prefix tree, and commits them once the step is computed."""
 
     def __init__(
         self,
@@ -79,14 +74,6 @@ class StepLog:
         self._host_tier = host_tier
         self._planning_step = PendingStep()
         self._steps_in_flight: deque[PendingStep] = deque()
-        self._untrusted_blocks: list[Block] = []
-        """Blocks with unknown contents, because the step that should have copied them failed."""
-        self._untrusted_host_blocks: list[Block] = []
-        """Blocks of host memory with unknown contents, because the step that should have filled them failed."""
-
-    def register_move(self, block: Block) -> None:
-        """Record that a compaction of the step being planned moves a block."""
-        self._planning_step.moved_blocks.append(block)
 
     def register_full_blocks(self, seq_blocks: SequenceBlocks, end: int) -> None:
         """Register the blocks that are full once `end` tokens are computed, so that other requests find them.
@@ -118,7 +105,6 @@ class StepLog:
         """Record that planning of the step is complete, and that the step is in flight from now on."""
         step, self._planning_step = self._planning_step, PendingStep()
         step.chunks = chunks
-        step.host_stores = self._host_tier.take_planned_stores()
         step.host_loads = self._host_tier.take_planned_loads()
         self._steps_in_flight.append(step)
 
@@ -156,45 +142,13 @@ class StepLog:
             self._states.attach_checkpoint(seq_blocks.seq, seq_blocks.nodes[-1], end)
         self._commit_blocks(seq_blocks, start, len(seq_blocks.nodes))
 
-    def rollback(self) -> None:
-        """Undo the newest step in flight, which was not computed.
-
-        Blocks leave the prefix tree in the reverse order of their registration, so children leave before parents.
-        """
-        step = self._steps_in_flight.pop()
-        self._untrusted_blocks += step.moved_blocks
-        self._states.rollback(step.chunks)
-        remaining_loads = len(step.host_loads)
-        for seq_blocks, start, end, load_count in reversed(step.finished_blocks):
-            self._host_tier.rollback_loads(step.host_loads[load_count:remaining_loads])
-            remaining_loads = min(remaining_loads, load_count)
-            for block in reversed(list(seq_blocks.iter_pending_blocks(start, end))):
-                self._tree.detach_pending(block)
-            del seq_blocks.nodes[start:]
-        self._host_tier.rollback_loads(step.host_loads[:remaining_loads])
-        for seq_blocks, start, _, _ in step.finished_blocks:  # after all blocks below them have left the tree
-            seq_blocks.drop_merges(self._pool, start)
-        self._untrusted_host_blocks += step.host_stores
-
-    def invalidate_failed_copies(self) -> bool:
-        """Evict the blocks that copies of failed steps may have left with wrong contents.
-
-        Returns True, with nothing done, if sequences still hold any of these blocks: the caller must release them
-        first, and call again.
-        """
-        host_blocks = self._untrusted_host_blocks + self._host_tier.untrusted_blocks()
-        is_any_held = any(block.ref_count for block in self._untrusted_blocks + host_blocks)
-        if is_any_held:
-            return True
-        for block in self._untrusted_blocks:
-            if block.node is not None:
-                self._tree.evict(block, keep_on_host=False)
-        for block in host_blocks:
-            if block.node is not None:
-                self._host_tier.evict(block)
-        self._untrusted_blocks.clear()
-        self._untrusted_host_blocks.clear()
-        return False
+    def drop_steps(self) -> None:
+        """Forget the steps in flight, which were not computed. The cache was reset before."""
+        for step in self._steps_in_flight:
+            for load in step.host_loads:
+                self._host_tier.unpin(load.host_block)
+        self._steps_in_flight.clear()
+        self._states.drop_pending()
 
     def _add_nodes(self, seq_blocks: SequenceBlocks, full_count: int, *, is_computed: bool = False) -> None:
         """Register the sequence's first `full_count` blocks, as far as they are not. Detach it on a hash collision.

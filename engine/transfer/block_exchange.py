@@ -117,7 +117,7 @@ class BlockExchange:
         block, host_block = node.blocks[kind], node.host_blocks[kind]
         if block is not None and not block.is_pending:
             return BlockPlace(kind, block.id)
-        return None if host_block is None else self._cache.host_tier.find_content(host_block)
+        return None if host_block is None else BlockPlace(kind, host_block.id, is_on_host=True)
 
     # ------------------------------------------------------------------ what a peer has sent
 

@@ -15,7 +15,7 @@ from engine.cache.prefix_tree import list_blocks_leaves_first
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 HISTORY_COUNT = 150
-OPERATIONS = ("allocate", "acquire", "attach", "commit", "detach_pending", "detach", "release", "evict", "reset")
+OPERATIONS = ("allocate", "acquire", "attach", "commit", "detach", "release", "evict", "reset")
 
 
 class TransitionRecorder:
@@ -26,8 +26,7 @@ class TransitionRecorder:
 
     def watch(self, cache: KVCache) -> None:
         pool, tree = cache.pool, cache.tree
-        for owner, name in ((pool, "acquire"), (pool, "release"), (tree, "commit"), (tree, "detach_pending"),
-                            (tree, "detach")):  # fmt: skip
+        for owner, name in ((pool, "acquire"), (pool, "release"), (tree, "commit"), (tree, "detach")):
             self._replace(owner, name, lambda block: [block])
         self._replace(tree, "attach", lambda node, block: [block])
         self._replace(tree, "evict", lambda block: list_blocks_leaves_first(block.node) if block.kind == 0 else [block])

@@ -211,7 +211,7 @@ def test_a_failed_step_ends_its_requests_announces_nothing_and_the_loop_lives_on
     outputs = bench.step()
     assert [o.request_id for o in outputs] == ["a", "b"]  # the budget had no room for c
     assert all(o.finish_reason is FinishReason.ERROR and "fell off the bus" in (o.error or "") for o in outputs)
-    assert bench.events.events == []
+    assert bench.events.events == [AllBlocksCleared()]
     bench.drain()
     bench.assert_correct()
     assert len(bench.outputs["c"]) == 4

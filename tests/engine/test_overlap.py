@@ -259,7 +259,7 @@ def test_nobody_is_preempted_while_a_step_is_out() -> None:
 
 
 def test_a_failing_step_takes_nobody_else_with_it() -> None:
-    """Whom only the step after it has waits again, and is told the same about its prompt."""
+    """Whom only the step after it has waits again; the cache is empty then."""
     bench = make_bench()
     bench.add("other", [3] * 9, max_tokens=1)
     bench.drain()
@@ -270,7 +270,7 @@ def test_a_failing_step_takes_nobody_else_with_it() -> None:
     (failed_output,) = bench.step()
     assert (failed_output.request_id, failed_output.finish_reason) == ("a", FinishReason.ERROR)
     stats = bench.core.stats()
-    assert (stats.running_requests, stats.waiting_requests, stats.preemptions, stats.prompt_tokens) == (0, 1, 0, 12)
+    assert (stats.running_requests, stats.waiting_requests, stats.preemptions, stats.prompt_tokens) == (0, 1, 1, 21)
     bench.drain()
     bench.assert_correct()
     assert bench.firsts["b"].cached_tokens == 8

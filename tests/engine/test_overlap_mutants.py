@@ -74,15 +74,15 @@ def a_plan_is_out_until_the_next_is_applied(patch: Patch) -> None:
 
 
 def what_came_after_a_failure_is_kept(patch: Patch) -> None:
-    real = StepLog.rollback
+    real = StepLog.drop_steps
 
-    def rollback(self: StepLog) -> None:
+    def drop_steps(self: StepLog) -> None:
         if len(self._steps_in_flight) > 1:
-            self._steps_in_flight.pop()
+            self._steps_in_flight.popleft()
         else:
             real(self)
 
-    patch.setattr(StepLog, "rollback", rollback)
+    patch.setattr(StepLog, "drop_steps", drop_steps)
 
 
 def one_checkpoint_at_a_time(patch: Patch) -> None:

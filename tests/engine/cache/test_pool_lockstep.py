@@ -63,7 +63,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.cache.fill_plan(plan)  # without chunks it may hold the moves of a compaction that did not help enough
         self.cache.check_invariants()
         if outcome == "fail":
-            self._fail(plan)
+            self._fail()
             return
         self.naive.execute(plan)
         if outcome == "reset":
@@ -166,17 +166,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.cache.release(seq)
         self.cache.discard_keys(seq)
 
-    def _fail(self, plan: StepPlan) -> None:
+    def _fail(self) -> None:
         self.naive.forget()
-        self.cache.rollback()
-        for chunk in reversed(plan.chunks):
-            self.running.remove(chunk.seq)
-            self._release(chunk.seq)
-        if self.cache.invalidate_failed_copies():
-            for seq in self.running:
-                self._release(seq)
-            self.running = []
-            assert not self.cache.invalidate_failed_copies()
+        self.cache.reset_after_failure()
+        for seq in self.running:
+            self._release(seq)
+        self.running = []
 
 
 class CrampedMachine(PoolMachine):

@@ -182,12 +182,8 @@ def checkpoint_unpinned_while_it_is_restored(patch: Patch) -> None:
     patch.setattr(StateCheckpoints, "create_state", create_state)
 
 
-def failed_step_announced(patch: Patch) -> None:
-    patch.setattr(PrefixTree, "detach_pending", lambda self, block: self.commit(block))
-
-
-def failed_compaction_trusted(patch: Patch) -> None:
-    patch.setattr(StepLog, "invalidate_failed_copies", lambda self: bool(self._untrusted_blocks.clear()))
+def failed_step_trusted(patch: Patch) -> None:
+    patch.setattr(PrefixTree, "clear", lambda self: [])
 
 
 def window_table_filler_released(patch: Patch) -> None:
@@ -241,14 +237,15 @@ def weak_hashes(patch: Patch) -> None:
 
 
 def host_copy_never_made(patch: Patch) -> None:
-    real = HostTier._plan_copy
+    real = HostTier._store
 
-    def plan_copy(self: HostTier, host_block: Any) -> None:
+    def store(self: HostTier, block: Any, node: Node) -> bool:
         before = len(self._block_copies)
-        real(self, host_block)
+        is_stored = real(self, block, node)
         del self._block_copies[before:]
+        return is_stored
 
-    patch.setattr(HostTier, "_plan_copy", plan_copy)
+    patch.setattr(HostTier, "_store", store)
 
 
 def host_copy_never_read(patch: Patch) -> None:
@@ -310,29 +307,24 @@ def move_to_the_host_unannounced(patch: Patch) -> None:
     patch.setattr(EventLog, "record_demoted", EventLog.record_removed)
 
 
-def host_copy_of_a_failed_step_trusted(patch: Patch) -> None:
-    real = StepLog.invalidate_failed_copies
-
-    def invalidate(self: StepLog) -> bool:
-        self._untrusted_host_blocks.clear()
-        stores = self._host_tier.take_planned_stores()
-        must_release = real(self)
-        self._host_tier._planned_stores = stores
-        return must_release
-
-    patch.setattr(StepLog, "invalidate_failed_copies", invalidate)
-
-
 def host_block_leaked_by_a_failed_step(patch: Patch) -> None:
-    real = KVCache.rollback
+    real = StepLog.drop_steps
 
-    def rollback(self: KVCache) -> None:
+    def drop_steps(self: StepLog) -> None:
         unpin = HostTier.unpin
         HostTier.unpin = lambda self, host_block: None  # type: ignore[method-assign, assignment]
         real(self)
         HostTier.unpin = unpin  # type: ignore[method-assign]
 
-    patch.setattr(KVCache, "rollback", rollback)
+    patch.setattr(StepLog, "drop_steps", drop_steps)
+
+
+def checkpoint_leaked_by_a_failed_step(patch: Patch) -> None:
+    patch.setattr(
+        StateCheckpoints,
+        "drop_pending",
+        lambda self: [state.pending_checkpoint_by_end.clear() for state in self._state_by_sequence.values()],
+    )
 
 
 def loaded_block_announced_when_planned(patch: Patch) -> None:
@@ -385,8 +377,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     state_not_needed_for_a_hit,
     checkpoint_of_the_block_before,
     checkpoint_unpinned_while_it_is_restored,
-    failed_step_announced,
-    failed_compaction_trusted,
+    failed_step_trusted,
     hash_believed,
     hash_believed_below_any_parent,
     one_hash_two_blocks,
@@ -399,8 +390,8 @@ MUTANTS: list[Callable[[Patch], None]] = [
     host_copy_kept_beside_the_device,
     host_eviction_unannounced,
     move_to_the_host_unannounced,
-    host_copy_of_a_failed_step_trusted,
     host_block_leaked_by_a_failed_step,
+    checkpoint_leaked_by_a_failed_step,
     loaded_block_announced_when_planned,
     state_resumed_on_nothing,
     state_gone_once_it_is_read,
