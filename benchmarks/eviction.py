@@ -33,8 +33,9 @@ from harness.belady import belady_hits, count_cached_prefix
 from harness.figures import describe_machine, markdown_table, write_json
 from hybrid_play import HybridCache
 
-from engine.cache.eviction_queue import AdaptiveEviction
+from engine.cache.learned_order import LearnedEviction
 from engine.cache.reuse_stats import ConversationTurn
+from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 
 BLOCK = 512
 Trace = list[list[int]]
@@ -87,7 +88,8 @@ class EngineOrder:
         self.capacity = capacity
         self.refused_prompts = 0
         self.nodes: dict[int, Node] = {}
-        self.order: AdaptiveEviction[Node] = AdaptiveEviction(capacity, BLOCK)
+        group = GroupSpec(FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=64, dtype_bytes=2)
+        self.order = LearnedEviction(CacheSpec(BLOCK, (group,)), capacity)
 
     def serve(self, names: list[int]) -> int:
         hit_count, turn = self.begin_request(names)
@@ -98,7 +100,7 @@ class EngineOrder:
     def begin_request(self, names: list[int]) -> tuple[int, ConversationTurn]:
         """A request begins and holds its blocks: how many were found."""
         hit_count = count_cached_prefix(names, self.nodes)
-        turn = self.order.begin_turn(names, hit_count)
+        turn = self.order.reuse_stats.begin_turn(names, hit_count)
         parent = self.nodes[names[hit_count - 1]] if hit_count else None
         if parent is not None:
             self.order.device_queue.remove(parent)
@@ -110,7 +112,7 @@ class EngineOrder:
         return hit_count, turn
 
     def end_request(self, names: list[int], turn: ConversationTurn) -> None:
-        self.order.end_turn(turn)
+        self.order.finish_turn(turn)
         self.order.mark_cached(self.nodes[names[-1]])
 
     def trim(self) -> None:

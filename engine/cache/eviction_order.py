@@ -1,14 +1,13 @@
-"""The order in which a pool evicts its cached blocks: the interface, and the order by age.
+"""The order in which a pool evicts its cached blocks: by age, where a block that is worth more stays for longer.
 
 A pool has one order. It reports every block that becomes cached or is used again, and asks which block to evict next.
-`engine.cache.learned_order` has the other implementation.
+`engine.cache.learned_order` extends the order by what it learns.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
@@ -23,64 +22,12 @@ _HEAP_SLACK = 64
 """Entries that the heap of states may hold beyond twice the number of cached states."""
 
 
-class TreeHooks:
-    """Calls that report changes of the prefix tree to an eviction order. The order by age ignores them all."""
-
-    def mark_evicted(self, node: Node, kind: int) -> None:
-        """Record that this order's memory no longer has a block of `kind` at `node`."""
-
-    def mark_child_added(self, node: Node) -> None:
-        """Record that `node` got a child in the tree. Called for the order of host memory only."""
-
-    def mark_node_removed(self, node: Node) -> None:
-        """Record that `node` left the tree. Called for the order of host memory only."""
-
-    def clear(self) -> None:
-        """Record that the tree is empty. `mark_freed` is still called for each block."""
-
-    def check_nodes(self, nodes: Collection[Node]) -> None:
-        """Assert that the order holds exactly the nodes of the tree that can be evicted."""
-
-
-class EvictionOrder(TreeHooks, ABC):
-    """Decides which cached block of a memory pool is evicted next. The pool reports every change of a block's use.
+class LruOrder:
+    """Decides which cached block of a memory pool is evicted next: the least recently used, and by worth.
 
     A block is cached (`mark_cached`) once no sequence holds it and it is in the prefix tree. It leaves the cached
     blocks when a sequence holds it again (`mark_used`), or when it is evicted (`mark_freed`). Every block has a kind:
     one of the attention groups, or recurrent state.
-    """
-
-    @abstractmethod
-    def mark_cached(self, block: Block) -> None:
-        """Record that no sequence holds a block of the prefix tree any more."""
-
-    @abstractmethod
-    def mark_used(self, block: Block) -> None:
-        """Record that a sequence holds a cached block again."""
-
-    @abstractmethod
-    def mark_freed(self, block: Block) -> None:
-        """Record that a cached block has left the prefix tree, and its memory is free."""
-
-    @abstractmethod
-    def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
-        """Return the block to evict next; None if there is none.
-
-        `useful_kinds`: attention kinds to choose from, because evicting a block of another kind would not free memory
-        that the caller can use. A state may always be chosen: it has a whole unit of memory, which any kind can use.
-        """
-
-    @abstractmethod
-    def find_oldest(self, kind: int) -> Block:
-        """Return the cached block of an attention kind that was released before all others of the kind."""
-
-    @abstractmethod
-    def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
-        """Assert that the order holds exactly `cached_blocks[k]`, for every kind k."""
-
-
-class LruOrder(EvictionOrder):
-    """Evicts the least recently used block first, and keeps a block that is worth more for longer.
 
     This is GreedyDual-Size (Cao and Irani, USITS 1997). A released block gets a stamp: its worth plus the stamp of the
     last evicted block. The lowest stamp is evicted next. All KV blocks are worth the same, so their order is LRU. A
@@ -101,6 +48,7 @@ class LruOrder(EvictionOrder):
         self._heap_entry_ids = itertools.count()
 
     def mark_cached(self, block: Block) -> None:
+        """Record that no sequence holds a block of the prefix tree any more."""
         kind = block.kind
         value = block.value if isinstance(block, StateBlock) else self._unit_value
         self._release_count += 1
@@ -117,11 +65,31 @@ class LruOrder(EvictionOrder):
         heapq.heapify(self._state_heap)
 
     def mark_used(self, block: Block) -> None:
+        """Record that a sequence holds a cached block again."""
         del self._cached_blocks[block.kind][block]
 
-    mark_freed = mark_used
+    def mark_freed(self, block: Block) -> None:
+        """Record that a cached block has left the prefix tree, and its memory is free."""
+        del self._cached_blocks[block.kind][block]
+
+    def mark_evicted(self, node: Node, kind: int) -> None:
+        """Record that this order's memory no longer has a block of `kind` at `node`. The order by age ignores this."""
+
+    def mark_child_added(self, node: Node) -> None:
+        """Record that `node` got a child in the tree. Called for the order of host memory only, and ignored by age."""
+
+    def mark_node_removed(self, node: Node) -> None:
+        """Record that `node` left the tree. Called for the order of host memory only, and ignored by age."""
+
+    def clear(self) -> None:
+        """Record that the tree is empty. `mark_freed` is still called for each block."""
 
     def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
+        """Return the block to evict next; None if there is none.
+
+        `useful_kinds`: attention kinds to choose from, because evicting a block of another kind would not free memory
+        that the caller can use. A state may always be chosen: it has a whole unit of memory, which any kind can use.
+        """
         victim = self.peek_victim(useful_kinds)
         if victim is not None:
             self._inflation_value = max(self._inflation_value, victim.eviction_stamp >> _CLOCK_BITS)
@@ -136,6 +104,7 @@ class LruOrder(EvictionOrder):
         return min(candidates, key=lambda block: block.eviction_stamp, default=None)
 
     def find_oldest(self, kind: int) -> Block:
+        """Return the cached block of an attention kind that was released before all others of the kind."""
         return next(iter(self._cached_blocks[kind]))
 
     def _find_oldest_state(self) -> StateBlock | None:
@@ -146,7 +115,11 @@ class LruOrder(EvictionOrder):
             heapq.heappop(self._state_heap)
         return None
 
+    def check_nodes(self, nodes: Collection[Node]) -> None:
+        """Assert that the order holds exactly the nodes of the tree that can be evicted."""
+
     def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
+        """Assert that the order holds exactly `cached_blocks[k]`, for every kind k."""
         assert len(self._state_heap) <= 2 * unit_count + _HEAP_SLACK
         assert [set(blocks) for blocks in self._cached_blocks] == list(cached_blocks)
         for kind, blocks in enumerate(self._cached_blocks):
@@ -168,8 +141,8 @@ class LruEviction:
 
     def __init__(self, spec: CacheSpec) -> None:
         blocks_per_unit = spec.blocks_per_unit_by_kind()
-        self.device_order: EvictionOrder = LruOrder(blocks_per_unit, spec.state_kind)
-        self.host_order: EvictionOrder = LruOrder(blocks_per_unit, spec.state_kind)
+        self.device_order = LruOrder(blocks_per_unit, spec.state_kind)
+        self.host_order = LruOrder(blocks_per_unit, spec.state_kind)
 
     def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:
         """Record that `seq` was admitted, with `hit_blocks` leading blocks found in the cache."""

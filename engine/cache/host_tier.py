@@ -19,7 +19,7 @@ from operator import mul
 from typing import NamedTuple
 
 from engine.cache.blocks import Block, Node, StateBlock
-from engine.cache.eviction_order import EvictionOrder
+from engine.cache.eviction_order import LruOrder
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree, list_subtree
 from engine.cache.spec import FULL_KIND, CacheSpec
@@ -59,7 +59,7 @@ class HostTier:
     """Keeps blocks that the device evicted in host memory. A tier of no units keeps nothing."""
 
     def __init__(
-        self, unit_count: int, spec: CacheSpec, tree: PrefixTree, order: EvictionOrder, block_copies: list[BlockCopy]
+        self, unit_count: int, spec: CacheSpec, tree: PrefixTree, order: LruOrder, block_copies: list[BlockCopy]
     ) -> None:
         """Make an empty memory of `unit_count` units of equal size. A unit holds several blocks of one kind.
 

@@ -1,4 +1,4 @@
-"""Learned eviction order, which predicts when conversations continue (`AdaptiveEviction`).
+"""Learned eviction, which predicts when conversations continue.
 
 Device memory and host memory have one order each. Both learn from the same conversations. Blocks that no learned queue
 holds are evicted in the order of their age.
@@ -11,58 +11,53 @@ from collections.abc import Collection, Sequence
 
 from engine.cache.block_hasher import BlockHasher
 from engine.cache.blocks import Block, Node, StateBlock
-from engine.cache.eviction_order import EvictionOrder, LruEviction, LruOrder
-from engine.cache.eviction_queue import AdaptiveEviction, EvictionQueue, StateValuation
-from engine.cache.reuse_stats import ConversationTurn
+from engine.cache.eviction_order import LruEviction, LruOrder
+from engine.cache.eviction_queue import EvictionQueue
+from engine.cache.reuse_stats import ConversationTurn, ReuseStats
 from engine.cache.spec import FULL_KIND, CacheSpec
 from engine.types import Sequence as EngineSequence
 
 
-class _LearnedOrder(EvictionOrder):
+class _LearnedOrder(LruOrder):
     """Base of the learned eviction orders of device and host memory.
 
-    All blocks are also kept in an order by age, which decides when the learned queue of the memory is empty.
+    All blocks are also in the order by age, which decides when the learned queue of the memory is empty.
     """
 
-    def __init__(
-        self, eviction: AdaptiveEviction[Node], queue: EvictionQueue[Node], age_order: LruOrder, blocks_per_state: int
-    ) -> None:
-        """`queue`: the learned queue of this memory. `blocks_per_state`: attention blocks in the memory of a state."""
+    def __init__(self, spec: CacheSpec, eviction: LearnedEviction, queue: EvictionQueue) -> None:
+        """`queue`: the learned queue of this memory."""
+        super().__init__(spec.blocks_per_unit_by_kind(), spec.state_kind)
         self._eviction = eviction
         self._queue = queue
-        self._age_order = age_order
-        self._blocks_per_state = blocks_per_state
 
     @abstractmethod
     def _get_blocks(self, node: Node) -> Sequence[Block | None]:
         """Return the blocks that this memory has at a node: full attention is the first kind, state the last."""
 
     def mark_used(self, block: Block) -> None:
-        self._age_order.mark_used(block)
+        super().mark_used(block)
         assert block.node is not None
         if isinstance(block, StateBlock):
             self._eviction.requeue_state(block.node)
         else:
             self._queue.remove(block.node)
 
-    def mark_freed(self, block: Block) -> None:
-        self._age_order.mark_freed(block)
+    def clear(self) -> None:
+        self._queue.clear()
+
+    def _add_superseded_state(self, node: Node, state: StateBlock) -> None:
+        """Let a state be evicted by itself, by the blocks that it saves for each block of its memory."""
+        self._queue.add_superseded_state(node, state.value / self._unit_value)
 
     def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
         """Return a superseded state that is worth little, else the end of the path that is worth least."""
-        if self._age_order.peek_victim(useful_kinds) is None:
+        if self.peek_victim(useful_kinds) is None:
             return None
         node = self._queue.select_state()
         if node is not None:
             return self._get_blocks(node)[-1]
         node = self._queue.select_leaf()
-        return self._age_order.find_victim(useful_kinds) if node is None else self._get_blocks(node)[FULL_KIND]
-
-    def find_oldest(self, kind: int) -> Block:
-        return self._age_order.find_oldest(kind)
-
-    def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
-        self._age_order.check_blocks(cached_blocks, unit_count)
+        return super().find_victim(useful_kinds) if node is None else self._get_blocks(node)[FULL_KIND]
 
 
 class LearnedDeviceOrder(_LearnedOrder):
@@ -76,17 +71,13 @@ class LearnedDeviceOrder(_LearnedOrder):
         return node.blocks
 
     def mark_cached(self, block: Block) -> None:
-        """Record that no sequence holds a block any more, so that it may be evicted.
-
-        Of the states, only superseded ones enter the queue, with the number of blocks that a state saves per block of
-        its memory.
-        """
-        self._age_order.mark_cached(block)
+        """Record that no sequence holds a block any more. Of the states, only superseded ones enter the queue."""
+        super().mark_cached(block)
         assert block.node is not None
         if not isinstance(block, StateBlock):
             self._eviction.mark_cached(block.node)
         elif block.is_superseded:
-            self._queue.add_superseded_state(block.node, block.value / self._blocks_per_state)
+            self._add_superseded_state(block.node, block)
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         """Update the queue after an eviction. The parent of an evicted full-attention block may be evicted next."""
@@ -96,16 +87,12 @@ class LearnedDeviceOrder(_LearnedOrder):
             parent = node.parent
             self._eviction.remove_leaf(node, parent if parent is not None and parent.is_cached(FULL_KIND) else None)
 
-    def clear(self) -> None:
-        self._eviction.clear()
-
     def check_nodes(self, nodes: Collection[Node]) -> None:
-        self._eviction.check_invariants(
-            [node for node in nodes if node.is_cached(FULL_KIND)],
-            [node for node in nodes if node.is_cached_on_host(FULL_KIND) and not node.children],
+        """Assert that the queue holds exactly the cached nodes that have no cached child."""
+        self._queue.check_invariants(
+            {node for node in nodes if node.is_cached(FULL_KIND) and not node.cached_child_count}
         )
-        self._eviction.device_queue.check_states({node for node in nodes if node.is_cached(-1)})
-        self._eviction.host_queue.check_states({node for node in nodes if node.is_cached_on_host(-1)})
+        self._queue.check_states({node for node in nodes if node.is_cached(-1)})
 
 
 class LearnedHostOrder(_LearnedOrder):
@@ -119,12 +106,12 @@ class LearnedHostOrder(_LearnedOrder):
         return node.host_blocks
 
     def mark_cached(self, block: Block) -> None:
-        self._age_order.mark_cached(block)
+        super().mark_cached(block)
         node = block.node
         assert node is not None
         if isinstance(block, StateBlock):
             if block.is_superseded or node.blocks[FULL_KIND] is not None:
-                self._queue.add_superseded_state(node, block.value / self._blocks_per_state)
+                self._add_superseded_state(node, block)
         elif not node.children:
             self._eviction.add_host_leaf(node)
 
@@ -144,6 +131,13 @@ class LearnedHostOrder(_LearnedOrder):
         else:
             self._queue.remove(node)
 
+    def check_nodes(self, nodes: Collection[Node]) -> None:
+        """Assert that the queue holds exactly the ends of paths that only host memory has, and that no step reads."""
+        self._queue.check_invariants(
+            {node for node in nodes if node.is_cached_on_host(FULL_KIND) and not node.children}
+        )
+        self._queue.check_states({node for node in nodes if node.is_cached_on_host(-1)})
+
 
 class LearnedEviction(LruEviction):
     """Evicts the cached prefixes that are least likely to be used again, learned from how conversations return.
@@ -155,26 +149,62 @@ class LearnedEviction(LruEviction):
 
     def __init__(self, spec: CacheSpec, unit_count: int) -> None:
         """`unit_count`: number of units of memory on device and host together."""
-        super().__init__(spec)
-        blocks_per_unit = spec.blocks_per_unit_by_kind()
-        blocks_per_state = blocks_per_unit[FULL_KIND]
+        blocks_per_unit = spec.blocks_per_unit_by_kind()[FULL_KIND]
         # With recurrent states, a cached prefix can be resumed only where a state was saved, so paths differ in worth.
-        valuation = StateValuation(blocks_per_state, Node.count_saved_blocks) if spec.state is not None else None
+        blocks_per_state = blocks_per_unit if spec.state is not None else None
         self._block_size = spec.block_size
-        self._eviction: AdaptiveEviction[Node] = AdaptiveEviction(
-            unit_count * blocks_per_unit[FULL_KIND], spec.block_size, state_valuation=valuation
-        )
-        eviction, age_orders = self._eviction, [LruOrder(blocks_per_unit, spec.state_kind) for _ in range(2)]
-        self.device_order = LearnedDeviceOrder(eviction, eviction.device_queue, age_orders[0], blocks_per_state)
-        self.host_order = LearnedHostOrder(eviction, eviction.host_queue, age_orders[1], blocks_per_state)
+        self.reuse_stats = ReuseStats(unit_count * blocks_per_unit, spec.block_size)
+        self.device_queue = EvictionQueue(self.reuse_stats, blocks_per_state)
+        self.host_queue = EvictionQueue(self.reuse_stats, blocks_per_state)
+        self.device_order = LearnedDeviceOrder(spec, self, self.device_queue)
+        self.host_order = LearnedHostOrder(spec, self, self.host_queue)
         self._turn_by_sequence: dict[EngineSequence, ConversationTurn] = {}
+        self._last_turn = ConversationTurn(0, 0)
+        """The turn that ended last: nodes that become cached next belong to its path."""
 
     def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:
         """Record a sequence's prompt as a turn of a conversation. The first `hit_blocks` of its blocks were cached."""
         block_count = len(seq.token_ids) // self._block_size
         hashes = [key.hash for key in hasher.block_keys(seq, block_count)[:block_count]]
-        self._turn_by_sequence[seq] = self._eviction.begin_turn(hashes, hit_blocks)
+        self._turn_by_sequence[seq] = self.reuse_stats.begin_turn(hashes, hit_blocks)
 
     def end_turn(self, seq: EngineSequence) -> None:
         """Record that the sequence is over: from now on its next turn can come, and its blocks become cached."""
-        self._eviction.end_turn(self._turn_by_sequence.pop(seq))
+        self.finish_turn(self._turn_by_sequence.pop(seq))
+
+    def finish_turn(self, turn: ConversationTurn) -> None:
+        """Record that a turn is over. From now on, the path of the turn before it is evicted first."""
+        self.reuse_stats.end_turn(turn)
+        if turn.previous is not None:
+            self.device_queue.mark_abandoned(turn.previous)
+            self.host_queue.mark_abandoned(turn.previous)
+            turn.previous = None
+        self._last_turn = turn
+
+    def mark_cached(self, node: Node) -> None:
+        """Record that the device still has `node`, and no request uses it any more."""
+        if not node.cached_child_count:
+            self.device_queue.add(node, self._last_turn)
+
+    def remove_leaf(self, leaf: Node, parent: Node | None) -> None:
+        """Record that the device has evicted `leaf`. `parent`: its parent, if that is cached."""
+        if parent is None or parent.cached_child_count:
+            self.device_queue.remove(leaf)
+        else:
+            self.device_queue.shorten_path(leaf, parent)
+
+    def add_host_leaf(self, node: Node) -> None:
+        """Record that host memory has `node`, which has no children. Its path belongs to the same turn as before."""
+        self.host_queue.add(node, self.device_queue.find_turn(node) or self._last_turn)
+
+    def replace_host_leaf(self, leaf: Node, parent: Node) -> None:
+        """Record that `leaf` has left the tree, so that its path in host memory ends at `parent` now."""
+        if self.host_queue.find_turn(leaf) is not None:
+            self.host_queue.shorten_path(leaf, parent)
+        else:
+            self.host_queue.add(parent, self._last_turn)
+
+    def requeue_state(self, node: Node) -> None:
+        """Value a path again after the state at `node` was used or removed."""
+        self.device_queue.requeue(node)
+        self.host_queue.requeue(node)

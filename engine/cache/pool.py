@@ -5,7 +5,7 @@ kind k holds N_k blocks (`blocks_per_unit`; 1 for state). A block is **live** (s
 **cached** (no sequence holds it, but it is in the prefix tree) or a **hole** (unused). A model with one attention group
 has one kind with N = 1.
 
-Owns the state of every block, and decides which memory is taken. Its `EvictionOrder` decides which cached block goes
+Owns the state of every block, and decides which memory is taken. Its `LruOrder` decides which cached block goes
 first. Refuses to know hashes, sequences, tensors and events. To evict a block the pool calls `evict`, which takes the
 block and its descendants out of the prefix tree, and calls `drop` for each.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from engine.cache.blocks import Block, StateBlock, Unit
-from engine.cache.eviction_order import EvictionOrder
+from engine.cache.eviction_order import LruOrder
 from engine.cache.spec import ceil_div
 from engine.types import BlockId
 
@@ -31,7 +31,7 @@ class UnitPool:
         unit_count: int,
         blocks_per_unit: Sequence[int],
         state_kind: int,
-        order: EvictionOrder,
+        order: LruOrder,
         evict: Callable[[Block], None],
     ) -> None:
         """Make a pool of `unit_count` free units. A unit is memory that can be divided into blocks of any one kind.

@@ -15,7 +15,7 @@ The first three are planned: a chunk ends there at the latest.
 
 Which state is evicted first: Marconi (MLSys 2025) weighs a state's age against the FLOPs that it saves per byte. SGLang
 keeps its states in a pool and an LRU list of their own. Here states and KV compete for the same units
-(`EvictionOrder`). The value of a state is the number of blocks between the checkpoint before it and itself, because
+(`LruOrder`). The value of a state is the number of blocks between the checkpoint before it and itself, because
 these need not be computed again. A checkpoint is superseded once a later one of the same prefix was taken, unless the
 tree branches there. Few requests resume from a superseded checkpoint. So its value is small until it is used, and it
 does not count as the checkpoint before another.

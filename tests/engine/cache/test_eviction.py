@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.cache.eviction_queue import AdaptiveEviction, EvictionQueue
+from engine.cache.eviction_queue import EvictionQueue
+from engine.cache.learned_order import LearnedEviction
 from engine.cache.reuse_stats import ConversationTurn, ReuseStats
+from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 
 
 class Place:
@@ -28,13 +30,14 @@ class Cache:
         self.capacity = capacity
         self.served_count = 0
         self.places: dict[int, Place] = {}
-        self.order: AdaptiveEviction[Place] = AdaptiveEviction(capacity, 16)
+        group = GroupSpec(FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=64, dtype_bytes=2)
+        self.order = LearnedEviction(CacheSpec(16, (group,)), capacity)
 
     def serve(self, names: list[int]) -> int:
         last, hit_blocks = None, 0
         while hit_blocks < len(names) and names[hit_blocks] in self.places:
             last, hit_blocks = self.places[names[hit_blocks]], hit_blocks + 1
-        turn = self.order.begin_turn(names, hit_blocks)
+        turn = self.order.reuse_stats.begin_turn(names, hit_blocks)
         if last is not None:
             self.order.device_queue.remove(last)
         for depth in range(hit_blocks, len(names)):
@@ -42,7 +45,7 @@ class Cache:
             if last is not None:
                 last.cached_child_count += 1
             last = place
-        self.order.end_turn(turn)
+        self.order.finish_turn(turn)
         assert last is not None
         self.order.mark_cached(last)
         while len(self.places) > self.capacity:
@@ -55,7 +58,7 @@ class Cache:
             self.order.remove_leaf(leaf, leaf.parent)
         self.served_count += 1
         if self.served_count % 50 == 0:
-            self.order.check_invariants(self.places.values())
+            self.order.device_queue.check_invariants({p for p in self.places.values() if not p.cached_child_count})
         return hit_blocks
 
 
@@ -112,7 +115,7 @@ def test_a_path_that_was_left_goes_first_and_from_its_end() -> None:
 def test_what_is_left_of_a_shortened_path_stays_when_a_younger_one_is_cached() -> None:
     """Else it would go on to be the one that is evicted, until nothing is left of any that waits."""
     reuse_stats = ReuseStats(100, 16)
-    queue: EvictionQueue[Place] = EvictionQueue(reuse_stats)
+    queue: EvictionQueue = EvictionQueue(reuse_stats)
     ends = []
     for first in (10, 20):
         turn = reuse_stats.begin_turn([first, first + 1], 0)
@@ -175,7 +178,7 @@ class Naive:
 def test_the_least_of_all_is_found_at_the_ends_of_queues(seed: int) -> None:
     rng = random.Random(seed)
     reuse_stats = ReuseStats(50, 16)
-    queue: EvictionQueue[Place] = EvictionQueue(reuse_stats)
+    queue: EvictionQueue = EvictionQueue(reuse_stats)
     naive = Naive(reuse_stats)
     talks = [chain(rng, rng.randint(1, 9)) for _ in range(12)]
     for step in range(400):

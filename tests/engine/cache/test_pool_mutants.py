@@ -16,9 +16,9 @@ from hypothesis.stateful import run_state_machine_as_test
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.blocks import BlockKey, Node
 from engine.cache.event_log import STORED, EventLog
-from engine.cache.eviction_queue import AdaptiveEviction
 from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.kv_cache import KVCache
+from engine.cache.learned_order import LearnedEviction
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.sequence_blocks import UNREAD_BLOCK_ID, SequenceBlocks
@@ -357,7 +357,7 @@ def host_windows_not_read(patch: Patch) -> None:
 
 
 def eviction_that_thinks_a_state_still_there(patch: Patch) -> None:
-    patch.setattr(AdaptiveEviction, "requeue_state", lambda self, node: None)
+    patch.setattr(LearnedEviction, "requeue_state", lambda self, node: None)
 
 
 MUTANTS: list[Callable[[Patch], None]] = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.cache.eviction_queue import EvictionQueue, StateValuation
+from engine.cache.eviction_queue import EvictionQueue
 from engine.cache.reuse_stats import ReuseStats
 
 ROOM = 4
@@ -22,7 +22,7 @@ class Place:
         self.depth = 0 if parent is None else parent.depth + 1
         self.cached_child_count = 0
 
-    def saved_blocks(self, room: int) -> int | None:
+    def count_saved_blocks(self, room: int) -> int | None:
         before = self.parent
         while before is not None and not before.state:
             before = before.parent
@@ -39,7 +39,7 @@ def path(first: int, blocks: int, *states: int) -> list[Place]:
     return places
 
 
-def finish_turn(reuse_stats: ReuseStats, queue: EvictionQueue[Place], places: list[Place]) -> None:
+def finish_turn(reuse_stats: ReuseStats, queue: EvictionQueue, places: list[Place]) -> None:
     turn = reuse_stats.begin_turn([place.hash for place in places], 0)
     reuse_stats.end_turn(turn)
     queue.add(places[-1], turn)
@@ -51,12 +51,12 @@ def reuse_stats() -> ReuseStats:
 
 
 @pytest.fixture
-def queue(reuse_stats: ReuseStats) -> EvictionQueue[Place]:
-    return EvictionQueue(reuse_stats, StateValuation(ROOM, Place.saved_blocks))
+def queue(reuse_stats: ReuseStats) -> EvictionQueue:
+    return EvictionQueue(reuse_stats, ROOM)
 
 
 def test_with_one_chance_for_all_what_saves_least_for_its_room_goes_first(
-    reuse_stats: ReuseStats, queue: EvictionQueue[Place], monkeypatch: pytest.MonkeyPatch
+    reuse_stats: ReuseStats, queue: EvictionQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As GreedyDual-Size has it for what is of one age: by what is saved and what it takes, whatever its class."""
     monkeypatch.setattr(ReuseStats, "classify_turn", lambda self, turn: (False, 1, 0))
@@ -79,7 +79,7 @@ def test_with_one_chance_for_all_what_saves_least_for_its_room_goes_first(
 
 
 def test_a_path_is_worth_what_the_state_saves_that_is_left_at_its_end(
-    reuse_stats: ReuseStats, queue: EvictionQueue[Place]
+    reuse_stats: ReuseStats, queue: EvictionQueue
 ) -> None:
     places, other = path(0, 12, 8, 12), path(100, 1, 1)
     finish_turn(reuse_stats, queue, places)
@@ -94,9 +94,7 @@ def test_a_path_is_worth_what_the_state_saves_that_is_left_at_its_end(
     queue.check_invariants({places[6], other[-1]})
 
 
-def test_a_state_that_leaves_by_itself_leaves_a_path_of_no_use(
-    reuse_stats: ReuseStats, queue: EvictionQueue[Place]
-) -> None:
+def test_a_state_that_leaves_by_itself_leaves_a_path_of_no_use(reuse_stats: ReuseStats, queue: EvictionQueue) -> None:
     places, other = path(0, 300, 300), path(500, 3, 3)
     finish_turn(reuse_stats, queue, places)
     finish_turn(reuse_stats, queue, other)
@@ -107,7 +105,7 @@ def test_a_state_that_leaves_by_itself_leaves_a_path_of_no_use(
 
 
 def test_a_superseded_state_goes_before_the_ends_of_paths_that_are_worth_more(
-    reuse_stats: ReuseStats, queue: EvictionQueue[Place]
+    reuse_stats: ReuseStats, queue: EvictionQueue
 ) -> None:
     places = path(0, 300, 100, 300)
     finish_turn(reuse_stats, queue, places)
