@@ -24,7 +24,7 @@ from engine.cache.spec import CacheSpec
 from engine.grammars import GrammarCompiler
 from engine.scheduler import RequestRefusedError, Scheduler
 from engine.transfer.block_exchange import BlockMemory
-from engine.transfer.interface import NoTransfers, Transfers
+from engine.transfer.interface import Transfers
 from engine.transfer.settings import TransferStats
 from engine.transfer.simulated_link import SimulatedLinkSpec
 from engine.types import FinishReason, Request, RunnerLostError, SequenceOutput, StepPlan, StepResult
@@ -227,7 +227,7 @@ class EngineCore:
         """Steps that are begun, and not applied yet, oldest first."""
         self._publish_step_events = publish
         self._grammars = grammars
-        self.transfers: Transfers = NoTransfers() if transfers is None else transfers
+        self.transfers = Transfers() if transfers is None else transfers
         self._model = model
         self._is_asleep = False
         self._preparing_requests: dict[str, _PreparingRequest] = {}

@@ -33,7 +33,6 @@ from engine.cache.learned_order import LearnedEviction
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_matcher import PrefixMatcher
 from engine.cache.prefix_tree import PrefixTree
-from engine.cache.pulled_blocks import PulledBlocks
 from engine.cache.sequence_blocks import SequenceBlocks
 from engine.cache.spec import FULL_KIND, CacheSpec, ceil_div
 from engine.cache.state_checkpoints import NoStates, StateCheckpoints
@@ -91,17 +90,14 @@ class KVCache:
         )
         self._matcher = PrefixMatcher(spec.block_size, self._hasher, self.tree)
         self._block_copies: list[BlockCopy] = []
-        """Copies of the plan being made. `HostTier` and `PulledBlocks` share this list."""
+        """Copies of the plan being made. `HostTier` shares this list."""
         self.host_tier = HostTier(host_unit_count, spec, self.tree, self._eviction.host_order, self._block_copies)
-        self._states: StateCheckpoints | NoStates = NoStates()
+        self.states: StateCheckpoints | NoStates = NoStates()
         if spec.state is not None:
-            self._states = StateCheckpoints(
+            self.states = StateCheckpoints(
                 spec.state_kind, spec.block_size, self.pool, self.tree, self.host_tier, self._allocate
             )
-        self.pulled = PulledBlocks(
-            self.pool, self.tree, self._states, self.host_tier, self._matcher, self._hasher, self._block_copies
-        )
-        self._steps = StepLog(spec, self._hasher, self.tree, self.pool, self._states, self.host_tier)
+        self._steps = StepLog(spec, self._hasher, self.tree, self.pool, self.states, self.host_tier)
         self._blocks_by_sequence: dict[Sequence, SequenceBlocks] = {}
 
     def __contains__(self, seq: Sequence) -> bool:
@@ -144,7 +140,7 @@ class KVCache:
         matched_nodes = self._matcher.match(seq)
         keys = self._matcher.list_keys(seq)
         if self.has_states:
-            return self._states.has_planned_checkpoint(keys, self.windows.count_resumable_nodes(matched_nodes))
+            return self.states.has_planned_checkpoint(keys, self.windows.count_resumable_nodes(matched_nodes))
         match_count = len(matched_nodes)
         return match_count < len(keys) and self._will_compute(match_count, keys[match_count])
 
@@ -173,10 +169,10 @@ class KVCache:
         if not self.pool.can_allocate(block_counts):
             return False
         # Hold all cached blocks and the source of the state first, because an allocation may evict others.
-        state_source = self._states.find_source(nodes, block_counts)
+        state_source = self.states.find_source(nodes, block_counts)
         seq_blocks = SequenceBlocks(seq, len(self._groups), is_detached=not self._caches_prefixes)
         host_hits = self._acquire_prefix(seq_blocks, nodes)
-        state_loads = self._states.create_state(seq, state_source)
+        state_loads = self.states.create_state(seq, state_source)
         self.host_tier.plan_loads([*self._allocate_for_loads(seq_blocks, nodes, host_hits), *state_loads])
         seq_blocks.rewrite_tables()
         seq_blocks.nodes = nodes
@@ -241,7 +237,7 @@ class KVCache:
             full_block_count = (len(seq.token_ids) - 1) // self.block_size
             keys = self._hasher.block_keys(seq, full_block_count)
             for block_count in {matched_block_count, min(full_block_count, len(keys))} - {0}:
-                self._states.plan_checkpoint(seq, block_count, keys[block_count - 1].hash)
+                self.states.plan_checkpoint(seq, block_count, keys[block_count - 1].hash)
 
     def plan_shared_prefix(self, seq: Sequence, waiting_seq: Sequence) -> int:
         """Return how many prompt tokens the running `seq` computes first, so that `waiting_seq` need not compute them.
@@ -253,12 +249,12 @@ class KVCache:
         block_count, hash_ = self._hasher.find_common_prefix(seq, waiting_seq)
         if not block_count:
             return 0
-        self._states.plan_checkpoint(seq, block_count, hash_)
+        self.states.plan_checkpoint(seq, block_count, hash_)
         return 0 if waiting_seq.request.params.prompt_logprobs is not None else block_count * self.block_size
 
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
         """Return the end of a chunk of `seq`: `end`, or the next planned checkpoint if that comes first."""
-        return self._states.clip_chunk_end(seq, end)
+        return self.states.clip_chunk_end(seq, end)
 
     def grow(self, seq: Sequence, end: int) -> bool:
         """Give `seq` blocks for the positions [0, end). Without enough memory, return False and change nothing."""
@@ -308,7 +304,7 @@ class KVCache:
         seq_blocks = self._blocks_by_sequence.pop(seq)
         assert not seq_blocks.pending_merges
         assert len(seq_blocks.nodes) == seq_blocks.committed_block_count, "released in the middle of a step"
-        self._states.release(seq)
+        self.states.release(seq)
         self._eviction.end_turn(seq)
         seq_blocks.release(self.pool)
         seq.block_tables = []
@@ -325,11 +321,10 @@ class KVCache:
 
     def fill_plan(self, plan: StepPlan) -> None:
         """Complete a plan with its copies, and advance its sequences. The step counts as in flight from now on."""
-        plan.block_copies = self._block_copies.copy()
-        self._block_copies.clear()
+        plan.block_copies = self.take_copies()
         for chunk in plan.chunks:
             chunk.seq.computed_tokens = chunk.end
-        self._states.fill_plan(plan)
+        self.states.fill_plan(plan)
         self._steps.begin_step(plan.chunks)
 
     def commit(self, chunks: Items[Chunk], ended_sequences: Collection[Sequence] = ()) -> None:
@@ -341,12 +336,27 @@ class KVCache:
         if self.windows.sliding_groups:
             for chunk in chunks:
                 self._release_outside_windows(self._blocks_by_sequence[chunk.seq], chunk.end)
-        self._states.commit(chunks)
+        self.states.commit(chunks)
 
     def _release_outside_windows(self, seq_blocks: SequenceBlocks, end: int) -> None:
         """Release the blocks that are too old for a sliding window: no query from position `end` on reads them."""
         for group in self.windows.sliding_groups:
             seq_blocks.release_before(group, self.windows.first_block_seen(group, end), self.pool)
+
+    def list_prompt_keys(self, seq: Sequence) -> list[BlockKey]:
+        """Return the keys of the blocks of `seq` that need not be computed if they are cached. `seq` is not queued."""
+        keys = self._matcher.list_keys(seq)
+        self._hasher.discard(seq)
+        return keys
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Take the copies that wait for the next step. The caller does them at once, in order.
+
+        A transfer does so, because it writes to blocks of the same memory before that step.
+        """
+        block_copies = self._block_copies.copy()
+        self._block_copies.clear()
+        return block_copies
 
     def take_events(self) -> StepEvents | None:
         """Return the events since the last call, in order; None if nothing changed. Iterating makes the events."""
@@ -375,9 +385,9 @@ class KVCache:
     def check_invariants(self) -> None:
         self.pool.check_invariants()
         self.tree.check_invariants()
-        self._states.check_invariants()
+        self.states.check_invariants()
         self.host_tier.check_invariants(self._steps.list_pinned_host_blocks())
-        references = self._states.list_references()
+        references = self.states.list_references()
         for seq_blocks in self._blocks_by_sequence.values():
             seq_blocks.check_invariants()
             references += seq_blocks.list_references()

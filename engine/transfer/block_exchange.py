@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from engine.cache.blocks import Block, Node
+from engine.cache.blocks import Block, BlockKey, Node, StateBlock
 from engine.cache.host_tier import HostLoad
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_KIND
@@ -91,7 +91,7 @@ class BlockExchange:
     def read(self, wanted_blocks: Sequence[WantedBlock]) -> ReadBlocks:
         """Copy the contents of the blocks that a peer wants, up to the first that is in neither memory of ours."""
         memory = self._memory
-        memory.execute(self._cache.pulled.take_copies())  # a wanted block may be the target of a copy that is planned
+        memory.execute(self._cache.take_copies())  # a wanted block may be the target of a copy that is planned
         blocks: list[SentBlock] = []
         places: list[BlockPlace] = []
         for wanted_block in wanted_blocks:
@@ -124,7 +124,7 @@ class BlockExchange:
     def list_keys(self, request: Request) -> PulledPrompt:
         """Return the names of the blocks of a prompt that need not be computed."""
         seq = EngineSequence(request, request.token_ids, len(request.token_ids), arrival_s=0.0)
-        return PulledPrompt(self._cache.pulled.list_keys(seq))
+        return PulledPrompt(self._cache.list_prompt_keys(seq))
 
     def store(self, prompt: PulledPrompt, items: Sequence[PullItem], contents: memoryview) -> int:
         """Copy blocks of a prompt, which a peer has sent, into the cache, and announce them.
@@ -143,15 +143,15 @@ class BlockExchange:
         for new_block in new_blocks:
             if new_block.host_block is not None:
                 cache.host_tier.plan_load_copy(HostLoad(new_block.block, new_block.host_block))
-        memory.execute(cache.pulled.take_copies())
+        memory.execute(cache.take_copies())
         _write_contents(memory, items, new_blocks, contents)
-        self._name(prompt, new_blocks)
+        self._attach_all(prompt, new_blocks)
         for _, block, host_block in reversed(new_blocks):
             if host_block is not None and block.node is not None:  # the device has a named copy now
                 cache.host_tier.finish_promotion(host_block)
             elif host_block is not None:
                 cache.host_tier.unpin(host_block)
-            cache.pulled.release(block)
+            self._release(block)
         return next((i for i, item in enumerate(items) if not _is_stored(prompt, item)), len(items))
 
     def _mark_used(self, nodes: Sequence[Node]) -> None:
@@ -174,17 +174,17 @@ class BlockExchange:
             return []
         new_blocks: list[_NewBlock] = []
         for node in host_nodes:
-            block = self._cache.pulled.allocate(FULL_KIND)
+            block = self._cache.pool.allocate(FULL_KIND)
             if block is None or not node.has_host_block(FULL_KIND):  # no memory, or evicted to make room for another
                 if block is not None:
-                    self._cache.pulled.release(block)
+                    self._release(block)
                 return new_blocks
             host_block = self._cache.host_tier.pin(node, FULL_KIND)
             new_blocks.append(_NewBlock(PullItem(node.depth, FULL_KIND), block, host_block))
         for item in items:
             if item.block_index < len(prompt.nodes) and prompt.nodes[item.block_index].blocks[item.kind] is not None:
                 continue  # computed here meanwhile
-            block = self._cache.pulled.allocate(item.kind)
+            block = self._cache.pool.allocate(item.kind)
             if block is None:
                 break
             new_blocks.append(_NewBlock(item, block, None))
@@ -199,17 +199,55 @@ class BlockExchange:
         nodes = prompt.nodes[first_index:needed_count]
         return None if any(node.blocks[FULL_KIND] is not None for node in nodes) else nodes
 
-    def _name(self, prompt: PulledPrompt, new_blocks: Sequence[_NewBlock]) -> None:
+    def _attach_all(self, prompt: PulledPrompt, new_blocks: Sequence[_NewBlock]) -> None:
         """Announce blocks that are filled, up to the first that can have no name."""
         for item, block, _ in new_blocks:
             index = item.block_index
             if index > len(prompt.nodes):
                 return
             parent = prompt.nodes[index - 1] if index else None
-            node = self._cache.pulled.name(block, prompt.keys[index], parent)
+            node = self._attach(block, prompt.keys[index], parent)
             if node is None:
                 return
             prompt.nodes[index : index + 1] = [node]
+
+    def _attach(self, block: Block, key: BlockKey, parent: Node | None) -> Node | None:
+        """Put a filled block into the prefix tree, announce it, and return its node.
+
+        Returns None, with nothing done, if the parent was evicted meanwhile, or if the tree has such a block already.
+        The parent of a full-attention block is held until `_release`, so that it is not evicted before the child.
+        """
+        tree = self._cache.tree
+        if parent is not None and (parent not in tree or not parent.has_computed(FULL_KIND)):
+            return None
+        node = tree.get_or_create(key, parent)
+        if node is None or node.blocks[block.kind] is not None:
+            return None
+        if block.kind != FULL_KIND and not node.has_computed(FULL_KIND):
+            tree.remove_if_empty(node)
+            return None
+        if block.kind == FULL_KIND and parent is not None:
+            self._cache.pool.acquire(_full_block(parent))
+        tree.attach(node, block)
+        tree.commit(block)
+        return node
+
+    def _release(self, block: Block) -> None:
+        """Give up a new block, and the parent that `_attach` holds. A block in the tree becomes cached."""
+        node = block.node
+        if isinstance(block, StateBlock) and node is not None:
+            self._cache.states.release_new_checkpoint(block)
+        else:
+            self._cache.pool.release(block)
+        if node is not None and node.parent is not None and block.kind == FULL_KIND:
+            self._cache.pool.release(_full_block(node.parent))
+
+
+def _full_block(node: Node) -> Block:
+    """Return the device's full-attention block of a node that has one."""
+    block = node.blocks[FULL_KIND]
+    assert block is not None
+    return block
 
 
 def _write_contents(

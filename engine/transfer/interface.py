@@ -1,33 +1,37 @@
-"""Interface between the step loop and transfers, and the transfers of an engine that has no peers."""
+"""Transfers as the step loop sees them: of an engine that has no peers, and the base of those with peers."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Protocol
 
 from engine.transfer.settings import TransferStats
 from engine.types import Request
 
 
-class Transfers(Protocol):
-    """Pulls that requests wait for, and copies of blocks between steps. All for the thread of the steps."""
+class Transfers:
+    """Pulls that requests wait for, and copies of blocks between steps. All for the thread of the steps.
 
-    @property
-    def stats(self) -> TransferStats | None: ...
+    An engine without `--kv-transfer` has these, which never move a block. `KVTransfers` moves blocks.
+    """
+
+    stats: TransferStats | None = None
 
     @property
     def wake_sockets(self) -> Sequence[socket.socket]:
         """Sockets that are readable once there is something to copy."""
+        return ()
 
     @property
     def copies_arrival(self) -> Future[None]:
         """Done once there is something to copy."""
+        return Future()
 
     @property
     def has_copies(self) -> bool:
         """Whether `copy_blocks` has something to do."""
+        return False
 
     def copy_blocks(self) -> None:
         """Copy blocks that peers have asked for out, and blocks that peers have sent in. No step may be in flight."""
@@ -37,6 +41,7 @@ class Transfers(Protocol):
 
         None if there is nothing to wait for. However a pull ends, the request can be queued then.
         """
+        return None
 
     def stop_waiting(self, request_id: str) -> None:
         """A request waits for its pull no more. The pull ends when nobody does."""
@@ -49,32 +54,3 @@ class Transfers(Protocol):
 
     def close(self) -> None:
         """End all transfers. Idempotent."""
-
-
-class NoTransfers:
-    """Null object for block transfers: an engine without `--kv-transfer` neither gives nor pulls blocks."""
-
-    stats = None
-    wake_sockets: Sequence[socket.socket] = ()
-    has_copies = False
-
-    def __init__(self) -> None:
-        self.copies_arrival: Future[None] = Future()
-
-    def copy_blocks(self) -> None:
-        pass
-
-    def start_pull(self, request: Request) -> Future[None] | None:
-        return None
-
-    def stop_waiting(self, request_id: str) -> None:
-        pass
-
-    def abandon_pulls(self) -> None:
-        pass
-
-    def change_weights(self, path: str | None) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

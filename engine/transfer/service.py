@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from engine.cache.spec import FULL_KIND
 from engine.transfer.block_exchange import BlockExchange
 from engine.transfer.block_server import BlockServer
+from engine.transfer.interface import Transfers
 from engine.transfer.pull_plan import PulledPrompt
 from engine.transfer.puller import Puller
 from engine.transfer.settings import GB_S, TransferSettings, TransferStats
@@ -45,8 +46,10 @@ class _Pull:
     """For the thread of the network."""
 
 
-class KVTransfers:
-    """`Transfers` with peers."""
+class KVTransfers(Transfers):
+    """Transfers of an engine with peers."""
+
+    stats: TransferStats
 
     def __init__(
         self,

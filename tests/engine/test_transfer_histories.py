@@ -18,7 +18,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec, StateSpec
 from engine.scheduler import RequestRefusedError, SchedulerConfig
 from engine.transfer.block_exchange import BlockExchange, ReadBlocks
-from engine.transfer.interface import NoTransfers
+from engine.transfer.interface import Transfers
 from engine.transfer.messages import WantedBlock
 from engine.transfer.pull_plan import PulledPrompt, PullItem, split_into_batches
 from engine.types import BlockCopy, BlockPlace, Request, SamplingParams
@@ -63,7 +63,7 @@ class FakeMemory:
                 self._device.slots[kind, block] = list(content)
 
 
-class OneJob(NoTransfers):
+class OneJob(Transfers):
     """Transfers that do one thing between two steps."""
 
     job: Callable[[], None] | None = None
