@@ -1,10 +1,12 @@
 """Operations of a model on one step's batch, behind one interface with several backends (`select_kernels`).
 
-Imports no other package of this program. See `kernels.interface` for shapes and invariants.
+Imports no other package of this program. See `kernels.reference.backend` for shapes and `kernels.interface` for
+invariants.
 """
 
 from kernels.backends import BACKENDS, select_kernels
-from kernels.interface import Kernels, PagedKV, RaggedBatch, StatePlan
+from kernels.interface import PagedKV, RaggedBatch, StatePlan
+from kernels.reference.backend import ReferenceKernels as Kernels
 
 DISTRIBUTION = "blockcast"
 

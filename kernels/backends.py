@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from kernels.cpu.packed import HAS_NATIVE
-from kernels.interface import Kernels
+from kernels.reference.backend import ReferenceKernels
 
 BACKENDS = ("auto", "triton", "flash-attn", "torch", "cpu", "reference")
 """Backends that `select_kernels` knows.
@@ -24,7 +24,7 @@ INSTALL_HINT = "in a checkout: `BLOCKCAST_KERNELS=ON pip install --force-reinsta
 log = logging.getLogger(__name__)
 
 
-def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels:
+def select_kernels(device: torch.device | str, backend: str = "auto") -> ReferenceKernels:
     """Return the kernels for a device. Raises ValueError for a backend that is unknown or cannot run there.
 
     `auto`: the fastest that is installed, on CUDA `flash-attn` or `triton`, on a CPU `cpu`.
@@ -39,8 +39,6 @@ def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels
     if backend == "cpu":
         return _make_cpu_kernels(device)
     if backend == "reference":
-        from kernels.reference.backend import ReferenceKernels
-
         return ReferenceKernels(device)
     return _make_triton_kernels(device, backend)
 
@@ -62,7 +60,7 @@ def _choose_torch_backend(device: torch.device) -> str:
     return "reference"
 
 
-def _make_cpu_kernels(device: torch.device) -> Kernels:
+def _make_cpu_kernels(device: torch.device) -> ReferenceKernels:
     if device.type != "cpu":
         raise ValueError(f"attention backend 'cpu' cannot run on device {device}")
     if not HAS_NATIVE:
@@ -72,7 +70,7 @@ def _make_cpu_kernels(device: torch.device) -> Kernels:
     return CpuKernels(device)
 
 
-def _make_triton_kernels(device: torch.device, backend: str) -> Kernels:
+def _make_triton_kernels(device: torch.device, backend: str) -> ReferenceKernels:
     """Return the backend `triton`, or `flash-attn` on top of it. Raises ValueError if a package is missing."""
     try:
         import triton  # noqa: F401

@@ -183,7 +183,7 @@ def make_prompt_attention(device: torch.device) -> PromptAttention:
 
 
 class FlashAttentionKernels(TritonKernels):
-    """Implements `interface.Kernels` with FlashAttention for prompts, and Triton for the rest."""
+    """Computes the attention of prompts by FlashAttention, and the rest by Triton."""
 
     name = "flash-attn"
 

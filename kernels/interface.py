@@ -1,8 +1,8 @@
-"""Interface of the kernel backends: operations on one ragged batch over strided views of the unit pool.
+"""What the kernel backends are given: one ragged batch, and strided views of the unit pool.
 
 Owns the layout of KV inside the pool's buffer and the description of a step's batch. Knows no models, no requests, no
 scheduler. There is no global context: everything that a kernel reads is an argument. A backend prepares a batch once a
-step (`plan_attention`) and gets that plan back at every layer.
+step (`plan_attention`) and gets that plan back at every layer. `kernels.reference.backend` defines the operations.
 
 Invariants: in a batch, sequences with one query come first ([0, decode_count)). `attention` stores the K and V of the
 whole batch before it attends, so every query reads them. Results depend only on the positions [0, context_len) of a
@@ -19,7 +19,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.sampling import DrawSettings
 from kernels.transfer import upload
 
 IntArray = npt.NDArray[np.int64]
@@ -196,123 +195,6 @@ class DeviceBlockTable:
 def count_context_blocks(batch: RaggedBatch, kv: PagedKV) -> int:
     """Return the number of blocks of the longest context in a batch."""
     return -(-int(batch.context_lens.max()) // kv.block_size)
-
-
-class Kernels(Protocol):
-    """Interface of a backend: the operations of a step on its device. `tokens` is the axis of the ragged batch."""
-
-    name: str
-    device: torch.device
-
-    def plan_attention(self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None) -> Any:
-        """Plan the attention of a batch, once a step for each group.
-
-        `block_table`: [sequences, blocks], the blocks of each sequence in order; entries past a sequence's context are
-        ignored. `window`: number of last positions that a query sees, its own included; None: all.
-        """
-        ...
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: Any, scale: float) -> Tensor:
-        """Store k and v of the whole batch in the cache's layer, then attend causally over the cached context.
-
-        q: [tokens, heads, dim], k and v: [tokens, kv_heads, dim], heads a multiple of kv_heads. Returns
-        [tokens, heads, dim] in q's dtype. `layer` is the position in the group's layer axis.
-        """
-        ...
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
-        """Root mean square norm of the last axis in fp32, times `weight` (times `1 + weight` where zero-centred).
-
-        `weight` is [dim], or [heads, dim] for a norm of its own for each head. Zhang and Sennrich, 2019.
-        """
-        ...
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Return (norm of x + residual, x + residual). May write the sum into `residual`."""
-        ...
-
-    def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-        """Rotary embedding (Su et al., 2021) of the first R dims of each head, halves rotated against each other.
-
-        x: [tokens, heads, dim]; cos and signed_sin: [tokens, R] with R <= dim, where the first half of signed_sin is
-        -sin and the second +sin, so that the result is x * cos + swapped(x) * signed_sin.
-        """
-        ...
-
-    def norm_and_rotate(
-        self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, cos: Tensor, signed_sin: Tensor
-    ) -> Tensor:
-        """Apply `rms_norm`, then `rotate`, as queries and keys with head norms need. x: [tokens, heads, dim]."""
-        ...
-
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """Return silu(first half of the last axis) * second half (SwiGLU)."""
-        ...
-
-    def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
-        """Return gelu(first half of the last axis) * second half (GeGLU), with the tanh approximation."""
-        ...
-
-    def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        """Return the weighted sum over each token's experts of down(silu(gate(x)) * up(x)).
-
-        x: [tokens, hidden]; gate_up: [experts, 2 * size, hidden]; down: [experts, hidden, size]; expert_ids and
-        weights: [tokens, k], the k experts of a token being distinct. Returns [tokens, hidden].
-        """
-        ...
-
-    def norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return rms_norm(x) * weight * silu(gate), over the last axis. x and gate: [..., dim]; weight: [dim]."""
-        ...
-
-    def gate_then_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
-        """Return rms_norm(x * silu(gate)) * weight. Each of `groups` equal parts of the last axis has its own norm."""
-        ...
-
-    def plan_state(self, batch: RaggedBatch, units: IntArray) -> Any:
-        """Plan the recurrent operations of this batch, once a step. `units`: [sequences]."""
-        ...
-
-    def causal_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: Any, silu: bool
-    ) -> Tensor:
-        """Convolve each channel over a sequence's tokens and the tail of earlier ones; then apply silu if asked.
-
-        x: [tokens, channels]; weight: [channels, width], last tap on the current token; bias: [channels];
-        tails: [units, width - 1, channels], oldest first, updated in place. Returns [tokens, channels].
-        """
-        ...
-
-    def gated_delta(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: Any
-    ) -> Tensor:
-        """Apply the gated delta rule of `kernels.reference.recurrent` to q and k scaled to unit length.
-
-        q, k: [tokens, key_heads, key_dim]; v: [tokens, value_heads, value_dim], value_heads a multiple of key_heads;
-        log_decay, rate: [tokens, value_heads]; states: [units, value_heads, key_dim, value_dim], updated in place.
-        Returns [tokens, value_heads, value_dim] in v's dtype.
-        """
-        ...
-
-    def state_space(
-        self, x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: Any
-    ) -> Tensor:
-        """Apply Mamba-2's recurrence of `kernels.reference.recurrent`.
-
-        x: [tokens, heads, head_dim]; dt: [tokens, heads], positive; rate (A, negative) and skip (D): [heads];
-        b, c: [tokens, groups, state_dim], heads a multiple of groups; states: [units, heads, head_dim, state_dim],
-        updated in place. Returns [tokens, heads, head_dim] in x's dtype.
-        """
-        ...
-
-    def draw(self, logits: Tensor, settings: DrawSettings) -> Tensor:
-        """Draw a token from each row, as `kernels.sampling` says, and return [rows] int64.
-
-        logits: [rows, vocab], left unchanged.
-        """
-        ...
 
 
 @runtime_checkable

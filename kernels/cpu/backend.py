@@ -8,6 +8,8 @@ The reference computes what they do not support (another dtype, an odd head dim)
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,14 +22,13 @@ _IS_BF16_BY_DTYPE = {torch.bfloat16: True, torch.float32: False}
 
 
 class CpuKernels(ReferenceKernels):
-    """Computes on a CPU, by native operations if they take the tensors, else as the reference. Implements `Kernels`."""
+    """Computes on a CPU, by native operations if they take the tensors, else as the reference."""
 
     name = "cpu"
     scans_by_chunks = True
 
-    def plan_attention(  # type: ignore[override]
-        self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None
-    ) -> _native.AttentionPlan | ReferencePlan:
+    def plan_attention(self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None) -> Any:
+        """Plan by the native code, or by a `ReferencePlan` for dtypes and sizes that it does not take."""
         is_bf16 = _IS_BF16_BY_DTYPE.get(kv.buffer.dtype)
         if is_bf16 is None or kv.head_dim % 16:
             return super().plan_attention(batch, block_table, kv, window)

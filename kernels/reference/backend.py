@@ -1,11 +1,13 @@
 """The reference backend: plain torch, one sequence at a time, any device and any float dtype. Obviously right, slow.
 
-Every other backend is tested against this one. Attention and norms are computed in fp32 (in fp64 for fp64 inputs).
+It defines the operations of a step: every other backend extends it, and is tested against it. Attention and norms are
+computed in fp32 (in fp64 for fp64 inputs). `tokens` is the axis of the ragged batch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +29,7 @@ class ReferencePlan:
 
 
 class ReferenceKernels:
-    """Computes every operation as it is defined, one sequence at a time. Implements `interface.Kernels`."""
+    """Computes every operation as it is defined, one sequence at a time. Other backends replace operations."""
 
     name = "reference"
     scans_by_chunks = False
@@ -36,17 +38,20 @@ class ReferenceKernels:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def plan_attention(
-        self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None
-    ) -> ReferencePlan:
+    def plan_attention(self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None) -> Any:
+        """Plan the attention of a batch, once a step for each group.
+
+        `block_table`: [sequences, blocks], the blocks of each sequence in order; entries past a sequence's context are
+        ignored. `window`: number of last positions that a query sees, its own included; None: all.
+        """
         return ReferencePlan(batch, block_table, window)
 
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: ReferencePlan, scale: float
-    ) -> Tensor:
-        """Store K and V of the tokens in the paged cache, and return each token's attention over its sequence.
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: Any, scale: float) -> Tensor:
+        """Store k and v of the whole batch in the cache's layer, then attend causally over the cached context.
 
         All sequences are stored before any attends, because they may share blocks: one may read what another stores.
+        q: [tokens, heads, dim], k and v: [tokens, kv_heads, dim], heads a multiple of kv_heads. Returns
+        [tokens, heads, dim] in q's dtype. `layer` is the position in the group's layer axis.
         """
         batch, window = plan.batch, plan.window
         k_cache, v_cache = kv.view_layer(layer)
@@ -75,6 +80,10 @@ class ReferenceKernels:
         return units, sub_blocks, offsets
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
+        """Root mean square norm of the last axis in fp32, times `weight` (times `1 + weight` where zero-centred).
+
+        `weight` is [dim], or [heads, dim] for a norm of its own for each head. Zhang and Sennrich, 2019.
+        """
         value = x.to(get_accumulation_dtype(x.dtype))
         value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
         gain = weight.to(value.dtype)
@@ -83,10 +92,16 @@ class ReferenceKernels:
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool = False
     ) -> tuple[Tensor, Tensor]:
+        """Return (norm of x + residual, x + residual). May write the sum into `residual`."""
         total = x + residual
         return self.rms_norm(total, weight, eps, zero_centred), total
 
     def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+        """Rotary embedding (Su et al., 2021) of the first R dims of each head, halves rotated against each other.
+
+        x: [tokens, heads, dim]; cos and signed_sin: [tokens, R] with R <= dim, where the first half of signed_sin is
+        -sin and the second +sin, so that the result is x * cos + swapped(x) * signed_sin.
+        """
         width = cos.shape[-1]
         rotary_dims, pass_dims = x[..., :width], x[..., width:]
         first, second = rotary_dims.chunk(2, -1)
@@ -96,17 +111,25 @@ class ReferenceKernels:
     def norm_and_rotate(
         self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, cos: Tensor, signed_sin: Tensor
     ) -> Tensor:
+        """Apply `rms_norm`, then `rotate`, as queries and keys with head norms need. x: [tokens, heads, dim]."""
         return self.rotate(self.rms_norm(x, weight, eps, zero_centred), cos, signed_sin)
 
     def silu_and_mul(self, x: Tensor) -> Tensor:
+        """Return silu(first half of the last axis) * second half (SwiGLU)."""
         gate, up = x.chunk(2, -1)
         return F.silu(gate) * up
 
     def gelu_tanh_and_mul(self, x: Tensor) -> Tensor:
+        """Return gelu(first half of the last axis) * second half (GeGLU), with the tanh approximation."""
         gate, up = x.chunk(2, -1)
         return F.gelu(gate, approximate="tanh") * up
 
     def apply_experts(self, x: Tensor, gate_up: Tensor, down: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum over each token's experts of down(silu(gate(x)) * up(x)).
+
+        x: [tokens, hidden]; gate_up: [experts, 2 * size, hidden]; down: [experts, hidden, size]; expert_ids and
+        weights: [tokens, k], the k experts of a token being distinct. Returns [tokens, hidden].
+        """
         out = torch.zeros_like(x)
         for token in range(x.shape[0]):
             for expert, weight in zip(expert_ids[token].tolist(), weights[token], strict=True):
@@ -114,15 +137,18 @@ class ReferenceKernels:
         return out
 
     def norm_then_gate(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return rms_norm(x) * weight * silu(gate), over the last axis. x and gate: [..., dim]; weight: [dim]."""
         normalized_x = self.rms_norm(x, weight, eps).to(get_accumulation_dtype(x.dtype))
         return (normalized_x * F.silu(gate.to(normalized_x.dtype))).to(x.dtype)
 
     def gate_then_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, groups: int) -> Tensor:
+        """Return rms_norm(x * silu(gate)) * weight. Each of `groups` equal parts of the last axis has its own norm."""
         gated_x = x.to(get_accumulation_dtype(x.dtype)) * F.silu(gate.to(get_accumulation_dtype(x.dtype)))
         parts = gated_x.reshape(*x.shape[:-1], groups, -1)
         return self.rms_norm(parts, weight.view(groups, -1), eps).reshape(x.shape).to(x.dtype)
 
-    def plan_state(self, batch: RaggedBatch, units: IntArray) -> StatePlan:
+    def plan_state(self, batch: RaggedBatch, units: IntArray) -> Any:
+        """Plan the recurrent operations of this batch, once a step. `units`: [sequences]."""
         return StatePlan.from_units(batch, units, self.device, scans_by_chunks=self.scans_by_chunks)
 
     causal_conv = staticmethod(causal_conv)

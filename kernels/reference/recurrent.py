@@ -7,6 +7,7 @@ by token as the recurrence is defined, or in chunks, which is the same in matrix
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,12 @@ ChunkFunction = Callable[..., tuple[Tensor, Tensor]]
 """Function of all tokens of one sequence: (inputs [tokens, ..], state) -> outputs and last state."""
 
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: StatePlan, silu: bool) -> Tensor:
-    """Convolve as `interface.Kernels.causal_conv` says.
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: Any, silu: bool) -> Tensor:
+    """Convolve each channel over a sequence's tokens and the tail of earlier ones; then apply silu if asked.
 
-    A tail is the `width - 1` inputs before the next token, oldest first.
+    A tail is the `width - 1` inputs before the next token. x: [tokens, channels]; weight: [channels, width], last tap
+    on the current token; bias: [channels]; tails: [units, width - 1, channels], oldest first, updated in place. Returns
+    [tokens, channels].
     """
     taps = weight.t().to(get_accumulation_dtype(x.dtype))  # [width, channels]
     out = torch.empty_like(x)
@@ -100,10 +103,12 @@ def _compute_decays(log_decay: Tensor, is_future: Tensor) -> tuple[Tensor, Tenso
     return decay_sum.to(log_decay.dtype), pair_decay
 
 
-def gated_delta(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: StatePlan
-) -> Tensor:
-    """Apply linear attention with a state that decays and corrects itself (delta); see `Kernels.gated_delta`.
+def gated_delta(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: Any) -> Tensor:
+    """Apply linear attention with a state that decays and corrects itself (delta).
+
+    q, k: [tokens, key_heads, key_dim], scaled to unit length here; v: [tokens, value_heads, value_dim], value_heads a
+    multiple of key_heads; log_decay, rate: [tokens, value_heads]; states: [units, value_heads, key_dim, value_dim],
+    updated in place. Returns [tokens, value_heads, value_dim] in v's dtype.
 
     For each value head, with state S [key_dim, value_dim], q and k of unit length, decay g <= 0 (log) and rate b:
         S <- exp(g_t) S;  u_t = b_t (v_t - k_t S);  S <- S + k_t^T u_t;  o_t = q_t S / sqrt(key_dim)
@@ -173,9 +178,13 @@ def _scan_delta_chunks(
 
 
 def state_space(
-    x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: StatePlan
+    x: Tensor, dt: Tensor, rate: Tensor, b: Tensor, c: Tensor, skip: Tensor, states: Tensor, plan: Any
 ) -> Tensor:
-    """Apply Mamba-2's state-space recurrence (SSD); see `Kernels.state_space`.
+    """Apply Mamba-2's state-space recurrence (SSD).
+
+    x: [tokens, heads, head_dim]; dt: [tokens, heads], positive; rate (A, negative) and skip (D): [heads]; b, c:
+    [tokens, groups, state_dim], heads a multiple of groups; states: [units, heads, head_dim, state_dim], updated in
+    place. Returns [tokens, heads, head_dim] in x's dtype.
 
     For each head, with state h [head_dim, state_dim], step size dt_t > 0 and rate A < 0:
         h <- exp(A dt_t) h + dt_t x_t B_t^T;  y_t = h C_t + D x_t

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from kernels.interface import DeviceBlockTable, IntArray, PagedKV, RaggedBatch
+from kernels.reference.backend import ReferenceKernels
 from kernels.sampling import DrawSettings
 from kernels.triton import attention as attention_kernels
 from kernels.triton import experts as expert_kernels
@@ -46,13 +47,13 @@ PROGRAMS_PER_PROCESSOR = 4
 """Decode programs that keep one multiprocessor's memory requests in flight."""
 
 
-class TritonKernels:
-    """Runs every operation as Triton kernels, in fp32, bf16 and fp16. Implements `interface.Kernels`."""
+class TritonKernels(ReferenceKernels):
+    """Runs every operation as Triton kernels, in fp32, bf16 and fp16."""
 
     name = "triton"
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
                 f"attention backend 'triton' on device {device}: expected a CUDA device or TRITON_INTERPRET=1"

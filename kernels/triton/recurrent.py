@@ -1,6 +1,6 @@
 """The recurrent operations of the Triton backend, and how their kernels are launched over a batch.
 
-Decoding sequences take one launch together, prompts one to three. See `interface.Kernels` for the shapes.
+Decoding sequences take one launch together, prompts one to three. See `kernels.reference.recurrent` for the shapes.
 """
 
 # mypy: disable-error-code="no-untyped-call"
