@@ -1,4 +1,4 @@
-"""What the kernel backends are given: one ragged batch, and strided views of the unit pool.
+"""Arguments of the kernel backends: one ragged batch, and strided views of the unit pool.
 
 Owns the layout of KV inside the pool's buffer and the description of a step's batch. Knows no models, no requests, no
 scheduler. There is no global context: everything that a kernel reads is an argument. A backend prepares a batch once a
