@@ -20,7 +20,6 @@ from router.http.body_pieces import BodyPieces
 from router.http.chunked import BodyTooLarge, ChunkedBody
 from router.http.config import HttpLimits
 from router.http.headers import (
-    LINES_PATTERN,
     TOKEN_PATTERN,
     HeaderBlock,
     ProtocolError,
@@ -28,9 +27,8 @@ from router.http.headers import (
     wants_keep_alive,
 )
 
-_HEAD_PATTERN = re.compile(
-    rb"(?:\r\n)?(" + TOKEN_PATTERN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n(" + LINES_PATTERN + rb")\r\n"
-)
+_REQUEST_LINE_PATTERN = re.compile(rb"(?:\r\n)?(" + TOKEN_PATTERN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n")
+_LINE_END = b"\r\n"
 _HEAD_END = b"\r\n\r\n"
 _FORBIDDEN_PATTERN = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
 """Bytes that no head may contain."""
@@ -279,15 +277,15 @@ class RequestParser:
         return None
 
     def _parse_head(self, raw_head: bytes) -> HttpRequest:
-        """Return the request of a complete head, without its body. Raises BadRequest."""
-        match = _HEAD_PATTERN.fullmatch(raw_head)
+        """Return the request of a complete head, without its body. Raises BadRequest or ProtocolError."""
+        match = _REQUEST_LINE_PATTERN.match(raw_head)
         if match is None:
             raise BadRequest(400, "malformed HTTP request: its head is none of HTTP/1.x")
+        headers = HeaderBlock(raw_head[match.end() : -len(_LINE_END)])
         if match[3] not in (b"1.1", b"1.0"):
             raise BadRequest(505, f"HTTP/{match[3].decode()} is not spoken here")
         if match[1] not in _METHODS:
             raise BadRequest(501, "a method that is not known here")
-        headers = HeaderBlock(match[4])
         if headers.raw.count(b"\n") > self._limits.headers_max:
             raise BadRequest(431, f"more than {self._limits.headers_max} headers")
         request = HttpRequest(match[1].decode(), match[2], match[2].partition(b"?")[0].decode("ascii"), headers)

@@ -11,13 +11,13 @@ import re
 from typing import Final, Protocol
 
 from router.http.chunked import ChunkedBody
-from router.http.headers import LINES_PATTERN, HeaderBlock, ProtocolError, parse_framing, wants_keep_alive
+from router.http.headers import HeaderBlock, ProtocolError, parse_framing, wants_keep_alive
 
 MAX_HEAD_BYTES: Final = 64 * 1024
 MAX_INTERIM_RESPONSES: Final = 32
 """Most interim responses (100 Continue, 103 Early Hints) before an answer; servers send one or two."""
 
-_HEAD_PATTERN = re.compile(rb"HTTP/1\.([01]) (([1-5]\d\d)(?: [\t -~\x80-\xff]*)?)\r\n(" + LINES_PATTERN + rb")\r\n")
+_STATUS_LINE_PATTERN = re.compile(rb"HTTP/1\.([01]) (([1-5]\d\d)(?: [\t -~\x80-\xff]*)?)\r\n")
 
 
 class BodyFraming(Protocol):
@@ -99,15 +99,15 @@ def parse_response_head(data: bytes, method: str) -> tuple[ResponseHead, bytes] 
 
     The body's framing follows RFC 9112 section 6.3. Raises ProtocolError if the head is malformed or too long.
     """
-    head_end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 4
-    if head_end < 4:
+    lines_end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 2
+    if lines_end < 2:
         if len(data) >= MAX_HEAD_BYTES:
             raise ProtocolError(f"head over {MAX_HEAD_BYTES} bytes")
         return None
-    match = _HEAD_PATTERN.fullmatch(data, 0, head_end)
+    match = _STATUS_LINE_PATTERN.match(data, 0, lines_end)
     if match is None:
         raise ProtocolError("this is not the head of an HTTP/1.x response")
-    headers = HeaderBlock(match[4])
+    headers = HeaderBlock(data[match.end() : lines_end])
     head = ResponseHead(int(match[3]), match[2], headers)
     head.keep_alive = wants_keep_alive(headers, is_http_1_0=match[1] == b"0")
     head.is_chunked, head.content_length = parse_framing(headers)
@@ -121,4 +121,4 @@ def parse_response_head(data: bytes, method: str) -> tuple[ResponseHead, bytes] 
     else:
         head.keep_alive = False
         head.body = CloseDelimitedBody()
-    return head, data[head_end:]
+    return head, data[lines_end + 2 :]

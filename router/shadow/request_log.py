@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from options import ConfigError
-from router.http.headers import HeaderBlock
+from router.http.headers import HeaderBlock, ProtocolError
 from router.http.request import HttpRequest
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -44,12 +44,12 @@ def read_log(lines: Iterable[bytes], source: str) -> Iterator[tuple[LogLine, Htt
             continue
         try:
             yield _read_line(text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, ProtocolError) as error:
             raise ConfigError(f"{source}, line {number}: {error}") from None
 
 
 def _read_line(text: bytes) -> tuple[LogLine, HttpRequest]:
-    """Read a line of a log. Raises DecodeError or UnicodeDecodeError."""
+    """Read a line of a log. Raises DecodeError, UnicodeDecodeError or ProtocolError."""
     line = msgspec.json.decode(text, type=LogLine)
     body = bytes(line.body).strip()
     if not body:  # then the line itself is the body, and its fields are the body's
