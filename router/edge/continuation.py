@@ -7,6 +7,7 @@ events to the form of the first one's. The other worker is sent the prompt and t
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping
 from typing import Any, Final
@@ -62,7 +63,7 @@ _MALFORMED_EVENT_ERRORS = (
 _EMPTY_VALUES = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
 _Fields = dict[str, msgspec.Raw]
 _fields_decoder = msgspec.json.Decoder(_Fields)
-_MEDIA_MARKERS = tuple(f'"{part}"'.encode() for part in MEDIA_PARTS)
+_MEDIA_PATTERN = re.compile(rb'"(?:%b)"' % "|".join(MEDIA_PARTS).encode())
 
 
 def build_continuation(request: HttpRequest, fields: _Fields | None = None) -> StreamContinuation | None:
@@ -97,7 +98,7 @@ def _is_continuable_field(name: str, value: bytes, is_chat: bool) -> bool:
     if name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         return value.isdigit() or value == b"null"
     if name == "messages":
-        return not any(part in value for part in _MEDIA_MARKERS)
+        return _MEDIA_PATTERN.search(value) is None
     if name == "prompt":
         return value[:1] == b'"' or value[1:].lstrip()[:1].isdigit()
     if name == "stream_options":
