@@ -218,7 +218,7 @@ class Chooser:
 
     def _make_planner(self, choice: RoutingChoice) -> TransferPlanner:
         facts = choice.request_facts
-        return TransferPlanner(self._links, facts.prompt_tokens, facts.congestion, facts.now)
+        return TransferPlanner(self._links, facts.prompt_tokens, facts.now)
 
     def _price_prefills(
         self, choice: RoutingChoice, targets: list[Target], matches: dict[HolderId, Match]

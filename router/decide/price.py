@@ -36,7 +36,8 @@ class RequestFacts(msgspec.Struct, eq=False):
     utilisation_decay: float
     """Factor that turns a target's `utilisation_scaled` into prefill seconds per second."""
     congestion: float = 0.0
-    """Seconds that later requests wait longer, all together, for a second of new prefill."""
+    """Seconds that later requests wait longer, all together, for a second of new prefill at a target without a factor
+    of its own."""
     shared_tokens: int = 0
     """Length of the prefix that running requests have in common with the prompt."""
     copy_reuse_share: float = 0.0
@@ -84,9 +85,10 @@ class Candidate(msgspec.Struct, eq=False):
 def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig) -> Terms:
     """Return the six parts of one worker's price for one request, their sum, and what explains them."""
     target = candidate.target
-    prompt_tokens, output_tokens, congestion = request.prompt_tokens, request.output_tokens, request.congestion
+    prompt_tokens, output_tokens = request.prompt_tokens, request.output_tokens
     load, speed, peer_load = target.load, target.speed, target.peer_load
     slowdown, running_count = target.slowdown, target.total_request_count
+    congestion = request.congestion / speed.factor  # a slower target gets fewer of the later requests
     hit_tokens = candidate.cached_tokens
     if candidate.media_cached_tokens > hit_tokens:
         hit_tokens = candidate.media_cached_tokens
@@ -95,11 +97,10 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
 
     # ttft: the wait for a slot and KV memory, the prefill that goes first and its own, and loads from slower tiers.
     prefill_s = speed.estimate_prefill_s(prompt_tokens, hit_tokens)
-    queue_s = target.estimate_queue_s(request.now)
+    queue_s, overtaken_count = target.estimate_queue_s(request.now), 0
     if queue_s and target.prefill_queue.is_shortest_first:  # longer prompts wait for this one, unless it needs theirs
         order_s = target.prefill_queue.compute_order_s(prefill_s, find_awaited_request(candidate))
         queue_s, overtaken_count = target.estimate_shortest_first_wait(order_s, queue_s)
-        congestion += overtaken_count
     queue_s += candidate.queued_ahead_s
     slot_wait_s = target.slot_wait_s
     if candidate.memory_wait_s > slot_wait_s:
@@ -123,7 +124,7 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
         reuse_share = request.copy_reuse_share * target.compute_free_share()
         shared_prefill_s = speed.estimate_prefill_s(request.shared_tokens, hit_tokens)
         reused_prefill_s = reuse_share * shared_prefill_s
-        shared_s = slowdown * (1.0 + request.congestion) * reused_prefill_s
+        shared_s = slowdown * (1.0 + congestion) * reused_prefill_s
         if not request.can_move_prefill:
             decode_s += (shared_prefill_s - reused_prefill_s) * running_count
     if request.can_move_prefill:  # answers stand still during a prefill: those there now, and later this one
@@ -132,7 +133,7 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
         decode_s += output_tokens * target.step_s * prefill_share / (1.0 - prefill_share)
 
     decode_s *= config.decode_weight
-    congestion_s = congestion * slowdown * prefill_s
+    congestion_s = (congestion + overtaken_count) * slowdown * prefill_s
     computed_s = prefill_s
     source_terms = candidate.source_terms
     if source_terms is not None:

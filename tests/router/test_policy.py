@@ -192,6 +192,23 @@ def congestion_at(utilisation: float, backlogs: float) -> float:
     return compute_congestion(pool, backlogs * utilisation / 2.0, 0.0, 1.0, CONFIG)
 
 
+def test_prefill_of_a_slow_worker_delays_fewer_later_requests() -> None:
+    """A quarter of the speed: a prompt there occupies the worker four times as long, and a quarter as many others."""
+    tracker, targets = tracker_of(2)
+    targets[1].speed.factor = 4.0
+    targets[1].speed.refresh()
+    targets[1].recompute_decode_load()
+    for _ in range(20):
+        tracker.add_request(targets[0], prompt_tokens=8000, cached_tokens=0, is_streaming=True, now=0.0)
+    request = describe(tracker, targets, 8000, 0.0, queued_s=10_000.0)
+    assert request.congestion == CONGESTION_MAX
+    fast, slow = (price_worker(Candidate(target), request, CONFIG) for target in targets)
+    assert slow.prefill_s == pytest.approx(4 * fast.prefill_s)
+    assert slow.congestion_s == pytest.approx(fast.congestion_s)
+    assert slow.ttft_s < fast.ttft_s
+    assert choose_cheapest([fast, slow], 0) == 1
+
+
 def test_beta_is_what_later_requests_will_wait() -> None:
     assert congestion_at(0.0, 0.0) == CONGESTION_MIN
     assert congestion_at(0.5, 0.0) == pytest.approx(1.0)

@@ -43,6 +43,7 @@ def write_out(
     cache: Candidate,
     step_seen_s: float,
     slots: int,
+    speed_factor: float,
 ) -> dict[str, float]:
     """The six parts, as docs/reference/price.md has them."""
     decoding = [request for request in requests if request.has_first_token]
@@ -95,9 +96,9 @@ def write_out(
     return {
         "ttft_s": ttft_s,
         "decode_s": CONFIG.decode_weight * answer_s,
-        "congestion_s": priced.congestion * slowdown * prefill_s,
+        "congestion_s": priced.congestion / speed_factor * slowdown * prefill_s,
         "pressure_s": cache.pressure_s,
-        "shared_s": slowdown * (1 + priced.congestion) * copy_reuse_share * again_s,
+        "shared_s": slowdown * (1 + priced.congestion / speed_factor) * copy_reuse_share * again_s,
         "tie_break_s": CONFIG.utilisation_weight * utilisation,
     }
 
@@ -124,6 +125,7 @@ def sent(draw_prompt: st.SearchStrategy[int]) -> st.SearchStrategy[Sent]:
     can_move_prefill=st.booleans(),
     slots=st.integers(1, 8),
     step_seen_s=st.floats(49.0, NOW),
+    speed_factor=st.just(1.0) | st.floats(0.3, 10.0),
 )  # fmt: skip
 def test_the_price_is_its_six_parts_written_out(
     requests: list[Sent],
@@ -137,11 +139,13 @@ def test_the_price_is_its_six_parts_written_out(
     can_move_prefill: bool,
     slots: int,
     step_seen_s: float,
+    speed_factor: float,
 ) -> None:
     requests = sorted(requests, key=lambda request: request.at_s)
-    service = ServiceModel()
-    tracker = LoadTracker(service, CONFIG, LearnConfig(enabled=False))
+    tracker = LoadTracker(ServiceModel(), CONFIG, LearnConfig(enabled=False))
     target = tracker.add_target("w", None, HolderId(1))
+    target.speed.factor = speed_factor
+    target.speed.refresh()
     target.capacity.kv_tokens = CAPACITY_TOKENS
     target.capacity.max_num_seqs, target.capacity.has_reported_max_num_seqs = slots, True
     target.recompute_decode_load()
@@ -162,7 +166,7 @@ def test_the_price_is_its_six_parts_written_out(
     cache = Candidate(target, cached, cached, media, *waits_s, arrival_s=arrival_s)
     priced = RequestFacts(NOW, prompt_tokens, output_tokens, decay, congestion, shared, shares[3], can_move_prefill)
     terms = price_worker(cache, priced, CONFIG)
-    parts = write_out(service, requests, peer, priced, cache, step_seen_s, slots)
+    parts = write_out(target.speed.service, requests, peer, priced, cache, step_seen_s, slots, speed_factor)
     assert {name: getattr(terms, name) for name in parts} == pytest.approx(parts, rel=1e-6, abs=1e-9)
     assert terms.cost == pytest.approx(sum_parts(terms), rel=1e-9)
     assert terms.cost == pytest.approx(sum(parts.values()) - 2 * parts["shared_s"], rel=1e-6, abs=1e-9)

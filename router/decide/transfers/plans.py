@@ -63,10 +63,9 @@ def compute_pull_share(shared_tokens: int, best_tokens: int, source: Target, lin
 class TransferPlanner:
     """Makes the plans of one request: candidates with a transfer, from priced candidates without one."""
 
-    def __init__(self, links: TransferLinks, prompt_tokens: int, congestion: float, now: float) -> None:
+    def __init__(self, links: TransferLinks, prompt_tokens: int, now: float) -> None:
         self._links = links
         self._prompt_tokens = prompt_tokens
-        self._congestion = congestion
         self._now = now
 
     def plan_pulls(
@@ -146,7 +145,7 @@ class TransferPlanner:
 
         def compute_other_cost(candidate: Candidate) -> float:
             terms = candidate.terms
-            return terms.cost - (1.0 + self._congestion) * terms.slowdown * terms.prefill_s
+            return terms.cost - terms.congestion_s - terms.slowdown * terms.prefill_s
 
         takers = (candidate for candidate in candidates if candidate.target.transfer_facts.can_take)
         return heapq.nsmallest(SHORTLIST_MAX, takers, key=compute_other_cost)
