@@ -206,7 +206,7 @@ def test_prefill_of_a_slow_worker_delays_fewer_later_requests() -> None:
     assert slow.prefill_s == pytest.approx(4 * fast.prefill_s)
     assert slow.congestion_s == pytest.approx(fast.congestion_s)
     assert slow.ttft_s < fast.ttft_s
-    assert choose_cheapest([fast, slow], 0) == 1
+    assert pick([fast, slow], 0) == 1
 
 
 def test_beta_is_what_later_requests_will_wait() -> None:
