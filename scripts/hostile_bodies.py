@@ -15,10 +15,15 @@ TOOL = b'{"type":"function","function":{"name":"f","parameters":{"type":"object"
 BodyKind = tuple[str, Callable[[int], bytes]]
 
 
-def _repeat_item(start: bytes, item: bytes, end: bytes, separator: bytes = b",") -> BodyKind:
-    """So many equal items; to the path that the field asks for."""
-    path = CHAT if b"messages" in start else TEXT
+def _repeat_item(start: bytes, item: bytes, end: bytes, separator: bytes = b",", path: str | None = None) -> BodyKind:
+    """So many equal items; to `path`, or the path that the field asks for."""
+    path = path or (CHAT if b"messages" in start else TEXT)
     return path, lambda size: start + separator.join([item] * (size // (len(item) + len(separator)))) + end
+
+
+def _repeat_in(path: str, start: bytes, item: bytes, end: bytes, separator: bytes = b",") -> BodyKind:
+    """So many equal items in a field of a body that asks for one token."""
+    return _repeat_item(MODEL + b'"max_tokens":1,' + start, item, end + b"}", separator, path)
 
 
 def _messages(item: bytes) -> BodyKind:
@@ -54,13 +59,6 @@ _CALL = b'{"type":"function_call","call_id":"1","name":"f","arguments":"{}"}'
 _MESSAGES = b'"messages":[{"role":"user","content":"x"}],'
 
 
-def _repeat_field_item(start: bytes, item: bytes, end: bytes, between: bytes = b",") -> Callable[[int], bytes]:
-    def make(size: int) -> bytes:
-        return MODEL + b'"max_tokens":1,' + start + between.join([item] * (size // (len(item) + 1))) + end + b"}"
-
-    return make
-
-
 def _nested_tool_results(size: int) -> bytes:
     open_ = b'{"type":"tool_result","tool_use_id":"1","content":['
     depth = size // (len(open_) + 2)
@@ -89,32 +87,22 @@ BODIES: dict[str, BodyKind] = {
     "no ASCII": _content("é漢🙂"),
     "escapes": _content("\n"),
     "surrogates": _content("🙂"),
-    "blocks of Messages": (MESSAGES, _repeat_field_item(b'"messages":[{"role":"user","content":[', b"{}", b"]}]")),
-    "texts of Messages": (MESSAGES, _repeat_field_item(b'"messages":[{"role":"user","content":[', _TEXT, b"]}]")),
-    "tool results of Messages": (
-        MESSAGES,
-        _repeat_field_item(b'"messages":[{"role":"user","content":[', _RESULT, b"]}]"),
-    ),
+    "blocks of Messages": _repeat_in(MESSAGES, b'"messages":[{"role":"user","content":[', b"{}", b"]}]"),
+    "texts of Messages": _repeat_in(MESSAGES, b'"messages":[{"role":"user","content":[', _TEXT, b"]}]"),
+    "tool results of Messages": _repeat_in(MESSAGES, b'"messages":[{"role":"user","content":[', _RESULT, b"]}]"),
     "tool results in tool results": (MESSAGES, _nested_tool_results),
-    "turns of Messages": (MESSAGES, _repeat_field_item(b'"messages":[', b'{"role":"user","content":"x"}', b"]")),
-    "tools of Messages": (
-        MESSAGES,
-        _repeat_field_item(_MESSAGES + b'"tools":[', b'{"name":"f","input_schema":{}}', b"]"),
+    "turns of Messages": _repeat_in(MESSAGES, b'"messages":[', b'{"role":"user","content":"x"}', b"]"),
+    "tools of Messages": _repeat_in(MESSAGES, _MESSAGES + b'"tools":[', b'{"name":"f","input_schema":{}}', b"]"),
+    "system of Messages": _repeat_in(MESSAGES, _MESSAGES + b'"system":[', _TEXT, b"]"),
+    "counted Messages": _repeat_in(
+        "/v1/messages/count_tokens", b'"messages":[', b'{"role":"user","content":"x"}', b"]"
     ),
-    "system of Messages": (MESSAGES, _repeat_field_item(_MESSAGES + b'"system":[', _TEXT, b"]")),
-    "counted Messages": (
-        "/v1/messages/count_tokens",
-        _repeat_field_item(b'"messages":[', b'{"role":"user","content":"x"}', b"]"),
-    ),
-    "items of Responses": (RESPONSES, _repeat_field_item(b'"input":[', b"{}", b"]")),
-    "messages of Responses": (RESPONSES, _repeat_field_item(b'"input":[', b'{"role":"user","content":"x"}', b"]")),
-    "calls of Responses": (RESPONSES, _repeat_field_item(b'"input":[', _CALL, b"]")),
-    "tools of Responses": (
-        RESPONSES,
-        _repeat_field_item(b'"input":"x","tools":[', b'{"type":"function","name":"f"}', b"]"),
-    ),
-    "instructions of Responses": (RESPONSES, _repeat_field_item(b'"input":"x","instructions":"', b"a", b'"', b"")),
-    "a previous response": (RESPONSES, _repeat_field_item(b'"input":"x","previous_response_id":"', b"r", b'"', b"")),
+    "items of Responses": _repeat_in(RESPONSES, b'"input":[', b"{}", b"]"),
+    "messages of Responses": _repeat_in(RESPONSES, b'"input":[', b'{"role":"user","content":"x"}', b"]"),
+    "calls of Responses": _repeat_in(RESPONSES, b'"input":[', _CALL, b"]"),
+    "tools of Responses": _repeat_in(RESPONSES, b'"input":"x","tools":[', b'{"type":"function","name":"f"}', b"]"),
+    "instructions of Responses": _repeat_in(RESPONSES, b'"input":"x","instructions":"', b"a", b'"', b""),
+    "a previous response": _repeat_in(RESPONSES, b'"input":"x","previous_response_id":"', b"r", b'"', b""),
     "a long number": _repeat_item(MODEL + b'"prompt":[', b"9", b"]}", b""),
     "a long model name": _repeat_item(b'{"prompt":[1],"model":"', b"m", b'"}', b""),
     "nested lists": _nest_field(b"[", b"]"),
