@@ -195,8 +195,8 @@ class Cluster:
     def _collect_counts(self) -> None:
         """Add what the workers counted to the result, at the end of the run."""
         self.result.end_s = self.now
-        self.result.prefilled_tokens_by_worker = [worker.counts.prefilled_tokens for worker in self.workers]
-        self.result.preemption_count = sum(worker.counts.preemptions for worker in self.workers)
+        self.result.prefilled_tokens_by_worker = [worker.prefilled_tokens for worker in self.workers]
+        self.result.preemption_count = sum(worker.preemption_count for worker in self.workers)
 
     def _compute_longest_wait_s(self) -> float:
         """Return the longest wait among the requests that are first in their workers' queues."""

@@ -240,14 +240,6 @@ class StepResult:
     finished_sequences: list[SimSequence] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class WorkerCounts:
-    """Counters of a simulated engine."""
-
-    prefilled_tokens: int = 0
-    preemptions: int = 0
-
-
 class SimWorker:
     """One simulated engine, which computes prompts and answers in steps of limited size.
 
@@ -286,7 +278,8 @@ class SimWorker:
         """Prompt tokens that steps computed, or could have computed while a request waited for a slot."""
         self._unused_prefill_tokens = 0
         """Prompt tokens that one step of the decode run cannot compute, as requests wait for a slot."""
-        self.counts = WorkerCounts()
+        self.prefilled_tokens = 0
+        self.preemption_count = 0
 
     @property
     def running_sequence_count(self) -> int:
@@ -407,7 +400,7 @@ class SimWorker:
             step_s += step_times.compute_prefill_s(chunk_tokens, sequence.computed_tokens)
             step_s += step_times.load_s_per_token * self.block_size * sequence.blocks_to_load
             sequence.blocks_to_load = 0
-            self.counts.prefilled_tokens += chunk_tokens
+            self.prefilled_tokens += chunk_tokens
         return step_s
 
     def _admit_waiting(self, token_budget: int, max_queue_key: float = math.inf) -> int:
@@ -544,7 +537,7 @@ class SimWorker:
 
     def _preempt(self, sequence: SimSequence) -> None:
         """Release the blocks of a decoding sequence and have it wait to be computed again."""
-        self.counts.preemptions += 1
+        self.preemption_count += 1
         generated_tokens = sequence.remaining_tokens - (sequence.finish_step - self.step_count)
         self.decoding_heap.remove((sequence.finish_step, sequence.admission_order, sequence))
         heapq.heapify(self.decoding_heap)

@@ -16,7 +16,7 @@ from router.decide.config import CoreConfig
 from router.decide.workers import BLOCKCAST, KINDS_BY_DIALECT
 from router.edge.config import EdgeConfig
 from router.fleet.config import FleetConfig
-from router.fleet.kubernetes import SOURCE_PATTERN, KubernetesSource
+from router.fleet.kubernetes import KubernetesSource
 from router.fleet.worker_flag import WorkerFlag, parse_worker_flag
 from router.fleet.worker_lists import read_workers_file
 from router.miss_reasons.config import MissReasonsConfig
@@ -31,9 +31,7 @@ Endpoint = Annotated[
 ]
 Url = Annotated[str, Meta(min_length=1, title="URL")]
 HostPort = Annotated[str, Meta(pattern=r"^.+:\d{1,5}$", title="HOST:PORT", examples=["127.0.0.1:9000"])]
-KubernetesSpec = Annotated[
-    str, Meta(pattern=SOURCE_PATTERN, title="SPEC", examples=["vllm", "pool/vllm", "llm/service/vllm:http"])
-]
+KubernetesSpec = Annotated[str, Meta(title="SPEC", examples=["vllm", "pool/vllm", "llm/service/vllm:http"])]
 HostName = Annotated[str, Meta(pattern=r"^[^\s/:]+$", title="NAME", examples=["router.example"])]
 
 

@@ -41,7 +41,6 @@ WATCH_S = 300
 POOL_S = 10.0
 """Time between two requests for what a pool selects."""
 RETRY_S, RETRY_S_MAX = 1.0, 30.0
-SOURCE_PATTERN = r"^(?:(?:[a-z0-9-]+/)?(?:service|pool)/)?[a-z0-9][a-z0-9.-]*(?::[a-z0-9-]+)?$"
 _SOURCE_PATTERN = re.compile(r"(?:(?:([a-z0-9-]+)/)?(service|pool)/)?([a-z0-9][a-z0-9.-]*)(?::([a-z0-9-]+))?")
 
 AddressCallback = Callable[[EndpointReadiness], None]
