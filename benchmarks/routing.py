@@ -59,11 +59,12 @@ from routing_sim.runs import (
     relative,
     run,
 )
+from routing_sim.traces import ChatShape, generate_chat, generate_tool_use, read_trace
 
 from router.shadow.core_router import KV_BYTES_PER_TOKEN
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
-from simulation.traces import ChatShape, Workload, generate_chat, generate_tool_use, read_trace
+from simulation.workload import Workload
 
 GRID_COLUMNS = {title: (key, "{:.2f}") for title, key in (
     ("hit", "hit"), ("TTFT mean", "ttft_mean"), ("p50", "ttft_p50"), ("p99", "ttft_p99"), ("p99.9", "ttft_p999"),

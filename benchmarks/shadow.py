@@ -20,13 +20,13 @@ from pathlib import Path
 import _path  # noqa: F401
 from harness.figures import describe_machine, format_facts, markdown_table, write_json
 from routing_sim.runs import Calibration, Options, Setting, cluster_config, run
+from routing_sim.traces import ChatShape, generate_chat, generate_tool_use, read_trace
 
 from router.decide.config import CoreConfig
 from router.shadow.observed_request import ObservedRequest, PrefixLinks, PromptEnd
 from router.shadow.replay import ObservedEngine, compare
 from simulation.cluster import SimulationResult
 from simulation.engine import EngineLimits
-from simulation.traces import ChatShape, generate_chat, generate_tool_use, read_trace
 from simulation.workload import SimRequest, Workload
 
 COLUMNS = {

@@ -21,9 +21,8 @@ from routing_sim.runs import score
 from simulation.cluster import Cluster, ClusterConfig, Router, WorkerConfig
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
-from simulation.traces import Workload
 from simulation.transfers import LinkTimes
-from simulation.workload import SimRequest
+from simulation.workload import SimRequest, Workload
 
 BLOCK_TOKENS = 128
 CACHE_BLOCKS = 4000

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from routing_sim.runs import CHAT_POLICIES, Options, Setting, run
+from routing_sim.traces import ChatShape, generate_chat
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
-from simulation.traces import ChatShape, generate_chat
 
 OURS, BASE = "blockcast", "oracle"
 SERVICE = StepTimes(0.0001, 1e12, 0.01, 2e-5, 4e-8, 4096)

@@ -23,8 +23,8 @@ from routing_sim import peers
 from simulation.cluster import Cluster, ClusterConfig, Router, SimulationResult, WorkerConfig
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
-from simulation.traces import Workload
 from simulation.transfers import LinkTimes
+from simulation.workload import Workload
 
 WARM_SHARE = 0.1
 """Requests at the start of a trace that are not scored."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import sys
+from pathlib import Path
 
 import pytest
 from core_by_hand import chosen_worker, make_core, request
@@ -13,7 +15,9 @@ from router.shadow.core_router import CoreRouter
 from simulation.cluster import Cluster, ClusterConfig, WorkerConfig
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
-from simulation.traces import ChatShape, generate_chat
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # last: it has files named like modules
+from routing_sim.traces import ChatShape, generate_chat
 
 SLOW_STEPS = StepTimes(3e-4, 50_000.0, 0.02, 1e-3, 2.5e-8)
 """Workers whose prefill takes three times as long as the router assumes."""

@@ -260,7 +260,9 @@ def sim() -> Any:
     parts = (
         "routing_sim.runs",
         "router.shadow.core_router",
-        *(f"simulation.{n}" for n in ("cluster", "engine", "traces")),
+        "routing_sim.traces",
+        "simulation.cluster",
+        "simulation.engine",
     )
     modules = SimpleNamespace(**{part.rpartition(".")[2]: importlib.import_module(part) for part in parts})
     modules.play = functools.partial(play, modules)

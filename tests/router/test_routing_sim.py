@@ -29,9 +29,9 @@ def sim() -> Any:
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     sys.path.append(folder)  # last: benchmarks/ has files named like modules of the standard library
     rooms = {
-        "simulation": ("engine", "cluster", "traces", "transfers", "workload"),
+        "simulation": ("engine", "cluster", "transfers", "workload"),
         "router.shadow": ("core_router",),
-        "routing_sim": ("peers", "runs", "grid", "two_legs", "disaggregation"),
+        "routing_sim": ("peers", "runs", "grid", "two_legs", "disaggregation", "traces"),
     }
     modules = {name: importlib.import_module(f"{room}.{name}") for room, names in rooms.items() for name in names}
     yield SimpleNamespace(**modules)
