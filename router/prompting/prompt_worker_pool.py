@@ -24,21 +24,17 @@ from prompts.tokenizer import ID_TYPE, Tokenizer, TokenizerError
 from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.config import PromptWorkerConfig
-from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reading import cache_conversation, is_cacheable
 from router.prompting.encode import (
-    PromptSize,
     build_tokenize_request,
     count_further_tokens,
     is_within_bounds,
-    measure_prompts,
     read_large_request,
-    read_prompt,
-    truncate_prompt,
 )
 from router.prompting.fields import FieldSpans, locate_fields
 from router.prompting.media import MediaPrompt, read_media
-from router.prompting.outline import Outline, outline_chat
+from router.prompting.outline import outline_chat
+from router.prompting.read_body import TokenizedPrompt, tokenize_prompt
 from router.prompting.sessions import digest_first_user_message
 from router.prompting.template_trial import find_trial_problem
 
@@ -70,18 +66,14 @@ class ReadTask(msgspec.Struct):
 class ReadResult(NamedTuple):
     """Result of reading a body's prompt in a worker process."""
 
-    result: array[int] | bytes | None = None
-    """Token ids, or the body of a `/tokenize` request; None if the prompt could not be read."""
+    prompt: TokenizedPrompt
+    """The prompt, without ids if it could not be read."""
+    tokenize_request: bytes | None = None
+    """Body of a `/tokenize` request, if a worker is to tokenise the prompt."""
+    further_tokens: Sequence[int] = ()
+    """Tokens of each prompt after the first, if a worker tokenises that."""
     first_message_digest: int | None = None
     """Digest of the first user message (router/prompting/sessions.py)."""
-    outline: Outline | None = None
-    """Outline of a chat's messages."""
-    conversation: CachedConversation | None = None
-    """Conversation to be cached."""
-    size: PromptSize | None = None
-    """Size of the body's prompts; None if a worker tokenises the first."""
-    further_tokens: Sequence[int] = ()
-    """Tokens of each prompt after the first."""
     media: MediaPrompt | None = None
     """Conversation and size of a body with images or other media."""
     is_overdue: bool = False
@@ -152,7 +144,7 @@ class PromptWorkerPool:
             log.warning("a body of %d bytes could not be read: %s", body_bytes, error)
             if not inspections:
                 raise _overloaded_error("the body could not be read in time") from None
-            result = ReadResult(is_overdue=True)
+            result = ReadResult(TokenizedPrompt(), is_overdue=True)
         finally:
             self._add_waiting(tenant, -body_bytes)
         return TaskOutcome(*inspections[0], result)
@@ -273,7 +265,7 @@ def _load_tokenizer(state: WorkerState, folder: str | None) -> None:
 
 def _run_task(state: WorkerState, task: ReadTask) -> tuple[float, ReadResult, str | None]:
     """Return the CPU seconds, the result, and why the prompt could not be read."""
-    started_s, result, problem = time.thread_time(), ReadResult(), None
+    started_s, result, problem = time.thread_time(), ReadResult(TokenizedPrompt()), None
     body, state.body = state.body, b""
     try:
         if task.kind != "other":
@@ -295,24 +287,18 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
     request = parse_routing_of_kind(task.kind, body)
     if tokenizer is not None and tokenizer.chat_template is not None:
         tokenizer.chat_template.keeps_messages_as_sent = task.as_sent
-    prompt = read_prompt(request, tokenizer, task.tokens_max)
-    token_ids = truncate_prompt(prompt.token_ids, request, task.tokens_max)
-    further_tokens = count_further_tokens(request, tokenizer)
+    prompt, rendered = tokenize_prompt(request, tokenizer, task.tokens_max)
+    prompt.outline = outline_chat(request) if task.is_outlined else None
     result = ReadResult(
-        first_message_digest=digest_first_user_message(request),
-        outline=outline_chat(request) if task.is_outlined else None,
-        further_tokens=further_tokens,
-        media=read_media(request, body),
+        prompt, first_message_digest=digest_first_user_message(request), media=read_media(request, body)
     )
-    if not token_ids:
+    if not prompt.token_ids:
         tokenize_request = None if task.remote_model is None else build_tokenize_request(request, task.remote_model)
-        return result._replace(result=tokenize_request)
-    conversation = None
-    is_truncated = token_ids is not prompt.token_ids
+        further_tokens = count_further_tokens(request, tokenizer)
+        return result._replace(tokenize_request=tokenize_request, further_tokens=further_tokens)
+    is_truncated = prompt.token_ids is not rendered.token_ids
     if task.is_cached and not is_truncated and tokenizer is not None and is_cacheable(request.kind, len(body)):
-        conversation = cache_conversation(request, body, prompt, result.outline, BoundaryRenderer(tokenizer))
-    return result._replace(
-        result=token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids),
-        conversation=conversation,
-        size=measure_prompts(prompt.token_ids, request, task.tokens_max, further_tokens, is_exact=prompt.is_whole),
-    )
+        prompt.conversation = cache_conversation(request, body, rendered, prompt.outline, BoundaryRenderer(tokenizer))
+    if not isinstance(prompt.token_ids, array):
+        prompt.token_ids = array(ID_TYPE, prompt.token_ids)  # which is sent in fewer bytes than a list
+    return result

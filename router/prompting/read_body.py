@@ -8,9 +8,17 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from prompts.routing import RoutingRequest
+from prompts.tokenizer import Tokenizer
 from router.prompting.conversation_cache import CachedConversation
 from router.prompting.conversation_reading import Continuation
-from router.prompting.encode import PromptSize
+from router.prompting.encode import (
+    PromptSize,
+    RenderedPrompt,
+    count_further_tokens,
+    measure_prompts,
+    read_prompt,
+    truncate_prompt,
+)
 from router.prompting.fields import FieldSpans
 from router.prompting.media import MediaPrompt
 from router.prompting.outline import Outline, outline_chat
@@ -22,9 +30,9 @@ Target = TypeVar("Target", bound="PromptTarget")
 class TokenizedPrompt(msgspec.Struct, eq=False):
     """The prompt of a body as token ids, and what is known besides."""
 
-    token_ids: Sequence[int] | None
+    token_ids: Sequence[int] | None = None
     """Token ids of the prompt; None if they are unknown."""
-    seconds: float
+    seconds: float = 0.0
     """Time that reading the prompt took."""
     conversation: CachedConversation | None = None
     """Conversation to be cached, for when it returns."""
@@ -34,6 +42,16 @@ class TokenizedPrompt(msgspec.Struct, eq=False):
     """Size of all prompts of the body; None if `token_ids` is None."""
     outline: Outline | None = None
     """Outline of the messages, if it was made along with the prompt."""
+
+
+def tokenize_prompt(
+    request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None
+) -> tuple[TokenizedPrompt, RenderedPrompt]:
+    """Return the truncated prompt for routing, and the prompt before truncation. Raises RequestError."""
+    rendered = read_prompt(request, tokenizer, tokens_max)
+    further_tokens = count_further_tokens(request, tokenizer)
+    size = measure_prompts(rendered.token_ids, request, tokens_max, further_tokens, is_exact=rendered.is_whole)
+    return TokenizedPrompt(truncate_prompt(rendered.token_ids, request, tokens_max), size=size), rendered
 
 
 class RequestBody(Protocol):

@@ -33,7 +33,6 @@ from router.prompting.encode import (
     count_further_tokens,
     is_light,
     measure_prompts,
-    read_prompt,
     truncate_prompt,
 )
 from router.prompting.fields import locate_raw_fields
@@ -41,7 +40,7 @@ from router.prompting.media import read_media
 from router.prompting.model_tokenizers import RENDER_S_MAX, ModelTokenizers
 from router.prompting.outline import outline_chat
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
-from router.prompting.read_body import ReadBody, RequestBody, Target, TokenizedPrompt
+from router.prompting.read_body import ReadBody, RequestBody, Target, TokenizedPrompt, tokenize_prompt
 
 log = logging.getLogger("router")
 
@@ -136,7 +135,7 @@ class PromptReader:
         """
         timeout_count = self._timeouts.get(model, 0)
         if self.worker_pool is None or timeout_count >= TIMEOUTS_MAX:
-            return TokenizedPrompt(None, 0.0)
+            return TokenizedPrompt()
         started_s = time.perf_counter()
         task.seconds_max = WORKER_RENDER_S_MAX
         try:
@@ -144,10 +143,10 @@ class PromptReader:
         except RequestError as error:  # too many bodies wait, or the client has left
             log.debug("a prompt was not read: %s", error.message)
             return TokenizedPrompt(None, time.perf_counter() - started_s)
-        result = outcome.result
-        self._set_timeout_count(model, timeout_count + 1 if result.is_overdue else 0)
-        token_ids = None if isinstance(result.result, bytes) else result.result
-        return TokenizedPrompt(token_ids, time.perf_counter() - started_s, size=result.size, outline=result.outline)
+        self._set_timeout_count(model, timeout_count + 1 if outcome.result.is_overdue else 0)
+        prompt = outcome.result.prompt
+        prompt.seconds = time.perf_counter() - started_s
+        return prompt
 
     def _set_timeout_count(self, model: str, timeout_count: int) -> None:
         """Store how many times in a row a model's template took too long, and report a problem at the limit."""
@@ -157,16 +156,14 @@ class PromptReader:
             self.tokenizers.problems[model] = problem
             log.warning("model %s: %s", model, problem)
 
-    async def read_remotely(self, request: RoutingRequest, model: str, tokens_max: int | None) -> TokenizedPrompt:
-        """Have a worker tokenise a prompt, unless the request has token ids already."""
-        prompt, remote = self.tokenize(request, None, tokens_max), self.tokenizers.remote
-        if prompt.token_ids is not None or remote is None:
-            return prompt
-        started_s = time.perf_counter()
-        ids = await remote.tokenize(build_tokenize_request(request, model), model)
-        read_s = time.perf_counter() - started_s
-        size = measure_prompts(ids, request, tokens_max, count_further_tokens(request, None))
-        return TokenizedPrompt(truncate_prompt(ids, request, tokens_max), read_s, size=size)
+    async def _ask_worker(
+        self, tokenize_request: bytes | None, request: RoutingRequest, target: Target, further_tokens: Sequence[int]
+    ) -> TokenizedPrompt:
+        """Have a worker tokenise a prompt. `further_tokens`: tokens of each prompt of the body after the first."""
+        started_s, remote, tokens_max = time.perf_counter(), self.tokenizers.remote, target.tokens_max
+        ids = None if remote is None else await remote.tokenize(tokenize_request, target.base_model)
+        size = measure_prompts(ids, request, tokens_max, further_tokens)
+        return TokenizedPrompt(truncate_prompt(ids, request, tokens_max), time.perf_counter() - started_s, size=size)
 
     def tokenize(
         self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b"",
@@ -178,7 +175,7 @@ class PromptReader:
         next turn. `tokens_max`: most tokens that the model takes; a longer prompt is truncated. Nothing is raised for a
         prompt that cannot be tokenised: the token ids are None, and the worker reports the error to the client.
         """
-        result, read_s = self._run_timed(partial(_tokenize, request, tokenizer, tokens_max))
+        result, read_s = self._run_timed(partial(tokenize_prompt, request, tokenizer, tokens_max))
         if result is None:
             return TokenizedPrompt(None, read_s)
         tokenized, rendered = result
@@ -241,13 +238,20 @@ class PromptReader:
         if body_to_read.kind is None:
             request = request.replace(kind="completion" if request.messages is None else "chat")
         target = body_to_read.make_target(request)
-        read = ReadBody(request, target, TokenizedPrompt(None, 0.0), fields=fields)
+        read = ReadBody(request, target, TokenizedPrompt(), fields=fields)
         if request.kind == "other":
             return read
         read.media = read_media(request, data)
         model, tokens_max = target.base_model, target.tokens_max
         if self.tokenizers.is_remote(model):
-            return self._await_prompt(read, self.read_remotely(request, model, tokens_max))
+            read.prompt = self.tokenize(request, None, tokens_max)  # the body may have token ids
+            if read.prompt.token_ids is not None:
+                return read
+            tokenize_request, further_tokens = (
+                build_tokenize_request(request, model),
+                count_further_tokens(request, None),
+            )
+            return self._await_prompt(read, self._ask_worker(tokenize_request, request, target, further_tokens))
         if self.needs_worker_process(model, request):
             task = self.make_task(model, request.kind, tokens_max)
             prompt = self.read_in_worker(pieces, model, task, body_to_read.is_wanted, body_to_read.tenant)
@@ -288,22 +292,17 @@ class PromptReader:
             body.pieces, body_to_read.kind, make_task, body_to_read.is_wanted, body_to_read.tenant
         )
         target = targets[-1] if targets else make_target(request)
-        token_ids: Sequence[int] | None
-        size, conversation = result.size, result.conversation
-        if isinstance(result.result, bytes):
-            remote = self.tokenizers.remote
-            all_ids = None if remote is None else await remote.tokenize(result.result, target.base_model)
-            size = measure_prompts(all_ids, request, target.tokens_max, result.further_tokens)
-            token_ids = truncate_prompt(all_ids, request, target.tokens_max)
-        else:
-            token_ids = result.result
+        prompt = result.prompt
+        if result.tokenize_request is not None:
+            outline = prompt.outline
+            prompt = await self._ask_worker(result.tokenize_request, request, target, result.further_tokens)
+            prompt.outline = outline
+        prompt.seconds = time.perf_counter() - started_s
         return ReadBody(
             request=request,
             target=target,
-            prompt=TokenizedPrompt(
-                token_ids, time.perf_counter() - started_s, conversation, size=size, outline=result.outline
-            ),
-            body=b"" if conversation is None else body.body,
+            prompt=prompt,
+            body=b"" if prompt.conversation is None else body.body,
             media=result.media,
             spans=spans,
             fields=locate_raw_fields(body.pieces, spans),
@@ -386,8 +385,7 @@ class PromptReader:
             except RequestError as error:  # too many bodies wait
                 log.debug("a continued prompt was not checked: %s", error.message)
                 return
-            result = outcome.result.result
-            token_ids = None if isinstance(result, bytes) else result
+            token_ids = outcome.result.prompt.token_ids
         if token_ids is not None:
             self.conversations.compare(model, continuation, token_ids)
 
@@ -423,14 +421,3 @@ class PromptReader:
         if kind != "completion" and self._timeouts.get(model, 0) >= TIMEOUTS_MAX:
             folder = None
         return ReadTask(kind, folder, tokens_max, remote_model, as_sent, is_outlined=self._makes_outlines)
-
-
-def _tokenize(
-    request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None
-) -> tuple[TokenizedPrompt, RenderedPrompt]:
-    """Return the truncated prompt for routing, and the prompt before truncation. Raises RequestError."""
-    prompt = read_prompt(request, tokenizer, tokens_max)
-    further_tokens = count_further_tokens(request, tokenizer)
-    size = measure_prompts(prompt.token_ids, request, tokens_max, further_tokens, is_exact=prompt.is_whole)
-    ids = truncate_prompt(prompt.token_ids, request, tokens_max)
-    return TokenizedPrompt(ids, 0.0, size=size), prompt

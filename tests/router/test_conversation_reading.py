@@ -413,17 +413,17 @@ def test_a_prompt_of_which_the_end_counts_is_not_cached(tokenizer: Tokenizer) ->
         task = ReadTask("chat", "folder", None, None, False)
         task.is_cached = True
         read_result = _read_body(task, body, tokenizer)
-        assert (read_result.conversation is None) == (keep is not None)
+        assert (read_result.prompt.conversation is None) == (keep is not None)
 
 
 def test_a_conversation_without_an_outline_is_continued_without_one(tokenizer: Tokenizer) -> None:
     body, longer = (json.dumps({"messages": long_talk(turns)}).encode() for turns in (9, 11))
     task = ReadTask("chat", "folder", is_cached=True, is_outlined=False)
-    result, reader = _read_body(task, body, tokenizer), ConversationReader(1 << 20)
-    assert result.outline is None
-    assert result.conversation is not None
+    prompt, reader = _read_body(task, body, tokenizer).prompt, ConversationReader(1 << 20)
+    assert prompt.outline is None
+    assert prompt.conversation is not None
     reader.allow("", BoundaryRenderer(tokenizer))
-    reader.cache.store(result.conversation, body)
+    reader.cache.store(prompt.conversation, body)
     continuation = reader.read(reader.find("chat", longer), longer)
     assert continuation is not None
     assert continuation.outline() is None

@@ -138,7 +138,7 @@ def test_a_helper_that_dies_is_replaced() -> None:
     async def work(worker_pool: PromptWorkerPool) -> None:
         for _ in range(3):
             parsed, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
-            assert (parsed.model, len(made.result or ())) == ("m", 1000)
+            assert (parsed.model, len(made.prompt.token_ids or ())) == ("m", 1000)
             process = worker_pool.processes.processes[0].child
             assert process is not None
             os.kill(process.pid, signal.SIGKILL)
@@ -152,7 +152,7 @@ def test_one_without_work_is_ended_and_started_again() -> None:
         (helper,) = worker_pool.processes.processes
         for _ in range(2):
             _, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
-            assert len(made.result or ()) == 1000
+            assert len(made.prompt.token_ids or ()) == 1000
             worker_pool.close_idle(helper.last_used_s + 59.9)
             assert helper.child is not None
             helper.is_busy = True
@@ -177,11 +177,11 @@ def test_one_that_takes_too_long_is_ended_and_load_decides(monkeypatch: pytest.M
             return ReadTask(parsed.kind)
 
         parsed, _, made = await worker_pool.read((PROMPT,), "completion", stops, lambda: True)
-        assert (parsed.model, made.result) == ("m", None)
+        assert (parsed.model, made.prompt.token_ids) == ("m", None)
         assert worker_pool.counts["failed"] == 1
         monkeypatch.undo()
         _, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
-        assert len(made.result or ()) == 1000
+        assert len(made.prompt.token_ids or ()) == 1000
 
     run(PromptWorkerConfig(count=1, seconds_max=0.3), work)
 
@@ -191,9 +191,9 @@ def test_memory_is_bounded_and_so_is_what_waits() -> None:
 
     async def work(worker_pool: PromptWorkerPool) -> None:
         _, _, made = await worker_pool.read((heavy,), "completion", ids_only, lambda: True)
-        assert made.result is None, "the helper has no room for so many"
+        assert made.prompt.token_ids is None, "the helper has no room for so many"
         _, _, made = await worker_pool.read((PROMPT,), "completion", ids_only, lambda: True)
-        assert len(made.result or ()) == 1000
+        assert len(made.prompt.token_ids or ()) == 1000
         spaces = (b"{%b}" % (b" " * 12_000_000),)
         waiting = [
             asyncio.ensure_future(worker_pool.read(spaces, None, ids_only, lambda: True, f"key {number}"))
@@ -285,7 +285,7 @@ def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
 
         async def work(worker_pool: PromptWorkerPool) -> None:
             _, _, made = await worker_pool.read(request.pieces, "completion", ids_only, lambda: True)
-            assert made.result is None
+            assert made.prompt.token_ids is None
 
         assert allocated_bytes(lambda: run(PromptWorkerConfig(count=1), work)) < bytes_max
         assert b"".join(request.pieces) == text
