@@ -19,10 +19,11 @@ one replaces it. Buffers are bounded, and a batch that does not fit becomes a ga
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from events.frames import SNAPSHOT_SEQ
-from events.stream_buffers import AppliedBatches, OutOfOrderBatches, digest_payload
+from events.stream_buffers import OutOfOrderBatches, digest_payload
 from events.stream_types import (
     Apply,
     Clear,
@@ -59,11 +60,12 @@ class StreamState:
         self.is_online = False
         self._next_seq: int | None = None
         """Number of the next batch to apply; None if no batch is known."""
-        self._applied_batches = AppliedBatches(self.config.max_recent_batches)
+        self._digest_by_applied_seq: OrderedDict[int, int] = OrderedDict()
+        """Digests of the newest applied batches, by which a batch that comes again is recognised."""
         self._early_batches = OutOfOrderBatches(self.config.max_early_batches, self.config.max_early_bytes)
         if resume_position is not None:
             self._next_seq = resume_position[0] + 1
-            self._applied_batches.record(*resume_position)
+            self._record_applied(*resume_position)
         self._publisher_id = b""
         self._has_applied_state = resume_position is not None
         """Whether something was applied since the last Clear."""
@@ -92,7 +94,7 @@ class StreamState:
         """(last applied seq, digest of its payload), to be passed as `resume_position`; None before the first batch."""
         if self._next_seq is None:
             return None
-        last_digest = self._applied_batches.get_digest(self._next_seq - 1)
+        last_digest = self._digest_by_applied_seq.get(self._next_seq - 1)
         return None if last_digest is None else (self._next_seq - 1, last_digest)
 
     def on_connected(self, now: float) -> list[Instruction]:
@@ -292,7 +294,7 @@ class StreamState:
         if seq > last_seq:
             reason = f"replay begins at seq {seq}, seq {last_seq} is no longer kept"
             return self._discard_and_start_over(reason, now)
-        if self._applied_batches.get_digest(seq) != digest_payload(payload):
+        if self._digest_by_applied_seq.get(seq) != digest_payload(payload):
             return self._handle_restart(f"seq {seq} is another batch than before", now)
         self._awaits_last_batch = False
         return []
@@ -318,7 +320,7 @@ class StreamState:
             return [Apply(None, payload, Origin.SNAPSHOT)]
         self._snapshot_batch_count += 1
         self._next_seq = seq + 1
-        self._applied_batches.record(seq, digest_payload(payload))
+        self._record_applied(seq, digest_payload(payload))
         return []
 
     def _start_repair(self, now: float) -> list[Instruction]:
@@ -337,7 +339,7 @@ class StreamState:
             return self._give_up(NO_REPLAY, now)
         self.phase = StreamPhase.REPAIR
         # After a vLLM snapshot, the last batch has no digest: the publisher id shows whether this is the same process.
-        is_checked_by_id = self._publisher_id and self._applied_batches.get_digest(self._next_seq - 1) is None
+        is_checked_by_id = self._publisher_id and self._digest_by_applied_seq.get(self._next_seq - 1) is None
         self._awaits_last_batch = self._next_seq > 0 and not is_checked_by_id
         return [RequestReplay(self._begin_request(now), max(0, self._next_seq - 1))]
 
@@ -381,7 +383,7 @@ class StreamState:
             payload = self._early_batches.pop(seq)
             if seq == self._next_seq:
                 instructions.append(self._apply(seq, payload, Origin.LIVE))
-            elif self._applied_batches.get_digest(seq) in (None, digest_payload(payload)):
+            elif self._digest_by_applied_seq.get(seq) in (None, digest_payload(payload)):
                 instructions.append(DuplicateBatch(seq))
             else:
                 reason = f"seq {seq} is another batch than before"
@@ -435,7 +437,7 @@ class StreamState:
 
     def _handle_old_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
         """Handle a live batch with an old number: a repetition, or the first batch of a restarted publisher."""
-        applied_digest = self._applied_batches.get_digest(seq)
+        applied_digest = self._digest_by_applied_seq.get(seq)
         if applied_digest == digest_payload(payload):
             return [DuplicateBatch(seq)]
         if applied_digest is not None:
@@ -448,13 +450,18 @@ class StreamState:
         assert self._next_seq is None or seq == self._next_seq, (self._next_seq, seq)
         self._next_seq = seq + 1
         self._has_applied_state = True
-        self._applied_batches.record(seq, digest_payload(payload))
+        self._record_applied(seq, digest_payload(payload))
         return Apply(seq, payload, origin)
+
+    def _record_applied(self, seq: int, digest: int) -> None:
+        self._digest_by_applied_seq[seq] = digest
+        while len(self._digest_by_applied_seq) > self.config.max_recent_batches:
+            self._digest_by_applied_seq.popitem(last=False)
 
     def _clear(self, reason: str) -> list[Instruction]:
         """Forget the position in the stream; return a Clear if anything was applied that the caller has to forget."""
         self._next_seq = None
-        self._applied_batches.clear()
+        self._digest_by_applied_seq.clear()
         if not self._has_applied_state:
             return []
         self._has_applied_state = False
@@ -467,7 +474,7 @@ class StreamState:
     def check_invariants(self) -> None:
         """Raise AssertionError if the state contradicts itself, for tests."""
         self._early_batches.check_invariants()
-        self._applied_batches.check_invariants()
+        assert len(self._digest_by_applied_seq) <= self.config.max_recent_batches
         if self.phase is StreamPhase.LIVE:
             assert not self._early_batches
             assert self._deadline is None

@@ -1,8 +1,6 @@
-"""Bounded buffers of one stream for stream.py: digests of applied batches, and batches that arrived early."""
+"""Live batches of a stream that wait for earlier ones, and the digest by which a repeated batch is recognised."""
 
 from __future__ import annotations
-
-from collections import OrderedDict
 
 from xxhash import xxh3_64_intdigest
 
@@ -10,30 +8,6 @@ from xxhash import xxh3_64_intdigest
 def digest_payload(payload: bytes) -> int:
     """Return the digest of a payload by which repetitions are recognised."""
     return xxh3_64_intdigest(payload)
-
-
-class AppliedBatches:
-    """Digests of the newest applied batches, by which a batch that comes again is recognised."""
-
-    def __init__(self, max_count: int) -> None:
-        self._max_count = max_count
-        self._digest_by_seq: OrderedDict[int, int] = OrderedDict()
-
-    def record(self, seq: int, digest: int) -> None:
-        self._digest_by_seq[seq] = digest
-        while len(self._digest_by_seq) > self._max_count:
-            self._digest_by_seq.popitem(last=False)
-
-    def get_digest(self, seq: int) -> int | None:
-        """Return the digest of a batch; None if the batch is not among the recorded ones."""
-        return self._digest_by_seq.get(seq)
-
-    def clear(self) -> None:
-        self._digest_by_seq.clear()
-
-    def check_invariants(self) -> None:
-        """Assert that the number of digests is bounded. Tests call this."""
-        assert len(self._digest_by_seq) <= self._max_count
 
 
 class OutOfOrderBatches:

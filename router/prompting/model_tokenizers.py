@@ -69,55 +69,42 @@ class RemoteTokenizer:
         """`headers` are sent to workers that may have the workers' API key."""
         self._session = session
         self._headers = headers or {}
-        self._urls_by_model: dict[str, list[str]] = {}
-        """Base model -> URLs of the workers that tokenised the text of `probe`."""
-        self._urls_without_key: set[str] = set()
-        """URLs of workers that must not have the workers' API key."""
+        self._workers_by_model: dict[str, dict[str, RemoteWorker]] = {}
+        """Base model -> workers that tokenised the text of `probe`, by their URLs."""
         self._round_robin = count()
 
     def has_worker(self, model: str) -> bool:
         """Whether a worker tokenises for a base model."""
-        return bool(self._urls_by_model.get(model))
+        return bool(self._workers_by_model.get(model))
 
     async def probe(self, model: str, worker: RemoteWorker) -> bool:
         """Find out whether a worker tokenises for a base model."""
-        request_body = msgspec.json.encode({"model": model, "prompt": "a"})
-        token_ids = await self.tokenize_at(worker, request_body)
-        urls = self._urls_by_model.setdefault(model, [])
-        if token_ids and worker.url not in urls:
-            urls.append(worker.url)
+        token_ids = await self.tokenize_at(worker, msgspec.json.encode({"model": model, "prompt": "a"}))
+        workers = self._workers_by_model.setdefault(model, {})
+        if token_ids or worker.url in workers:
+            workers[worker.url] = worker
         return bool(token_ids)
-
-    async def tokenize_at(self, worker: RemoteWorker, request_body: bytes) -> list[int] | None:
-        """Return the token ids from one worker; None if it has none."""
-        if worker.sends_api_key:
-            self._urls_without_key.discard(worker.url)
-        else:
-            self._urls_without_key.add(worker.url)
-        return await self._post(worker.url, request_body)
 
     async def tokenize(self, request_body: bytes | None, model: str) -> Sequence[int] | None:
         """Return the token ids for a body of `build_tokenize_request` from the next worker of a base model."""
-        urls = self._urls_by_model.get(model)
-        if not urls or request_body is None:
+        workers = [*self._workers_by_model.get(model, {}).values()]
+        if not workers or request_body is None:
             return None
-        return await self._post(urls[next(self._round_robin) % len(urls)], request_body)
+        return await self.tokenize_at(workers[next(self._round_robin) % len(workers)], request_body)
 
     def remove_worker(self, url: str) -> None:
         """Ask this worker no more."""
-        self._urls_without_key.discard(url)
-        for urls in self._urls_by_model.values():
-            if url in urls:
-                urls.remove(url)
+        for workers in self._workers_by_model.values():
+            workers.pop(url, None)
 
-    async def _post(self, url: str, request_body: bytes) -> list[int] | None:
-        """Send a `/tokenize` request; return the token ids, or None for any failure of the worker."""
-        key_headers = {} if url in self._urls_without_key else self._headers
+    async def tokenize_at(self, worker: RemoteWorker, request_body: bytes) -> list[int] | None:
+        """Send a `/tokenize` request to a worker; return the token ids, or None for any failure of the worker."""
+        key_headers = self._headers if worker.sends_api_key else {}
         expected_bytes = RESPONSE_BYTES_PER_BYTE * (len(request_body) + TEMPLATE_BYTES)
         try:
             status, response_body = await fetch(
                 self._session,
-                f"{url}/tokenize",
+                f"{worker.url}/tokenize",
                 method="POST",
                 headers={**key_headers, "Content-Type": "application/json"},
                 data=request_body,
@@ -126,7 +113,7 @@ class RemoteTokenizer:
             )
             return msgspec.json.decode(response_body, type=_TokenizeResponse).tokens if status == 200 else None
         except (FetchError, ValueError, RecursionError) as error:
-            log.debug("%s/tokenize: %s", url, error)
+            log.debug("%s/tokenize: %s", worker.url, error)
             return None
 
 
