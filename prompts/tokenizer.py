@@ -25,7 +25,7 @@ from prompts.chat_template import ChatTemplate, ChatTemplateError
 from prompts.cut_tokens import CutTokens, find_cut_tokens
 from prompts.errors import RequestError, bad_value
 from prompts.fast_encoder import FastEncoder, build_fast_encoder, encode_plain
-from prompts.schemas import CompletionRequest, Prompt
+from prompts.schemas import CompletionRequest
 
 # Callers encode in threads of their own; the library's pool would only fight them, and it warns at every fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -137,30 +137,21 @@ class Tokenizer:
         """Return the prompt ids of a chat, up to its first image. Raises RequestError."""
         return self.encode(self.render_chat_text(request), add_special_tokens=bool(request.add_special_tokens))
 
-    def encode_completion(self, request: CompletionRequest | Any) -> list[list[int]]:
-        """Return the ids of each prompt of a CompletionRequest or a RoutingRequest. Raises RequestError."""
-        return self.encode_prompts(request.prompt, request.add_special_tokens is not False)
-
-    def encode_prompts(self, prompt: Prompt | None, add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the ids of each prompt in any of the four forms. Raises RequestError for an unknown token id."""
-        if isinstance(prompt, str):
-            return [self.encode(prompt, add_special_tokens)]
-        if not isinstance(prompt, list) or not prompt:
-            raise bad_value("prompt", prompt, "a string, strings, token ids or arrays of token ids")
-        if isinstance(prompt[0], int):
+    def encode_completion(self, request: CompletionRequest) -> list[list[int]]:
+        """Return the ids of each prompt of a checked body. Raises RequestError for an id beyond the vocabulary."""
+        prompt: Any = request.prompt
+        if isinstance(prompt, list) and isinstance(prompt[0], int):
             return [self._check_token_ids("prompt", prompt)]
         return [
-            self.encode(item, add_special_tokens)
+            self.encode(item, request.add_special_tokens is not False)
             if isinstance(item, str)
             else self._check_token_ids(f"prompt[{index}]", item)
-            for index, item in enumerate(prompt)
+            for index, item in enumerate([prompt] if isinstance(prompt, str) else prompt)
         ]
 
-    def _check_token_ids(self, param: str, ids: Any) -> list[int]:
-        if not isinstance(ids, list) or not ids:
-            raise bad_value(param, ids, "a non-empty array of token ids")
+    def _check_token_ids(self, param: str, ids: list[int]) -> list[int]:
         for index, token_id in enumerate(ids):
-            if type(token_id) is not int or not 0 <= token_id < self.vocab_size:
+            if token_id >= self.vocab_size:
                 raise bad_value(f"{param}[{index}]", token_id, f"a token id in [0, {self.vocab_size})")
         return ids
 

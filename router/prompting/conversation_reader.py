@@ -11,7 +11,6 @@ import logging
 from collections.abc import Sequence
 
 from prompts.routing import ApiKind, RoutingRequest
-from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import BOUNDARIES_MAX, ConversationCache, Match
 from router.prompting.conversation_reading import Continuation, continue_conversation, is_cacheable
@@ -44,11 +43,6 @@ class ConversationReader:
         """Continued conversations since the last check began."""
         self._next_check_s = 0.0
         """Time from which on the next check may begin."""
-
-    def can_cache(self, tokenizer: Tokenizer) -> bool:
-        """Whether there is memory for conversations, and the tokenizer's template is sure to end soon."""
-        template = tokenizer.chat_template
-        return self.cache.max_bytes > 0 and template is not None and template.is_bounded
 
     def allow(self, model: str, renderer: BoundaryRenderer) -> None:
         """Begin to cache the conversations of a model."""

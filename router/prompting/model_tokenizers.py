@@ -224,9 +224,9 @@ class ModelTokenizers:
         template.is_bounded, problem = await self._worker_pool.try_template(str(folder), self._render_s_max)
         if not template.is_bounded:
             log.info("chats of %s are rendered by worker processes: its template might take long", model)
-        if not self._conversations.can_cache(tokenizer):
+        elif not self._conversations.cache.max_bytes:
             return
-        if problem is None:
+        elif problem is None:
             self._conversations.allow(model, BoundaryRenderer(tokenizer))
         else:
             self._conversations.forbid(model, problem)

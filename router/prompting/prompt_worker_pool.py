@@ -88,15 +88,6 @@ class TaskOutcome(NamedTuple):
     result: ReadResult
 
 
-class TemplateTrial(NamedTuple):
-    """Result of the first renderings of a chat template, in a worker process."""
-
-    is_bounded: bool
-    """Whether all renderings have kept the time limit."""
-    problem: str | None
-    """Reason why conversations must be rendered whole; None if they need not."""
-
-
 class PromptWorkerPool:
     """The worker processes of one router."""
 
@@ -149,10 +140,11 @@ class PromptWorkerPool:
             self._add_waiting(tenant, -body_bytes)
         return TaskOutcome(*inspections[0], result)
 
-    async def try_template(self, folder: str, render_s_max: float) -> TemplateTrial:
+    async def try_template(self, folder: str, render_s_max: float) -> tuple[bool, str | None]:
         """Try the chat template of a tokenizer's folder in a process, whose time and memory are bounded.
 
-        `render_s_max` is the most CPU time of a rendering.
+        Return whether all renderings have kept to `render_s_max` of CPU time, and the reason why conversations must be
+        rendered whole, or None if they need not.
         """
         try:
             return await self.processes.run(
@@ -160,7 +152,7 @@ class PromptWorkerPool:
             )
         except (WorkerProcessError, RequestError) as error:
             log.warning("the trial of the chat template in %s failed: %s", folder, error)
-            return TemplateTrial(is_bounded=False, problem=f"its trial failed: {error}")
+            return False, f"its trial failed: {error}"
 
     def _check_capacity(self, tenant: str, body_bytes: int) -> None:
         """Raise RequestError if a body has no room.
@@ -230,7 +222,7 @@ class WorkerState:
         self.body = b""
 
 
-def _try_template(state: WorkerState, folder: str, render_s_max: float) -> TemplateTrial:
+def _try_template(state: WorkerState, folder: str, render_s_max: float) -> tuple[bool, str | None]:
     try:
         tokenizer = Tokenizer.load(Path(folder), state.chat_template)
     except TokenizerError as error:
@@ -239,7 +231,7 @@ def _try_template(state: WorkerState, folder: str, render_s_max: float) -> Templ
     assert template is not None
     template.seconds_max = render_s_max
     problem = find_trial_problem(BoundaryRenderer(tokenizer))
-    return TemplateTrial(template.is_bounded, problem)
+    return template.is_bounded, problem
 
 
 def _inspect_body(

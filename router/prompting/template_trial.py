@@ -93,30 +93,22 @@ def find_trial_problem(renderer: BoundaryRenderer) -> str | None:
             variants += [{"tools": _TOOLS}, {"chat_template_kwargs": {"enable_thinking": False}}]
         for name, shape in _SHAPES.items():
             for fields in variants:
-                trial = _compare_cached_and_full_reads(renderer, _make_conversation(shape, filler), fields)
-                if trial.problem is not None:
-                    return f"{name}: {trial.problem}"
-                reused_count += trial.hit_count
+                hit_count, problem = _compare_cached_and_full_reads(renderer, _make_conversation(shape, filler), fields)
+                if problem is not None:
+                    return f"{name}: {problem}"
+                reused_count += hit_count
     return None if reused_count else "no prompt of a conversation begins with an earlier one"
-
-
-class _TrialResult(msgspec.Struct):
-    """Result of the reads of one conversation."""
-
-    hit_count: int = 0
-    """Number of turns of which an earlier part was cached."""
-    problem: str | None = None
-    """Difference between the cached and the full read of a turn; None if there is none."""
 
 
 def _compare_cached_and_full_reads(
     renderer: BoundaryRenderer, conversation: list[dict[str, Any]], fields: dict[str, Any]
-) -> _TrialResult:
+) -> tuple[int, str | None]:
     """Read a conversation turn by turn, each turn whole and by the cached turns before it, and compare the token ids.
 
-    Stop at the first difference, or when the template refuses the conversation. `fields`: further fields of the bodies.
+    Return the number of turns of which an earlier part was cached, and the difference of a turn, if there is one. Stop
+    there, or when the template refuses the conversation. `fields`: further fields of the bodies.
     """
-    reader, trial = ConversationReader(CACHE_BYTES), _TrialResult()
+    reader, hit_count = ConversationReader(CACHE_BYTES), 0
     reader.allow("", renderer)  # the model of entries that name none
     for end, message in enumerate(conversation, 1):
         if message["role"] == "assistant" or end == 1:
@@ -126,7 +118,7 @@ def _compare_cached_and_full_reads(
         try:
             prompt = read_prompt(request, renderer.tokenizer)
         except RequestError:
-            return trial
+            break
         matches = reader.find("chat", body)
         continuation = reader.read(matches, body) if matches else None
         if continuation is None:
@@ -134,10 +126,9 @@ def _compare_cached_and_full_reads(
             if cached is not None:
                 reader.cache.store(cached, body)
             continue
-        trial.hit_count += 1
+        hit_count += 1
         if list(continuation.token_ids) != list(prompt.token_ids or ()):
-            trial.problem = f"what is rendered behind message {continuation.boundary.message_count} differs"
-            return trial
+            return hit_count, f"what is rendered behind message {continuation.boundary.message_count} differs"
         if continuation.successor is not None:
             reader.cache.store(continuation.successor, body, continuation.predecessor)
-    return trial
+    return hit_count, None
