@@ -68,30 +68,19 @@ class AbortRequests(msgspec.Struct, tag="abort", array_like=True, frozen=True):
     request_ids: list[str]
 
 
-class ResetPrefixCache(msgspec.Struct, tag="reset", array_like=True, frozen=True):
-    """Empty the prefix cache. The reply is `CommandDone`."""
+class CallCore(msgspec.Struct, tag="call", array_like=True, frozen=True):
+    """Operation that the core executes between two steps. The reply is `CallDone`."""
 
     call_id: int
-
-
-class ChangeWeights(msgspec.Struct, tag="change", array_like=True, frozen=True):
-    """Sleep, wake up, or load other weights. Refused while requests run."""
-
-    call_id: int
-    operation: Literal["sleep", "wake", "reload"]
+    operation: Literal["ping", "reset", "sleep", "wake", "reload"]
+    """`ping` does nothing, `reset` empties the prefix cache; the others, of the weights, are refused with requests."""
     level: int = 1
     """Level of `sleep`: 1 keeps the weights, 2 drops them too."""
     path: str | None = None
     """Checkpoint folder of `reload`; None: the last one."""
 
 
-class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True):
-    """Question whether the core still works, which is answered between two steps."""
-
-    call_id: int
-
-
-Command = AddRequests | AbortRequests | ResetPrefixCache | ChangeWeights | Ping
+Command = AddRequests | AbortRequests | CallCore
 
 
 # core -> HTTP
@@ -138,15 +127,15 @@ def split_output(output: SequenceOutput) -> list[SequenceOutput]:
     return [*first, msgspec.structs.replace(output, prompt_logprobs=parts[-1])]
 
 
-class CommandDone(msgspec.Struct, tag="done", array_like=True, frozen=True):
-    """Reply to a command with a `call_id`."""
+class CallDone(msgspec.Struct, tag="done", array_like=True, frozen=True):
+    """Reply to `CallCore`."""
 
     call_id: int
     error: str | None = None
-    """Reason why the command was not executed; None: it was."""
+    """Reason why the operation failed; None: it did not."""
 
 
-Report = CoreReady | CoreFailed | StepOutputs | CommandDone
+Report = CoreReady | CoreFailed | StepOutputs | CallDone
 
 
 def encode_frame(payload: bytes) -> bytes:

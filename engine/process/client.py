@@ -23,15 +23,13 @@ from engine.core import EngineStats, SimulationLag
 from engine.messages import (
     AbortRequests,
     AddRequests,
-    ChangeWeights,
+    CallCore,
+    CallDone,
     Command,
-    CommandDone,
     CoreInfo,
     CoreReady,
     FrameReader,
-    Ping,
     Report,
-    ResetPrefixCache,
     StepOutputs,
     encode_frame,
 )
@@ -239,13 +237,13 @@ class EngineClient(asyncio.Protocol):
 
     async def reset_prefix_cache(self) -> None:
         """Empty the prefix cache. Running sequences keep their blocks."""
-        await self._call(ResetPrefixCache)
+        await self._call("reset")
 
     async def change_weights(
         self, operation: Literal["sleep", "wake", "reload"], *, level: int = 1, path: str | None = None
     ) -> None:
         """Sleep, wake up or load other weights. Raises ValueError with the reason if that fails."""
-        error = await self._call(lambda call_id: ChangeWeights(call_id, operation, level, path))
+        error = await self._call(operation, level, path)
         if error is not None:
             raise ValueError(error)
 
@@ -258,21 +256,23 @@ class EngineClient(asyncio.Protocol):
         if self._open_ping is None and self.death_reason is None:
             self._call_count += 1
             self._open_ping = self._call_count, now
-            self._send(Ping(self._call_count))
+            self._send(CallCore(self._call_count, "ping"))
         if self._open_ping is None or self._pending_calls:
             return 0.0
         _, sent_at_s = self._open_ping
         return now - sent_at_s
 
-    async def _call(self, command: Callable[[int], Command]) -> str | None:
-        """Send a command, and wait for its reply: the reason why it failed, or None. Raises EngineDeadError."""
+    async def _call(
+        self, operation: Literal["reset", "sleep", "wake", "reload"], level: int = 1, path: str | None = None
+    ) -> str | None:
+        """Have the core do `operation`, and return the reason why that failed, or None. Raises EngineDeadError."""
         if self.death_reason is not None:
             raise EngineDeadError(self.death_reason)
         self._call_count += 1
         call_id = self._call_count
         future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._pending_calls[call_id] = future
-        self._send(command(call_id))
+        self._send(CallCore(call_id, operation, level, path))
         try:
             return await future
         finally:
@@ -306,12 +306,12 @@ class EngineClient(asyncio.Protocol):
                 self._deliver_outputs(report)
             elif isinstance(report, CoreReady):
                 self._ready_future.set_result(report.info)
-            elif isinstance(report, CommandDone):
+            elif isinstance(report, CallDone):
                 self._finish_call(report)
             else:
                 self._mark_dead(report.message)
 
-    def _finish_call(self, report: CommandDone) -> None:
+    def _finish_call(self, report: CallDone) -> None:
         """Note the answer to a ping, or hand the reply to the caller that waits for it."""
         if self._open_ping is not None and report.call_id == self._open_ping[0]:
             self._open_ping = None

@@ -30,14 +30,13 @@ from engine.core import make_refusal
 from engine.messages import (
     AbortRequests,
     AddRequests,
-    ChangeWeights,
+    CallCore,
+    CallDone,
     Command,
-    CommandDone,
     CoreFailed,
     CoreReady,
     FrameReader,
     Report,
-    ResetPrefixCache,
     StepOutputs,
     encode_frame,
     split_output,
@@ -197,12 +196,8 @@ class CoreLoop:
                 self._add_request(request)
         elif isinstance(command, AbortRequests):
             self._core.abort(command.request_ids)
-        elif isinstance(command, ChangeWeights):
-            self._core_socket.send(CommandDone(command.call_id, self._change_weights(command)))
         else:
-            if isinstance(command, ResetPrefixCache):
-                self._core.reset_prefix_cache()
-            self._core_socket.send(CommandDone(command.call_id))
+            self._core_socket.send(CallDone(command.call_id, self._execute_call(command)))
 
     def _add_request(self, request: Request) -> None:
         """Queue a request. If it can never be served, its output is the reason, sent with the next report."""
@@ -211,17 +206,19 @@ class CoreLoop:
         except ValueError as error:
             self._rejected_outputs.append(make_refusal(request.request_id, error))
 
-    def _change_weights(self, change: ChangeWeights) -> str | None:
-        """Sleep, wake up or load other weights. Returns the reason why that was not done; None: it was."""
+    def _execute_call(self, call: CallCore) -> str | None:
+        """Execute an operation. Returns the reason why it failed; None: it did not."""
+        if call.operation == "reset":
+            self._core.reset_prefix_cache()
         try:
-            if change.operation == "sleep":
-                self._core.sleep(change.level)
-            elif change.operation == "wake":
+            if call.operation == "sleep":
+                self._core.sleep(call.level)
+            elif call.operation == "wake":
                 self._core.wake()
-            else:
-                self._core.reload_weights(change.path)
+            elif call.operation == "reload":
+                self._core.reload_weights(call.path)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: of a device without memory
-            return f"{change.operation}: {error}"
+            return f"{call.operation}: {error}"
         return None
 
 
