@@ -25,14 +25,17 @@ from engine.active_requests import ActiveRequests, SchedulerTotals
 from engine.cache.kv_cache import KVCache
 from engine.prefill_queue import PrefillQueue
 from engine.request_entry import RequestEntry
-from engine.scheduler_limits import RequestRefusedError, SchedulerConfig, check_prompt_length
-from engine.step_draft import StepDraft, StepInFlight
+from engine.step_draft import SchedulerConfig, StepDraft, StepInFlight
 from engine.types import Chunk, FinishReason, Request, SequenceOutput, StepPlan, StepResult
 
 __all__ = ["RequestRefusedError", "Scheduler", "SchedulerConfig"]
 
 _WAITING_SCAN_MAX = 32
 """Most waiting requests that a step skips, requeues, or compares with a running sequence for a common prefix."""
+
+
+class RequestRefusedError(ValueError):
+    """A request that can never be served here; the message says which limit it breaks."""
 
 
 class _MustDrain(Exception):
@@ -83,7 +86,7 @@ class Scheduler:
         """Queue a request. Raises RequestRefusedError for one that can never be served."""
         if request.request_id in self._requests:
             raise RequestRefusedError(f"request_id: {request.request_id!r} is already being served")
-        check_prompt_length(request, self.config.max_model_len, self.token_limit)
+        _check_prompt_length(request, self.config.max_model_len, self.token_limit)
         entry = RequestEntry.from_request(
             request, now, self._arrival_count, self.config.eos_token_ids, self.token_limit
         )
@@ -329,3 +332,23 @@ class Scheduler:
         self._waiting_queue.check_invariants()
         self._requests.check_invariants()
         assert len(self._requests.running) <= self.config.max_num_seqs
+
+
+def _check_prompt_length(request: Request, max_model_len: int, token_limit: int) -> None:
+    """Raise RequestRefusedError for a prompt that is empty, or leaves no room for an answer.
+
+    `token_limit`: the longest sequence, in tokens, that model and cache can hold.
+    """
+    prompt_tokens = len(request.token_ids)
+    if not prompt_tokens:
+        raise RequestRefusedError("prompt: expected at least one token, got none")
+    if prompt_tokens >= max_model_len:
+        raise RequestRefusedError(
+            f"prompt: {prompt_tokens} tokens leave no room to generate: the model's maximum context length is "
+            f"{max_model_len} tokens (prompt and output together)"
+        )
+    if prompt_tokens >= token_limit:
+        raise RequestRefusedError(
+            f"prompt: {prompt_tokens} tokens can never fit: the KV cache holds {token_limit} tokens of one "
+            "sequence (prompt and output together)"
+        )

@@ -1,12 +1,41 @@
-"""A step while it is planned, and a step in flight: planned, and not yet applied."""
+"""Limits of a step, the step while it is planned, and the step in flight: planned, and not yet applied."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.prefill_queue import PrefillOrder
 from engine.request_entry import RequestEntry
-from engine.scheduler_limits import SchedulerConfig
 from engine.types import Chunk, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step, and the order in which prompts are computed."""
+
+    max_num_seqs: int = 256
+    """Most sequences that run at a time."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens of a step: one for each decode, the others for prompts."""
+    max_model_len: int = 4096
+    """Most tokens of one sequence, prompt and output together."""
+    eos_token_ids: frozenset[int] = frozenset()
+    target_prefill_tokens: int | None = None
+    """A step with at least so many prompt tokens admits no further request; None: as many as the step has room for.
+
+    On a device that computes small steps as efficiently as large ones, small steps give the first requests their first
+    token sooner.
+    """
+    prefill_order: PrefillOrder = "shortest"
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.max_num_seqs <= self.max_num_batched_tokens, "every running sequence needs a token in a step"
+        assert self.max_model_len >= 1
+
+    def count_full_prefill_work(self, decode_count: int) -> int:
+        """Return the prompt tokens that a step with `decode_count` decodes has if requests are never lacking."""
+        prefill_budget = self.max_num_batched_tokens - decode_count
+        return min(prefill_budget, self.target_prefill_tokens or prefill_budget)
 
 
 @dataclass(slots=True)

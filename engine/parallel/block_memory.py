@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.execution.block_copier import BlockCopier
-from engine.parallel.block_messages import CopyBlocks, ReadBlocks, WriteBlocks
+from engine.parallel.messages import CopyBlocks, ReadBlocks, WriteBlocks
 from engine.parallel.ranks import Leader
 from engine.types import BlockCopy, BlockPlace
 

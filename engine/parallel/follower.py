@@ -38,8 +38,7 @@ from engine.execution.sizing import (
 from engine.messages import FrameReader, encode_frame
 from engine.models import Shard
 from engine.models.loader import load_model
-from engine.parallel.block_messages import BlockParts, CopyBlocks, ReadBlocks, WriteBlocks
-from engine.parallel.plan_messages import PlanDecoder
+from engine.parallel.messages import BlockParts, CopyBlocks, PlanDecoder, ReadBlocks, WriteBlocks
 from engine.parallel.ranks import (
     GRACE_S,
     LOOPBACK,

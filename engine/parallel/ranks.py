@@ -34,8 +34,7 @@ from engine.config import EngineConfig
 from engine.core import Runner
 from engine.messages import FrameReader, encode_frame
 from engine.models import Shard
-from engine.parallel.block_messages import BlockParts, CopyBlocks, ReadBlocks, WriteBlocks
-from engine.parallel.plan_messages import PlanEncoder, PlanMessage
+from engine.parallel.messages import BlockParts, CopyBlocks, PlanEncoder, PlanMessage, ReadBlocks, WriteBlocks
 from engine.types import RunnerLostError, StepPlan, StepResult
 
 LOOPBACK = "127.0.0.1"

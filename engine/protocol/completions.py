@@ -9,10 +9,9 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 
 from engine.output.choice import Choice, ChoiceDelta
 from engine.output.detokenizer import DetokenizerFactory
-from engine.protocol.generation import Generation
+from engine.protocol.generation import Generation, Usage
 from engine.protocol.logprobs import CompletionLogprobs, PendingLogprobs, join_json_list
 from engine.protocol.openai import OpenAIFormatter, ResponseBase, StopReason, encoder, has_only_prompt_logprobs
-from engine.protocol.usage import Usage
 from engine.types import TokenLogprobs
 from prompts import CompletionRequest
 

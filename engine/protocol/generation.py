@@ -10,16 +10,43 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, Struct, UnsetType
 
 from engine.output.choice import PLAIN_TEXT_CONFIG, Choice, make_choice
 from engine.output.detokenizer import DetokenizerFactory
 from engine.output.parser import OutputParserConfig
 from engine.protocol.params import ModelLimits, is_echo_only_request, make_sampling_params, read_answered_tokens
 from engine.protocol.parsed_request import ParsedRequest
-from engine.protocol.usage import Usage, make_usage
 from engine.types import KVSource, Request, SamplingParams
 from prompts import ChatRequest, CompletionRequest
 from prompts.errors import bad_value
+
+
+class PromptTokensDetails(Struct, frozen=True):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class Usage(Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+    completion_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None) -> Usage:
+    """Return the usage of an answer. `reasoning_tokens`: None if reasoning is not parsed."""
+    return Usage(
+        prompt_tokens,
+        prompt_tokens + completion_tokens,
+        completion_tokens,
+        PromptTokensDetails(cached_tokens),
+        UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens),
+    )
 
 
 @dataclass(slots=True)

@@ -20,7 +20,6 @@ from engine.output.schema_types import read_parameter_types
 from engine.protocol.params import ModelLimits, check_prompt
 from engine.protocol.response_context import ECHOED_FIELDS, ResponseContext
 from engine.protocol.support import check_supported
-from engine.protocol.usage import TokenCount
 from engine.structured_output.constraint import is_call_required, make_scripted_constraint, parse_requested_constraint
 from engine.structured_output.lark import write_lark
 from engine.types import Constraint
@@ -93,7 +92,7 @@ def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[
     request = parse_count(data)
     _check_text_only(request)
     count = len(tokenizer.encode_chat(ChatRequest(**convert_to_chat(request, tokenizer.chat_template))))
-    return request.model, msgspec.json.encode(TokenCount(count))
+    return request.model, msgspec.json.encode({"input_tokens": count})
 
 
 class ResponseReferences(msgspec.Struct, frozen=True):

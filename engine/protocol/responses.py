@@ -14,10 +14,9 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from engine.output.choice import Choice, ChoiceDelta
 from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks, make_blocks_of_choice
 from engine.output.custom_input import CustomInputDecoder
-from engine.protocol.generation import Generation
+from engine.protocol.generation import CompletionTokensDetails, Generation, PromptTokensDetails
 from engine.protocol.messages import format_event
 from engine.protocol.response_context import ResponseContext
-from engine.protocol.usage import CompletionTokensDetails, PromptTokensDetails
 from prompts.errors import RequestError
 from prompts.responses import ClientTool, make_item_id
 from prompts.schemas import Message

@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from pathlib import Path
 
 from engine.cache.kv_cache import KVCache
 from engine.config import EngineConfig
 from engine.transfer.block_exchange import BlockExchange, BlockMemory
-from engine.transfer.fingerprint import compute_fingerprint
 from engine.transfer.service import KVTransfers
 from engine.transfer.settings import TransferSettings
 from engine.transfer.simulated_link import SimulatedLink, SimulatedLinkSpec
 from options import ConfigError
 
 DEFAULT_HOST = "127.0.0.1"
+FINGERPRINT_BYTES = 16
+SAMPLES_PER_FILE = 256
+SAMPLE_BYTES = 4096
 
 
 class _LoadedModel:
-    """The folder whose weights are loaded, and facts about them that no folder tells."""
+    """Facts about an engine of which KV is of use to others: weights, cache layout and arithmetic."""
 
     def __init__(self, folder: Path, facts: tuple[object, ...]) -> None:
+        """`folder`: of the weights; `facts`: those that it does not tell."""
         self._folder = folder
         self._facts = facts
 
     def compute_fingerprint(self, path: str | None) -> bytes:
-        """Return the fingerprint, with the weights of `path` from now on; None: still those of the same folder."""
+        """Return a digest of the facts, the config, and samples of the weights: two fine-tunes have the same shapes.
+
+        It has the weights of the folder `path` from now on; None: still those of the same folder.
+        """
         if path is not None:
             self._folder = Path(path)
-        return compute_fingerprint(self._folder, self._facts)
+        digest = hashlib.blake2b(repr(self._facts).encode(), digest_size=FINGERPRINT_BYTES)
+        config_path = self._folder / "config.json"
+        if config_path.is_file():
+            digest.update(config_path.read_bytes())
+        for weights_path in sorted(self._folder.glob("*.safetensors")):
+            digest.update(weights_path.name.encode())
+            _add_samples(digest, weights_path)
+        return digest.digest()
+
+
+def _add_samples(digest: hashlib.blake2b, path: Path) -> None:
+    """Add a file's size and evenly spaced parts of the file, its last bytes included."""
+    file_bytes = path.stat().st_size
+    digest.update(file_bytes.to_bytes(8, "little"))
+    with path.open("rb") as file:
+        for sample in range(SAMPLES_PER_FILE + 1):
+            file.seek(max(0, file_bytes - SAMPLE_BYTES) * sample // SAMPLES_PER_FILE)
+            digest.update(file.read(SAMPLE_BYTES))
 
 
 def start_transfers(

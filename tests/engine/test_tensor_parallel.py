@@ -27,7 +27,7 @@ from engine.execution.sizing import RankModel, make_runner, resolve_rank_model, 
 from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
 from engine.models.loader import load_model
 from engine.models.shard import DimShard
-from engine.parallel.plan_messages import PlanDecoder, PlanEncoder, PlanMessage
+from engine.parallel.messages import PlanDecoder, PlanEncoder, PlanMessage
 from engine.parallel.ranks import Leader
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.tiny.model import Recipe, cached_model

@@ -1,8 +1,8 @@
-"""A step's plan as a message from the leader to its followers, which need less than the leader: they sample no tokens.
+"""Messages between the ranks: a step's plan, and commands to copy, read and write blocks, of which each has a part.
 
-For a sequence of the previous plan only changes are sent: a few numbers in a decode step, however long the context.
-Both ends remember exactly the sequences of the last plan. A sequence that was not in it is sent whole. Pure: no sockets
-here.
+Followers need less of a plan than the leader: they sample no tokens. For a sequence of the previous plan only changes
+are sent: a few numbers in a decode step, however long the context. Both ends remember exactly the sequences of the last
+plan. A sequence that was not in it is sent whole. Pure: no sockets here.
 """
 
 from __future__ import annotations
@@ -11,9 +11,37 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.types import BlockCopy, BlockId, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
+from engine.types import BlockCopy, BlockId, BlockPlace, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
 
 
+# leader -> follower
+class CopyBlocks(msgspec.Struct, tag="copy", array_like=True, frozen=True):
+    """Command to do copies within the device and to and from host memory, in order."""
+
+    block_copies: list[BlockCopy]
+
+
+class ReadBlocks(msgspec.Struct, tag="read", array_like=True, frozen=True):
+    """Command to read blocks. The reply is `BlockParts`."""
+
+    places: list[BlockPlace]
+
+
+class WriteBlocks(msgspec.Struct, tag="write", array_like=True, frozen=True):
+    """Command to write this rank's parts of blocks, one after the other."""
+
+    places: list[BlockPlace]
+    contents: bytes
+
+
+# follower -> leader
+class BlockParts(msgspec.Struct, tag="parts", array_like=True, frozen=True):
+    """This rank's parts of the blocks that were read, one after the other."""
+
+    contents: bytes
+
+
+# Plans, leader -> follower
 class TableChange(msgspec.Struct, array_like=True, frozen=True):
     """Change of a block table: its first `kept_blocks` stay, and `new_blocks` follow them."""
 
