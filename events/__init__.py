@@ -15,6 +15,7 @@ from events.stream import StreamState
 from events.stream_types import (
     Apply,
     Clear,
+    DroppedMessages,
     DuplicateBatch,
     Gap,
     Instruction,

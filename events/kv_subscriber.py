@@ -141,6 +141,8 @@ def format_notice(notice: object) -> str:
         return f"FORGET   what was announced before does not count any more: {notice.reason}"
     if isinstance(notice, events.DuplicateBatch):
         return f"STALE    seq {notice.seq} came again"
+    if isinstance(notice, events.DroppedMessages):
+        return f"DROPPED  {notice.count} messages, because too many waited"
     if isinstance(notice, events.MalformedMessage):
         return f"BAD      {notice.reason}"
     assert isinstance(notice, events.Connection)

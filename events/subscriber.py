@@ -6,12 +6,13 @@ ZeroMQ's queue. Messages that ZeroMQ drops show as a gap and are replayed.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from events.codec import decode_batch
@@ -19,16 +20,7 @@ from events.feed import EventFeed
 from events.feed_sockets import StreamSource
 from events.sources import EventSource, make_default_source, parse_sources
 from events.stream_buffers import digest_payload
-from events.stream_types import (
-    Apply,
-    Clear,
-    DuplicateBatch,
-    Gap,
-    Instruction,
-    MalformedMessage,
-    Origin,
-    PublisherRestarted,
-)
+from events.stream_types import Apply, Instruction, MalformedMessage, Origin
 from events.types import DecodedBatch, DecodeError
 
 
@@ -61,25 +53,17 @@ class Notice:
     """Event of a stream other than a batch. After a Clear, earlier batches are void."""
 
     stream_id: str
-    content: Clear | Gap | DuplicateBatch | PublisherRestarted | MalformedMessage | Connection
+    content: Instruction | Connection
 
 
 Item: TypeAlias = Message | Notice
-
-
-class _QueueEntry(NamedTuple):
-    """An instruction of a stream, or a change of its connection, with the topic that it came under."""
-
-    stream_id: str
-    instruction: Instruction | Connection
-    topic: bytes
 
 
 class Subscriber:
     """Iterator over the items of streams, for ever or until `close`. Also a context manager."""
 
     def __init__(self, sources: Iterable[StreamSource], max_queued_items: int = 10_000) -> None:
-        self._queue: queue.Queue[_QueueEntry | None] = queue.Queue(max_queued_items)
+        self._queue: queue.Queue[tuple[str, Instruction | Connection, bytes]] = queue.Queue(max_queued_items)
         self._is_closed = False
         self.feed = EventFeed(self)
         self.feed.start()
@@ -92,16 +76,10 @@ class Subscriber:
         A batch that cannot be decoded is returned as a notice of a malformed message.
         """
         try:
-            entry = self._queue.get(timeout=timeout_s)
+            stream_id, instruction, topic = self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        if entry is None:
-            return None
-        stream_id, instruction, topic = entry
         if not isinstance(instruction, Apply):
-            assert isinstance(
-                instruction, Clear | Gap | DuplicateBatch | PublisherRestarted | MalformedMessage | Connection
-            )
             return Notice(stream_id, instruction)
         try:
             decoded_batch = decode_batch(instruction.payload)
@@ -128,18 +106,16 @@ class Subscriber:
     # The feed's thread
 
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
-        self._put(_QueueEntry(stream_id, instruction, topic))
+        self._put(stream_id, instruction, topic)
 
     def on_connection_changed(self, stream_id: str, is_up: bool) -> None:
-        self._put(_QueueEntry(stream_id, Connection(is_up), b""))
+        self._put(stream_id, Connection(is_up), b"")
 
-    def _put(self, entry: _QueueEntry) -> None:
+    def _put(self, stream_id: str, instruction: Instruction | Connection, topic: bytes) -> None:
         while not self._is_closed:
-            try:
-                self._queue.put(entry, timeout=0.1)
+            with contextlib.suppress(queue.Full):
+                self._queue.put((stream_id, instruction, topic), timeout=0.1)
                 return
-            except queue.Full:
-                continue
 
 
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -463,7 +463,8 @@ def _read_chat_tail(
     """Read a chat's messages after a boundary without parsing its other fields, of which tools may be most of a body.
 
     That is possible if the bytes after the messages are those of the cached body, which then means the same fields.
-    Else, and for other APIs, return None, and `_read_tail` reads the body.
+    Else, and for other APIs, return None, and `_read_tail` reads the body, which costs a request of 4 KB without tools
+    a tenth more instructions.
     """
     bare_request, start, end = conversation.bare_request, boundary.body_end, len(body) - conversation.end_bytes
     if bare_request is None:  # the API is not that of chats

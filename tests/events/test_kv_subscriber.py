@@ -19,11 +19,15 @@ from events import (
     GPU,
     BlockRemoved,
     BlockStored,
+    DroppedMessages,
     EventPublisher,
     KVEventsConfig,
+    Notice,
+    Subscriber,
     decode_batch,
     hash_block,
 )
+from events.kv_subscriber import EventFilter, format_json_lines, format_text_lines
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-m", "events.kv_subscriber"]
@@ -129,3 +133,16 @@ def test_a_package_that_another_distribution_overwrote_is_named(tmp_path: Path) 
     assert result.returncode == 1
     assert result.stderr.startswith("kv_subscriber: the package `events` was overwritten")
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_dropped_messages_are_told() -> None:
+    with Subscriber([]) as subscriber:
+        subscriber.handle("a", DroppedMessages(2), b"")
+        item = subscriber.get(5.0)
+    assert item == Notice("a", DroppedMessages(2))
+    assert [line.partition(" ")[2] for line in format_text_lines(item, EventFilter(), False)] == [
+        "a DROPPED  2 messages, because too many waited"
+    ]
+    assert list(map(json.loads, format_json_lines(item, EventFilter()))) == [
+        {"stream": "a", "notice": "DroppedMessages", "count": 2}
+    ]
