@@ -152,7 +152,7 @@ class LoadedModel:
         copier = self._get_runner().pool.block_copier
         if self._leader is None:
             return copier
-        from engine.parallel.block_memory import RankedBlockMemory
+        from engine.parallel.ranks import RankedBlockMemory
 
         return RankedBlockMemory(self._leader, copier)
 

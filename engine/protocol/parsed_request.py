@@ -18,7 +18,6 @@ from engine.output.formats import REASONING_FORMATS, ReasoningState, find_reason
 from engine.output.parser import OutputParserConfig
 from engine.output.schema_types import read_parameter_types
 from engine.protocol.params import ModelLimits, check_prompt
-from engine.protocol.response_context import ECHOED_FIELDS, ResponseContext
 from engine.protocol.support import check_supported
 from engine.structured_output.constraint import is_call_required, make_scripted_constraint, parse_requested_constraint
 from engine.structured_output.lark import write_lark
@@ -53,6 +52,26 @@ _PROMPT_END_TOKENS = 64
 """Number of last tokens of a prompt that hold the markers at its end."""
 _SAMPLING_FIELDS = ("stop", "stop_token_ids", "logit_bias")
 """Fields with lists and objects that are needed after a body was parsed."""
+ECHOED_FIELDS = (
+    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature", "text",
+    "tool_choice", "tools", "top_p", "truncation", "user",
+)  # fmt: skip
+"""Fields of a body that its answer repeats."""
+
+
+class ResponseContext(msgspec.Struct, frozen=True):
+    """Fields of a `/v1/responses` body that its answer needs; large ones stay encoded."""
+
+    messages: bytes
+    """JSON list of the rendered messages, for a response that continues this one."""
+    echoed_fields: bytes
+    """JSON object of the fields that the answer repeats."""
+    should_store: bool
+    previous_response_id: str | None
+    tools: dict[str, ClientTool] = {}
+    """Name that the model sees -> tool, for tools with another name or with free text as input."""
+    skipped_item_types: list[str] = []
+    """Types of input items that the model does not see."""
 
 
 class ParsedRequest(msgspec.Struct, frozen=True):

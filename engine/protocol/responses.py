@@ -16,7 +16,7 @@ from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks
 from engine.output.custom_input import CustomInputDecoder
 from engine.protocol.generation import CompletionTokensDetails, Generation, PromptTokensDetails
 from engine.protocol.messages import format_event
-from engine.protocol.response_context import ResponseContext
+from engine.protocol.parsed_request import ResponseContext
 from prompts.errors import RequestError
 from prompts.responses import ClientTool, make_item_id
 from prompts.schemas import Message

@@ -14,7 +14,7 @@ from engine.output.content_blocks import ContentBlocks
 from engine.output.delta_builder import ToolCallDelta
 from engine.protocol.generation import Generation
 from engine.protocol.messages import MessagesFormatter
-from engine.protocol.response_context import ResponseContext
+from engine.protocol.parsed_request import ResponseContext
 from engine.protocol.responses import ResponsesFormatter
 from engine.types import SamplingParams
 from prompts import RequestError
