@@ -25,6 +25,8 @@ class PulledPrompt:
         """Names of the blocks that need not be computed."""
         self.nodes: list[Node] = []
         """Nodes of the first blocks, for the thread of the steps: filled when the first blocks arrive."""
+        self.is_stored = False
+        """Whether the last blocks to arrive are stored, so that the pull ends at once. For the thread of the steps."""
         self.is_abandoned = False
         """Nothing more is stored for the prompt: nobody waits for it, or the cache was reset."""
 

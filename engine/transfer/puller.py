@@ -158,7 +158,8 @@ class Puller:
                     requested_batches.append(batch)
                 if requested_batches:
                     batch = requested_batches.popleft()
-                    storing_batch = await self._receive_batch(connection, prompt, batch)
+                    is_last = not batches and not requested_batches
+                    storing_batch = await self._receive_batch(connection, prompt, batch, is_last=is_last)
                     storing_batches.append(storing_batch)
                     if storing_batch.arrived_count < len(
                         batch
@@ -179,7 +180,7 @@ class Puller:
         return stored_count
 
     async def _receive_batch(
-        self, connection: Connection, prompt: PulledPrompt, batch: list[PullItem]
+        self, connection: Connection, prompt: PulledPrompt, batch: list[PullItem], *, is_last: bool
     ) -> _StoringBatch:
         """Receive the requested blocks of a batch, check them, and have the step thread store them in the cache."""
         get_bytes = self._exchange.get_block_bytes
@@ -189,8 +190,15 @@ class Puller:
         byte_count = self._count_bytes(arrived_batch)
         if self._link is not None:
             await self._link.carry(byte_count)
-        store = partial(self._exchange.store, prompt, arrived_batch, memoryview(payload))
+        is_last = is_last or len(arrived_batch) < len(batch)
+        store = partial(self._store, prompt, arrived_batch, memoryview(payload), is_last=is_last)
         return _StoringBatch(batch, len(arrived_batch), self._jobs.submit(store, byte_count))
+
+    def _store(self, prompt: PulledPrompt, batch: list[PullItem], contents: memoryview, *, is_last: bool) -> int:
+        """Store blocks, on the thread of the steps, and return how many there was room for."""
+        stored_count = self._exchange.store(prompt, batch, contents)
+        prompt.is_stored = is_last
+        return stored_count
 
     def _check_sent_blocks(
         self, prompt: PulledPrompt, batch: list[PullItem], sent: BlocksSent, payload_bytes: int

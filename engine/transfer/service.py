@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from engine.cache.spec import FULL_KIND
@@ -31,6 +31,8 @@ STEP_COPY_BYTES_MAX = 32 << 20
 """Contents of blocks that are copied between two steps, and one message more."""
 PULLS_MAX = 2048
 """Pulls that run or wait for their turn; a request beyond is computed at once."""
+END_WAIT_S_MAX = 0.01
+"""Longest wait for the thread of the network to end a pull."""
 CLOSE_S_MAX = 5.0
 
 
@@ -100,7 +102,12 @@ class KVTransfers(Transfers):
         return bool(self._jobs)
 
     def copy_blocks(self) -> None:
+        """Copy blocks, and wait a moment for the ends of pulls that have all of theirs.
+
+        The thread of the network ends such a pull at once. So the next step computes its requests, not the one after.
+        """
         self._jobs.run(STEP_COPY_BYTES_MAX)
+        wait([pull.end for pull in self._pull_by_key.values() if pull.prompt.is_stored], END_WAIT_S_MAX)
 
     # ------------------------------------------------------------------ pulls
 

@@ -51,6 +51,30 @@ def test_a_prompt_that_a_peer_has_computed_is_not_computed_again(family: str, ov
         assert consumer.cached_tokens("b") == 200
 
 
+def test_the_step_after_the_last_block_computes_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy engine is in its next step before another thread can end the pull, unless it waits for that."""
+    text = prompt("qwen3", 202)
+    with Engine() as source, Engine() as consumer:
+        source.answer("a", text)
+        source.serve()
+        store, stored_blocks = consumer.exchange.store, []
+        monkeypatch.setattr(
+            consumer.exchange, "store", lambda *of: stored_blocks.append(store(*of)) or stored_blocks[-1]
+        )
+        for number in range(5):
+            consumer.add(f"busy{number}", prompt(number, 30), max_tokens=400)
+            consumer.add("a", text, source.source)
+            while not stored_blocks:
+                assert "a" not in consumer.outputs
+                consumer.step()
+            assert consumer.cached_tokens("a") == 200, "no step before the prompt's"
+            consumer.core.abort(["a", f"busy{number}"])
+            consumer.core.reset_prefix_cache()
+            consumer.outputs.clear()
+            stored_blocks.clear()
+        source.pause()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_what_is_lacking_moves(family: str) -> None:
     """The consumer has the first half, the source all; then a longer prompt, of which the source has the beginning."""
