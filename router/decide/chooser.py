@@ -61,6 +61,11 @@ class RoutingChoice(msgspec.Struct, eq=False):
     request_facts: RequestFacts
     prompt_query: PromptQuery | None
 
+    @property
+    def is_missing_source(self) -> bool:
+        """Whether another target has to compute the prompt for the chosen one, and none is planned."""
+        return self.winner.target.transfer_facts.needs_partner and self.winner.transfer is None
+
     def find_candidate(self, target: Target, transfer: Transfer | None) -> Candidate:
         """Return the candidate with a target and a transfer."""
         return next(c for c in self.candidates if c.target is target and c.transfer == transfer)
@@ -173,8 +178,10 @@ class Chooser:
                 request_facts.shared_tokens, best_tokens, best_sources[0], self._links, now
             )
         choice = self._price_candidates(request, request_facts, prompt_query, shortlist, matches, queued_ahead_s)
-        plans = self._plan_transfers(choice, sources, best_sources, matches or {}) if sources else []
-        self._add_plans(choice, plans)
+        plans: list[Candidate] = []
+        if sources:
+            plans = self._plan_transfers(choice, sources, best_sources, matches or {})
+            self._add_plans(choice, plans)
         choice.winner = self._pick_winner(request, choice)
         if load_order is not None:
             computed_tokens = request.prompt_tokens - choice.winner.terms.cached_tokens
@@ -249,14 +256,12 @@ class Chooser:
     def add_missing_source(
         self, request: RouteRequest, choice: RoutingChoice, excluded_sources: frozenset[str]
     ) -> bool:
-        """Have a source compute the prompt if the chosen target cannot; return False if there is none.
+        """Have a source compute the prompt, as the chosen target cannot; return False if there is none.
 
         Plans have sources already. But there are none for prompts that are unknown, with other policies than the price,
         and after failures, when a source that failed serves again if there is no other one.
         """
         winner, now = choice.winner, choice.request_facts.now
-        if not winner.target.transfer_facts.needs_partner or winner.transfer is not None:
-            return True
         sources = self._find_partners(request, winner.target, excluded_sources)
         if not sources:
             sources = self._find_partners(request, winner.target, frozenset())

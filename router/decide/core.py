@@ -183,9 +183,8 @@ class RouterCore:
             self.counters["refused"] += 1
             return Refuse(request.request_id, 429, "too_many_requests", "The router is full.", 1.0)
         self._retry_budget.add_request(request.tenant)
-        active_request = self._active_requests[request.request_id] = ActiveRequest(
-            request, now, wants_explanation=explain
-        )
+        active_request = self._placer.make_active_request(request, now, wants_explanation=explain)
+        self._active_requests[request.request_id] = active_request
         return self._forget_refused(self._placer.place(active_request, now))
 
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
@@ -422,6 +421,8 @@ class RouterCore:
         }
 
     def _place_queued(self, now: float) -> list[Instruction]:
+        if not self._placer.queue.requests:
+            return []
         return [*map(self._forget_refused, self._placer.place_queued(self._active_requests, now))]
 
     def _forget_refused(self, instruction: PlacementT) -> PlacementT:
@@ -501,7 +502,7 @@ class RouterCore:
         counters = dict(self.counters)
         if self._placer.chooser.custom_policy is not None:
             counters["policy_failed"] = self._placer.chooser.custom_policy.failures
-        queued_count = len(self._placer.queue)
+        queued_count = len(self._placer.queue.requests)
         return CoreSnapshot(worker_rows, queued_count, len(self._active_requests) - queued_count, counters)
 
     def _watch_usage(self, request: RouteRequest, decision: Decision, usage: ReportedUsage) -> None:
@@ -528,9 +529,9 @@ class RouterCore:
         self.tracker.check_invariants(in_flight)
         self._placer.queue.check_invariants()
         for request_id, active_request in self._active_requests.items():
-            is_queued, attempt = request_id in self._placer.queue, active_request.attempt
+            is_queued, attempt = request_id in self._placer.queue.requests, active_request.attempt
             assert is_queued == (attempt is None), f"{request_id}: {is_queued=}, {attempt}"
-            if attempt is not None and self._placer.is_background(active_request.request):
+            if attempt is not None and active_request.is_background:
                 background_counts[attempt.in_flight.target.name] += 1
         for target in self.tracker.targets.values():
             assert target.load.background_request_count <= background_counts[target.name]

@@ -70,6 +70,8 @@ class ActiveRequest(msgspec.Struct, eq=False):
     """When the request came, on the router's clock."""
     wants_explanation: bool
     """Whether its decisions carry the terms of every candidate."""
+    is_background: bool
+    """Whether the request waits until a worker is idle."""
     attempt: Attempt | None = None
     """The present attempt; None while the request is queued."""
     failed_attempts: int = 0
@@ -119,6 +121,10 @@ class RequestPlacer:
         """Time at which the first queued requests are tried again."""
 
     # New requests and retries ------------------------------------------------------------------------------------
+    def make_active_request(self, request: RouteRequest, now: float, *, wants_explanation: bool) -> ActiveRequest:
+        """Return the record of a new request."""
+        return ActiveRequest(request, now, wants_explanation, request.priority >= self._background_priority)
+
     def place(
         self,
         active_request: ActiveRequest,
@@ -139,9 +145,9 @@ class RequestPlacer:
             refusal = self._apply_ttft_limit(active_request, choice, now)
             if refusal is not None:
                 return refusal
-        if may_queue and self._must_wait(request, choice, now, is_retried=queued_ahead_s is not None):
+        if may_queue and self._must_wait(active_request, choice, now, is_retried=queued_ahead_s is not None):
             return self._enqueue(active_request, choice, now)
-        if len(self.queue):
+        if self.queue.requests:
             if config.fair:
                 self.queue.charge(self._make_queue_position(active_request), choice.charge_s / request.share)
             self.queue.remove(request.request_id)
@@ -150,7 +156,7 @@ class RequestPlacer:
     def explain(self, request: RouteRequest, now: float) -> Decision | Refuse:
         """Return what `place` would decide for a new request, with the terms of every candidate."""
         rng_state = self._rng.getstate()
-        choice = self._choose_worker(ActiveRequest(request, now, wants_explanation=True), now)
+        choice = self._choose_worker(self.make_active_request(request, now, wants_explanation=True), now)
         self._rng.setstate(rng_state)
         return choice if isinstance(choice, Refuse) else self.chooser.make_decision(request, choice, now, explain=True)
 
@@ -177,7 +183,7 @@ class RequestPlacer:
         candidates = self._registry.find_candidates(request, active_request.tried_workers)
         if isinstance(candidates, Refuse):
             return candidates
-        if waits_behind_queue and self.is_background(request):
+        if waits_behind_queue and active_request.is_background:
             candidates = [target for target in candidates if self._is_idle(target, now)] or candidates
         choice = self.chooser.choose(
             request,
@@ -188,13 +194,13 @@ class RequestPlacer:
             explain=active_request.wants_explanation,
             excluded_sources=active_request.excluded_sources,
         )
-        has_queue_to_look_up = queued_ahead_s is None and self._queues_when_busy and len(self.queue) > 0
-        if waits_behind_queue and has_queue_to_look_up:
+        if waits_behind_queue and queued_ahead_s is None and self._queues_when_busy and self.queue.requests:
             position = self._make_queue_position(active_request)
             self.chooser.rechoose_behind_queue(choice, self.queue.compute_prefill_ahead(position))
         # A worker that only decodes needs another one that computes the prompt; the choice may have none yet.
-        can_compute_prompt = self.chooser.add_missing_source(request, choice, active_request.excluded_sources)
-        if can_compute_prompt:
+        if not choice.is_missing_source:
+            return choice
+        if self.chooser.add_missing_source(request, choice, active_request.excluded_sources):
             return choice
         message = "Every worker that could compute the prompt failed."
         return Refuse(request.request_id, 502, "upstream_failed", message)
@@ -223,23 +229,19 @@ class RequestPlacer:
             return Refuse(request.request_id, 429, "too_slow", message)
         return Refuse(request.request_id, 429, "too_slow", f"{message}.", terms.ttft_s - max_ttft_s)
 
-    def _must_wait(self, request: RouteRequest, choice: RoutingChoice, now: float, *, is_retried: bool) -> bool:
+    def _must_wait(self, active_request: ActiveRequest, choice: RoutingChoice, now: float, *, is_retried: bool) -> bool:
         """Return whether a request has to wait in the queue although a worker was chosen for it.
 
         A request in the background waits until the chosen worker is idle and nobody else waits. With fair queueing,
         another one waits if its worker is busy, or if it would overtake queued requests. `is_retried`: it is the
         request's turn in the queue, so it overtakes none.
         """
-        if self.is_background(request):
+        if active_request.is_background:
             return self.queue.waiting_count > 0 or not self._has_background_room(choice, now)
         if not self._queues_when_busy:
             return False
         would_overtake = not is_retried and choice.winner.queued_ahead_s > 0.0
         return would_overtake or choice.wait_s > self._config.queue.enqueue_above_s
-
-    def is_background(self, request: RouteRequest) -> bool:
-        """Return whether a request waits until a worker is idle."""
-        return request.priority >= self._background_priority
 
     def _has_background_room(self, choice: RoutingChoice, now: float) -> bool:
         """Return whether the targets of a choice are idle enough for one more background request."""
@@ -256,7 +258,7 @@ class RequestPlacer:
 
     def _make_queue_position(self, active_request: ActiveRequest) -> QueuePosition:
         request = active_request.request
-        return QueuePosition(request.tenant, self.is_background(request), request.priority, active_request.arrived_s)
+        return QueuePosition(request.tenant, active_request.is_background, request.priority, active_request.arrived_s)
 
     # Attempts ----------------------------------------------------------------------------------------------------
     def _begin_attempt(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
@@ -284,7 +286,7 @@ class RequestPlacer:
         )
         # The attempt is set first: if a later step raises, `end_attempt` can undo the steps before it.
         attempt = active_request.attempt = Attempt(decision, in_flight)
-        if self.is_background(request):
+        if active_request.is_background:
             target.load.background_request_count += 1
         if choice.prompt_query is not None:
             self._cache_state.add_request(
@@ -417,12 +419,13 @@ class RequestPlacer:
         request, attempt = active_request.request, active_request.attempt
         assert attempt is not None
         active_request.attempt = None
-        self.end_prefill_leg(attempt, now, is_computed=False)
+        if attempt.prefill_leg is not None:
+            self.end_prefill_leg(attempt, now, is_computed=False)
         in_flight = attempt.in_flight
         self._tracker.end_request(
             in_flight, now, is_computed=is_computed, reported_cached_tokens=reported_cached_tokens
         )
-        if self.is_background(request):
+        if active_request.is_background:
             in_flight.target.load.background_request_count -= 1
         ended_session = request.session if request.is_final else None
         self._cache_state.end_request(in_flight, now, is_computed=is_computed, ended_session=ended_session)
@@ -441,7 +444,7 @@ class RequestPlacer:
     def _enqueue(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
         """Queue a request, or update its place in the queue."""
         request, config = active_request.request, self._config.queue
-        is_queued, position = request.request_id in self.queue, self._make_queue_position(active_request)
+        is_queued, position = request.request_id in self.queue.requests, self._make_queue_position(active_request)
         if not is_queued and self.queue.is_full(position):
             return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, max(1.0, choice.wait_s))
         max_wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max
@@ -457,7 +460,7 @@ class RequestPlacer:
         )
         if not is_queued:
             self._counters["queued"] += 1
-            if len(self.queue) == 1:
+            if len(self.queue.requests) == 1:
                 self._next_queue_try_at_s = now + QUEUED_TRY_INTERVAL_S
         return Enqueue(request.request_id, deadline_s)
 
@@ -466,8 +469,6 @@ class RequestPlacer:
 
         A request that stays keeps its place: its prefill counts as waiting time for the requests after it.
         """
-        if not len(self.queue):
-            return []
         self._tracker.advance(now)
         self._next_queue_try_at_s = now + QUEUED_TRY_INTERVAL_S
         instructions: list[Forward | Refuse] = []
@@ -477,8 +478,8 @@ class RequestPlacer:
                 break  # every worker is busy, so that all further requests would stay too
             instruction = self.place(active_requests[request_id], now, queued_ahead_s=queued_ahead_s)
             if isinstance(instruction, Enqueue):
-                target, prefill_s = self.queue.get_queued_target(request_id)
-                queued_ahead_s[target] = queued_ahead_s.get(target, 0.0) + prefill_s
+                queued = self.queue.requests[request_id]
+                queued_ahead_s[queued.target] = queued_ahead_s.get(queued.target, 0.0) + queued.prefill_s
             else:
                 self.queue.remove(request_id)
                 instructions.append(instruction)
@@ -501,7 +502,7 @@ class RequestPlacer:
 
     def next_queue_tick(self) -> float | None:
         """Return when the queue next has something to do; None while it is empty."""
-        return min(self._next_queue_try_at_s, self.queue.next_deadline_s()) if len(self.queue) else None
+        return min(self._next_queue_try_at_s, self.queue.next_deadline_s()) if self.queue.requests else None
 
 
 def _refuse_expired(active_request: ActiveRequest, now: float) -> Refuse:

@@ -36,7 +36,7 @@ class QueuePosition:
 
 
 @dataclass(slots=True)
-class _QueuedRequest:
+class QueuedRequest:
     """A request in the queue, with the target that was cheapest when it was last tried."""
 
     request_id: str
@@ -49,7 +49,7 @@ class _QueuedRequest:
     charge_s: float
 
 
-def _get_sort_key(request: _QueuedRequest) -> SortKey:
+def _get_sort_key(request: QueuedRequest) -> SortKey:
     return request.sort_key
 
 
@@ -61,20 +61,20 @@ class _Lane:
     """
 
     def __init__(self) -> None:
-        self.lines: dict[str, list[_QueuedRequest]] = {}
+        self.lines: dict[str, list[QueuedRequest]] = {}
         """Line by tenant; one line "" without `fair`. No line is empty."""
         self.scheduler = DeficitRoundRobin()
         self.request_count = 0
         self.prefill_s = 0.0
         """Prefill seconds of all requests, each at its target."""
 
-    def insert(self, request: _QueuedRequest, line_name: str) -> None:
+    def insert(self, request: QueuedRequest, line_name: str) -> None:
         """Insert a request into a line."""
         bisect.insort(self.lines.setdefault(line_name, []), request, key=_get_sort_key)
         self.request_count += 1
         self.prefill_s += request.prefill_s
 
-    def remove(self, request: _QueuedRequest, line_name: str) -> None:
+    def remove(self, request: QueuedRequest, line_name: str) -> None:
         """Remove a request from its line; the last one of all resets the scheduler."""
         line = self.lines[line_name]
         place = bisect.bisect_left(line, request.sort_key, key=_get_sort_key)
@@ -96,7 +96,7 @@ class _Lane:
             {name: ((request.request_id, request.charge_s) for request in line) for name, line in self.lines.items()}
         )
 
-    def iter_ahead(self, line_name: str, sort_key: SortKey) -> Iterator[_QueuedRequest]:
+    def iter_ahead(self, line_name: str, sort_key: SortKey) -> Iterator[QueuedRequest]:
         """Yield the requests that are served before a new request of a line, one line after the other.
 
         If lines A and B were charged 0 s and A holds two requests of 3 s, a new one in A is reached at 6 s. So of B,
@@ -128,17 +128,12 @@ class RequestQueue:
 
     def __init__(self, config: QueueConfig) -> None:
         self._config = config
-        self._requests: dict[str, _QueuedRequest] = {}
+        self.requests: dict[str, QueuedRequest] = {}
+        """Queued requests by id."""
         self._waiting, self._background = _Lane(), _Lane()
         self._deadlines: list[tuple[float, str]] = []
         """Heap of (deadline, request id); requests that were removed stay in it for a while."""
         self._arrival_count = 0
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
 
     @property
     def waiting_count(self) -> int:
@@ -178,7 +173,7 @@ class RequestQueue:
         `prefill_s`: expected seconds of prefill on `target`. `charge_s`: seconds that the tenant is charged when the
         request is sent. `refuse_at_deadline`: whether the request is refused at its deadline; else it is sent.
         """
-        lane, request = self._get_lane(position), self._requests.get(request_id)
+        lane, request = self._get_lane(position), self.requests.get(request_id)
         if request is not None:
             assert request.position == position, f"queued request {request_id} has another place than before"
             lane.prefill_s += prefill_s - request.prefill_s
@@ -186,7 +181,7 @@ class RequestQueue:
             return
         sort_key = (position.priority, position.arrived_s, self._arrival_count)
         self._arrival_count += 1
-        request = self._requests[request_id] = _QueuedRequest(
+        request = self.requests[request_id] = QueuedRequest(
             request_id, position, sort_key, deadline_s, refuse_at_deadline, target, prefill_s, charge_s
         )
         lane.insert(request, self._get_line_name(position))
@@ -194,12 +189,12 @@ class RequestQueue:
 
     def remove(self, request_id: str) -> bool:
         """Remove a request from the queue; return whether it was there."""
-        request = self._requests.pop(request_id, None)
+        request = self.requests.pop(request_id, None)
         if request is None:
             return False
         self._get_lane(request.position).remove(request, self._get_line_name(request.position))
-        if len(self._deadlines) > 2 * len(self._requests) + 64:
-            self._deadlines = [(request.deadline_s, queued_id) for queued_id, request in self._requests.items()]
+        if len(self._deadlines) > 2 * len(self.requests) + 64:
+            self._deadlines = [(request.deadline_s, queued_id) for queued_id, request in self.requests.items()]
             heapq.heapify(self._deadlines)
         return True
 
@@ -216,19 +211,14 @@ class RequestQueue:
         """Return target -> prefill seconds of the queued requests that would be sent there before a new request."""
         sort_key = (position.priority, position.arrived_s, self._arrival_count)
         lane = self._get_lane(position)
-        requests: Iterable[_QueuedRequest] = lane.iter_ahead(self._get_line_name(position), sort_key)
+        requests: Iterable[QueuedRequest] = lane.iter_ahead(self._get_line_name(position), sort_key)
         if position.is_background:
-            waiting_requests = (self._requests[request_id] for request_id in self._waiting.iter_in_turn())
+            waiting_requests = (self.requests[request_id] for request_id in self._waiting.iter_in_turn())
             requests = itertools.chain(waiting_requests, requests)
         prefill_s_by_target: dict[str, float] = {}
         for request in itertools.islice(requests, LOOKAHEAD_MAX):
             prefill_s_by_target[request.target] = prefill_s_by_target.get(request.target, 0.0) + request.prefill_s
         return prefill_s_by_target
-
-    def get_queued_target(self, request_id: str) -> tuple[str, float]:
-        """Return the target of a queued request and its prefill seconds there."""
-        request = self._requests[request_id]
-        return request.target, request.prefill_s
 
     def get_next_request_ids(self, count: int) -> list[str]:
         """Return the next `count` waiting requests and the next `count` background requests."""
@@ -242,7 +232,7 @@ class RequestQueue:
         refuse_by_id: dict[str, bool] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline_s, request_id = heapq.heappop(self._deadlines)
-            request = self._requests.get(request_id)
+            request = self.requests.get(request_id)
             if request is not None and request.deadline_s == deadline_s:
                 refuse_by_id[request_id] = request.refuse_at_deadline  # a request that was queued twice is here twice
         return list(refuse_by_id.items())
@@ -264,7 +254,7 @@ class RequestQueue:
             prefills_s = (request.prefill_s for line in lane.lines.values() for request in line)
             assert math.isclose(lane.prefill_s, sum(prefills_s), abs_tol=1e-6)
         assert len(request_ids) == len(set(request_ids))
-        assert set(request_ids) == set(self._requests)
+        assert set(request_ids) == set(self.requests)
 
     def _get_lane(self, position: QueuePosition) -> _Lane:
         return self._background if position.is_background else self._waiting

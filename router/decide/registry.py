@@ -219,8 +219,7 @@ class WorkerRegistry:
         Otherwise return None. `decay`: factor that makes the tracker's scaled utilisation the present one.
         """
         key = (request.model, request.role)
-        is_whole_pool = self._pools[key].targets is candidates
-        if not is_whole_pool or len(candidates) < POOL_SIZE_MIN:
+        if len(candidates) < POOL_SIZE_MIN or self._pools[key].targets is not candidates:
             return None
         order = self._load_orders.get(key)
         if order is None:

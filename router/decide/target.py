@@ -228,7 +228,7 @@ class PrefillQueue:
     def recompute(self, peer_prefills: PeerPrefills, step_prefill_s: float) -> None:
         """Recompute the sums after the requests or `peer_prefills` have changed."""
         oldest_since_s, oldest_prefill_s, oldest_sent_at_s = self.oldest_since_s, 0.0, math.inf
-        oldest_request = self.get_oldest()
+        oldest_request = next(iter(self.requests), None)
         if oldest_request is not None:
             oldest_prefill_s, oldest_sent_at_s = oldest_request.prefill_s, oldest_request.sent_at_s
         self.total_prefill_s = self.own_prefill_s
@@ -357,7 +357,7 @@ class Target:
         load, speed, peer_load, capacity = self.load, self.speed, self.peer_load, self.capacity
         decode_request_count = load.decode_request_count + peer_load.decode_requests
         context_tokens = load.decode_context_tokens + peer_load.decode_context_tokens
-        total_request_count = load.request_count + peer_load.request_count
+        total_request_count = load.request_count + peer_load.prefills.request_count + peer_load.decode_requests
         self.total_request_count = total_request_count
         self.step_s = (
             speed.step_s + speed.decode_request_s * decode_request_count + speed.decode_context_s * context_tokens
@@ -415,13 +415,6 @@ class Target:
     def estimate_shortest_first_wait(self, order_s: float, wait_s: float) -> tuple[float, int]:
         """Return the wait of a new prompt and the number of requests that it overtakes. See PrefillQueue."""
         return self.prefill_queue.estimate_shortest_first_wait(order_s, wait_s, self.peer_load.prefills)
-
-    def estimate_wait_before_s(self, order_s: float, now: float) -> float:
-        """Return the prefill seconds that are computed before a new prompt that is sorted by `order_s`."""
-        wait_s = self.estimate_queue_s(now)
-        if wait_s and self.prefill_queue.is_shortest_first:
-            return self.estimate_shortest_first_wait(order_s, wait_s)[0]
-        return wait_s
 
     def estimate_prefilled_s(self, start: WorkTotals) -> float:
         """Return the time of the prefills that ended here since `start`, a copy of the work totals."""

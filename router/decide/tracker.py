@@ -128,13 +128,16 @@ class LoadTracker:
             is_streaming,
             tier_load_s,
             now,
-            target.estimate_prefill_s(prompt_tokens, cached_tokens),
+            target.speed.estimate_prefill_s(prompt_tokens, cached_tokens),
             queue.next_send_index,
             candidate.source,
             candidate.arrival_s,
         )
-        awaited_request = find_awaited_request(candidate)
-        wait_s = target.estimate_wait_before_s(queue.compute_order_s(request.prefill_s, awaited_request), now)
+        awaited_request, wait_s = None, target.estimate_queue_s(now)
+        if wait_s and queue.is_shortest_first:
+            awaited_request = find_awaited_request(candidate)
+            order_s = queue.compute_order_s(request.prefill_s, awaited_request)
+            wait_s, _ = target.estimate_shortest_first_wait(order_s, wait_s)
         # The target computes earlier prompts while the KV moves, so the longer of the two waits counts.
         arrival_s = max(candidate.arrival_s, target.slowdown * wait_s)
         request.expected_ttft_s = arrival_s + target.slowdown * request.prefill_s
@@ -212,8 +215,9 @@ class LoadTracker:
             load.remaining_output_tokens - request.expected_output_tokens if load.request_count else 0.0
         )
         if request.has_no_first_token:
-            request.on_arrival = None
-            self.end_transfer(request, now)
+            if request.phase is RequestPhase.TRANSFER:
+                request.on_arrival = None
+                self.end_transfer(request, now)
             load.pending_prompt_tokens -= request.prompt_tokens
             if target.prefill_queue.remove(request):
                 target.prefill_queue.oldest_since_s = now

@@ -10,7 +10,6 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import Any
 
 import msgspec
@@ -165,12 +164,11 @@ class MissReasonsRecorder:
         route, decision, analysis = context.route, context.decision, context.miss_analysis
         if route is None or route.token_ids is None or decision is None:
             return  # the prompt was not read, so nothing is known of its tokens
-        if not self._core.has_request(route.request_id):
+        query = self._core.get_prompt_query(route.request_id)
+        if query is None:
             return  # the core has forgotten the request, and with it what the worker had cached
         try:
-            query = self._core.get_prompt_query(route.request_id)
-            prompt_ids = route.token_ids if query is None else query.prepared_ids
-            placement = self._make_placement(route, prompt_ids, decision)
+            placement = self._make_placement(route, query.prepared_ids, decision)
             if analysis is None:
                 context.miss_analysis = self.analyzer.record_placed(
                     context.name, route.session, len(route.token_ids), placement
@@ -244,7 +242,9 @@ class MissReasonsRecorder:
             None if removal is None else RemovedPrefix(removal[0], self._find_worker_id(removal[1]), removal[2])
         )
         # A copy, because the core corrects the prediction of its own if no KV comes from another worker.
-        return Placement(copy(decision), removed_prefix, block_tokens, self._proxy.now(), time.time())
+        return Placement(
+            msgspec.structs.replace(decision), removed_prefix, block_tokens, self._proxy.now(), time.time()
+        )
 
     def _find_worker_id(self, holder: HolderId) -> str:
         workers = (worker.worker_id for worker in self._core.workers.values() if holder in worker.holders)

@@ -442,7 +442,7 @@ def test_a_hot_prefix_spreads_though_requests_are_held_for_it() -> None:
     index.store(core.workers["a"].holders[0], hot)
     placements = [core.route(request(f"r{i}", [*hot, *([1000 + i] * 60)]), 0.0) for i in range(20)]
     workers = {chosen_worker(p) for p in placements if isinstance(p, Forward)}
-    queued_for = {core._placer.queue.get_queued_target(p.request_id)[0] for p in placements if isinstance(p, Enqueue)}
+    queued_for = {core._placer.queue.requests[p.request_id].target for p in placements if isinstance(p, Enqueue)}
     assert "b" in workers | queued_for
     instructions = core.tick(0.05)
     assert all(isinstance(i, Forward) for i in instructions)

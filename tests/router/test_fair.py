@@ -36,9 +36,9 @@ def test_lines_that_wait_are_given_the_same_but_for_a_request(
         for number, seconds in enumerate(sizes):
             if tenant != late:
                 put_request(queue, f"{tenant}{number}", tenant, seconds, number)
-    comes = data.draw(st.integers(0, len(queue)))
+    comes = data.draw(st.integers(0, len(queue.requests)))
     served_count = 0
-    while len(queue) or late not in given_before_s:
+    while len(queue.requests) or late not in given_before_s:
         if (
             served_count >= comes and late not in given_before_s
         ):  # one comes later: it saves up nothing, and it waits for nobody's past

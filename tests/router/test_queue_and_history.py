@@ -45,7 +45,7 @@ def test_held_requests_are_tried_by_priority_then_arrival(
                 queue.remove(expired_name)
                 del entries[expired_name], before[expired_name]
         queue.check_invariants()
-        assert len(queue) == len(entries)
+        assert len(queue.requests) == len(entries)
         assert queue.get_next_request_ids(100) == sorted(entries, key=lambda n: (entries[n][0], entries[n][2]))
         ahead_s: dict[str, float] = {}
         for n, (p, w, arrived_s, _) in entries.items():

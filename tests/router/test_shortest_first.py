@@ -67,7 +67,6 @@ def test_what_waits_before_a_prompt_is_who_has_less_left(
     before_s, overtaken_count = target.estimate_shortest_first_wait(own_s, wait_s)
     assert before_s == pytest.approx(sum(remaining_s for remaining_s in lefts if remaining_s <= own_s), abs=1e-9)
     assert overtaken_count == sum(remaining_s > own_s for remaining_s in lefts)
-    assert target.estimate_wait_before_s(own_s, elapsed_s) == pytest.approx(before_s)
     (terms,) = price(tracker, [target], [0], own_tokens, elapsed_s)
     assert terms.queue_s == pytest.approx(before_s)
     assert terms.congestion_s == pytest.approx(terms.slowdown * (0.1 + overtaken_count) * own_s)
