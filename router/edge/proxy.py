@@ -30,7 +30,7 @@ from router.edge.config import EdgeConfig, Timeouts
 from router.edge.request_context import RequestContext
 from router.edge.response_progress import RESPONSES_PATH
 from router.edge.response_redactor import build_key_pattern
-from router.edge.rewrite import Body, WorkerHeaders, build_request_head
+from router.edge.rewrite import Body, build_request_head
 from router.edge.upstream import Endpoint, UpstreamPool
 from router.edge.worker_directory import WorkerDirectory
 from router.http.budget import BufferBudget
@@ -276,14 +276,8 @@ class Proxy:
         path: bytes | None = None,
     ) -> bytes:
         """Return the head by which a request goes to a rank of a worker. `path`: None: that of the client's request."""
-        headers = WorkerHeaders(
-            context.trace_id,
-            self.workers.get_authorization(worker),
-            None if context.span is None else context.span[1],
-            rank,
-            self.passed_fields,
-        )
-        return build_request_head(context.request, endpoint, headers, body, path)
+        authorization = self.workers.get_authorization(worker)
+        return build_request_head(context, endpoint, body, path, authorization, rank, self.passed_fields)
 
     def record_failed_attempt(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
         """Count a failed attempt and tell the listeners, whether or not another attempt follows.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.edge.response_progress import ResponseProgress
 from router.edge.routing_headers import ResolvedModel, RoutingHeaders
@@ -62,71 +64,45 @@ class PrefillTimes:
     """Whether the request's own worker had to compute the prompt after all."""
 
 
-class RequestContext:
+class RequestContext(msgspec.Struct, eq=False):
     """One request and its outcome."""
 
-    __slots__ = (
-        "body",
-        "charged_tokens",
-        "continuation",
-        "decision",
-        "headers",
-        "is_done",
-        "is_logged",
-        "miss_analysis",
-        "model",
-        "outcome",
-        "prefill",
-        "progress",
-        "request",
-        "request_id",
-        "route",
-        "span",
-        "started_at_s",
-        "tenant",
-        "trace_id",
-        "usage",
-    )  # fmt: skip
-
-    def __init__(
-        self, request: HttpRequest, tenant: str, started_at_s: float, request_id: str = "", trace_id: bytes = b""
-    ) -> None:
-        self.request = request
-        self.tenant = tenant
-        """Name of the API key, or address of the client if there are no keys."""
-        self.request_id = request_id
-        """Id of the request in the core, unique in this process."""
-        self.trace_id = trace_id
-        """Value of `x-request-id`, which the client may have sent."""
-        self.span: tuple[Any, bytes] | None = None
-        """The tracer's own record, and the `traceparent` for the worker; None if the request is not traced."""
-        self.started_at_s = started_at_s
-        self.headers: RoutingHeaders | None = None
-        """Routing headers; None until the body was read."""
-        self.model: ResolvedModel | None = None
-        """Model that the client names; None until the body was read."""
-        self.body: ReadBody[ResolvedModel] | None = None
-        """Body of the request, from its reading until the request is placed."""
-        self.charged_tokens: int | None = None
-        """Prompt tokens counted in flight for the tenant; None while the request is not counted."""
-        self.route: RouteRequest | None = None
-        """Request to the core; None until the prompt was read."""
-        self.is_logged = False
-        """Whether decisions are logged with the terms of every candidate."""
-        self.decision: Decision | None = None
-        """Decision of the latest attempt."""
-        self.prefill: PrefillTimes | None = None
-        """The latest prefill at another worker; None if there was none."""
-        self.progress = ResponseProgress(started_at_s)
-        self.continuation: StreamContinuation | None = None
-        """State for continuing the answer at another worker; None if that is impossible."""
-        self.usage: ReportedUsage | None = None
-        """Token counts as the workers report them; None until `read_usage`, and if they report none."""
-        self.outcome = ""
-        """How the request ended, as metrics and logs name it; empty until then."""
-        self.is_done = False
-        self.miss_analysis: PendingComparison | AnalyzedRequest | None = None
-        """Pending comparison of the prompt, and from the first byte on its result; None if nothing is recorded."""
+    request: HttpRequest
+    tenant: str
+    """Name of the API key, or address of the client if there are no keys."""
+    started_at_s: float
+    request_id: str = ""
+    """Id of the request in the core, unique in this process."""
+    trace_id: bytes = b""
+    """Value of `x-request-id`, which the client may have sent."""
+    span: tuple[Any, bytes] | None = None
+    """The tracer's own record, and the `traceparent` for the worker; None if the request is not traced."""
+    headers: RoutingHeaders | None = None
+    """Routing headers; None until the body was read."""
+    model: ResolvedModel | None = None
+    """Model that the client names; None until the body was read."""
+    body: ReadBody[ResolvedModel] | None = None
+    """Body of the request, from its reading until the request is placed."""
+    charged_tokens: int | None = None
+    """Prompt tokens counted in flight for the tenant; None while the request is not counted."""
+    route: RouteRequest | None = None
+    """Request to the core; None until the prompt was read."""
+    is_logged: bool = False
+    """Whether decisions are logged with the terms of every candidate."""
+    decision: Decision | None = None
+    """Decision of the latest attempt."""
+    prefill: PrefillTimes | None = None
+    """The latest prefill at another worker; None if there was none."""
+    progress: ResponseProgress = msgspec.field(default_factory=ResponseProgress)
+    continuation: StreamContinuation | None = None
+    """State for continuing the answer at another worker; None if that is impossible."""
+    usage: ReportedUsage | None = None
+    """Token counts as the workers report them; None until `read_usage`, and if they report none."""
+    outcome: str = ""
+    """How the request ended, as metrics and logs name it; empty until then."""
+    is_done: bool = False
+    miss_analysis: PendingComparison | AnalyzedRequest | None = None
+    """Pending comparison of the prompt, and from the first byte on its result; None if nothing is recorded."""
 
     @property
     def ttft_s(self) -> float | None:

@@ -19,7 +19,7 @@ from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field, without_wor
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
 from router.edge.request_context import RequestContext
-from router.edge.routing_headers import ResolvedModel, RoutingHeaders
+from router.edge.routing_headers import ResolvedModel, RoutingHeaders, read_routing_headers
 from router.edge.stored_responses import StoredResponses
 from router.http.request import HttpRequest
 from router.index.protocol import Scope
@@ -169,7 +169,7 @@ class RequestReader:
         A header that names the model replaces the body's. Configured aliases are resolved. Raises RequestError for a
         malformed header.
         """
-        headers = context.headers = RoutingHeaders(context.request, self._session_names, self.model_header)
+        headers = context.headers = read_routing_headers(context.request, self._session_names, self.model_header)
         headers.worker = (
             self.stored_responses.find_worker(context.request, body_request.stored_response_id) or headers.worker
         )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from functools import partial
 from typing import Final
+
+import msgspec
 
 from router.decide.messages import ReportedUsage
 
@@ -36,26 +39,22 @@ _COUNTS_PATTERN = re.compile(
 """Pattern of a key with its count, which is missing where it has more digits, or where the text may end within them."""
 
 
-class ResponseProgress:
+class ResponseProgress(msgspec.Struct, eq=False):
     """Counts and times of one answer, with its first and last bytes."""
 
-    __slots__ = (
-        "_tail", "first_byte_at_s", "first_bytes", "has_started", "last_byte_at_s", "read_count", "sent_at_s",
-    )  # fmt: skip
-
-    def __init__(self, now: float) -> None:
-        self._tail: deque[bytes] = deque(maxlen=TAIL_READS)
-        self.read_count = 0
-        """Number of reads that were forwarded, which is about the number of the worker's chunks."""
-        self.has_started = False
-        """Whether the current worker has sent a first part of the model's output."""
-        self.first_bytes = b""
-        """First bytes of the answer, with its id."""
-        self.sent_at_s: float | None = None
-        """Time at which the current attempt was sent to its worker; None without an attempt."""
-        self.first_byte_at_s: float | None = None
-        """Time at which the first byte of the answer arrived from any worker."""
-        self.last_byte_at_s = now
+    last_byte_at_s: float = 0.0
+    """Time of the last byte from a worker, or of sending the request to it."""
+    read_count: int = 0
+    """Number of reads that were forwarded, which is about the number of the worker's chunks."""
+    has_started: bool = False
+    """Whether the current worker has sent a first part of the model's output."""
+    first_bytes: bytes = b""
+    """First bytes of the answer, with its id."""
+    sent_at_s: float | None = None
+    """Time at which the current attempt was sent to its worker; None without an attempt."""
+    first_byte_at_s: float | None = None
+    """Time at which the first byte of the answer arrived from any worker."""
+    _last_reads: deque[bytes] = msgspec.field(default_factory=partial(deque, maxlen=TAIL_READS))
 
     def restart(self) -> None:
         """Reset the counts of the current worker, because another worker continues the answer."""
@@ -69,7 +68,7 @@ class ResponseProgress:
         if len(self.first_bytes) < FIRST_BYTES:
             self.first_bytes += data[:FIRST_BYTES]
         if data:
-            self._tail.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
+            self._last_reads.append(data if len(data) <= TAIL_BYTES else data[-TAIL_BYTES:])
 
     @staticmethod
     def is_output(data: bytes, path: str) -> bool:
@@ -85,7 +84,7 @@ class ResponseProgress:
         Streams of Anthropic's Messages may report the prompt's counts in their first event only: then those counts and
         the last event's output tokens are put together.
         """
-        last_usage = find_usage(b"".join(self._tail))
+        last_usage = find_usage(b"".join(self._last_reads))
         if last_usage is not None and last_usage.prompt_tokens:
             return last_usage
         match = _USAGE_PATTERN.search(self.first_bytes)
@@ -102,7 +101,7 @@ class ResponseProgress:
 
     def has_final_event(self, path: str) -> bool:
         """Return whether the last event of a stream was forwarded, by the rules of the API at `path`."""
-        tail = b"".join(self._tail)
+        tail = b"".join(self._last_reads)
         if _FINAL_EVENT_PATTERN.search(tail) is not None:
             return True
         # The last event of Responses repeats the whole answer, and is the only one that tells usage, at its end.

@@ -12,10 +12,10 @@ import msgspec
 
 from prompts.worker_fields import WORKER_HEADERS
 from router.decide.messages import Decision
+from router.edge.request_context import RequestContext
 from router.edge.upstream import Endpoint
 from router.http.cors import CORS_HEADERS
 from router.http.headers import HOP_BY_HOP
-from router.http.request import HttpRequest
 from router.http.response import ResponseHead
 
 _REQUEST_HEADERS_REMOVED = (
@@ -56,20 +56,6 @@ _RESPONSE_HEADERS_REMOVED = frozenset((
 ))  # fmt: skip
 
 
-class WorkerHeaders(msgspec.Struct, frozen=True, gc=False):
-    """Headers that the router sets on a request to a worker."""
-
-    trace_id: bytes
-    authorization: bytes | None = None
-    """Replaces the client's keys; empty: no key is sent; None: the client's own are forwarded."""
-    traceparent: bytes | None = None
-    """Replaces the client's `traceparent`, unless None."""
-    rank: int | None = None
-    """Data-parallel rank that is to answer."""
-    allowed_headers: frozenset[str] = frozenset()
-    """Internal headers of workers that clients may set."""
-
-
 def add_fields(body: Body, fields: Mapping[str, Any]) -> Body:
     """Return the body of a request, a JSON object, with further fields before its own.
 
@@ -91,18 +77,26 @@ def _ends_object(pieces: Body) -> bool:
 
 
 def build_request_head(
-    request: HttpRequest, endpoint: Endpoint, headers: WorkerHeaders, body: Body, path: bytes | None = None
+    context: RequestContext,
+    endpoint: Endpoint,
+    body: Body,
+    path: bytes | None,
+    authorization: bytes | None,
+    rank: int | None,
+    allowed_headers: frozenset[str],
 ) -> bytes:
     """Return the head by which a client's request goes to the worker at `endpoint`, with `body` after it.
 
     The client's headers are forwarded, but for those of its connection, those that direct workers, and the ones that
-    `headers` replaces.
-    `path`: path for the worker, with its query; None for that of the client.
+    the router replaces.
+    `path`: path for the worker, with its query; None for that of the client. `authorization`: replaces the client's
+    keys; empty: no key is sent; None: the client's own are forwarded. `rank`: data-parallel rank that is to answer.
+    `allowed_headers`: internal headers of workers that clients may set.
     """
-    authorization, traceparent, rank = headers.authorization, headers.traceparent, headers.rank
+    request, traceparent = context.request, None if context.span is None else context.span[1]
     removed_headers = _REMOVED_HEADERS[2 * (authorization is not None) + (traceparent is not None)]
-    if headers.allowed_headers:
-        removed_headers -= {name.encode() for name in headers.allowed_headers if rank is None or name != RANK_HEADER}
+    if allowed_headers:
+        removed_headers -= {name.encode() for name in allowed_headers if rank is None or name != RANK_HEADER}
     added_lines = length_line = b""
     if traceparent is not None:
         added_lines = b"traceparent: %b\r\n" % traceparent
@@ -112,10 +106,10 @@ def build_request_head(
         added_lines += b"x-data-parallel-rank: %d\r\n" % rank
     body_bytes = len(body[0]) if len(body) == 1 else sum(map(len, body))
     if body_bytes or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
-        length_line = b"content-length: %b\r\n" % str(body_bytes).encode()
+        length_line = b"content-length: %d\r\n" % body_bytes
     return b"%b %b%b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
         request.method.encode(), endpoint.path_prefix, request.target if path is None else path,
-        endpoint.authority, headers.trace_id, request.headers.join_lines_without(removed_headers), added_lines,
+        endpoint.authority, context.trace_id, request.headers.join_lines_without(removed_headers), added_lines,
         length_line,
     )  # fmt: skip
 
@@ -137,13 +131,13 @@ def build_response_head(
     """
     cache_lines = framing = b""
     if decision is not None:
-        cache_lines = b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %b" % (
-            decision.worker.encode(), str(decision.predicted_cached_tokens).encode(),
+        cache_lines = b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %d" % (
+            decision.worker.encode(), decision.predicted_cached_tokens,
         )  # fmt: skip
     if head.is_chunked and allows_chunked:
         framing = b"transfer-encoding: chunked\r\n"
     elif head.content_length is not None:
-        framing = b"content-length: %b\r\n" % str(head.content_length).encode()
+        framing = b"content-length: %d\r\n" % head.content_length
     removed_headers = _RESPONSE_HEADERS_REMOVED | CORS_HEADERS if cors_headers else _RESPONSE_HEADERS_REMOVED
     connection_line = b"" if keep_alive else b"connection: close\r\n"
     return b"HTTP/1.1 %b\r\nx-request-id: %b%b\r\n%b%b%b%b\r\n" % (

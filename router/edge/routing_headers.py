@@ -17,45 +17,50 @@ _HEADER_NAMES: Final = frozenset(
 )
 
 
-class RoutingHeaders:
+class RoutingHeaders(msgspec.Struct, eq=False):
     """Wishes about routing that a client states in the headers of one request, and the model that a header names.
 
     An attribute is None if its header is missing.
     """
 
-    __slots__ = ("deadline_ms", "model", "priority", "role", "session", "ttft_ms", "wants_explanation", "worker")
+    model: str | None = None
+    session: NameByMeaning = msgspec.field(default_factory=dict)
+    """Names of the session and its parent, as the headers give them."""
+    priority: int | None = None
+    """Priority that replaces the one in the body."""
+    deadline_ms: int | None = None
+    """Longest time that the request may wait in the router."""
+    ttft_ms: int | None = None
+    """Longest predicted time to first token with which the request is accepted."""
+    worker: str | None = None
+    """Id of the only worker that may answer."""
+    role: str | None = None
+    """Role of the workers that may answer, such as `prefill`."""
+    wants_explanation: bool = False
+    """Whether the client asks why its prompt was not cached."""
 
-    def __init__(self, request: HttpRequest, session_names: SessionNames, model_header: bytes | None) -> None:
-        """Read the headers of `request`. Raises RequestError naming the header that cannot be read.
 
-        `session_names`: headers that name sessions. `model_header`: the one by which a gateway names the model.
-        """
-        header_names = request.headers.lines_by_name
-        model = None if model_header is None else request.get_header(model_header)
-        self.model = model[:NAME_BYTES_MAX].decode("utf-8", "replace") if model else None
-        self.session: NameByMeaning = {}
-        """Names of the session and its parent, as the headers give them."""
-        if not session_names.header_names.isdisjoint(header_names):
-            self.session = session_names.read_headers(request.headers.get)
-        self.priority: int | None = None
-        """Priority that replaces the one in the body."""
-        self.deadline_ms: int | None = None
-        """Longest time that the request may wait in the router."""
-        self.ttft_ms: int | None = None
-        """Longest predicted time to first token with which the request is accepted."""
-        self.worker: str | None = None
-        """Id of the only worker that may answer."""
-        self.role: str | None = None
-        """Role of the workers that may answer, such as `prefill`."""
-        self.wants_explanation = False
-        """Whether the client asks why its prompt was not cached."""
-        if not _HEADER_NAMES.isdisjoint(header_names):  # most requests have none of them
-            self.priority = _parse_integer_header(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
-            self.deadline_ms = _parse_integer_header(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
-            self.ttft_ms = _parse_integer_header(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
-            self.worker = _decode_header(request.get_header(b"x-blockcast-worker"))
-            self.role = _decode_header(request.get_header(b"x-blockcast-role"))
-            self.wants_explanation = _parse_integer_header(request, b"x-blockcast-explain", 0, 1) == 1
+def read_routing_headers(
+    request: HttpRequest, session_names: SessionNames, model_header: bytes | None
+) -> RoutingHeaders:
+    """Read the headers of `request` that are about routing. Raises RequestError naming the header that cannot be read.
+
+    `session_names`: headers that name sessions. `model_header`: the one by which a gateway names the model.
+    """
+    headers, header_names = RoutingHeaders(), request.headers.lines_by_name
+    model = None if model_header is None else request.get_header(model_header)
+    if model:
+        headers.model = model[:NAME_BYTES_MAX].decode("utf-8", "replace")
+    if not session_names.header_names.isdisjoint(header_names):
+        headers.session = session_names.read_headers(request.headers.get)
+    if not _HEADER_NAMES.isdisjoint(header_names):  # most requests have none of them
+        headers.priority = _parse_integer_header(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
+        headers.deadline_ms = _parse_integer_header(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
+        headers.ttft_ms = _parse_integer_header(request, b"x-blockcast-ttft-ms", 1, 86_400_000)
+        headers.worker = _decode_header(request.get_header(b"x-blockcast-worker"))
+        headers.role = _decode_header(request.get_header(b"x-blockcast-role"))
+        headers.wants_explanation = _parse_integer_header(request, b"x-blockcast-explain", 0, 1) == 1
+    return headers
 
 
 class ResolvedModel(msgspec.Struct, frozen=True, gc=False):

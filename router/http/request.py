@@ -15,6 +15,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+import msgspec
+
 from prompts.errors import RequestError
 from router.http.body_pieces import BodyPieces
 from router.http.chunked import BodyTooLarge, ChunkedBody
@@ -44,25 +46,22 @@ class BadRequest(RequestError):
         super().__init__(message, param=None, code="bad_http", status=status)
 
 
-class HttpRequest:
+class HttpRequest(msgspec.Struct, eq=False):
     """One request of a client. Its body is complete when `RequestParser.next_request` returns it."""
 
-    __slots__ = ("has_body", "headers", "is_decoded", "is_http_1_0", "keep_alive", "method", "path", "pieces", "target")
-
-    def __init__(self, method: str, target: bytes, path: str, headers: HeaderBlock) -> None:
-        self.method = method
-        self.target = target
-        """Path and query as sent; forwarded unchanged."""
-        self.path = path
-        self.headers = headers
-        self.pieces: tuple[bytes, ...] = (b"",)
-        """Pieces of the body."""
-        self.has_body = False
-        """Whether the head announces a body."""
-        self.is_decoded = False
-        """Whether the body came compressed and is decoded."""
-        self.keep_alive = True
-        self.is_http_1_0 = False
+    method: str
+    target: bytes
+    """Path and query as sent; forwarded unchanged."""
+    path: str
+    headers: HeaderBlock
+    pieces: tuple[bytes, ...] = (b"",)
+    """Pieces of the body."""
+    has_body: bool = False
+    """Whether the head announces a body."""
+    is_decoded: bool = False
+    """Whether the body came compressed and is decoded."""
+    keep_alive: bool = True
+    is_http_1_0: bool = False
 
     @property
     def body(self) -> bytes:
@@ -288,11 +287,12 @@ class RequestParser:
             raise BadRequest(501, "a method that is not known here")
         if headers.raw.count(b"\n") > self._limits.headers_max:
             raise BadRequest(431, f"more than {self._limits.headers_max} headers")
-        request = HttpRequest(match[1].decode(), match[2], match[2].partition(b"?")[0].decode("ascii"), headers)
-        request.is_http_1_0 = match[3] == b"1.0"
-        request.keep_alive = wants_keep_alive(headers, is_http_1_0=request.is_http_1_0)
+        path = match[2].partition(b"?")[0].decode("ascii")
+        is_http_1_0 = match[3] == b"1.0"
+        request = HttpRequest(match[1].decode(), match[2], path, headers, is_http_1_0=is_http_1_0)
+        request.keep_alive = wants_keep_alive(headers, is_http_1_0=is_http_1_0)
         host_count = headers.count(b"host")
-        if host_count != 1 and not (request.is_http_1_0 and host_count == 0):
+        if host_count != 1 and not (is_http_1_0 and host_count == 0):
             raise BadRequest(400, "exactly one Host header is needed")
         if b"expect" in headers.lines_by_name:
             expectations = [expectation.lower() for expectation in headers.get_all(b"expect")]

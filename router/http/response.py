@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import Final, Protocol
 
+import msgspec
+
 from router.http.chunked import ChunkedBody
 from router.http.headers import HeaderBlock, ProtocolError, parse_framing, wants_keep_alive
 
@@ -76,22 +78,18 @@ class CloseDelimitedBody:
         self.is_complete = True
 
 
-class ResponseHead:
+class ResponseHead(msgspec.Struct, eq=False):
     """Status line and headers of one answer, and the framing of its body."""
 
-    __slots__ = ("body", "content_length", "headers", "is_chunked", "keep_alive", "status", "status_and_reason")
-
-    def __init__(self, status: int, status_and_reason: bytes, headers: HeaderBlock) -> None:
-        self.status = status
-        self.status_and_reason = status_and_reason
-        """Status and reason as sent, such as `200 OK`."""
-        self.headers = headers
-        self.content_length: int | None = None
-        """Value of content-length, which an answer to HEAD has without a body."""
-        self.body: BodyFraming
-        """Set by `parse_response_head`."""
-        self.is_chunked = False
-        self.keep_alive = True
+    status: int
+    status_and_reason: bytes
+    """Status and reason as sent, such as `200 OK`."""
+    headers: HeaderBlock
+    body: BodyFraming
+    is_chunked: bool
+    content_length: int | None
+    """Value of content-length, which an answer to HEAD has without a body."""
+    keep_alive: bool
 
 
 def parse_response_head(data: bytes, method: str) -> tuple[ResponseHead, bytes] | None:
@@ -108,17 +106,19 @@ def parse_response_head(data: bytes, method: str) -> tuple[ResponseHead, bytes] 
     if match is None:
         raise ProtocolError("this is not the head of an HTTP/1.x response")
     headers = HeaderBlock(data[match.end() : lines_end])
-    head = ResponseHead(int(match[3]), match[2], headers)
-    head.keep_alive = wants_keep_alive(headers, is_http_1_0=match[1] == b"0")
-    head.is_chunked, head.content_length = parse_framing(headers)
-    if head.status < 200 or head.status in (204, 304) or method == "HEAD":
-        head.body = LengthBody(0)
-        head.is_chunked = False
-    elif head.is_chunked:
-        head.body = ChunkedBody()
-    elif head.content_length is not None:
-        head.body = LengthBody(head.content_length)
+    status = int(match[3])
+    keep_alive = wants_keep_alive(headers, is_http_1_0=match[1] == b"0")
+    is_chunked, content_length = parse_framing(headers)
+    body: BodyFraming
+    if status < 200 or status in (204, 304) or method == "HEAD":
+        body = LengthBody(0)
+        is_chunked = False
+    elif is_chunked:
+        body = ChunkedBody()
+    elif content_length is not None:
+        body = LengthBody(content_length)
     else:
-        head.keep_alive = False
-        head.body = CloseDelimitedBody()
+        keep_alive = False
+        body = CloseDelimitedBody()
+    head = ResponseHead(status, match[2], headers, body, is_chunked, content_length, keep_alive)
     return head, data[lines_end + 2 :]

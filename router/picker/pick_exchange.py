@@ -73,6 +73,7 @@ class PickExchange:
         self._proxy = proxy
         self.client = client
         self.context = context
+        context.progress.last_byte_at_s = context.started_at_s  # the picker does not see when Envoy sends the request
         self.picker_state = client.picker_state
         client.attach_pick(self)
         self._status = 0

@@ -68,7 +68,7 @@ STREAMS: dict[str, tuple[str, list[bytes], ReportedUsage]] = {
 @pytest.mark.parametrize("reads", ["events", "whole"])
 def test_usage_is_found_wherever_it_stands(what: str, reads: str) -> None:
     path, events, expected = STREAMS[what]
-    progress = ResponseProgress(0.0)
+    progress = ResponseProgress()
     for data in events if reads == "events" else [b"".join(events)]:
         assert not progress.has_final_event(path)
         progress.record(data, 0.0)
@@ -77,7 +77,7 @@ def test_usage_is_found_wherever_it_stands(what: str, reads: str) -> None:
 
 
 def test_a_whole_answer_may_tell_its_usage_first() -> None:
-    progress = ResponseProgress(0.0)
+    progress = ResponseProgress()
     progress.record(b'{"id":"x","usage":{"input_tokens":100,"output_tokens":5},"content":["%b"]}' % (b"x" * 9000), 0.0)
     assert progress.find_reported_usage() == ReportedUsage(100, None, 5)
 
@@ -91,7 +91,7 @@ def test_a_whole_answer_may_tell_its_usage_first() -> None:
     ],
 )  # fmt: skip
 def test_what_only_looks_like_the_last_event_is_none(data: bytes) -> None:
-    progress = ResponseProgress(0.0)
+    progress = ResponseProgress()
     progress.record(b"data: {}\n\n", 0.0)
     progress.record(data, 0.0)
     assert not progress.has_final_event(MESSAGES)
