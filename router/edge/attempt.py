@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+import msgspec
+
 from router.edge.upstream import Endpoint, UpstreamConnection, UpstreamPool
 from router.http.headers import ProtocolError
 from router.http.response import MAX_INTERIM_RESPONSES, ResponseHead, parse_response_head
@@ -42,28 +44,23 @@ class AttemptOwner(Protocol):
         """End the request, because code that handles it raised `error`."""
 
 
-class Attempt:
+class Attempt(msgspec.Struct, eq=False):
     """The user of one connection to a worker, for one request."""
 
-    __slots__ = (
-        "_connecting", "_connection", "_head_buffer", "_interim_count", "_method", "_owner", "_pool", "head",
-        "is_resend",
-    )  # fmt: skip
-
-    def __init__(self, owner: AttemptOwner, pool: UpstreamPool, method: str, *, is_resend: bool = False) -> None:
-        """`method`: of the request. `is_resend`: use a new connection, as a kept-alive one broke under the request."""
-        self._owner = owner
-        self._pool = pool
-        self._method = method
-        self._connecting: asyncio.Task[None] | None = None
-        self._connection: UpstreamConnection | None = None
-        self._head_buffer = b""
-        """Bytes of a head that is incomplete."""
-        self._interim_count = 0
-        """Interim responses before the answer."""
-        self.head: ResponseHead | None = None
-        """Head of the answer; None until the owner accepts one."""
-        self.is_resend = is_resend
+    _owner: AttemptOwner
+    _pool: UpstreamPool
+    _method: str
+    """Method of the request."""
+    is_resend: bool = False
+    """Whether a new connection is used, as a kept-alive one broke under the request."""
+    head: ResponseHead | None = None
+    """Head of the answer; None until the owner accepts one."""
+    _connecting: asyncio.Task[None] | None = None
+    _connection: UpstreamConnection | None = None
+    _head_buffer: bytes = b""
+    """Bytes of a head that is incomplete."""
+    _interim_count: int = 0
+    """Interim responses before the answer."""
 
     def start(self, target: Endpoint) -> None:
         """Take an idle connection to the worker, or open one."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+import msgspec
+
 from router.edge.continuation import StreamContinuation
 from router.edge.response_redactor import ResponseRedactor
 from router.http.chunked import ChunkedBody
@@ -13,25 +15,22 @@ from router.http.response import ResponseHead
 LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
-class ResponseFilter:
+class ResponseFilter(msgspec.Struct, eq=False):
     """Converts the body of the answer to one request. Several workers may send its parts, one after another.
 
     The body stays as the worker framed it if nothing in it changes. Otherwise its content is taken out of the worker's
     chunks, changed, and sent in new chunks, or without chunks to a client of HTTP/1.0.
     """
 
-    __slots__ = ("_redactor", "is_http_1_0", "makes_chunks", "stream", "takes_content")
-
-    def __init__(self, *, is_http_1_0: bool) -> None:
-        self.is_http_1_0 = is_http_1_0
-        """Whether the client does not understand chunks, so that it gets the bare content."""
-        self.makes_chunks = False
-        """Whether `convert` puts the content into new chunks."""
-        self.takes_content = is_http_1_0
-        """Whether `convert` needs the content of the body, without the worker's chunks."""
-        self.stream: StreamContinuation | None = None
-        """Continuation that records the tokens of the answer; None if they are not recorded."""
-        self._redactor: ResponseRedactor | None = None
+    is_http_1_0: bool
+    """Whether the client does not understand chunks, so that it gets the bare content."""
+    makes_chunks: bool = False
+    """Whether `convert` puts the content into new chunks."""
+    takes_content: bool = False
+    """Whether `convert` needs the content of the body, without the worker's chunks."""
+    stream: StreamContinuation | None = None
+    """Continuation that records the tokens of the answer; None if they are not recorded."""
+    _redactor: ResponseRedactor | None = None
 
     def start_answer(
         self,

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+import msgspec
+
 REDACTED_KEYS: Final = (
     "kv_transfer_params", "ec_transfer_params", "kv_hints", "remote_engine_id", "remote_block_ids", "remote_host",
     "remote_port", "bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "routed_dp_rank",
@@ -25,34 +27,24 @@ _NUMBER: Final = b"0123456789+-.eE"
 _OPENING, _CLOSING, _QUOTE, _BACKSLASH = b"{[", b"}]", ord('"'), ord("\\")
 
 
-class ResponseRedactor:
+class ResponseRedactor(msgspec.Struct, eq=False):
     """Hides the values of internal fields in one answer, and keeps its length.
 
     An answer arrives in parts that may cut a key or a value anywhere. So a possible beginning of a key at the end of a
     part waits in `_pending`, and the state of an unfinished value is kept until the next part.
     """
 
-    __slots__ = (
-        "_depth",
-        "_is_blanking",
-        "_is_chunked",
-        "_is_escaped",
-        "_is_in_number",
-        "_is_in_string",
-        "_key_pattern",
-        "_pending",
-    )
-
-    def __init__(self, key_pattern: re.Pattern[bytes], *, is_chunked: bool = False) -> None:
-        """`is_chunked`: the bytes include the framing of chunks. A value that is cut by a chunk is not blanked."""
-        self._key_pattern = key_pattern
-        self._is_chunked = is_chunked
-        self._pending = b""
-        self._is_blanking = False
-        """Whether the next byte belongs to a value that is being blanked."""
-        self._depth = 0
-        """Number of open objects and arrays in the value that is being blanked."""
-        self._is_in_string = self._is_escaped = self._is_in_number = False
+    key_pattern: re.Pattern[bytes]
+    is_chunked: bool = False
+    """Whether the bytes include the framing of chunks. A value that is cut by a chunk is not blanked."""
+    _pending: bytes = b""
+    _is_blanking: bool = False
+    """Whether the next byte belongs to a value that is being blanked."""
+    _depth: int = 0
+    """Number of open objects and arrays in the value that is being blanked."""
+    _is_in_string: bool = False
+    _is_escaped: bool = False
+    _is_in_number: bool = False
 
     def feed(self, content: bytes, *, ends: bool) -> bytes:
         """Take the next part of the answer, and return the bytes that can be forwarded to the client now.
@@ -60,7 +52,7 @@ class ResponseRedactor:
         `ends`: no further bytes follow, so nothing is held back as the possible beginning of a key.
         """
         data = self._pending + content if self._pending else content
-        if not self._is_blanking and self._key_pattern.search(data) is None:  # as nearly always
+        if not self._is_blanking and self.key_pattern.search(data) is None:  # as nearly always
             if ends or data[-1:] not in _KEY_START_ENDS:
                 self._pending = b""
                 return data
@@ -69,10 +61,10 @@ class ResponseRedactor:
             return data[:end]
         out = bytearray()
         position = self._blank(data, 0, out) if self._is_blanking else 0
-        while (match := self._key_pattern.search(data, position)) is not None:
+        while (match := self.key_pattern.search(data, position)) is not None:
             out += data[position : match.end()]
             position = self._blank_value(data, match.end(), out)
-            if self._is_chunked and (self._is_blanking or b"\r" in data[match.end() : position]):
+            if self.is_chunked and (self._is_blanking or b"\r" in data[match.end() : position]):
                 out[-(position - match.end()) or len(out) :] = data[match.end() : position]
                 self._is_blanking = self._is_escaped = False
         end = len(data) if ends or self._is_blanking else _end_before_key(data, position)
