@@ -39,14 +39,16 @@ _EXTERNAL_PROMPT_TOKENS: Final = 256
 class RequestPhase(enum.Enum):
     """Phase of a request at its target: waiting for KV from another worker, prefill, decode, or ended.
 
-    TRANSFER is left out if no KV is to come. PREFILL ends with the first token; if that is not seen, because the answer
-    is not streamed, its time is estimated.
+    In SOURCE_PREFILL the other worker still computes the KV, and in TRANSFER it sends the KV. Both are left out if no
+    KV is to come. PREFILL ends with the first token; if that is not seen, because the answer is not streamed, its time
+    is estimated.
     """
 
-    TRANSFER = 0
-    PREFILL = 1
-    DECODE = 2
-    ENDED = 3
+    SOURCE_PREFILL = 0
+    TRANSFER = 1
+    PREFILL = 2
+    DECODE = 3
+    ENDED = 4
 
 
 class PromptQuery(msgspec.Struct, eq=False):
@@ -92,10 +94,6 @@ class InFlightRequest(msgspec.Struct, eq=False):
     """Number of requests that were sent to the target before."""
     source: Target | None = None
     """Target that the request's KV comes from; None: its own target computes or has all."""
-    arrival_s: float = 0.0
-    """Predicted time from sending the request until its KV has come."""
-    is_kv_moving: bool = False
-    """Whether the KV moves now; it does not while the source still computes it."""
     on_arrival: Callable[[], None] | None = None
     """Called when the KV has come, or is no longer expected, while the target is known."""
     expected_ttft_s: float = 0.0
@@ -120,7 +118,12 @@ class InFlightRequest(msgspec.Struct, eq=False):
     @property
     def has_no_first_token(self) -> bool:
         """Whether its first token was neither seen nor estimated, and it has not ended."""
-        return self.phase in (RequestPhase.TRANSFER, RequestPhase.PREFILL)
+        return self.phase is RequestPhase.PREFILL or self.is_waiting_for_kv
+
+    @property
+    def is_waiting_for_kv(self) -> bool:
+        """Whether it cannot begin, because KV is to come from another worker."""
+        return self.phase in (RequestPhase.SOURCE_PREFILL, RequestPhase.TRANSFER)
 
     def estimate_remaining_prefill_s(self) -> float:
         """Return the part of `prefill_s` that is left."""

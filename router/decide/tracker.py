@@ -131,7 +131,6 @@ class LoadTracker:
             target.speed.estimate_prefill_s(prompt_tokens, cached_tokens),
             queue.next_send_index,
             candidate.source,
-            candidate.arrival_s,
         )
         awaited_request, wait_s = None, target.estimate_queue_s(now)
         if wait_s and queue.is_shortest_first:
@@ -150,7 +149,7 @@ class LoadTracker:
         if candidate.source is None:
             queue.add(request, awaited_request)
         else:
-            request.phase = RequestPhase.TRANSFER
+            request.phase = RequestPhase.SOURCE_PREFILL
         load.request_count += 1
         load.pending_prompt_tokens += prompt_tokens
         load.remaining_output_tokens += expected_output_tokens
@@ -215,7 +214,7 @@ class LoadTracker:
             load.remaining_output_tokens - request.expected_output_tokens if load.request_count else 0.0
         )
         if request.has_no_first_token:
-            if request.phase is RequestPhase.TRANSFER:
+            if request.is_waiting_for_kv:
                 request.on_arrival = None
                 self.end_transfer(request, now)
             load.pending_prompt_tokens -= request.prompt_tokens
@@ -235,10 +234,10 @@ class LoadTracker:
 
     def start_transfer(self, request: InFlightRequest, transfer_s: float, now: float) -> None:
         """Count a transfer at both ends; until its end the request is not in its target's prefill queue."""
-        if request.phase is not RequestPhase.TRANSFER or request.is_kv_moving:
+        if request.phase is not RequestPhase.SOURCE_PREFILL:
             return
         assert request.source is not None
-        request.is_kv_moving = True
+        request.phase = RequestPhase.TRANSFER
         request.target.load.incoming_transfers += 1
         request.source.load.outgoing_transfers += 1
         self._estimate_count += 1
@@ -246,14 +245,13 @@ class LoadTracker:
 
     def end_transfer(self, request: InFlightRequest, now: float) -> None:
         """End the wait of a request for KV, if it waits for any: it joins its target's prefill queue."""
-        if request.phase is not RequestPhase.TRANSFER:
+        if not request.is_waiting_for_kv:
             return
         target = request.target
-        request.phase, request.sent_at_s = RequestPhase.PREFILL, now
-        if request.is_kv_moving and request.source is not None:
-            request.is_kv_moving = False
+        if request.phase is RequestPhase.TRANSFER and request.source is not None:
             target.load.incoming_transfers -= 1
             request.source.load.outgoing_transfers -= 1
+        request.phase, request.sent_at_s = RequestPhase.PREFILL, now
         target.prefill_queue.record_progress(target.slowdown, now)
         request.send_index = target.prefill_queue.next_send_index
         target.prefill_queue.add(request)
@@ -266,7 +264,7 @@ class LoadTracker:
         if not request.has_no_first_token:
             return
         request.cached_tokens = cached_tokens
-        if request.phase is RequestPhase.TRANSFER:
+        if request.is_waiting_for_kv:
             self.end_transfer(request, now)
         else:
             self._reprice_prefill(request, now)
@@ -573,7 +571,7 @@ class LoadTracker:
         """Assert that every running count and sum of a target equals the one over its requests in flight."""
         for target in self.targets.values():
             requests = [request for request in in_flight_requests if request.target is target]
-            moving_requests = [request for request in in_flight_requests if request.is_kv_moving]
+            moving_requests = [request for request in in_flight_requests if request.phase is RequestPhase.TRANSFER]
             incoming_count = sum(request.target is target for request in moving_requests)
             outgoing_count = sum(request.source is target for request in moving_requests)
             assert target.load.incoming_transfers == incoming_count, f"{target.name}: incoming transfers"
@@ -587,8 +585,8 @@ def _check_counts(target: Target, requests: Collection[InFlightRequest]) -> None
     """Assert that the counts of requests and tokens of a target are those of its requests in flight."""
     load, name = target.load, target.name
     decoding_requests = [request for request in requests if request.phase is RequestPhase.DECODE]
-    phases = (RequestPhase.PREFILL, RequestPhase.TRANSFER, RequestPhase.DECODE)
-    assert all(request.phase in phases for request in requests), f"{name}: a request that has ended is in flight"
+    has_ended = any(request.phase is RequestPhase.ENDED for request in requests)
+    assert not has_ended, f"{name}: a request that has ended is in flight"
     assert load.request_count == len(requests), f"{name}: {load.request_count} requests, {len(requests)} known"
     assert load.decode_request_count == len(decoding_requests), f"{name}: decode count"
     context_tokens = sum(request.context_tokens for request in decoding_requests)
