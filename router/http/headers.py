@@ -50,7 +50,7 @@ class _LineNames(dict[bytes, bytes]):
         """Return the name of a new line. Raises ProtocolError if the line is malformed."""
         match = _LINE_PATTERN.fullmatch(line)
         if match is None:
-            raise ProtocolError("a malformed header line")  # without its bytes, which may be a key
+            raise ProtocolError("its head is none of HTTP/1.x")  # without its bytes, which may be a key
         name = match[1].lower()
         if len(line) <= KNOWN_LINE_BYTES_MAX:
             if len(self) >= KNOWN_LINES_MAX:
