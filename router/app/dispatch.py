@@ -149,7 +149,12 @@ class RequestDispatcher:
         """Start a task that runs `reading` and then places the request. `has_asked_workers`: as for `_place`."""
         task = asyncio.get_running_loop().create_task(self._read_and_place(exchange, reading, has_asked_workers))
         self._read_tasks.add(task)
-        task.add_done_callback(self._read_tasks.discard)
+
+        def forget(task: asyncio.Task[None]) -> None:
+            self._read_tasks.discard(task)
+            reading.close()  # if the task was cancelled before its first step, nobody has awaited `reading`
+
+        task.add_done_callback(forget)
 
     async def _read_and_place(
         self, exchange: Exchange, reading: Coroutine[Any, Any, None], has_asked_workers: bool

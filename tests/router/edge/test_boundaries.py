@@ -790,3 +790,20 @@ def test_a_request_that_waits_for_its_turn_and_cannot_be_answered_ends_by_itself
         assert b"".join(transport.written).count(b"HTTP/1.1 500") == 1
 
     asyncio.run(run())
+
+
+def test_a_reading_cancelled_before_its_first_step_is_closed(edge: Any) -> None:
+    async def read() -> None: ...
+
+    async def scenario() -> None:
+        await edge.start()
+        reading = read()
+        edge.dispatcher._place_when_read(None, reading)
+        (task,) = edge.dispatcher._read_tasks
+        task.cancel()
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+        assert inspect.getcoroutinestate(reading) == inspect.CORO_CLOSED
+        assert not edge.dispatcher._read_tasks
+
+    edge.run(scenario())
