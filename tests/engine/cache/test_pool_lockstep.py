@@ -201,6 +201,14 @@ class RoomyMachine(PoolMachine):
         self._start(spec, units, adaptive, host_units=60)
 
 
+class SlidingMachine(PoolMachine):
+    """A short window beside full attention: blocks of windows are missing in many cached prefixes."""
+
+    @initialize(window=st.integers(2, 4), units=st.integers(4, 12))
+    def start(self, window: int, units: int) -> None:  # type: ignore[override]
+        self._start(CacheSpec(block_size=1, groups=(group(1), group(1, window=window))), units)
+
+
 QUICK = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestPool = PoolMachine.TestCase
 TestPool.settings = QUICK
@@ -209,6 +217,9 @@ TestCrampedPool.settings = QUICK
 
 TestRoomyPool = RoomyMachine.TestCase
 TestRoomyPool.settings = QUICK
+
+TestSlidingPool = SlidingMachine.TestCase
+TestSlidingPool.settings = QUICK
 
 
 @pytest.mark.slow

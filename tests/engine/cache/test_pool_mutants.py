@@ -409,8 +409,9 @@ def patch() -> Iterator[Patch]:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_the_lockstep_catches(mutant: Callable[[Patch], None], patch: Patch) -> None:
     mutant(patch)
-    cramped = "compaction" in mutant.__name__ or mutant is window_blocks_not_needed_for_a_hit
-    machine = lockstep.CrampedMachine if cramped else lockstep.PoolMachine
+    machine = lockstep.CrampedMachine if "compaction" in mutant.__name__ else lockstep.PoolMachine
+    if mutant is window_blocks_not_needed_for_a_hit:
+        machine = lockstep.SlidingMachine
     if mutant is state_gone_once_it_is_read:
         machine = lockstep.RoomyMachine
     with pytest.raises((AssertionError, KeyError, IndexError, AttributeError)) as failure:
