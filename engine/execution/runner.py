@@ -162,11 +162,14 @@ class ModelRunner:
     def _reset_on_error(self, call: Callable[[], Result]) -> Result:
         """Return the result of `call`. After an error, discard all per-sequence tables, which may be half written.
 
-        Raises RunnerLostError if the device is broken by the error, else the error itself.
+        Waits first for later steps on the step thread, because their blocks are given to others now. Raises
+        RunnerLostError if the device is broken by the error, else the error itself.
         """
         try:
             return call()
         except Exception as error:
+            if self._step_thread is not None:
+                self._step_thread.submit(int).result()
             self._forget_batch()
             self._sampler.reset_rows()
             try:

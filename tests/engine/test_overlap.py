@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -392,6 +393,35 @@ def test_a_step_that_stands_on_a_failed_one_reads_no_foreign_memory() -> None:
         core.step(0.0)
     runner.close()
     assert len(computed_steps) == 1  # the one that stood on it went through
+
+
+def test_after_a_failure_no_step_writes_to_memory_that_others_get() -> None:
+    model, dtype = load_model(cached_model(Recipe()))
+    spec = model.make_cache_spec(16, dtype)
+    runner = ModelRunner(
+        model, DevicePool(spec, 8, device=CPU, dtype=dtype), RunnerConfig(max_model_len=64, overlaps_steps=True)
+    )
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64)
+    core = EngineCore(Scheduler(config, KVCache(spec, 8)), runner, lambda events: None, overlaps_steps=True)
+    core.add(Request(request_id="a", token_ids=[1, 2, 3], params=SamplingParams(max_tokens=9)), 0.0)
+    can_fail = threading.Event()
+    steps: list[str] = []
+
+    def fail_first(step: Any) -> Any:
+        steps.append("begun")
+        if len(steps) == 1:
+            can_fail.wait(10.0)
+            raise RuntimeError("no memory")
+        time.sleep(0.2)
+        steps.append("ended")
+        return list
+
+    runner._compute = fail_first  # type: ignore[method-assign]
+    core.step(0.0)
+    threading.Timer(0.1, can_fail.set).start()  # once the second step is planned
+    assert [out.finish_reason for out in core.step(0.0)] == [FinishReason.ERROR]
+    assert steps == ["begun", "begun", "ended"]
+    runner.close()
 
 
 @pytest.mark.parametrize(
