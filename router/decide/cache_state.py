@@ -220,13 +220,15 @@ class CacheState:
         self._add_duplicate_chunks(target, -self._running_chunks.remove_prompt(target, keys))
         if ended_session is not None:
             self.working_sets.end_session(keys, ended_session)
-        if request.pin is None:
+        pin = request.pin
+        request.prompt = request.pin = None  # the tracker may keep the request until its estimated first token
+        if pin is None:
             return
         if is_computed:
             release_s = now + self._pin_grace_s
-            self._grace_pins.append(GracePin(release_s, target.holder, request.pin))
+            self._grace_pins.append(GracePin(release_s, target.holder, pin))
         else:
-            self._index.unpin(request.pin)
+            self._index.unpin(pin)
 
     def _add_duplicate_chunks(self, target: Target, chunk_count: int) -> None:
         """Count chunks of running prompts that the target's KV cache holds once for several requests."""

@@ -206,8 +206,8 @@ def read_engine_sizes(metrics: str, *, reserved_blocks: int = 0) -> EngineSizes:
         cache_tokens=_accept_token_count(sum(map(mul, cache_blocks, block_sizes))),
         host_tokens=_accept_token_count(sum(map(mul, list_numbers("num_cpu_blocks"), block_sizes))),
         block_size=max((size for size in longest_blocks if 0 < size <= BLOCK_TOKENS_MAX), default=None),
-        max_num_seqs=min(filter(None, list_numbers("max_num_seqs")), default=None),
-        step_tokens=min(filter(None, list_numbers("max_num_batched_tokens")), default=None),
+        max_num_seqs=_accept_token_count(min(filter(None, list_numbers("max_num_seqs")), default=None)),
+        step_tokens=_accept_token_count(min(filter(None, list_numbers("max_num_batched_tokens")), default=None)),
         is_shortest_first=any(labels.get("prefill_order") == "shortest" for labels in ranks),
     )
 

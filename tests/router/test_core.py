@@ -77,6 +77,15 @@ def test_pins_outlive_a_finish_by_the_grace_and_an_early_abort_by_nothing() -> N
     assert not index.pins
 
 
+def test_an_ended_request_whose_first_token_is_still_estimated_holds_no_prompt() -> None:
+    core, _ = make_core("a")
+    core.route(request("r", [1, 2, 3], is_streaming=False), 0.0)
+    (attempt,) = core.get_attempts().values()
+    assert attempt.in_flight.prompt is not None
+    core.abort_request("r", 0.001)
+    assert attempt.in_flight.prompt is None
+
+
 def test_what_a_worker_refused_does_not_count_as_cached_there() -> None:
     core, index = make_core("a", CoreConfig(pin_grace_s=1.0))
     core.route(request("r1", [1, 2, 3]), 0.0)
