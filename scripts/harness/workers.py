@@ -106,6 +106,11 @@ class Publisher:
             self._pub.send_multipart([self.topic, struct.pack(">Q", self.seq), payload])
         self.seq += 1
 
+    def resend_last(self) -> None:
+        """Send the last batch once more, under the seq it had."""
+        seq, payload = self.replay_buffer[-1]
+        self._pub.send_multipart([self.topic, struct.pack(">Q", seq), payload])
+
     def drop_oldest(self, batches: int) -> None:
         """The ring forgets its oldest batches."""
         with self._lock:
