@@ -114,11 +114,13 @@ def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: to
 
 
 def _list_configs(model: CausalLM) -> list[object]:
-    """Return the configs of the decoder and of its attention layers. The loaded model keeps them as they are.
+    """Return the configs of the decoder and of the layers that have one. The loaded model keeps them as they are.
 
-    Rotary frequencies and scale factors are settings there. They have no tensor whose shape would tell a difference.
+    Scale factors, rotary frequencies and how experts are chosen are settings there. They have no tensor whose shape
+    would tell a difference.
     """
-    return [model.config, *(attention.config for _, attention in model.attention_layers)]
+    layers = [layer for block in model.blocks for layer in (block.mixer, block.mlp)]
+    return [model.config, *(getattr(layer, "config", None) for layer in layers)]
 
 
 def _list_shard_paths(folder: Path) -> list[Path]:

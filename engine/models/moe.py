@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.models.layers import ForwardContext
 from engine.models.weights import WeightScope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedMLPConfig:
+    """Sizes and settings of a routed mixture."""
+
+    hidden_size: int
+    expert_size: int
+    """Channels of an expert."""
+    num_experts: int
+    top_k: int
+    renormalise: bool
+    """Whether the `top_k` scores are scaled to a sum of 1."""
 
 
 class RoutedMLP:
@@ -17,21 +32,17 @@ class RoutedMLP:
     holds some of the channels of every expert. So all ranks choose the same experts, and have equal work.
     """
 
-    def __init__(
-        self, scope: WeightScope, hidden_size: int, expert_size: int, num_experts: int, top_k: int, renormalise: bool
-    ) -> None:
+    def __init__(self, scope: WeightScope, config: RoutedMLPConfig) -> None:
         """Declare the weights: those of all experts in one tensor, so that one kernel multiplies them.
 
         With 8 experts of 64 channels, each of 2 ranks holds 32 channels of every expert: then `gate_up_weight` is
         [8, 2 * 32, hidden_size].
-
-        `expert_size`: channels of an expert. `renormalise`: whether the `top_k` scores are scaled to a sum of 1.
         """
+        self.config = config
+        hidden_size, num_experts = config.hidden_size, config.num_experts
         self.router_weight = scope.declare_weight("gate.weight", (num_experts, hidden_size))
-        self.top_k = top_k
-        self.renormalise = renormalise
         self.all_reduce_sum = scope.shard.all_reduce_sum
-        channels = scope.shard.split(expert_size, "channels of an expert")
+        channels = scope.shard.split(config.expert_size, "channels of an expert")
         channel_count = channels.held_size
         gate_rows, up_rows = slice(0, channel_count), slice(channel_count, 2 * channel_count)
         gate_up_parts, down_parts = [], []
@@ -47,8 +58,8 @@ class RoutedMLP:
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         probabilities = F.linear(x, self.router_weight.tensor).float().softmax(-1)
-        weights, expert_ids = probabilities.topk(self.top_k)
-        if self.renormalise:
+        weights, expert_ids = probabilities.topk(self.config.top_k)
+        if self.config.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
         output = context.ops.apply_experts(
             x, self.gate_up_weight.tensor, self.down_weight.tensor, expert_ids, weights.to(x.dtype)

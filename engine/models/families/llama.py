@@ -7,7 +7,7 @@ from dataclasses import replace
 from engine.models.decoder import CausalLM, DecoderConfig, build_dense_decoder, read_attention_config
 from engine.models.hf_config import HfConfig, ModelError
 from engine.models.layers import GatedMLP, Mixer
-from engine.models.moe import RoutedMLP
+from engine.models.moe import RoutedMLP, RoutedMLPConfig
 from engine.models.weights import WeightScope
 
 MISTRAL_WINDOW = 4096
@@ -50,11 +50,13 @@ def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
     decoder = DecoderConfig.from_hf(config)
     attention = replace(read_attention_config(config, decoder), qk_norm_eps=decoder.norm_eps)
     experts_key = "num_experts" if "num_experts" in config else "num_local_experts"  # checkpoints use either name
-    num_experts = config.get_integer(experts_key)
-    expert_size = config.get_integer("moe_intermediate_size")
-    top_k = config.get_integer("num_experts_per_tok")
-    renormalise = config.get("norm_topk_prob", False)
-
+    routed_config = RoutedMLPConfig(
+        hidden_size=decoder.hidden_size,
+        expert_size=config.get_integer("moe_intermediate_size"),
+        num_experts=config.get_integer(experts_key),
+        top_k=config.get_integer("num_experts_per_tok"),
+        renormalise=config.get("norm_topk_prob", False),
+    )
     dense_layers = set(config.values.get("mlp_only_layers") or [])
     sparse_interval = config.get("decoder_sparse_step", 1)
 
@@ -62,7 +64,7 @@ def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
         mlp_scope = scope.enter_scope("mlp")
         if layer in dense_layers or (layer + 1) % sparse_interval:
             return GatedMLP(mlp_scope, decoder.hidden_size, config.get_integer("intermediate_size"))
-        return RoutedMLP(mlp_scope, decoder.hidden_size, expert_size, num_experts, top_k, renormalise)
+        return RoutedMLP(mlp_scope, routed_config)
 
     windows = _read_window_by_layer(config, decoder.num_layers)
     return build_dense_decoder(root, config, decoder, attention, window_by_layer=windows, make_mlp=make_mlp)

@@ -128,11 +128,16 @@ def test_files_that_are_not_there_or_broken(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("residual_multiplier", 0.7), ("attention_multiplier", 0.2), ("rope_theta", 5e5)]
-)
-def test_reload_refuses_a_checkpoint_with_another_setting(tmp_path: Path, key: str, value: float) -> None:
+    ("family", "key", "value"),
+    [
+        ("granite", "residual_multiplier", 0.7), ("granite", "attention_multiplier", 0.2),
+        ("granite", "rope_theta", 5e5), ("bamba", "time_step_limit", [0.0, 0.1]),
+        ("qwen3_moe", "num_experts_per_tok", 3), ("qwen3_moe", "norm_topk_prob", False),
+    ],
+)  # fmt: skip
+def test_reload_refuses_a_checkpoint_with_another_setting(tmp_path: Path, family: str, key: str, value: object) -> None:
     """The model would compute the new weights with the old setting."""
-    folder = cached_model(Recipe(family="granite"))
+    folder = cached_model(Recipe(family=family))
     other_folder = Path(shutil.copytree(folder, tmp_path / "other"))
     if key == "rope_theta":
         edit_config(other_folder, rope_theta=value, rope_parameters={"rope_type": "default", "rope_theta": value})
