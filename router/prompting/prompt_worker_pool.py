@@ -285,9 +285,12 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
         prompt, first_message_digest=digest_first_user_message(request), media=read_media(request, body)
     )
     if not prompt.token_ids:
-        tokenize_request = None if task.remote_model is None else build_tokenize_request(request, task.remote_model)
-        further_tokens = count_further_tokens(request, tokenizer)
-        return result._replace(tokenize_request=tokenize_request, further_tokens=further_tokens)
+        if task.remote_model is None:
+            return result
+        return result._replace(
+            tokenize_request=build_tokenize_request(request, task.remote_model),
+            further_tokens=count_further_tokens(request, tokenizer),
+        )
     is_truncated = prompt.token_ids is not rendered.token_ids
     if task.is_cached and not is_truncated and tokenizer is not None and is_cacheable(request.kind, len(body)):
         prompt.conversation = cache_conversation(request, body, rendered, prompt.outline, BoundaryRenderer(tokenizer))

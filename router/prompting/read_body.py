@@ -49,6 +49,8 @@ def tokenize_prompt(
 ) -> tuple[TokenizedPrompt, RenderedPrompt]:
     """Return the truncated prompt for routing, and the prompt before truncation. Raises RequestError."""
     rendered = read_prompt(request, tokenizer, tokens_max)
+    if rendered.token_ids is None:  # then the prompts have no size, and the further ones need not be encoded
+        return TokenizedPrompt(), rendered
     further_tokens = count_further_tokens(request, tokenizer)
     size = measure_prompts(rendered.token_ids, request, tokens_max, further_tokens, is_exact=rendered.is_whole)
     return TokenizedPrompt(truncate_prompt(rendered.token_ids, request, tokens_max), size=size), rendered

@@ -247,10 +247,8 @@ class PromptReader:
             read.prompt = self.tokenize(request, None, tokens_max)  # the body may have token ids
             if read.prompt.token_ids is not None:
                 return read
-            tokenize_request, further_tokens = (
-                build_tokenize_request(request, model),
-                count_further_tokens(request, None),
-            )
+            tokenize_request = build_tokenize_request(request, model)
+            further_tokens = count_further_tokens(request, None)
             return self._await_prompt(read, self._ask_worker(tokenize_request, request, target, further_tokens))
         if self.needs_worker_process(model, request):
             task = self.make_task(model, request.kind, tokens_max)
