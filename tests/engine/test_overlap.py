@@ -316,16 +316,19 @@ def test_abort_and_reset_with_two_steps_out() -> None:
     }  # fmt: skip
 
 
-def test_on_a_cpu_a_thread_computes_and_its_failures_are_told() -> None:
+def make_overlapped_core(units: int, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[EngineCore, ModelRunner]:
     model, dtype = load_model(cached_model(Recipe()))
     spec = model.make_cache_spec(16, dtype)
     runner = ModelRunner(
-        model, DevicePool(spec, 8, device=CPU, dtype=dtype), RunnerConfig(max_model_len=64, overlaps_steps=True)
+        model, DevicePool(spec, units, device=CPU, dtype=dtype), RunnerConfig(max_model_len=64, overlaps_steps=True)
     )
-    core = EngineCore(
-        Scheduler(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64), KVCache(spec, 8)),
-        runner, lambda events: None, overlaps_steps=True,
-    )  # fmt: skip
+    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_model_len=64)
+    scheduler = Scheduler(config, KVCache(spec, units))
+    return EngineCore(scheduler, runner, lambda events: None, overlaps_steps=True), runner
+
+
+def test_on_a_cpu_a_thread_computes_and_its_failures_are_told() -> None:
+    core, runner = make_overlapped_core(units=8, max_num_seqs=2, max_num_batched_tokens=64)
     threads, forward = set(), runner._forward
 
     def run_on_thread(step: Any) -> torch.Tensor:
@@ -360,13 +363,7 @@ def test_on_a_cpu_a_thread_computes_and_its_failures_are_told() -> None:
 
 def test_a_step_that_stands_on_a_failed_one_reads_no_foreign_memory() -> None:
     """What it is fed is of nobody, but a token: on a GPU a place outside of memory would end the process."""
-    model, dtype = load_model(cached_model(Recipe()))
-    spec = model.make_cache_spec(16, dtype)
-    runner = ModelRunner(
-        model, DevicePool(spec, 64, device=CPU, dtype=dtype), RunnerConfig(max_model_len=64, overlaps_steps=True)
-    )
-    config = SchedulerConfig(max_num_seqs=40, max_num_batched_tokens=400, max_model_len=64)
-    core = EngineCore(Scheduler(config, KVCache(spec, 64)), runner, lambda events: None, overlaps_steps=True)
+    core, runner = make_overlapped_core(units=64, max_num_seqs=40, max_num_batched_tokens=400)
     core.add(Request(request_id="first", token_ids=[1, 2, 3], params=SamplingParams(max_tokens=9)), 0.0)
     core.step(0.0)
     for i in range(30):  # more rows than there were
@@ -396,13 +393,7 @@ def test_a_step_that_stands_on_a_failed_one_reads_no_foreign_memory() -> None:
 
 
 def test_after_a_failure_no_step_writes_to_memory_that_others_get() -> None:
-    model, dtype = load_model(cached_model(Recipe()))
-    spec = model.make_cache_spec(16, dtype)
-    runner = ModelRunner(
-        model, DevicePool(spec, 8, device=CPU, dtype=dtype), RunnerConfig(max_model_len=64, overlaps_steps=True)
-    )
-    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64)
-    core = EngineCore(Scheduler(config, KVCache(spec, 8)), runner, lambda events: None, overlaps_steps=True)
+    core, runner = make_overlapped_core(units=8, max_num_seqs=2, max_num_batched_tokens=64)
     core.add(Request(request_id="a", token_ids=[1, 2, 3], params=SamplingParams(max_tokens=9)), 0.0)
     can_fail = threading.Event()
     steps: list[str] = []
