@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.decide.config import CoreConfig, LearnConfig, QueueConfig, ServiceModel
-from router.decide.messages import Enqueue, Forward, Refuse
+from router.decide.messages import Enqueue, FailureKind, Forward, Refuse
 from router.decide.queue import QueuePosition, RequestQueue
 
 FAIR = QueueConfig(fair=True, enqueue_above_s=0.0, wait_s_max=1e6)
@@ -255,6 +255,22 @@ def test_the_background_goes_where_nothing_runs_though_another_has_its_prefix() 
     index.store(core.workers["a"].holders[0], prompt)
     assert chosen_worker(core.route(request("f1", prompt + [1] * 900), 0.0)) == "a"
     assert chosen_worker(core.route(request("b1", prompt, priority=100), 0.0)) == "b"
+
+
+@pytest.mark.parametrize("priorities", [(100, 0), (0, 100), (100, 100)])
+def test_a_continued_answer_leaves_no_count_of_the_background_behind(priorities: tuple[int, int]) -> None:
+    """A request is in the background or not from its first attempt on, whatever priority its continuation has."""
+    core, _ = make_core("ab", CoreConfig(queue=QueueConfig(background_priority=100)))
+    route = request("r", list(range(500)), is_streaming=True, priority=priorities[0])
+    first = chosen_worker(core.route(route, 0.0))
+    core.record_first_token("r", 0.5)
+    continuation = route.replace(token_ids=list(range(510)), prompt_tokens=510, priority=priorities[1])
+    second = chosen_worker(core.fail_attempt("r", FailureKind.STREAM, 1.0, continuation)[0])
+    counts = [core.tracker.targets[name].load.background_request_count for name in (first, second)]
+    assert counts == [0, int(priorities[0] == 100)]
+    core.check_invariants()
+    core.finish_request("r", None, 2.0)
+    assert not any(target.load.background_request_count for target in core.tracker.targets.values())
 
 
 @pytest.mark.parametrize("by", ["request", "configuration"])
