@@ -129,10 +129,11 @@ class BlockExchange:
     def store(self, prompt: PulledPrompt, items: Sequence[PullItem], contents: memoryview) -> int:
         """Copy blocks of a prompt, which a peer has sent, into the cache, and announce them.
 
-        `contents` is the contents of all `items`, one after the other. Returns how many leading items are in the cache
-        now: fewer than all if memory is lacking, or if a block before them was evicted meanwhile.
+        `contents` is the contents of all `items`, one after the other. There is no item if the peer has none of the
+        blocks any more. Returns how many leading items are in the cache now: fewer than all if memory is lacking, or
+        if a block before them was evicted meanwhile.
         """
-        if prompt.is_abandoned:
+        if prompt.is_abandoned or not items:
             return 0
         cache, memory = self._cache, self._memory
         is_first = not prompt.nodes

@@ -205,6 +205,25 @@ def test_blocks_that_were_evicted_meanwhile_are_computed() -> None:
         assert not sum(consumer.transfers.stats.failures.values())
 
 
+def test_a_source_that_was_emptied_meanwhile_sends_no_block() -> None:
+    text = prompt("emptied", 202)
+    with Engine() as source, Engine() as consumer:
+        source.answer("a", text)
+        reading = source.exchange.read
+
+        def reset_and_read(wanted_blocks: Sequence[WantedBlock]) -> Any:
+            source.core.reset_prefix_cache()
+            return reading(wanted_blocks)
+
+        source.exchange.read = reset_and_read  # type: ignore[method-assign]
+        source.serve()
+        assert consumer.answer("a", text, source.source) == plain_answer("qwen3", "emptied", text)
+        source.pause()
+        assert consumer.cached_tokens("a") == 0
+        assert consumer.transfers.stats.missing_blocks == 50
+        assert not sum(consumer.transfers.stats.failures.values())
+
+
 def test_nothing_is_stored_after_a_reset() -> None:
     text = prompt("reset", 202)
     with Engine() as source, Engine() as consumer:
