@@ -161,9 +161,8 @@ class Puller:
                     is_last = not batches and not requested_batches
                     storing_batch = await self._receive_batch(connection, prompt, batch, is_last=is_last)
                     storing_batches.append(storing_batch)
-                    if storing_batch.arrived_count < len(
-                        batch
-                    ):  # the source has evicted a block, so later blocks are of no use
+                    if storing_batch.arrived_count < len(batch):
+                        # The source has evicted a block, so later blocks are of no use.
                         batches.clear()
                         requested_batches.clear()
                 while storing_batches and (storing_batches[0].stored_count.done() or not requested_batches):

@@ -115,7 +115,7 @@ def test_a_path_that_was_left_goes_first_and_from_its_end() -> None:
 def test_what_is_left_of_a_shortened_path_stays_when_a_younger_one_is_cached() -> None:
     """Else it would go on to be the one that is evicted, until nothing is left of any that waits."""
     reuse_stats = ReuseStats(100, 16)
-    queue: EvictionQueue = EvictionQueue(reuse_stats)
+    queue = EvictionQueue(reuse_stats)
     ends = []
     for first in (10, 20):
         turn = reuse_stats.begin_turn([first, first + 1], 0)
@@ -178,7 +178,7 @@ class Naive:
 def test_the_least_of_all_is_found_at_the_ends_of_queues(seed: int) -> None:
     rng = random.Random(seed)
     reuse_stats = ReuseStats(50, 16)
-    queue: EvictionQueue = EvictionQueue(reuse_stats)
+    queue = EvictionQueue(reuse_stats)
     naive = Naive(reuse_stats)
     talks = [chain(rng, rng.randint(1, 9)) for _ in range(12)]
     for step in range(400):
