@@ -61,22 +61,13 @@ class RoutingChoice(msgspec.Struct, eq=False):
     request_facts: RequestFacts
     prompt_query: PromptQuery | None
 
-    @property
-    def is_missing_source(self) -> bool:
-        """Whether another target has to compute the prompt for the chosen one, and none is planned."""
-        return self.winner.target.transfer_facts.needs_partner and self.winner.transfer is None
-
     def find_candidate(self, target: Target, transfer: Transfer | None) -> Candidate:
         """Return the candidate with a target and a transfer."""
         return next(c for c in self.candidates if c.target is target and c.transfer == transfer)
 
     def find_earliest(self) -> Candidate:
         """Return the candidate that begins the answer first, of those that can answer."""
-        able_candidates = (
-            candidate
-            for candidate in self.candidates
-            if candidate.transfer is not None or not candidate.target.transfer_facts.needs_partner
-        )
+        able_candidates = (candidate for candidate in self.candidates if not candidate.is_missing_source)
         return min(able_candidates, key=lambda candidate: candidate.terms.ttft_s)
 
     @property
@@ -237,8 +228,7 @@ class Chooser:
         else:
             candidates = self._cache_state.find_cache_hits(prompt_query, targets, matches, now)
         request_facts = msgspec.structs.replace(choice.request_facts, output_tokens=0.0)
-        for candidate in candidates:
-            candidate.terms = price_worker(candidate, request_facts, self._cost_config)
+        self._price(candidates, request_facts)
         return candidates
 
     def _add_plans(self, choice: RoutingChoice, plans: list[Candidate]) -> None:
@@ -248,9 +238,8 @@ class Chooser:
         """
         if not plans:
             return
-        for plan in plans:
-            plan.terms = price_worker(plan, choice.request_facts, self._cost_config)
-        alone = [candidate for candidate in choice.candidates if not candidate.target.transfer_facts.needs_partner]
+        self._price(plans, choice.request_facts)
+        alone = [candidate for candidate in choice.candidates if not candidate.is_missing_source]
         choice.candidates = [*alone, *plans]
 
     def add_missing_source(
@@ -355,7 +344,10 @@ class Chooser:
         return RoutingChoice(candidates, candidates[0], request_facts, prompt_query)
 
     def _price(
-        self, candidates: list[Candidate], request_facts: RequestFacts, queued_ahead_s: Mapping[str, float] | None
+        self,
+        candidates: list[Candidate],
+        request_facts: RequestFacts,
+        queued_ahead_s: Mapping[str, float] | None = None,
     ) -> None:
         """Set the prices of candidates. `queued_ahead_s`: prefill that the queue will send before, by target."""
         for candidate in candidates:

@@ -198,7 +198,7 @@ class RequestPlacer:
             position = self._make_queue_position(active_request)
             self.chooser.rechoose_behind_queue(choice, self.queue.compute_prefill_ahead(position))
         # A worker that only decodes needs another one that computes the prompt; the choice may have none yet.
-        if not choice.is_missing_source:
+        if not choice.winner.is_missing_source:
             return choice
         if self.chooser.add_missing_source(request, choice, active_request.excluded_sources):
             return choice

@@ -81,6 +81,11 @@ class Candidate(msgspec.Struct, eq=False):
     terms: Terms = NOT_PRICED
     """The price, once `price_worker` has computed it."""
 
+    @property
+    def is_missing_source(self) -> bool:
+        """Whether another target has to compute the prompt for this one, and none is planned."""
+        return self.transfer is None and self.target.transfer_facts.needs_partner
+
 
 def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig) -> Terms:
     """Return the six parts of one worker's price for one request, their sum, and what explains them."""
