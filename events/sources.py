@@ -112,9 +112,9 @@ def _resolve_offer(offer: KVTransferOffer, host: str) -> KVTransferOffer:
 
 
 def is_endpoint(text: str) -> bool:
-    """Return whether a text is an address that can be connected to: `tcp://HOST:PORT`, `ipc://PATH`, `inproc://NAME`."""
+    """Return whether a text has the form of a ZeroMQ address: `tcp://HOST:PORT`, `ipc://PATH` or `inproc://NAME`."""
     match = _ENDPOINT_PATTERN.fullmatch(text)
-    return match is not None and 0 < int(match["port"] or 1) < 65536
+    return match is not None and (match["port"] is None or 0 < int(match["port"]) < 65536)
 
 
 def resolve_endpoint(endpoint: str, host: str) -> str:

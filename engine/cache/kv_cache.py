@@ -374,9 +374,10 @@ class KVCache:
             seq_blocks.drop_merges(self.pool)
 
     def reset_after_failure(self) -> None:
-        """Empty the cache, because the steps in flight were not computed. All sequences must be released afterwards.
+        """Empty the cache after a step has failed. The caller then releases all sequences.
 
-        Copies that these steps should have made may be missing, so no block of either memory is trusted any more.
+        The steps in flight should have copied blocks between the device and host memory, and those copies may be
+        missing. So no block of either memory is trusted any more.
         """
         self.reset()
         self._steps.drop_steps()

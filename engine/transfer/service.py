@@ -49,7 +49,10 @@ class _Pull:
 
 
 class KVTransfers(Transfers):
-    """Transfers of an engine with peers."""
+    """Gives cached blocks to peer engines and pulls blocks from them, on a thread of the network.
+
+    The thread of the steps copies the contents of blocks, between its steps.
+    """
 
     stats: TransferStats
 
@@ -62,7 +65,11 @@ class KVTransfers(Transfers):
         compute_fingerprint: Callable[[str | None], bytes],
         link: SimulatedLink | None = None,
     ) -> None:
-        """`listener`: where peers connect; closed with this. `compute_fingerprint`: for `change_weights`."""
+        """Start the thread of the network.
+
+        `listener`: socket to which peers connect; closed by `close`. `compute_fingerprint`: returns what engines must
+        have in common, for the folder of new weights.
+        """
         self.stats = TransferStats()
         self._host, self.port = listener.getsockname()[:2]
         self.settings = settings

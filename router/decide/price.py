@@ -47,35 +47,36 @@ class RequestFacts(msgspec.Struct, eq=False):
 
 
 class Candidate(msgspec.Struct, eq=False):
-    """A target that may serve a request: its cached prefix there, room for its prompt, queued requests, and the price.
+    """One way to serve a request: a target, possibly with a transfer of KV to the target, and what that costs.
 
-    If KV can move to a target, the target is a candidate once more for each transfer.
+    A target without a transfer is one candidate, and with each transfer that is possible another one.
     """
 
     target: Target
     cached_tokens: int = 0
-    """Usable cached prefix, requests in flight included."""
+    """Tokens of the prompt that no worker has to compute: the usable cached prefix, that of requests in flight
+    included."""
     resident_tokens: int = 0
     """Part of the cached prefix that events (or the approximate cache) vouch for now."""
     media_cached_tokens: int = 0
-    """Tokens of a prompt with media that are assumed to be cached where its conversation was before."""
+    """Tokens of a prompt with media that are assumed to be cached, because the target served the conversation last."""
     tier_load_s: float = 0.0
     """Time to fetch the part of the cached prefix that lies on slower tiers."""
     pressure_s: float = 0.0
-    """Prefill that will be computed again because the worker lacks room for all prompts that live there."""
+    """Time of prefill that will be computed again, because the target lacks room for all prompts in use there."""
     memory_wait_s: float = 0.0
-    """Time until enough of what runs there has ended for the request to fit into the KV memory."""
+    """Time until enough requests at the target have ended for this one to fit into the KV memory."""
     queued_ahead_s: float = 0.0
-    """Prefill that the router has queued for the worker and will send before this request."""
+    """Time of the prefill that the router has queued for the target and will send before this request."""
     transfer: Transfer | None = None
-    """KV that moves to the worker first."""
+    """KV that moves to the target before the target computes the rest of the prompt."""
     source: Target | None = None
     """Target that this KV comes from."""
     arriving_tokens: int = 0
-    """Prompt tokens with KV at the worker when the transfer has ended. If the source computes a prompt first, they are
-    more than `cached_tokens`, which are the tokens that no worker has to compute."""
+    """Prompt tokens with KV at the target when the transfer has ended. If the source computes the prompt first, this is
+    more than `cached_tokens`."""
     arrival_s: float = 0.0
-    """Time until the transfer has ended. Meanwhile the worker computes earlier requests."""
+    """Time until the transfer has ended. Meanwhile the target computes earlier requests."""
     source_terms: Terms | None = None
     """Price of the prefill at the source; None if the source only sends what it has cached."""
     terms: Terms = NOT_PRICED

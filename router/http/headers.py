@@ -41,16 +41,18 @@ class ProtocolError(Exception):
 
 
 class _LineNames(dict[bytes, bytes]):
-    """Names in lower case of header lines that were sent before: a peer sends most lines with each message.
+    """Maps a header line as it was sent to its name in lower case, and remembers both for the next message.
 
-    Looking a line up takes a tenth of the time of matching it, which saves 3 % of a short request.
+    A peer repeats most lines in every message. Looking a line up takes a tenth of the time of matching the pattern,
+    which saves 3 % of the CPU of a short request. Long lines are not remembered. A full memory is emptied, so that it
+    stays bounded.
     """
 
     def __missing__(self, line: bytes) -> bytes:
         """Return the name of a new line. Raises ProtocolError if the line is malformed."""
         match = _LINE_PATTERN.fullmatch(line)
         if match is None:
-            raise ProtocolError("its head is none of HTTP/1.x")  # without its bytes, which may be a key
+            raise ProtocolError("its head is none of HTTP/1.x")  # without the line, which may hold an API key
         name = match[1].lower()
         if len(line) <= KNOWN_LINE_BYTES_MAX:
             if len(self) >= KNOWN_LINES_MAX:
