@@ -187,7 +187,7 @@ class PeerHistory:
                 assert block.is_of(item.kind, prompt.keys[item.block_index], prompt.parent_hash(item.block_index))
             if rng.random() < 0.3:
                 self.steps()
-            if not sent.blocks or self._store(consumer, prompt, batch[: len(sent.blocks)], sent) < len(batch):
+            if self._store(consumer, prompt, batch[: len(sent.blocks)], sent) < len(batch):
                 return
 
     def _read(self, source: Peer, prompt: PulledPrompt, batch: list[PullItem]) -> ReadBlocks:
