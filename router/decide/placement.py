@@ -10,7 +10,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from typing import Final
 
 import msgspec
@@ -297,7 +296,7 @@ class RequestPlacer:
                 is_pinned=transfer_source is None,
             )
             if transfer_source is not None:  # other requests can use the prompt's KV only after it has arrived
-                in_flight.on_arrival = partial(self._cache_state.pin, in_flight)
+                in_flight.on_arrival = self._cache_state.pin
         if transfer_source is not None:
             self._start_source(attempt, choice, transfer_source, now)
         self._remember_placement(request, target, now)

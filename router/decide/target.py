@@ -94,8 +94,8 @@ class InFlightRequest(msgspec.Struct, eq=False):
     """Number of requests that were sent to the target before."""
     source: Target | None = None
     """Target that the request's KV comes from; None: its own target computes or has all."""
-    on_arrival: Callable[[], None] | None = None
-    """Called when the KV has come, or is no longer expected, while the target is known."""
+    on_arrival: Callable[[InFlightRequest], None] | None = None
+    """Called with the request when the KV has come, or is no longer expected, while the target is known."""
     expected_ttft_s: float = 0.0
     """Time to its first token without a wait for a sequence slot, as predicted when the request was sent; set by the
     tracker."""

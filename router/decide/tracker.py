@@ -256,7 +256,7 @@ class LoadTracker:
         request.send_index = target.prefill_queue.next_send_index
         target.prefill_queue.add(request)
         if request.on_arrival is not None and self.targets.get(target.name) is target:
-            request.on_arrival()
+            request.on_arrival(request)
         self._reprice_prefill(request, now)  # the target's speed may have been learned while the request waited
 
     def fail_transfer(self, request: InFlightRequest, cached_tokens: int, now: float) -> None:

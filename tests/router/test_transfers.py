@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from dataclasses import replace
@@ -23,6 +24,7 @@ from router.decide.messages import (
     Transfer,
     TransferKind,
 )
+from router.decide.target import InFlightRequest
 from router.decide.transfers.links import PAUSE_S, PAUSE_S_MAX, TransferLinks
 from router.decide.workers import BLOCKCAST, TransferFacts
 
@@ -148,6 +150,24 @@ def test_a_transfer_is_counted_at_both_ends_until_it_should_have_come() -> None:
     core.check_invariants()
     assert (source.load.outgoing_transfers, target.load.incoming_transfers) == (0, 0)
     assert len(target.prefill_queue.requests) == 1
+
+
+def test_an_ended_request_with_a_transfer_is_freed_without_the_garbage_collector() -> None:
+    """A busy router seldom makes a full collection."""
+    core, index = make_fleet()
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    make_busy(core, "a", 0.0)
+    gc.collect()
+    gc.disable()
+    try:
+        assert route(core, "r", PROMPT, 0.0).transfer is not None
+        core.tick(1.0)
+        core.record_first_token("r", 1.5)
+        core.finish_request("r", None, 2.0)
+        in_flight = [item for item in gc.get_objects() if type(item) is InFlightRequest]
+        assert not [item for item in in_flight if item.source is core.registry.get_targets("a")[0]]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("end", ["finish", "abort", "fail", "first token", "lost source", "lost target"])
