@@ -342,8 +342,8 @@ class Target:
         self.recompute_queue()
 
     def set_step_tokens(self, step_tokens: int | None) -> None:
-        """Replace the most tokens of the engine's steps. None: not told now, so the last number stays."""
-        if step_tokens is not None and step_tokens != self.speed.reported_step_tokens:
+        """Replace the most tokens of the engine's steps. None: as configured."""
+        if step_tokens != self.speed.reported_step_tokens:
             self.speed.reported_step_tokens = step_tokens
             self.speed.refresh()
             self.recompute_decode_load()

@@ -123,7 +123,7 @@ class WorkerSpec:
     max_num_seqs: int | None = None
     """Sequences that each rank runs at once; None if unknown, so that it is learned."""
     step_tokens: int | None = None
-    """Most tokens of one step of a rank; None if unknown: then the last known number counts, or else the configured."""
+    """Most tokens of one step of a rank; None if unknown, so that it is taken from the configuration."""
     block_size: int | None = None
     is_shortest_first: bool = False
     """Whether the engine computes the prompt with the least remaining prefill first, else the oldest prompt."""

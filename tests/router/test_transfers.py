@@ -551,24 +551,15 @@ def test_a_pull_waits_for_a_step_as_long_as_the_source_tells() -> None:
     core, _ = make_fleet(a=replace(PULLS, dialect=BLOCKCAST))
     a, b = (core.registry.get_targets(name)[0] for name in "ab")
     core.route(request("long", None, prompt_tokens=100_000, worker="a"), 0.0)
+    configured = (a.speed.step_prefill_s, a.slowdown, a.prefill_queue.fixed_step_share)
     for step_tokens in (256, 64):
         core.add_worker(spec("a", transfer=a.transfer_facts, step_tokens=step_tokens), 0.0)
         wait_s = TransferLinks(CONFIG.transfer).estimate(a, b, 10, 0.0).wait_s
         assert wait_s == pytest.approx(0.5 * step_tokens * 1e-3)
         assert a.slowdown == pytest.approx(1.0 + a.step_s / (step_tokens * 1e-3))
         assert b.speed.step_tokens == 2048, "the step of one worker says nothing of another"
-
-
-def test_the_sizes_of_an_engine_stay_when_it_does_not_tell_them_again() -> None:
-    """A worker that is too busy for `/metrics` when it is probed again runs the same steps as before."""
-    core, _ = make_core("", CoreConfig())
-    core.add_worker(spec("a", step_tokens=256, max_num_seqs=8), 0.0)
-    [target] = core.registry.get_targets("a")
-    core.route(request("long", None, prompt_tokens=100_000), 0.0)
-    told = (target.speed.step_prefill_s, target.slowdown, target.prefill_queue.fixed_step_share)
-    core.add_worker(spec("a"), 0.0)
-    assert (target.speed.step_tokens, target.capacity.max_num_seqs) == (256, 8)
-    assert (target.speed.step_prefill_s, target.slowdown, target.prefill_queue.fixed_step_share) == told
+    core.add_worker(spec("a", transfer=a.transfer_facts), 0.0)
+    assert (a.speed.step_prefill_s, a.slowdown, a.prefill_queue.fixed_step_share) == configured
 
 
 def test_a_told_step_stays_when_a_speed_is_learned() -> None:
