@@ -14,12 +14,14 @@ from events.codec import encode_batch
 from events.types import BlockRemoved, BlockStored, EventBatch
 from router.decide.config import CoreConfig, LearnConfig, ServiceModel
 from router.decide.core import RouterCore
+from router.decide.load import EngineLoad
 from router.decide.messages import Forward, Instruction, Refuse, ReportedUsage, RouteRequest, TransferKind
 from router.decide.workers import NO_TRANSFERS, ServedModel, TransferFacts, WorkerSpec
 from router.fleet.peers import PeerLoads
 from router.index import make_index
 from router.index.protocol import HolderId, Match, PrefixIndex, Scope, Tokens
 from simulation.cluster import Cluster, Placement, Placements, Router, WorkerConfig
+from simulation.engine import SimWorker
 from simulation.steps import StepTimes
 from simulation.workload import SimRequest
 
@@ -29,6 +31,8 @@ KV_BYTES_PER_TOKEN = 131_072
 PULLS = frozenset({TransferKind.PULL})
 HEARTBEAT_S = 0.5
 PROGRESS_S = 0.5
+LOADS_S = 4.0
+"""Time between two readings of an engine's load, the default of `fleet.loads_s`."""
 SHARE_DELAY_S = 0.02
 _CHUNK_KEY_STEP = 0x9E3779B97F4A7C15
 """Difference between the keys of two chunks of a block. Blocks with consecutive ids have consecutive keys."""
@@ -124,6 +128,7 @@ class CoreRouter(Router):
                 target = self.core.tracker.targets[str(sim_worker.number)]
                 target.set_service_model(make_service_model(sim_worker.step_times))
         cluster.schedule(PROGRESS_S, self._report_progress)
+        cluster.schedule(LOADS_S, self._report_loads)
         if self.siblings:
             cluster.schedule(0.0, self._send_heartbeat)
 
@@ -219,6 +224,18 @@ class CoreRouter(Router):
                 if cluster.routers[job.request.index % len(cluster.routers)] is self:
                     self.core.record_progress(str(job.request.index), output_tokens, cluster.now)
         cluster.schedule(cluster.now + PROGRESS_S, self._report_progress)
+
+    def _report_loads(self) -> None:
+        """Tell the core the load of each engine every LOADS_S, as the router reads it from `/metrics`."""
+        now = self.cluster.now
+        for worker in self.cluster.workers:
+            in_flight = self.core.count_in_flight_by_rank(str(worker.number))
+            self.core.record_engine_load(str(worker.number), [self.read_load(worker)], in_flight, now)
+        self.cluster.schedule(now + LOADS_S, self._report_loads)
+
+    def read_load(self, worker: SimWorker) -> EngineLoad | None:
+        """Return the load that a worker's `/metrics` says now; None if it says nothing."""
+        return EngineLoad(worker.running_sequence_count, len(worker.waiting_sequences), worker.cache.compute_usage())
 
     def _send_heartbeat(self) -> None:
         """Send the whole load every HEARTBEAT_S."""

@@ -280,23 +280,9 @@ def play(
     rng = random.Random(1)
     elsewhere = {r.index: rng.randrange(2) for r in workload.requests if rng.random() < direct}
 
-    class ReportingRouter(sim.core_router.CoreRouter):  # type: ignore[misc, name-defined]
-        def attach(self, cluster: Any) -> None:
-            super().attach(cluster)
-            if say is not None:
-                cluster.schedule(4.0, self.report_load)
-
-        def report_load(self) -> None:
-            now = self.cluster.now
-            for worker in self.cluster.workers:
-                truth = EngineLoad(
-                    worker.running_sequence_count, len(worker.waiting_sequences), worker.cache.compute_usage()
-                )
-                name = str(worker.number)
-                self.core.record_engine_load(
-                    name, [say(worker.number, truth, now)], self.core.count_in_flight_by_rank(name), now
-                )  # type: ignore[misc]
-            self.cluster.schedule(now + 4.0, self.report_load)
+    class ReportingRouter(sim.core_router.CoreRouter):  # type: ignore[misc]
+        def read_load(self, worker: Any) -> EngineLoad | None:
+            return say(worker.number, super().read_load(worker), self.cluster.now) if say is not None else None
 
         def route(self, request: Any, now: float) -> list[tuple[int, int]]:
             if request.index in elsewhere:
