@@ -1,7 +1,8 @@
 """Workers that Kubernetes lists: a Service's EndpointSlices, or the pods of an InferencePool.
 
-Lists objects and then watches them from the version of the list on; after a failure everything is listed again. While
-the API cannot be reached, the workers stay as they are. router/fleet/kubernetes_objects.py parses the objects.
+Lists objects and then watches them from the version of the list on. A watch that ends or fails is resumed from its last
+version; only if the API no longer has that version is everything listed again. While the API cannot be reached, the
+workers stay as they are. router/fleet/kubernetes_objects.py parses the objects.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from router.fleet.kubernetes_objects import (
     EndpointReadiness,
     ObjectCache,
     PoolSelection,
+    VersionGoneError,
     read_pod,
     read_pool,
     read_slice,
@@ -141,20 +144,25 @@ class _ObjectWatch:
     async def run(self) -> None:
         """List the objects and watch their changes, until cancelled.
 
-        A watch that ends goes on from the last version that it brought. After a failure all objects are listed again;
-        the addresses stay as they are until the API answers.
+        A watch that ends or fails goes on from the last version that it brought. All objects are listed again if the
+        API no longer has that version (410), after an unreadable event, and after failures in a row that made the pause
+        RETRY_S_MAX. The addresses stay as they are until the API answers.
         """
         failure_pause_s = RETRY_S
         while True:
+            started_s = time.monotonic()
             try:
-                await self._list()
-                while True:
-                    started_s = time.monotonic()
-                    await self._watch()
-                    failure_pause_s = RETRY_S
-                    if time.monotonic() - started_s < RETRY_S:  # a server that ends each watch at once
-                        await asyncio.sleep(RETRY_S)
+                if not self.cache.version:
+                    await self._list()
+                await self._watch()
+                failure_pause_s = RETRY_S
+                if time.monotonic() - started_s < RETRY_S:  # a server that ends each watch at once
+                    await asyncio.sleep(RETRY_S)
             except (FetchError, DecodeError) as error:
+                if time.monotonic() - started_s > RETRY_S_MAX:
+                    failure_pause_s = RETRY_S  # the watch has worked until now
+                if isinstance(error, DecodeError) or failure_pause_s >= RETRY_S_MAX:
+                    self.cache.version = ""
                 log.warning("%s: %s; the workers stay as they are; next try in %g s", self.path, error, failure_pause_s)
                 await asyncio.sleep(failure_pause_s)
                 failure_pause_s = min(2 * failure_pause_s, RETRY_S_MAX)
@@ -177,16 +185,27 @@ class _ObjectWatch:
                 *lines, partial_line = (partial_line + chunk).split(b"\n")
                 if len(partial_line) > LINE_BYTES_MAX:
                     raise FetchError(f"an event of over {LINE_BYTES_MAX} bytes")
-                changes = [self.cache.apply_event(line) for line in lines if line.strip()]
-                if any(changes):
-                    self.update(self.cache.merge_addresses())
+                self._apply_events(filter(bytes.strip, lines))
+
+    def _apply_events(self, lines: Iterable[bytes]) -> None:
+        """Apply events, and report the addresses once if they changed, also if a later event is an error."""
+        has_changed = False
+        try:
+            for line in lines:
+                has_changed |= self.cache.apply_event(line)
+        finally:
+            if has_changed:
+                self.update(self.cache.merge_addresses())
 
 
 @asynccontextmanager
 async def _request(
     api: Any, path: str, query: Mapping[str, str], seconds: float
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Ask the API, and close its answer at the end. Raises FetchError for an answer that is not 200, or none."""
+    """Ask the API, and close its answer at the end.
+
+    Raises VersionGoneError for the answer 410, and FetchError for another one that is not 200, or none.
+    """
     try:
         response = await api.call_api(
             path, "GET", query_params=list(query.items()), header_params={"Accept": "application/json"},
@@ -194,6 +213,8 @@ async def _request(
             _request_timeout=seconds,
         )  # fmt: skip
         try:
+            if response.status == HTTPStatus.GONE:
+                raise VersionGoneError("the API answers 410")
             if response.status != 200:
                 raise FetchError(f"the API answers {response.status}")
             yield response

@@ -7,12 +7,14 @@ gets no new request and keeps those it has. An address that is in two slices whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
 
 from events.types import DecodeError
 from options.addresses import bracket_host
+from router.http_client import FetchError
 
 LINE_BYTES_MAX = 16 << 20
 """Longest event of a watch; etcd stores no object of over 1.5 MiB."""
@@ -78,6 +80,12 @@ class _Event(msgspec.Struct):
     object: msgspec.Raw
 
 
+class _Status(msgspec.Struct):
+    """Error of the API server, as an event of a watch."""
+
+    code: int = 0
+
+
 class _Labels(msgspec.Struct, rename="camel"):
     match_labels: dict[str, str]
 
@@ -132,6 +140,10 @@ def read_pool(raw: bytes) -> PoolSelection:
     return PoolSelection(labels, tuple(port.number for port in spec.target_ports))
 
 
+class VersionGoneError(DecodeError):
+    """The API server no longer has the version from which a watch was to continue (410)."""
+
+
 class ObjectCache:
     """Objects of one Kubernetes list, kept up to date by its watch."""
 
@@ -139,7 +151,7 @@ class ObjectCache:
         self._read = read
         self._readiness_by_object: dict[str, EndpointReadiness] = {}
         self.version = ""
-        """Version from which a watch continues."""
+        """Version from which a watch continues; empty: all objects have to be listed."""
 
     def apply_list(self, raw: bytes) -> None:
         """Replace all objects by those of a list. Raises DecodeError."""
@@ -150,11 +162,14 @@ class ObjectCache:
     def apply_event(self, line: bytes) -> bool:
         """Apply one event of a watch; return whether addresses changed.
 
-        Raises DecodeError if the event is malformed, or an error of the server such as a version that is too old (410).
+        Raises DecodeError if the event is malformed. Raises VersionGoneError or FetchError if it is an error of the
+        server.
         """
         event = _decode(line, _Event)
         if event.type == "ERROR":
-            raise DecodeError(f"the watch ended: {bytes(event.object)[:200]!r}")
+            is_version_gone = _decode(bytes(event.object), _Status).code == HTTPStatus.GONE
+            error_class = VersionGoneError if is_version_gone else FetchError
+            raise error_class(f"the watch ended: {bytes(event.object)[:200]!r}")
         changed = _decode(bytes(event.object), _Object)
         previous = self._readiness_by_object.get(changed.key)
         if event.type in ("ADDED", "MODIFIED"):

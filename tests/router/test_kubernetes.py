@@ -141,6 +141,14 @@ def test_other_sources_are_refused(text: str) -> None:
         KubernetesSource.parse(text)
 
 
+def respond(content: int | dict[str, Any] | list[dict[str, Any]]) -> Any:
+    """Return the answer of the API with an error's status, an object, or the events of a watch."""
+    if isinstance(content, int):
+        return kmock.Response(status=content, payload=b"")
+    objects = [content] if isinstance(content, dict) else content
+    return kmock.Response(status=200, payload=b"".join(encode_json(item) + b"\n" for item in objects))
+
+
 Scenario = Callable[["WatchedServer"], Awaitable[None]]
 
 
@@ -203,11 +211,11 @@ def test_a_service_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         assert request.headers["Authorization"] == "Bearer secret"
         assert request.params["labelSelector"] == "kubernetes.io/service-name=vllm"
         if "watch" not in request.params:
-            return next(lists)
+            return respond(next(lists))
         assert request.params["allowWatchBookmarks"] == "true"
         versions.append(request.params["resourceVersion"])
         events = next(watches, [])
-        return events if isinstance(events, int) else b"".join(encode_json(event) + b"\n" for event in events)
+        return respond(events)
 
     async def scenario(watched_server: WatchedServer) -> None:
         await watched_server.wait_for({"10.0.0.3:8000": False})
@@ -216,6 +224,73 @@ def test_a_service_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             {"10.0.0.3:8000": False},
         ]  # fmt: skip
         assert versions[:4] == ["1", "20", "20", "50"]  # the client asks again after a 503
+
+    handler = kmock.RawHandler()
+    handler[f"get {SLICES}"] << answer
+    follow(monkeypatch, tmp_path, "llm/service/vllm", handler, scenario)
+
+
+@needs_mock
+def test_a_watch_that_fails_is_resumed_and_only_a_version_that_is_gone_needs_a_list(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Refused, ended by an error of the server: from the last version on. Answered with 410: listed anew."""
+    monkeypatch.setattr(kubernetes, "RETRY_S_MAX", 100.0)
+    added = {"type": "ADDED", "object": make_slice("b", endpoint("10.0.0.2"), version=2)}
+    watches = iter([
+        429,
+        [added, {"type": "ERROR", "object": {"kind": "Status", "code": 500, "message": "etcd has no leader"}}],
+        [{"type": "MODIFIED", "object": make_slice("b", endpoint("10.0.0.3"), version=3)}],
+        410,
+        [{"type": "DELETED", "object": make_slice("b", version=9)}],
+    ])  # fmt: skip
+    requests: list[str] = []
+
+    def answer(request: Any) -> Any:
+        if "watch" not in request.params:
+            requests.append("list")
+            slices = [make_slice("a", endpoint("10.0.0.1")), make_slice("b", endpoint("10.0.0.3"), version=3)]
+            is_first = len(requests) == 1
+            return respond({
+                "metadata": {"resourceVersion": "1" if is_first else "8"}, "items": slices[: 1 if is_first else 2],
+            })  # fmt: skip
+        requests.append(request.params["resourceVersion"])
+        events = next(watches, [])
+        return respond(events)
+
+    async def scenario(watched_server: WatchedServer) -> None:
+        both = {"10.0.0.1:8000": True, "10.0.0.2:8000": True}
+        moved = {"10.0.0.1:8000": True, "10.0.0.3:8000": True}
+        while len(requests) < 8:
+            await asyncio.sleep(0.02)
+        await watched_server.wait_for({"10.0.0.1:8000": True})
+        assert requests[:8] == ["list", "1", "1", "2", "3", "list", "8", "9"]
+        assert watched_server.updates == [{"10.0.0.1:8000": True}, both, moved, moved, {"10.0.0.1:8000": True}]
+
+    handler = kmock.RawHandler()
+    handler[f"get {SLICES}"] << answer
+    follow(monkeypatch, tmp_path, "llm/service/vllm", handler, scenario)
+
+
+@needs_mock
+def test_watches_that_fail_again_and_again_are_given_up_for_a_list(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A version that the server refuses for another reason than 410, such as one of a restored etcd."""
+    monkeypatch.setattr(kubernetes, "RETRY_S_MAX", 0.2)
+    requests: list[str] = []
+
+    def answer(request: Any) -> Any:
+        if "watch" not in request.params:
+            requests.append("list")
+            return respond({"metadata": {"resourceVersion": str(len(requests))}, "items": []})
+        requests.append(request.params["resourceVersion"])
+        return respond(400 if len(requests) < 6 else [])
+
+    async def scenario(watched_server: WatchedServer) -> None:
+        while len(requests) < 6:
+            await asyncio.sleep(0.02)
+        assert requests[:6] == ["list", "1", "1", "1", "list", "5"]
 
     handler = kmock.RawHandler()
     handler[f"get {SLICES}"] << answer
