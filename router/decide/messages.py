@@ -143,37 +143,37 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     worker: str
     cost: float
     """ttft_s + decode_s + congestion_s + pressure_s + tie_break_s - shared_s; the lowest wins."""
-    ttft_s: float
+    ttft_s: float = 0.0
     """Predicted time to the first token: slot_wait_s + slowdown * (queue_s + prefill_s) + tier_load_s."""
-    decode_s: float
+    decode_s: float = 0.0
     """Time of the answer after its first token, and the delay of other answers there, times `cost.decode_weight`."""
-    congestion_s: float
+    congestion_s: float = 0.0
     """Time that the prefill adds to the waits of later requests."""
-    pressure_s: float
+    pressure_s: float = 0.0
     """Prefill that will be computed again because the worker lacks room for all prompts that live there."""
-    shared_s: float
+    shared_s: float = 0.0
     """Discount for the part of the prefill that other requests will use."""
-    tie_break_s: float
+    tie_break_s: float = 0.0
     """Recent utilisation, times `cost.utilisation_weight`."""
-    cached_tokens: int
+    cached_tokens: int = 0
     """Length of the usable cached prefix, including blocks that running requests compute."""
-    resident_tokens: int
+    resident_tokens: int = 0
     """Part of the cached prefix that is in the cache now, by events or by the approximate cache."""
-    prefill_s: float
+    prefill_s: float = 0.0
     """Prefill of the uncached tokens on an otherwise idle worker."""
-    queue_s: float
+    queue_s: float = 0.0
     """Prefill that is done before: of requests routed there, or queued in the router."""
-    slowdown: float
+    slowdown: float = 1.0
     """Factor by which running decodes stretch a prefill."""
-    slot_wait_s: float
+    slot_wait_s: float = 0.0
     """Wait for a sequence slot (max_num_seqs) if all are in use, or for room in the KV memory."""
-    tier_load_s: float
+    tier_load_s: float = 0.0
     """Time to fetch the part of the cached prefix that lies on slower tiers."""
-    output_tokens: float
+    output_tokens: float = 0.0
     """Expected length of the answer."""
-    decode_requests: int
+    decode_requests: int = 0
     """Requests there that are past their first token, including those of other routers and external ones."""
-    external_requests: int
+    external_requests: int = 0
     """Requests that no router sent, by the engine's report, if the router relies on it."""
     media_cached_tokens: int = 0
     """Tokens of a prompt with media that are assumed to be cached at the worker of the conversation's last turn. They
@@ -182,7 +182,7 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     """KV that moves to the worker first; absent if the worker computes all missing KV itself."""
 
 
-NOT_PRICED: Final = Terms("", math.inf, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0, 0)
+NOT_PRICED: Final = Terms(worker="", cost=math.inf)
 """Terms of a worker before it has a price."""
 
 

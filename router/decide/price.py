@@ -41,7 +41,8 @@ class RequestFacts(msgspec.Struct, eq=False):
     shared_tokens: int = 0
     """Length of the prefix that running requests have in common with the prompt."""
     copy_reuse_share: float = 0.0
-    """Share of the requests that use one more copy of that prefix, on an idle worker, and come after this request."""
+    """Share of the requests that use one more copy of that prefix, on an idle worker, and come after this request. If
+    three later requests are expected to use the copy, it is 3/4."""
     can_move_prefill: bool = False
     """Whether one worker may compute the prompt for another: then it matters whose answers the prefill interrupts."""
 
@@ -49,7 +50,9 @@ class RequestFacts(msgspec.Struct, eq=False):
 class Candidate(msgspec.Struct, eq=False):
     """One way to serve a request: a target, possibly with a transfer of KV to the target, and what that costs.
 
-    A target without a transfer is one candidate, and with each transfer that is possible another one.
+    A target is a worker, or one data-parallel rank of it. KV is the keys and values of attention, which a prefill
+    computes from the prompt and a cache keeps. Each target is one candidate without a transfer, and one more for each
+    other worker that could send it KV.
     """
 
     target: Target
@@ -89,65 +92,45 @@ class Candidate(msgspec.Struct, eq=False):
 
 
 def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig) -> Terms:
-    """Return the six parts of one worker's price for one request, their sum, and what explains them."""
-    target = candidate.target
-    prompt_tokens, output_tokens = request.prompt_tokens, request.output_tokens
-    load, speed, peer_load = target.load, target.speed, target.peer_load
-    slowdown, running_count = target.slowdown, target.total_request_count
-    congestion = request.congestion / speed.factor  # a slower target gets fewer of the later requests
-    hit_tokens = candidate.cached_tokens
-    if candidate.media_cached_tokens > hit_tokens:
-        hit_tokens = candidate.media_cached_tokens
-    if candidate.arriving_tokens > hit_tokens:
-        hit_tokens = candidate.arriving_tokens
+    """Return the price in seconds of one way to serve a request: six parts, their sum, and the figures behind them.
 
-    # ttft: the wait for a slot and KV memory, the prefill that goes first and its own, and loads from slower tiers.
-    prefill_s = speed.estimate_prefill_s(prompt_tokens, hit_tokens)
-    queue_s, overtaken_count = target.estimate_queue_s(request.now), 0
-    if queue_s and target.prefill_queue.is_shortest_first:  # longer prompts wait for this one, unless it needs theirs
-        order_s = target.prefill_queue.compute_order_s(prefill_s, find_awaited_request(candidate))
-        queue_s, overtaken_count = target.estimate_shortest_first_wait(order_s, queue_s)
-    queue_s += candidate.queued_ahead_s
-    slot_wait_s = target.slot_wait_s
-    if candidate.memory_wait_s > slot_wait_s:
-        slot_wait_s = candidate.memory_wait_s
+    For example, a worker computes 10,000 tokens a second and has 3,000 of a prompt's 4,000 tokens cached. So the
+    prefill (computing the prompt) takes 0.1 s. If prefills of 0.2 s come first, and no answers are being written that
+    slow both down, the time to the first token (ttft_s) is 0.3 s. The other parts are the time of the answer (decode_s)
+    and what the request costs others.
+    """
+    target, slowdown = candidate.target, candidate.target.slowdown
+    present_tokens = candidate.cached_tokens
+    if candidate.media_cached_tokens > present_tokens:
+        present_tokens = candidate.media_cached_tokens
+    if candidate.arriving_tokens > present_tokens:
+        present_tokens = candidate.arriving_tokens
+    prefill_s = target.speed.estimate_prefill_s(request.prompt_tokens, present_tokens)
+
+    # Time to the first token. KV from another worker may arrive later than the prefills that come first have ended.
+    queue_s, overtaken_count = estimate_queue(candidate, prefill_s, request.now)
+    slot_wait_s, memory_wait_s = target.slot_wait_s, candidate.memory_wait_s
+    if memory_wait_s > slot_wait_s:
+        slot_wait_s = memory_wait_s
     ttft_s = slot_wait_s + slowdown * (queue_s + prefill_s) + candidate.tier_load_s
     if candidate.arrival_s > slowdown * queue_s:
         ttft_s += candidate.arrival_s - slowdown * queue_s
 
-    # decode: the answer's own steps, and how much it and the requests there lengthen each other's steps.
-    context_s = speed.decode_context_s * (prompt_tokens + 0.5 * output_tokens)
-    decode_s = output_tokens * (
-        speed.single_step_s + context_s + target.mutual_step_delay_s + running_count * context_s
-    )
-
-    decode_request_count = load.decode_request_count + peer_load.decode_requests
-    utilisation = load.utilisation_scaled * request.utilisation_decay + peer_load.utilisation
-
-    # shared: later requests use one more copy of a common prefix too; those that run here wait while it is computed.
-    shared_s = reused_prefill_s = 0.0
-    if hit_tokens < request.shared_tokens:
-        reuse_share = request.copy_reuse_share * target.compute_free_share()
-        shared_prefill_s = speed.estimate_prefill_s(request.shared_tokens, hit_tokens)
-        reused_prefill_s = reuse_share * shared_prefill_s
-        shared_s = slowdown * (1.0 + congestion) * reused_prefill_s
-        if not request.can_move_prefill:
-            decode_s += (shared_prefill_s - reused_prefill_s) * running_count
-    if request.can_move_prefill:  # answers stand still during a prefill: those there now, and later this one
-        decode_s += (prefill_s - reused_prefill_s) * decode_request_count
-        prefill_share = min(utilisation, PREFILL_SHARE_MAX)
-        decode_s += output_tokens * target.step_s * prefill_share / (1.0 - prefill_share)
-
-    decode_s *= config.decode_weight
+    # The answer after its first token, and what the request costs others. A slower target gets fewer later requests.
+    utilisation = target.load.utilisation_scaled * request.utilisation_decay + target.peer_load.utilisation
+    shared = NO_SHARED_PREFILL
+    if present_tokens < request.shared_tokens:
+        shared = estimate_shared_prefill(target, request, present_tokens)
+    decode_s = config.decode_weight * estimate_decode_s(target, request, prefill_s, shared, utilisation)
+    congestion = request.congestion / target.speed.factor
     congestion_s = (congestion + overtaken_count) * slowdown * prefill_s
-    computed_s = prefill_s
-    source_terms = candidate.source_terms
-    if source_terms is not None:
-        computed_s += source_terms.slowdown * source_terms.prefill_s
-        decode_s += source_terms.decode_s
-        congestion_s += source_terms.congestion_s
+    shared_s = slowdown * (1.0 + congestion) * shared.reused_s
     tie_break_s = config.utilisation_weight * utilisation
-    external_load = target.external_load
+
+    if candidate.source_terms is not None:  # another worker computes the prompt first, which costs the requests there
+        prefill_s += candidate.source_terms.slowdown * candidate.source_terms.prefill_s
+        decode_s += candidate.source_terms.decode_s
+        congestion_s += candidate.source_terms.congestion_s
     return Terms(
         worker=target.name,
         cost=ttft_s + decode_s + congestion_s + candidate.pressure_s + tie_break_s - shared_s,
@@ -160,16 +143,30 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
         cached_tokens=candidate.cached_tokens,
         resident_tokens=candidate.resident_tokens,
         media_cached_tokens=candidate.media_cached_tokens,
-        prefill_s=computed_s,
+        prefill_s=prefill_s,
         queue_s=queue_s,
         slowdown=slowdown,
         slot_wait_s=slot_wait_s,
         tier_load_s=candidate.tier_load_s,
-        output_tokens=output_tokens,
-        decode_requests=decode_request_count,
-        external_requests=external_load.running + external_load.waiting,
+        output_tokens=request.output_tokens,
+        decode_requests=target.load.decode_request_count + target.peer_load.decode_requests,
+        external_requests=target.external_load.running + target.external_load.waiting,
         transfer=candidate.transfer or msgspec.UNSET,
     )
+
+
+def estimate_queue(candidate: Candidate, prefill_s: float, now: float) -> tuple[float, int]:
+    """Return the seconds of prefill that come before a request, and the number of waiting requests that it overtakes.
+
+    Most engines compute prompts in the order of arrival, so that the request overtakes none. Some compute the shortest
+    prompt first. There, longer prompts wait for this request, unless it needs the prefix that one of them computes.
+    """
+    target = candidate.target
+    queue_s, overtaken_count = target.estimate_queue_s(now), 0
+    if queue_s and target.prefill_queue.is_shortest_first:
+        order_s = target.prefill_queue.compute_order_s(prefill_s, find_awaited_request(candidate))
+        queue_s, overtaken_count = target.estimate_shortest_first_wait(order_s, queue_s)
+    return queue_s + candidate.queued_ahead_s, overtaken_count
 
 
 def find_awaited_request(candidate: Candidate) -> InFlightRequest | None:
@@ -180,6 +177,47 @@ def find_awaited_request(candidate: Candidate) -> InFlightRequest | None:
     if candidate.source is not None or candidate.cached_tokens <= candidate.resident_tokens:
         return None
     return candidate.target.prefill_queue.find_request_with_prefix(candidate.cached_tokens)
+
+
+class SharedPrefill(NamedTuple):
+    """Prefill of the part of a prompt that running requests begin with too, and that a target has not cached."""
+
+    total_s: float
+    reused_s: float
+    """Part of `total_s` that counts as work for later requests, which will find the prefix cached."""
+
+
+NO_SHARED_PREFILL: Final = SharedPrefill(total_s=0.0, reused_s=0.0)
+
+
+def estimate_shared_prefill(target: Target, request: RequestFacts, present_tokens: int) -> SharedPrefill:
+    """Return the prefill that a target does for one more copy of a prefix that running requests have in common.
+
+    For example, three later requests will use the copy beside this one. If computing it takes 0.4 s, then 0.3 s count
+    as theirs, or less on a target with little room for them. `present_tokens`: prompt tokens with KV at the target.
+    """
+    total_s = target.speed.estimate_prefill_s(request.shared_tokens, present_tokens)
+    return SharedPrefill(total_s, request.copy_reuse_share * target.compute_free_share() * total_s)
+
+
+def estimate_decode_s(
+    target: Target, request: RequestFacts, prefill_s: float, shared: SharedPrefill, utilisation: float
+) -> float:
+    """Return the time of an answer after its first token, and the delay of the other answers at the target.
+
+    An engine writes one token of each of its answers in a step. Each answer makes the steps of the others longer, by
+    its text so far: on average the prompt and half of the answer. And all of them stand still during a prefill.
+    """
+    speed, output_tokens, request_count = target.speed, request.output_tokens, target.total_request_count
+    context_s = speed.decode_context_s * (request.prompt_tokens + 0.5 * output_tokens)
+    steps_s = output_tokens * (speed.single_step_s + context_s + target.mutual_step_delay_s + request_count * context_s)
+    # If all workers compute their own prompts, only one more copy of a shared prefix is an avoidable interruption.
+    if not request.can_move_prefill:
+        return steps_s + (shared.total_s - shared.reused_s) * request_count
+    decode_request_count = target.load.decode_request_count + target.peer_load.decode_requests
+    prefill_share = min(utilisation, PREFILL_SHARE_MAX)  # of the time in which this answer is written
+    own_pause_s = output_tokens * target.step_s * prefill_share / (1.0 - prefill_share)
+    return steps_s + (prefill_s - shared.reused_s) * decode_request_count + own_pause_s
 
 
 class PoolLoad(NamedTuple):

@@ -99,9 +99,7 @@ def draw_next_talk(rng: random.Random, talk: Talk) -> Talk:
 
 
 def make_terms(worker: str, cached_tokens: int, resident_tokens: int, ttft_s: float) -> Terms:
-    return Terms(
-        worker, 0.0, ttft_s, 0.0, 0.0, 0.0, 0.0, 0.0, cached_tokens, resident_tokens, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0, 0
-    )
+    return Terms(worker, cost=0.0, ttft_s=ttft_s, cached_tokens=cached_tokens, resident_tokens=resident_tokens)
 
 
 def draw_decision(rng: random.Random, tokens: int) -> Decision:
