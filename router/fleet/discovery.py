@@ -37,6 +37,7 @@ from router.decide.workers import (
 )
 from router.fleet.worker_flag import WorkerFlag
 from router.fleet.worker_responses import (
+    UNKNOWN_SIZES,
     EngineSizes,
     ModelList,
     are_ranks_asleep,
@@ -73,6 +74,21 @@ class WorkerFacts:
     roots: Mapping[str, str] = field(default_factory=dict)
     """Folder, or name on a hub, from which the worker loaded each model, by model name."""
     is_asleep: bool = False
+    sizes: EngineSizes = UNKNOWN_SIZES
+    """Sizes that the engine told in this probe, or else in an earlier one."""
+
+    @property
+    def names_process(self) -> bool:
+        """Whether the event sources change with each start of the worker, as those with an `epoch` do."""
+        return bool(self.sources) and all(source.epoch for source in self.sources)
+
+    def is_same_engine(self, served: ModelList, sources: tuple[EventSource, ...]) -> bool:
+        """Return whether a later answer is that of the same engine: LoRA adapters may have come and gone."""
+        models, served_models = (
+            {(model, roots.get(model.name)) for model in models if model.lora is None}
+            for models, roots in ((self.spec.models, self.roots), (served.models, served.roots))
+        )
+        return (self.spec.engine, models, self.sources) == (served.engine, served_models, sources)
 
     def without_events(self) -> WorkerFacts:
         """Return the facts of a worker with a cache that is estimated, because its events are not followed."""
@@ -202,17 +218,18 @@ class Prober:
             return f"/health: {error}"
         return None if status == 200 else f"/health answers {status}"
 
-    async def probe(self, flag: WorkerFlag, known_sources: tuple[EventSource, ...] = ()) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
         """Find out a worker's models, event sources and cache size. Raises FetchError, DecodeError.
 
-        `known_sources`: event sources by an earlier probe, which stand if the worker is too busy to say.
+        `known`: facts of an earlier probe. Its event sources stand if the worker is too busy to say, and so do the
+        sizes of the same engine.
         """
         served = await self.fetch_models(flag)
-        sources = await self.discover_sources(flag, known_sources)
+        sources = await self.discover_sources(flag, () if known is None else known.sources)
         metrics = await self._fetch_metrics(flag)
-        # vLLM keeps a block of each rank for itself.
-        sizes = read_engine_sizes(metrics, reserved_blocks=int(served.engine == VLLM))
-        server_info = EngineSizes() if sizes.cache_tokens else await self._fetch_server_info(flag)
+        sizes = await self._find_sizes(flag, served.engine, metrics)
+        if sizes == UNKNOWN_SIZES and known is not None and known.is_same_engine(served, sources):
+            sizes = known.sizes
         rank_count = max(1, len(sources))
         block_size = flag.block_size
         if sources and block_size is None:
@@ -232,15 +249,16 @@ class Prober:
             ranks=rank_count,
             engine=served.engine,
             cache_view=CacheView.EVENTS if sources else CacheView.APPROXIMATE,
-            cache_tokens=flag.cache_tokens or sizes.cache_tokens or server_info.cache_tokens,
+            cache_tokens=flag.cache_tokens or sizes.cache_tokens,
             host_tokens=sizes.host_tokens if is_own_engine else None,
             max_num_seqs=flag.max_num_seqs or sizes.max_num_seqs,
-            step_tokens=sizes.step_tokens or server_info.step_tokens,
+            step_tokens=sizes.step_tokens,
             block_size=block_size,
             is_shortest_first=is_shortest_first,
             transfer=await self.name_engines(flag, transfer, rank_count),
         )
-        return WorkerFacts(spec, sources, served.roots, are_ranks_asleep(read_loads(metrics, rank_count)) is True)
+        is_asleep = are_ranks_asleep(read_loads(metrics, rank_count)) is True
+        return WorkerFacts(spec, sources, served.roots, is_asleep, sizes)
 
     async def fetch_models(self, flag: WorkerFlag) -> ModelList:
         """Return the models that a worker serves, at least one. Raises FetchError, DecodeError."""
@@ -322,9 +340,18 @@ class Prober:
             await asyncio.sleep(0)
         return b"\n".join(metric_chunks).decode("utf-8", "replace")
 
-    async def _fetch_server_info(self, flag: WorkerFlag) -> EngineSizes:
+    async def _find_sizes(self, flag: WorkerFlag, engine: str, metrics: str) -> EngineSizes:
+        """Return the sizes that a worker's metrics tell, or else, of SGLang, its `/server_info`. Raises FetchError."""
+        sizes = read_engine_sizes(metrics, reserved_blocks=int(engine == VLLM))  # vLLM keeps a block of each rank
+        if sizes.cache_tokens:
+            return sizes
         status, body = await self._get(flag, "/server_info")
-        return read_server_info(body) if status == 200 else EngineSizes()
+        if status != 200:
+            return sizes
+        server_info = read_server_info(body)
+        return sizes._replace(
+            cache_tokens=server_info.cache_tokens, step_tokens=sizes.step_tokens or server_info.step_tokens
+        )
 
     async def _get(self, flag: WorkerFlag, path: str, bytes_max: int = BODY_BYTES_MAX) -> tuple[int, bytes]:
         """Return the status and the body of an answer; a worker without a URL answers 404. Raises FetchError."""

@@ -12,7 +12,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.peer_snapshots import PeerClient
 from router.fleet.worker_flag import WorkerFlag, parse_worker_flag, parse_worker_settings
 from router.fleet.worker_lists import read_workers_file, watch_file, watch_host_name
-from router.fleet.worker_responses import are_ranks_asleep
+from router.fleet.worker_responses import UNKNOWN_SIZES, are_ranks_asleep
 from router.http_client import FetchError
 from router.prompting.model_tokenizers import ModelTokenizers
 
@@ -429,8 +429,11 @@ class Fleet:
     async def _join(self, member: _Member) -> bool:
         """Probe a worker and register it; return False if it does not answer yet, or was removed meanwhile."""
         worker_id = member.flag.worker_id
+        known, worker = member.facts, self._core.workers.get(worker_id)
+        if known is not None and worker is not None and worker.is_down and not known.names_process:
+            known = replace(known, sizes=UNKNOWN_SIZES)  # the worker may have been restarted with other sizes
         try:
-            facts = await self._prober.probe(member.flag, member.facts.sources if member.facts is not None else ())
+            facts = await self._prober.probe(member.flag, known)
         except (FetchError, DecodeError) as error:
             self._record_failed_probe(member, str(error)[:REASON_CHARS_MAX])
             return False

@@ -176,6 +176,9 @@ class EngineSizes(NamedTuple):
     """Whether an engine of this project computes the shortest prompt first (`--prefill-order`)."""
 
 
+UNKNOWN_SIZES = EngineSizes()
+
+
 def read_server_info(body: bytes) -> EngineSizes:
     """Read the answer of SGLang to `GET /server_info`. Raises DecodeError."""
     info = _decode_object(body, "/server_info")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 from typing import Any
@@ -11,7 +12,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from events.sources import EventSource
 from events.types import DecodeError
 from options import ConfigError
 from prompts.tokenizer import find_checkpoint_folder
@@ -22,6 +22,7 @@ from router.fleet.worker_flag import parse_worker_flag
 from router.fleet.worker_responses import (
     MODELS_MAX,
     OBJECTS_MAX,
+    EngineSizes,
     read_engine_sizes,
     read_models,
     read_server_info,
@@ -188,7 +189,7 @@ async def serve(routes: dict[str, tuple[int, str]]) -> tuple[web.AppRunner, str]
 def probe(
     routes: dict[str, tuple[int, str]],
     flag: str = "url={url}",
-    known_sources: tuple[EventSource, ...] = (),
+    known: WorkerFacts | None = None,
     **options: Any,
 ) -> WorkerFacts:
     async def run() -> WorkerFacts:
@@ -196,7 +197,7 @@ def probe(
         try:
             async with aiohttp.ClientSession() as session:
                 worker = parse_worker_flag(flag.format(url=url))
-                return await Prober(session, timeout_s=2, **options).probe(worker, known_sources)
+                return await Prober(session, timeout_s=2, **options).probe(worker, known)
         finally:
             await runner.cleanup()
 
@@ -462,10 +463,39 @@ def test_a_bad_minute_of_the_sources_changes_nothing() -> None:
     previous = probe({"/v1/models": MODELS, "/kv_event_sources": (200, source())})
     assert previous.sources
     for status, are_sources_kept in ((503, True), (500, True), (429, True), (404, False)):
-        facts = probe({"/v1/models": MODELS, "/kv_event_sources": (status, "no")}, known_sources=previous.sources)
+        facts = probe({"/v1/models": MODELS, "/kv_event_sources": (status, "no")}, known=previous)
         assert (facts.sources == previous.sources) is are_sources_kept, status
     with pytest.raises(DecodeError, match=r"deep|lists"):
         read_sources(b"[" * 100_000, "http://h:1")
+
+
+SIZES = (
+    'vllm:cache_config_info{block_size="16",num_gpu_blocks="101",num_cpu_blocks="10",max_num_seqs="8",'
+    'max_num_batched_tokens="512",prefill_order="shortest"} 1.0'
+)
+
+
+@pytest.mark.parametrize("engine", ["blockcast", "vllm"])
+def test_the_sizes_of_an_engine_stay_while_it_is_too_busy_for_metrics(engine: str) -> None:
+    """Whatever adapters came meanwhile; not those of another start, checkpoint or engine."""
+
+    def routes(*adapters: str, root: str = "/m", owner: str = engine, epoch: str = "e") -> dict[str, tuple[int, str]]:
+        cards = [{"id": "m", "root": root, "owned_by": owner}, *({"id": name, "parent": "m"} for name in adapters)]
+        return {"/v1/models": (200, json.dumps({"data": cards})), "/kv_event_sources": (200, source(epoch=epoch))}
+
+    known = probe({**routes(), "/metrics": (200, SIZES)})
+    spec = known.spec
+    assert (spec.step_tokens, spec.max_num_seqs, spec.block_size) == (512, 8, 16)
+    for busy_answer in ((404, ""), (503, "busy"), (200, "")):
+        later = probe({**routes("lora"), "/metrics": busy_answer}, known=known)
+        assert len(later.spec.models) == 2
+        assert dataclasses.replace(later.spec, models=spec.models, url=spec.url, worker_id=spec.worker_id) == spec
+        assert probe(routes("lora"), known=later).sizes == known.sizes, "also at the probe after the next"
+    for others in (routes(epoch="f"), routes(root="/n"), routes(owner="sglang")):
+        assert probe(others, known=known).sizes == EngineSizes()
+    new_sizes = SIZES.replace("512", "256").replace(',prefill_order="shortest"', "")
+    retold = probe({**routes(), "/metrics": (200, new_sizes)}, known=known).spec
+    assert (retold.step_tokens, retold.is_shortest_first) == (256, False), "what is told now counts"
 
 
 def test_a_redirect_is_not_followed() -> None:

@@ -33,7 +33,7 @@ from router.fleet.members import (
     compute_max_blocks,
 )
 from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
-from router.fleet.worker_responses import ModelList
+from router.fleet.worker_responses import EngineSizes, ModelList
 from router.http_client import FetchError
 from router.index import make_index
 
@@ -108,7 +108,7 @@ class DeadWorkerProber:
     def __init__(self, *reasons: str) -> None:
         self._reasons = list(reasons)
 
-    async def probe(self, flag: WorkerFlag, known_sources: Any) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, known: Any) -> WorkerFacts:
         raise FetchError(self._reasons.pop(0))
 
 
@@ -138,7 +138,7 @@ class RecordingProber:
     def __init__(self) -> None:
         self.workers = asyncio.Queue[str]()
 
-    async def probe(self, flag: WorkerFlag, known_sources: Any) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, known: Any) -> WorkerFacts:
         self.workers.put_nowait(flag.worker_id)
         raise FetchError("refused")
 
@@ -177,7 +177,7 @@ def test_one_that_is_named_again_is_asked_at_once() -> None:
 class FailingProber:
     """A prober whose answers the router cannot bear."""
 
-    async def probe(self, flag: WorkerFlag, known_sources: Any) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, known: Any) -> WorkerFacts:
         raise OverflowError("a number of the worker's")
 
 
@@ -220,7 +220,7 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often_while_i
         def __init__(self) -> None:
             self.health_checks, self.load_polls, self.answers = 0, 0, asyncio.Queue[list[EngineLoad | None]]()
 
-        async def probe(self, flag: WorkerFlag, known_sources: Any) -> WorkerFacts:
+        async def probe(self, flag: WorkerFlag, known: Any) -> WorkerFacts:
             return WorkerFacts(
                 WorkerSpec(flag.worker_id, flag.url, (ServedModel("m", "m"),), cache_view=CacheView.APPROXIMATE)
             )
@@ -358,7 +358,7 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
     class ManyStreamsProber:
         streams = 3
 
-        async def probe(self, flag: WorkerFlag, known_sources: Any) -> WorkerFacts:
+        async def probe(self, flag: WorkerFlag, known: Any) -> WorkerFacts:
             sources = tuple(EventSource(endpoint=f"tcp://a:{rank + 1}") for rank in range(self.streams))
             spec = WorkerSpec(flag.worker_id, flag.url, (ServedModel("m", "m"),), ranks=self.streams, cache_tokens=160)
             return WorkerFacts(spec, sources)
@@ -384,6 +384,39 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
         assert follow_calls[-1][1] == BLOCKS_MIN + BLOCKS_FACTOR * 5
         assert (core.workers[name].spec.cache_view, core.workers[name].spec.ranks) == (CacheView.EVENTS, 2)
         assert sum("room for 2" in record.message for record in caplog.records) == 1
+        await fleet.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("epoch", "is_known_after_a_fault"), [("e", True), (None, False)])
+def test_sizes_count_until_a_worker_may_have_been_restarted(epoch: str | None, is_known_after_a_fault: bool) -> None:
+    """A worker that was down may be another process, unless its event sources name the process."""
+
+    class SizesProber:
+        def __init__(self) -> None:
+            self.known_sizes: list[EngineSizes | None] = []
+
+        async def probe(self, flag: WorkerFlag, known: WorkerFacts | None) -> WorkerFacts:
+            self.known_sizes.append(known and known.sizes)
+            spec = WorkerSpec(flag.worker_id, flag.url, (ServedModel("m", "m"),))
+            return WorkerFacts(spec, (EventSource(endpoint="tcp://a:1", epoch=epoch),), sizes=EngineSizes(16))
+
+    async def run() -> None:
+        prober = SizesProber()
+        core = RouterCore(make_index(seed=1), CoreConfig())
+        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None)
+        feed = feed_of(count_free_streams=lambda _: 9, follow=lambda *_, **__: None)
+        now = asyncio.get_running_loop().time
+        fleet: Any = Fleet(core, prober, feed, prompts, lambda _: None, FleetConfig(), now=now)  # type: ignore[arg-type]
+        member = fleet._members[name := await fleet.add({"url": "http://a:1"})]
+        member.cancel()
+        for _ in range(2):
+            assert await fleet._join(member)
+        core.mark_worker_down(name, now(), "a fault")
+        assert await fleet._join(member)
+        told = EngineSizes(16)
+        assert prober.known_sizes == [None, told, told if is_known_after_a_fault else EngineSizes()]
         await fleet.close()
 
     asyncio.run(run())
