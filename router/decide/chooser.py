@@ -29,9 +29,9 @@ from router.decide.policy import (
 )
 from router.decide.price import (
     Candidate,
-    PoolLoad,
     RequestFacts,
     compute_congestion,
+    find_shortest_wait_s,
     price_worker,
     sum_loads,
 )
@@ -126,7 +126,7 @@ class Chooser:
     def choose(
         self,
         request: RouteRequest,
-        candidates: list[Target],
+        targets: list[Target],
         now: float,
         *,
         queued_ahead_s: Mapping[str, float] | None = None,
@@ -134,41 +134,44 @@ class Chooser:
         explain: bool = False,
         excluded_sources: frozenset[str] = frozenset(),
     ) -> RoutingChoice:
-        """Price the candidates and pick one by the configured policy. KV comes from none of the `excluded_sources`.
+        """Price the ways to serve a request and pick one by the configured policy.
 
-        Of a large pool only the targets that may win are priced, unless `explain` asks for all. `queued_s` is the
-        prefill in the router's queue, and `queued_ahead_s` its part that will be sent before this request, by target.
+        One of `targets` will serve it; `explain` prices all of them even in a large pool. KV may move there from other
+        targets too, but from none of the `excluded_sources`. `queued_s`: prefill that waits in the router's queue;
+        `queued_ahead_s`: the part of it that will be sent before this request, by target.
         """
         utilisation_decay = self._tracker.compute_utilisation_decay(now)
-        load_order = None
+        prompt = self._prepare_prompt(request)
+        load_order: LoadOrder | None = None
         if self._chooses_by_price and request.media_conversation is None and not (queued_ahead_s or queued_s):
-            load_order = self._registry.get_load_order(request, candidates, utilisation_decay, now)
-        prompt_query = None
-        if request.token_ids is not None:
-            prompt_query = self._cache_state.prepare_query(
-                request.token_ids, request.scope, request.prompt_tokens, request.similar_prompt
-            )
-        shortlist: list[Target] = candidates
-        matches: dict[HolderId, Match] | None = None
-        if load_order is not None:
-            shortlist, matches = self._make_shortlist(candidates, prompt_query, load_order)
-        sources, best_sources = self._find_sources(request, excluded_sources), []
-        can_move_prefill = any(map(can_prefill, sources))
-        if sources and prompt_query is not None:
-            if matches is None or can_move_prefill or not _has_best_sources(load_order, sources):
-                matches = self._cache_state.match(prompt_query)
-            best_sources = find_best_sources(sources, matches)
-        pool_load = load_order.pool_load if load_order is not None else sum_loads(candidates)
-        request_facts = self._gather_request_facts(
-            request, prompt_query, shortlist, pool_load, now, utilisation_decay, queued_s
+            load_order = self._registry.get_load_order(request, targets, utilisation_decay, now)
+        shortlist, matches = self._make_shortlist(targets, prompt, load_order)
+        pool_load = sum_loads(targets) if load_order is None else load_order.pool_load
+        sources = self._find_sources(request, excluded_sources)
+        if sources and prompt is not None and (matches is None or not _has_best_sources(load_order, sources)):
+            matches = self._cache_state.match(prompt)
+        best_sources = find_best_sources(sources, matches) if sources and matches is not None else []
+
+        facts = RequestFacts(
+            now=now,
+            prompt_tokens=request.prompt_tokens,
+            output_tokens=self._output_lengths.expect(request),
+            utilisation_decay=utilisation_decay,
+            congestion=compute_congestion(
+                pool_load, find_shortest_wait_s(shortlist, now), queued_s, utilisation_decay, self._cost_config
+            ),
+            can_move_prefill=any(map(can_prefill, sources)),
         )
-        request_facts.can_move_prefill = can_move_prefill
-        if best_sources and matches:
+        if prompt is not None:
+            self._add_shared_prefix(facts, prompt, shortlist)
+        if best_sources and matches is not None:
+            # A later request that can pull the prefix from another worker saves less by one more copy.
             best_tokens = matches[best_sources[0].holder].tokens
-            request_facts.copy_reuse_share *= compute_pull_share(
-                request_facts.shared_tokens, best_tokens, best_sources[0], self._links, now
+            facts.copy_reuse_share *= compute_pull_share(
+                facts.shared_tokens, best_tokens, best_sources[0], self._links, now
             )
-        choice = self._price_candidates(request, request_facts, prompt_query, shortlist, matches, queued_ahead_s)
+
+        choice = self._price_targets(request, facts, prompt, shortlist, matches, queued_ahead_s)
         plans: list[Candidate] = []
         if sources:
             plans = self._plan_transfers(choice, sources, best_sources, matches or {})
@@ -176,13 +179,35 @@ class Chooser:
         choice.winner = self._pick_winner(request, choice)
         if load_order is not None:
             computed_tokens = request.prompt_tokens - choice.winner.terms.cached_tokens
-            load_order.record_request(request.prompt_tokens, computed_tokens, request_facts.output_tokens)
-        if explain and shortlist is not candidates:
-            full_choice = self._price_candidates(request, request_facts, prompt_query, candidates, None, queued_ahead_s)
-            self._add_plans(full_choice, plans)
-            full_choice.winner = full_choice.find_candidate(choice.winner.target, choice.winner.transfer)
-            return full_choice
+            load_order.record_request(request.prompt_tokens, computed_tokens, facts.output_tokens)
+        if explain and shortlist is not targets:
+            explained_choice = self._price_targets(request, facts, prompt, targets, None, queued_ahead_s)
+            self._add_plans(explained_choice, plans)
+            explained_choice.winner = explained_choice.find_candidate(choice.winner.target, choice.winner.transfer)
+            return explained_choice
         return choice
+
+    def _prepare_prompt(self, request: RouteRequest) -> PromptQuery | None:
+        """Return the prompt as the index looks it up; None if it was not tokenised."""
+        if request.token_ids is None:
+            return None
+        return self._cache_state.prepare_query(
+            request.token_ids, request.scope, request.prompt_tokens, request.similar_prompt
+        )
+
+    def _make_shortlist(
+        self, targets: list[Target], prompt: PromptQuery | None, load_order: LoadOrder | None
+    ) -> tuple[list[Target], dict[HolderId, Match] | None]:
+        """Return the targets that may win, and their cached prefixes of the prompt if those were looked up.
+
+        In a pool of less than 33 targets all may win, and `load_order` is None. In a larger one, a target is left out
+        if 8 others have less load and at least as long a prefix.
+        """
+        if load_order is None:
+            return targets, None
+        if prompt is None:
+            return [load_order.targets[holder] for holder in load_order.holders[:RIVALS_MIN]], None
+        return self._cache_state.make_shortlist(prompt, load_order) or (targets, None)
 
     def _find_sources(self, request: RouteRequest, excluded_sources: frozenset[str]) -> list[Target]:
         """Return the targets that KV of a request may be moved from.
@@ -273,75 +298,40 @@ class Chooser:
             if may_transfer(source.transfer_facts, target.transfer_facts, TransferKind.PREFILL)
         ]
 
-    def _make_shortlist(
-        self, candidates: list[Target], prompt_query: PromptQuery | None, load_order: LoadOrder
-    ) -> tuple[list[Target], dict[HolderId, Match] | None]:
-        """Return the candidates that may win, and what they have cached of the prompt if that was looked up."""
-        if prompt_query is None:
-            return [load_order.targets[holder] for holder in load_order.holders[:RIVALS_MIN]], None
-        return self._cache_state.make_shortlist(prompt_query, load_order) or (candidates, None)
-
-    def _gather_request_facts(
-        self,
-        request: RouteRequest,
-        prompt_query: PromptQuery | None,
-        targets: list[Target],
-        pool_load: PoolLoad,
-        now: float,
-        utilisation_decay: float,
-        queued_s: float,
-    ) -> RequestFacts:
-        """Return what the prices of a request at all targets have in common."""
-        shortest_wait_s, total_step_s = math.inf, 0.0
+    def _add_shared_prefix(self, facts: RequestFacts, prompt: PromptQuery, targets: list[Target]) -> None:
+        """Set how long a prefix running requests share with the prompt, and how many later ones will use a copy."""
+        total_step_s = 0.0
         for target in targets:
             total_step_s += target.step_s
-            wait_s = target.slowdown * target.estimate_queue_s(now)
-            if wait_s < shortest_wait_s:
-                shortest_wait_s = wait_s
-        request_facts = RequestFacts(
-            now,
-            request.prompt_tokens,
-            self._output_lengths.expect(request),
-            utilisation_decay,
-            compute_congestion(pool_load, shortest_wait_s, queued_s, utilisation_decay, self._cost_config),
-        )
-        if prompt_query is not None:
-            step_s = total_step_s / len(targets)
-            request_facts.shared_tokens, request_facts.copy_reuse_share = self._cache_state.estimate_shared_prefix(
-                prompt_query, request_facts.output_tokens * step_s
-            )
-        return request_facts
+        answer_s = facts.output_tokens * (total_step_s / len(targets))
+        facts.shared_tokens, facts.copy_reuse_share = self._cache_state.estimate_shared_prefix(prompt, answer_s)
 
-    def _price_candidates(
+    def _price_targets(
         self,
         request: RouteRequest,
-        request_facts: RequestFacts,
-        prompt_query: PromptQuery | None,
+        facts: RequestFacts,
+        prompt: PromptQuery | None,
         targets: list[Target],
         matches: dict[HolderId, Match] | None,
         queued_ahead_s: Mapping[str, float] | None,
     ) -> RoutingChoice:
-        """Return the prices of all targets; the winner is still to be picked."""
-        if prompt_query is None:
+        """Return the prices of serving a request at each target without a transfer. The caller picks the winner."""
+        if prompt is None:
             candidates = [Candidate(target) for target in targets]
         else:
-            candidates = self._cache_state.find_cache_hits(prompt_query, targets, matches, request_facts.now)
-            if self._cache_state.working_sets.may_overflow(prompt_query.prompt_tokens, request_facts.now):
-                self._add_pressures(prompt_query, candidates)
-            self._add_memory_waits(prompt_query, request_facts.output_tokens, candidates)
-            if (
-                self._chooses_by_price
-                and _has_unknown_speed(targets)
-                and not all(target.prefill_queue.requests for target in targets)
-            ):
-                # Nobody can say how long a prefix takes that is still being computed, so no request waits for one
-                # while a worker has nothing to compute.
+            candidates = self._cache_state.find_cache_hits(prompt, targets, matches, facts.now)
+            if self._cache_state.working_sets.may_overflow(prompt.prompt_tokens, facts.now):
+                self._add_pressures(prompt, candidates)
+            self._add_memory_waits(prompt, facts.output_tokens, candidates)
+            # Nobody can say how long a prefix takes that is still being computed, so no request waits for one while a
+            # worker has nothing to compute.
+            if self._chooses_by_price and _has_unknown_speed(targets) and _has_idle_target(targets):
                 for candidate in candidates:
                     candidate.cached_tokens = candidate.resident_tokens
         if request.media_conversation is not None:
-            self._add_media_hits(request, candidates, request_facts.now)
-        self._price(candidates, request_facts, queued_ahead_s)
-        return RoutingChoice(candidates, candidates[0], request_facts, prompt_query)
+            self._add_media_hits(request, candidates, facts.now)
+        self._price(candidates, facts, queued_ahead_s)
+        return RoutingChoice(candidates, winner=candidates[0], request_facts=facts, prompt_query=prompt)
 
     def _price(
         self,
@@ -472,13 +462,19 @@ def _has_unknown_speed(targets: Sequence[Target]) -> bool:
     return targets[0].speed.pool.is_silent and all(target.load.last_request_end_s == -math.inf for target in targets)
 
 
-def _has_best_sources(load_order: LoadOrder | None, sources: Sequence[Target]) -> bool:
-    """Return whether the matches of a pool's shortlist show the best sources for pulls.
+def _has_idle_target(targets: Sequence[Target]) -> bool:
+    return not all(target.prefill_queue.requests for target in targets)
 
-    They show the longest cached prefixes of the pool, but not what sources with little load have cached, at which
-    prefills are planned too.
+
+def _has_best_sources(load_order: LoadOrder | None, sources: Sequence[Target]) -> bool:
+    """Return whether the cached prefixes that were looked up for a pool's shortlist are all that transfers need.
+
+    They are the longest of the pool. So they are all that matters if sources only send what they have cached, and are
+    in the same pool. A source that computes the prompt is chosen by its load, and may have a shorter prefix.
     """
-    return load_order is not None and all(source.holder in load_order.targets for source in sources)
+    return load_order is not None and all(
+        source.holder in load_order.targets and not can_prefill(source) for source in sources
+    )
 
 
 class Placement(NamedTuple):

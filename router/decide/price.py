@@ -8,6 +8,7 @@ the workers of a large pool (router/decide/shortlist.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -249,6 +250,16 @@ def sum_loads(targets: Sequence[Target]) -> PoolLoad:
         arrival_rate += target.load.arrivals_scaled
         peer_utilisation += target.peer_load.utilisation
     return PoolLoad(prefill_rate, arrival_rate, peer_utilisation, len(targets))
+
+
+def find_shortest_wait_s(targets: Sequence[Target], now: float) -> float:
+    """Return the time until one of the targets has computed the prompts that were sent to it."""
+    shortest_wait_s = math.inf
+    for target in targets:
+        wait_s = target.slowdown * target.estimate_queue_s(now)
+        if wait_s < shortest_wait_s:
+            shortest_wait_s = wait_s
+    return shortest_wait_s
 
 
 def compute_congestion(
