@@ -300,11 +300,22 @@ class EngineCore:
         return outputs
 
     def _copy_blocks_of_peers(self) -> list[SequenceOutput]:
-        """Finish the steps in flight, then copy blocks that came from peers, or that peers want. Returns outputs."""
+        """Finish the steps in flight, then copy blocks that came from peers, or that peers want. Returns outputs.
+
+        If that fails, the cache is emptied, and what runs is computed again. No request ends.
+        """
         outputs: list[SequenceOutput] = []
         while self._steps_in_flight:
             outputs += self._finish_step()
-        self.transfers.copy_blocks()
+        try:
+            self.transfers.copy_blocks()
+        except RunnerLostError:
+            raise
+        except Exception:
+            log.exception("copying blocks of a peer failed; the prefix cache is emptied")
+            self._failed_steps += 1
+            self.transfers.abandon_pulls()
+            self.scheduler.restart_running()
         return outputs
 
     def _add_prepared(self) -> list[SequenceOutput]:

@@ -19,6 +19,7 @@ number of times.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 from itertools import islice
 
 from engine.active_requests import ActiveRequests, SchedulerTotals
@@ -310,22 +311,29 @@ class Scheduler:
     def fail(self, plan: StepPlan, message: str) -> list[SequenceOutput]:
         """End the requests of the oldest step, which was not computed, with an error. None of its blocks is announced.
 
-        A later step in flight was not computed either, but is not to blame: all other running requests wait again. The
-        cache is emptied, because the steps may have left copies of blocks unmade.
+        A later step in flight was not computed either, but is not to blame: all other running requests wait again.
         """
         failed_step = self._steps_in_flight[0]
         assert plan is failed_step.plan
         self._steps_in_flight.clear()
-        self.cache.reset_after_failure()
-        failed_entries = set(failed_step.entries)
-        for entry in self._requests.running[::-1]:
-            if entry in failed_entries or entry.has_ended:
-                self._requests.remove(entry)
-            else:
-                self._requests.preempt(entry)
+        self.restart_running(failed_step.entries)
         return [
             self._requests.make_error_output(entry, message) for entry in failed_step.entries if not entry.has_ended
         ]
+
+    def restart_running(self, failed_entries: Collection[RequestEntry] = ()) -> None:
+        """Empty the cache after a failure that may have left copies of blocks unmade. All running requests wait again.
+
+        `failed_entries`: running requests that end instead. No step may be in flight.
+        """
+        assert not self._steps_in_flight
+        self.cache.reset_after_failure()
+        entries_to_remove = set(failed_entries)
+        for entry in self._requests.running[::-1]:
+            if entry in entries_to_remove or entry.has_ended:
+                self._requests.remove(entry)
+            else:
+                self._requests.preempt(entry)
 
     def check_invariants(self) -> None:
         self.cache.check_invariants()

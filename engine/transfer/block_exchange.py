@@ -7,6 +7,7 @@ others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from engine.cache.blocks import Block, BlockKey, Node, StateBlock
@@ -42,13 +43,16 @@ class ReadBlocks(NamedTuple):
     contents: memoryview
 
 
-class _NewBlock(NamedTuple):
-    """Memory on the device for a block of a prompt."""
+@dataclass(slots=True, eq=False)
+class _NewBlock:
+    """Memory on the device for a block of a prompt, and what is held with it until the block is released."""
 
     item: PullItem
     block: Block
-    host_block: Block | None
+    host_block: Block | None = None
     """Pinned block of host memory that has the content; None: the peer has sent it."""
+    parent_block: Block | None = None
+    """Block before it, held so that it is not evicted first."""
 
 
 class BlockExchange:
@@ -131,29 +135,39 @@ class BlockExchange:
 
         `contents` is the contents of all `items`, one after the other. There is no item if the peer has none of the
         blocks any more. Returns how many leading items are in the cache now: fewer than all if memory is lacking, or
-        if a block before them was evicted meanwhile.
+        if a block before them was evicted meanwhile. After an error, the cache is empty and nothing more of the prompt
+        is stored.
         """
         if prompt.is_abandoned or not items:
             return 0
+        new_blocks: list[_NewBlock] = []
+        try:
+            self._store(prompt, items, contents, new_blocks)
+        except Exception:
+            prompt.is_abandoned = True
+            self._cache.reset()  # so that a block which is not filled leaves the tree before it is released
+            raise
+        finally:
+            for new_block in reversed(new_blocks):
+                self._release(new_block)
+        return next((i for i, item in enumerate(items) if not _is_stored(prompt, item)), len(items))
+
+    def _store(
+        self, prompt: PulledPrompt, items: Sequence[PullItem], contents: memoryview, new_blocks: list[_NewBlock]
+    ) -> None:
+        """Allocate blocks for items, fill them, and announce them. The caller releases what is in `new_blocks` then."""
         cache, memory = self._cache, self._memory
         is_first = not prompt.nodes
         cache.tree.extend_match(prompt.keys, prompt.nodes)
         if is_first:
             self._mark_used(prompt.nodes)
-        new_blocks = self._allocate(prompt, items)
+        self._allocate(prompt, items, new_blocks)
         for new_block in new_blocks:
             if new_block.host_block is not None:
                 cache.host_tier.plan_load_copy(HostLoad(new_block.block, new_block.host_block))
         memory.execute(cache.take_copies())
         _write_contents(memory, items, new_blocks, contents)
         self._attach_all(prompt, new_blocks)
-        for _, block, host_block in reversed(new_blocks):
-            if host_block is not None and block.node is not None:  # the device has a named copy now
-                cache.host_tier.finish_promotion(host_block)
-            elif host_block is not None:
-                cache.host_tier.unpin(host_block)
-            self._release(block)
-        return next((i for i, item in enumerate(items) if not _is_stored(prompt, item)), len(items))
 
     def _mark_used(self, nodes: Sequence[Node]) -> None:
         """Let the part of a prompt that is here be evicted last: memory for the other part is found by evicting."""
@@ -164,22 +178,21 @@ class BlockExchange:
         for block in reversed(blocks):
             pool.release(block)
 
-    def _allocate(self, prompt: PulledPrompt, items: Sequence[PullItem]) -> list[_NewBlock]:
-        """Allocate a device block for each item that is not here yet, as far as memory allows.
+    def _allocate(self, prompt: PulledPrompt, items: Sequence[PullItem], new_blocks: list[_NewBlock]) -> None:
+        """Append to `new_blocks` a device block for each item that is not here yet, as far as memory allows.
 
         Blocks of the prompt before these that are only in host memory come first, because a block on the device needs
-        those before it there, too. Returns nothing if one of them is just being computed.
+        those before it there, too. Appends nothing if one of them is just being computed.
         """
         host_nodes = self._find_host_ancestors(prompt, items)
         if host_nodes is None:
-            return []
-        new_blocks: list[_NewBlock] = []
+            return
         for node in host_nodes:
             block = self._cache.pool.allocate(FULL_KIND)
             if block is None or not node.has_host_block(FULL_KIND):  # no memory, or evicted to make room for another
                 if block is not None:
-                    self._release(block)
-                return new_blocks
+                    self._cache.pool.release(block)
+                return
             host_block = self._cache.host_tier.pin(node, FULL_KIND)
             new_blocks.append(_NewBlock(PullItem(node.depth, FULL_KIND), block, host_block))
         for item in items:
@@ -188,8 +201,7 @@ class BlockExchange:
             block = self._cache.pool.allocate(item.kind)
             if block is None:
                 break
-            new_blocks.append(_NewBlock(item, block, None))
-        return new_blocks
+            new_blocks.append(_NewBlock(item, block))
 
     def _find_host_ancestors(self, prompt: PulledPrompt, items: Sequence[PullItem]) -> list[Node] | None:
         """Return the known nodes that must come from host memory first. None if one of them is being computed."""
@@ -202,23 +214,23 @@ class BlockExchange:
 
     def _attach_all(self, prompt: PulledPrompt, new_blocks: Sequence[_NewBlock]) -> None:
         """Announce blocks that are filled, up to the first that can have no name."""
-        for item, block, _ in new_blocks:
-            index = item.block_index
+        for new_block in new_blocks:
+            index = new_block.item.block_index
             if index > len(prompt.nodes):
                 return
             parent = prompt.nodes[index - 1] if index else None
-            node = self._attach(block, prompt.keys[index], parent)
+            node = self._attach(new_block, prompt.keys[index], parent)
             if node is None:
                 return
             prompt.nodes[index : index + 1] = [node]
 
-    def _attach(self, block: Block, key: BlockKey, parent: Node | None) -> Node | None:
+    def _attach(self, new_block: _NewBlock, key: BlockKey, parent: Node | None) -> Node | None:
         """Put a filled block into the prefix tree, announce it, and return its node.
 
         Returns None, with nothing done, if the parent was evicted meanwhile, or if the tree has such a block already.
         The parent of a full-attention block is held until `_release`, so that it is not evicted before the child.
         """
-        tree = self._cache.tree
+        tree, block = self._cache.tree, new_block.block
         if parent is not None and (parent not in tree or not parent.has_computed(FULL_KIND)):
             return None
         node = tree.get_or_create(key, parent)
@@ -228,27 +240,27 @@ class BlockExchange:
             tree.remove_if_empty(node)
             return None
         if block.kind == FULL_KIND and parent is not None:
-            self._cache.pool.acquire(_full_block(parent))
+            parent_block = parent.blocks[FULL_KIND]
+            assert parent_block is not None
+            self._cache.pool.acquire(parent_block)
+            new_block.parent_block = parent_block
         tree.attach(node, block)
         tree.commit(block)
         return node
 
-    def _release(self, block: Block) -> None:
-        """Give up a new block, and the parent that `_attach` holds. A block in the tree becomes cached."""
-        node = block.node
-        if isinstance(block, StateBlock) and node is not None:
-            self._cache.states.release_new_checkpoint(block)
+    def _release(self, new_block: _NewBlock) -> None:
+        """Give up a new block, and what is held with it. A block in the tree becomes cached."""
+        cache, block, host_block = self._cache, new_block.block, new_block.host_block
+        if host_block is not None and block.node is not None:  # the device has a named copy now
+            cache.host_tier.finish_promotion(host_block)
+        elif host_block is not None:
+            cache.host_tier.unpin(host_block)
+        if isinstance(block, StateBlock) and block.node is not None:
+            cache.states.release_new_checkpoint(block)
         else:
-            self._cache.pool.release(block)
-        if node is not None and node.parent is not None and block.kind == FULL_KIND:
-            self._cache.pool.release(_full_block(node.parent))
-
-
-def _full_block(node: Node) -> Block:
-    """Return the device's full-attention block of a node that has one."""
-    block = node.blocks[FULL_KIND]
-    assert block is not None
-    return block
+            cache.pool.release(block)
+        if new_block.parent_block is not None:
+            cache.pool.release(new_block.parent_block)
 
 
 def _write_contents(

@@ -148,7 +148,10 @@ class BlockServer:
         if byte_count > BATCH_BYTES_MAX and len(kinds) > 1:
             return Refused("malformed", f"expected blocks of at most {BATCH_BYTES_MAX} bytes"), no_contents
         job_future = self._jobs.submit(partial(self._read, question.wanted_blocks), byte_count)
-        read_blocks = await asyncio.wrap_future(job_future)
+        try:
+            read_blocks = await asyncio.wrap_future(job_future)
+        except Exception:  # noqa: BLE001 - the step loop has logged it
+            return Refused("failed", "the source failed to read its blocks"), no_contents
         return BlocksSent(self._settings.fingerprint, read_blocks.blocks), read_blocks.contents
 
     def _read(self, wanted_blocks: list[WantedBlock]) -> ReadBlocks:

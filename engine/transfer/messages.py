@@ -35,8 +35,11 @@ class TransferError(Exception):
         self.reason = reason
 
 
-FAILURE_REASONS = ("unreachable", "unauthenticated", "timeout", "closed", "malformed", "incompatible", "busy", "recent")
-"""Why pulls fail. "recent": the source has failed a moment ago and is not asked."""
+FAILURE_REASONS = (
+    "unreachable", "unauthenticated", "timeout", "closed", "malformed", "incompatible", "failed", "busy", "recent",
+)  # fmt: skip
+"""Why pulls fail. "failed": the source could not read its blocks. "recent": the source has failed a moment ago and is
+not asked."""
 
 
 # consumer -> source

@@ -44,14 +44,22 @@ class StepJobs:
         return future
 
     def run(self, bytes_max: int) -> None:
-        """Do the jobs that came first, until they have copied so many bytes."""
+        """Do the jobs that came first, until they have copied so many bytes.
+
+        The error of a job goes to its future, and is raised. Later jobs are then left for the next call.
+        """
         self.arrival = Future()
         copied_bytes = 0
         while self._jobs and copied_bytes < bytes_max:
             job = self._jobs.popleft()
             if job.future.set_running_or_notify_cancel():
                 copied_bytes += job.byte_count
-                job.future.set_result(job.work())
+                try:
+                    result = job.work()
+                except Exception as error:
+                    job.future.set_exception(error)
+                    raise
+                job.future.set_result(result)
 
     def close(self) -> None:
         self.wake_socket.close()

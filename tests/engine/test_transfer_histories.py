@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from drawn_specs import group
-from fake_device import EOS, Bench, FakeDevice
+from fake_device import EOS, Bench, DeviceFault, FakeDevice
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import CacheSpec, StateSpec
@@ -33,14 +33,25 @@ class FakeMemory:
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
+        self.calls_before_failure: int | None = None
+        """Accesses that succeed before one raises; None: all succeed."""
+
+    def _count_access(self) -> None:
+        if self.calls_before_failure is not None:
+            self.calls_before_failure -= 1
+            if self.calls_before_failure < 0:
+                self.calls_before_failure = None
+                raise DeviceFault("the device fell off the bus")
 
     def get_block_bytes(self, kind: int) -> int:
         return CONTENT_BYTES
 
     def execute(self, block_copies: Sequence[BlockCopy]) -> None:
+        self._count_access()
         self._device.copy_blocks(block_copies)
 
     def read_blocks(self, places: Sequence[BlockPlace]) -> memoryview:
+        self._count_access()
         contents = b""
         for kind, block, is_on_host in places:
             device = self._device
@@ -52,6 +63,7 @@ class FakeMemory:
         return memoryview(contents)
 
     def write_blocks(self, places: Sequence[BlockPlace], contents: memoryview) -> None:
+        self._count_access()
         assert len(contents) == len(places) * CONTENT_BYTES
         for index, (kind, block, is_on_host) in enumerate(places):
             assert not is_on_host
@@ -97,7 +109,8 @@ class Peer:
         )
         self.bench = Bench(cache, config, overlap=rng.random() < 0.6)
         self.transfers = self.bench.core.transfers = OneJob()
-        self.exchange = BlockExchange(cache, FakeMemory(self.bench.device))
+        self.memory = FakeMemory(self.bench.device)
+        self.exchange = BlockExchange(cache, self.memory)
         self.request_count = 0
 
     def between_steps(self, job: Callable[[], None]) -> None:
@@ -133,6 +146,7 @@ class PeerHistory:
             (0.20, self.pull),
             (0.03, self.abort),
             (0.03, self.fail),
+            (0.03, self.fail_transfer),
             (0.02, self.reset),
             (0.02, self.drain),
         ]
@@ -183,6 +197,8 @@ class PeerHistory:
             if rng.random() < 0.3:
                 self.steps()
             sent = self._read(source, prompt, batch)
+            if sent is None:
+                return
             for item, block in zip(batch, sent.blocks):
                 assert block.is_of(item.kind, prompt.keys[item.block_index], prompt.parent_hash(item.block_index))
             if rng.random() < 0.3:
@@ -190,15 +206,19 @@ class PeerHistory:
             if self._store(consumer, prompt, batch[: len(sent.blocks)], sent) < len(batch):
                 return
 
-    def _read(self, source: Peer, prompt: PulledPrompt, batch: list[PullItem]) -> ReadBlocks:
+    def _read(self, source: Peer, prompt: PulledPrompt, batch: list[PullItem]) -> ReadBlocks | None:
+        """Returns None if the source fails."""
         wanted_blocks = [WantedBlock(prompt.keys[index].hash, kind) for index, kind in batch]
         results: list[ReadBlocks] = []
         source.between_steps(lambda: results.append(source.exchange.read(wanted_blocks)))
-        return results[0]
+        return results[0] if results else None
 
     def _store(self, consumer: Peer, prompt: PulledPrompt, items: list[PullItem], sent: ReadBlocks) -> int:
         counts: list[int] = []
         consumer.between_steps(lambda: counts.append(consumer.exchange.store(prompt, items, sent.contents)))
+        if not counts:
+            assert consumer.bench.core.stats().failed_steps
+            return 0
         self.stored_blocks += counts[0]
         return counts[0]
 
@@ -211,6 +231,10 @@ class PeerHistory:
         peer.bench.device.fail_next = True
         peer.bench.step()
         peer.bench.device.fail_next = False
+
+    def fail_transfer(self) -> None:
+        """Let one of the next copies for a peer fail."""
+        self.anyone().memory.calls_before_failure = self.rng.randrange(8)
 
     def reset(self) -> None:
         self.anyone().bench.core.reset_prefix_cache()
