@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 from msgspec import Raw, ValidationError
 
-from events.types import EVENT_CLASS_BY_NAME, AllBlocksCleared, BlockName, BlockStored, Event
+from events.types import EVENT_CLASS_BY_NAME, AllBlocksCleared, BlockStored, Event
 
 _ABSENT = Raw(b"")
 _FIELDS = dict.fromkeys(field for cls in EVENT_CLASS_BY_NAME.values() for field in cls.__struct_fields__)
@@ -118,7 +118,7 @@ def _decode_or_none(value_type: Any, raw: Raw) -> Any:
     """Decode a value that is only displayed; return None if the value has another type."""
     try:
         return msgspec.msgpack.decode(raw, type=value_type)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError):
         return None
 
 
@@ -150,6 +150,13 @@ def _decode_extra_keys(raw: Raw) -> list[tuple[Any, ...] | None] | None:
     )
 
 
+def _decode_displayed_keys(raw: Raw) -> list[list[Any] | None] | None:
+    """Decode the keys of each block, which are only displayed; None if a key among them cannot be read."""
+    _EXTRA_KEYS_DECODER.decode(raw)
+    keys_by_block: list[list[Any] | None] | None = _decode_or_none(list[list[Any] | None] | None, raw)
+    return keys_by_block
+
+
 def _decode_extra_key(raw: Raw) -> object:
     """Decode a text, bytes, or a media item as (identifier, offset); None for other values, which match nothing."""
     for decoder in (_TEXT_DECODER, _BYTES_DECODER):
@@ -166,26 +173,15 @@ _POSITIONAL_FIELDS = {
 """Names of fields in positional arrays; publishers of newer fields send maps."""
 _REQUIRED_FIELDS = frozenset({"block_hashes", "token_ids", "block_size"})
 _DECODER_BY_FIELD: dict[str, Callable[[Raw], Any]] = {
-    "block_hashes": _make_decoder(list[BlockName]),
-    "parent_block_hash": _make_decoder(BlockName | None),
+    field: _make_decoder(hint) for cls in EVENT_CLASS_BY_NAME.values() for field, hint in get_type_hints(cls).items()
+} | {
     "token_ids": _decode_token_ids,
-    "block_size": _make_decoder(int),
-    "lora_id": _make_decoder(int | None),
-    "medium": _make_decoder(str | None),
-    "lora_name": _make_decoder(str | None),
     "extra_keys": _decode_extra_keys,
-    "group_idx": _make_decoder(int | None),
-    "kv_cache_spec_kind": _make_decoder(str | None),
-    "kv_cache_spec_sliding_window": _make_decoder(int | None),
+    "mm_keys": _decode_displayed_keys,
+    "skipped_extra_keys": _decode_displayed_keys,
     "locality": partial(_decode_or_none, str | None),
     "ownership": partial(_decode_or_none, str | None),
     "session_id": partial(_decode_or_none, str | None),
     "lookahead_token_ids": partial(_decode_or_none, list[int] | None),
-    "cache_salt": _make_decoder(str | None),
-    "mm_keys": _make_decoder(list[list[Raw] | None] | None),
-    "skipped_parent_block_hash": _make_decoder(BlockName | None),
-    "skipped_token_ids": _make_decoder(list[int] | None),
-    "skipped_extra_keys": _make_decoder(list[list[Raw] | None] | None),
-    "remaining_copy_counts": _make_decoder(list[int] | None),
 }
-assert _DECODER_BY_FIELD.keys() == _FIELDS.keys(), "every field of events/types.py is read"
+"""Decoder of each field: of the type that the field has in events/types.py, unless other engines send other types."""

@@ -10,8 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from events import (
@@ -22,7 +25,9 @@ from events import (
     DroppedMessages,
     EventPublisher,
     KVEventsConfig,
+    Message,
     Notice,
+    Origin,
     Subscriber,
     decode_batch,
     hash_block,
@@ -146,3 +151,22 @@ def test_dropped_messages_are_told() -> None:
     assert list(map(json.loads, format_json_lines(item, EventFilter()))) == [
         {"stream": "a", "notice": "DroppedMessages", "count": 2}
     ]
+
+
+@pytest.mark.parametrize("token_ids", [[7], ["image"]], ids=["typed", "event by event"])
+@pytest.mark.parametrize(
+    ("key", "shown"),
+    [
+        ("a", "a"),
+        (b"a", {"__bytes__": "61"}),
+        ({b"a": 1, "b": 2}, {"b": 2}),
+        (datetime(2026, 1, 2, tzinfo=timezone.utc), "2026-01-02 00:00:00+00:00"),
+    ],
+)
+def test_keys_of_media_are_shown_whatever_they_are(token_ids: list[Any], key: Any, shown: Any) -> None:
+    event = {"type": "BlockStored", "block_hashes": [1], "token_ids": token_ids, "block_size": 1, "mm_keys": [[key]]}
+    event["parent_block_hash"] = None
+    payload = msgspec.msgpack.encode([1.0, [event], 0])
+    message = Message("a", b"", 1, payload, Origin.LIVE, decode_batch(payload))
+    (line,) = map(json.loads, format_json_lines(message, EventFilter()))
+    assert line["mm_keys"] == [[shown]]
