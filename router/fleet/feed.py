@@ -52,6 +52,12 @@ class PeerSnapshot(msgspec.Struct, array_like=True):
     """Payloads for an index with the same seed."""
 
 
+def can_use_peer_snapshot(source: EventSource) -> bool:
+    """Return whether another router's snapshot helps: the worker has none of its own, and its replay can confirm it."""
+    has_own_snapshot = source.snapshot or source.snapshot_endpoint is not None
+    return source.replay_endpoint is not None and not has_own_snapshot
+
+
 class IndexFeed:
     """Follows the event streams of many workers and applies them to an index."""
 
@@ -182,7 +188,7 @@ class IndexFeed:
             return {}
         first_known_by_rank: dict[int, int] = {}
         for stream in self._streams_by_worker[worker_id]:
-            if stream.last_seq is None or not stream.can_use_peer_snapshot:
+            if stream.last_seq is None or not can_use_peer_snapshot(stream.source):
                 continue
             if stream.complete_from is None:  # the last batch was lost with all before it
                 first_known_by_rank[stream.rank] = stream.last_seq + 1

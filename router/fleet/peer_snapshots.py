@@ -28,7 +28,7 @@ import msgspec
 
 from events.sources import EventSource
 from prompts.errors import RequestError
-from router.fleet.feed import SNAPSHOT_S_MAX, SNAPSHOT_VERSION, PeerSnapshot
+from router.fleet.feed import SNAPSHOT_S_MAX, SNAPSHOT_VERSION, PeerSnapshot, can_use_peer_snapshot
 from router.fleet.worker_responses import parse_number
 from router.http.request import HttpRequest
 from router.http.routes import Response
@@ -143,7 +143,7 @@ class PeerClient:
         snapshots: dict[int, PeerSnapshot] = {}
         for rank, source in enumerate(sources):
             is_wanted = only_before is None or rank in only_before
-            if source.snapshot or source.replay_endpoint is None or not is_wanted:
+            if not is_wanted or not can_use_peer_snapshot(source):
                 continue
             first_batch_before = None if only_before is None else only_before[rank]
             for url in self._urls:

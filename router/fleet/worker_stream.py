@@ -150,13 +150,6 @@ class WorkerStream:
         old, new = ((s.endpoint, s.replay_endpoint, s.snapshot_endpoint, s.topic) for s in (self.source, source))
         return old == new and self.holder == holder
 
-    @property
-    def can_use_peer_snapshot(self) -> bool:
-        """Whether another router's snapshot helps: the worker has none of its own, and its replay can confirm it."""
-        source = self.source
-        has_own_snapshot = source.snapshot or source.snapshot_endpoint is not None
-        return source.replay_endpoint is not None and not has_own_snapshot
-
     def make_feed_source(self, resume: tuple[int, int] | None = None) -> StreamSource:
         """Return the stream's addresses for the event feed; `resume` is the position to start from."""
         source = self.source

@@ -121,6 +121,8 @@ def test_only_what_goes_back_further_is_taken() -> None:
 def test_only_the_ranks_that_lack_something_and_can_confirm_it_are_asked_for() -> None:
     assert fetch_snapshots([make_snapshot(0)], [REPLAYS, REPLAYS], {1: 4}) == {1: make_snapshot(0)}
     assert fetch_snapshots([make_snapshot(0)], [SNAPSHOTS, SILENT], {0: 4, 1: 4}) == {}
+    own_socket = msgspec.structs.replace(REPLAYS, snapshot_endpoint="tcp://h:9")
+    assert fetch_snapshots([make_snapshot(0)], [own_socket], None) == {}
 
 
 class IncompleteFeed:
