@@ -152,16 +152,11 @@ class Chooser:
             matches = self._cache_state.match(prompt)
         best_sources = find_best_sources(sources, matches) if sources and matches is not None else []
 
-        facts = RequestFacts(
-            now=now,
-            prompt_tokens=request.prompt_tokens,
-            output_tokens=self._output_lengths.expect(request),
-            utilisation_decay=utilisation_decay,
-            congestion=compute_congestion(
-                pool_load, find_shortest_wait_s(shortlist, now), queued_s, utilisation_decay, self._cost_config
-            ),
-            can_move_prefill=any(map(can_prefill, sources)),
-        )
+        shortest_wait_s = find_shortest_wait_s(shortlist, now)
+        congestion = compute_congestion(pool_load, shortest_wait_s, queued_s, utilisation_decay, self._cost_config)
+        output_tokens = self._output_lengths.expect(request)
+        facts = RequestFacts(now, request.prompt_tokens, output_tokens, utilisation_decay, congestion)
+        facts.can_move_prefill = any(map(can_prefill, sources))
         if prompt is not None:
             self._add_shared_prefix(facts, prompt, shortlist)
         if best_sources and matches is not None:
@@ -179,7 +174,7 @@ class Chooser:
         choice.winner = self._pick_winner(request, choice)
         if load_order is not None:
             computed_tokens = request.prompt_tokens - choice.winner.terms.cached_tokens
-            load_order.record_request(request.prompt_tokens, computed_tokens, facts.output_tokens)
+            load_order.record_request(request.prompt_tokens, computed_tokens, output_tokens)
         if explain and shortlist is not targets:
             explained_choice = self._price_targets(request, facts, prompt, targets, None, queued_ahead_s)
             self._add_plans(explained_choice, plans)
@@ -315,7 +310,7 @@ class Chooser:
         matches: dict[HolderId, Match] | None,
         queued_ahead_s: Mapping[str, float] | None,
     ) -> RoutingChoice:
-        """Return the prices of serving a request at each target without a transfer. The caller picks the winner."""
+        """Return the prices of a request at each target without a transfer. The winner is still to be picked."""
         if prompt is None:
             candidates = [Candidate(target) for target in targets]
         else:
@@ -331,7 +326,7 @@ class Chooser:
         if request.media_conversation is not None:
             self._add_media_hits(request, candidates, facts.now)
         self._price(candidates, facts, queued_ahead_s)
-        return RoutingChoice(candidates, winner=candidates[0], request_facts=facts, prompt_query=prompt)
+        return RoutingChoice(candidates, candidates[0], facts, prompt)
 
     def _price(
         self,

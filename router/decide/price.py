@@ -132,15 +132,17 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
         prefill_s += candidate.source_terms.slowdown * candidate.source_terms.prefill_s
         decode_s += candidate.source_terms.decode_s
         congestion_s += candidate.source_terms.congestion_s
+    pressure_s = candidate.pressure_s
+    cost = ttft_s + decode_s + congestion_s + pressure_s + tie_break_s - shared_s
     return Terms(
-        worker=target.name,
-        cost=ttft_s + decode_s + congestion_s + candidate.pressure_s + tie_break_s - shared_s,
-        ttft_s=ttft_s,
-        decode_s=decode_s,
-        congestion_s=congestion_s,
-        pressure_s=candidate.pressure_s,
-        shared_s=shared_s,
-        tie_break_s=tie_break_s,
+        target.name,
+        cost,
+        ttft_s,
+        decode_s,
+        congestion_s,
+        pressure_s,
+        shared_s,
+        tie_break_s,
         cached_tokens=candidate.cached_tokens,
         resident_tokens=candidate.resident_tokens,
         media_cached_tokens=candidate.media_cached_tokens,
