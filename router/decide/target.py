@@ -1,7 +1,7 @@
 """State of one target: a worker, or one data-parallel rank of a worker, that requests can be sent to.
 
 The state has four parts: `Capacity`, `Load` and `PeerLoad` (router/decide/load.py), and `Speed`
-(router/decide/speed.py). `PrefillQueue` has the prompts without a first token. Only the tracker changes a target, and
+(router/decide/speed/). `PrefillQueue` has the prompts without a first token. Only the tracker changes a target, and
 the cache state its capacity. `recompute_decode_load` and `recompute_queue` bring derived values (slowdown, Q) up to
 date.
 """

@@ -1,0 +1,26 @@
+"""Learning how fast targets are from the first tokens and answers that the router sees. Pure arithmetic.
+
+The *prior* is a first guess, the configured `ServiceModel`. Learned is by how much it is wrong. If the pool of targets
+that serve a model has a prefill ratio of 2.0, computing prompts takes its targets twice as long as the prior says; the
+step ratio says the same of the steps in which answers are written. A target that differs much from its pool has a
+factor of its own, 1.5 if all work takes it half as long again. Routers share what they learned.
+
+* observations.py: how long a target took for which work
+* ratios.py: fitting ratios to observations, and means of ratios
+* pool.py: the speed of a pool and of each target in it
+"""
+
+from router.decide.speed.observations import Observation, PrefillInterval, WorkTotals
+from router.decide.speed.pool import PoolSpeed, SharedSpeed, Speed
+from router.decide.speed.ratios import RATIO_VALID_S, TimeFactor
+
+__all__ = [
+    "RATIO_VALID_S",
+    "Observation",
+    "PoolSpeed",
+    "PrefillInterval",
+    "SharedSpeed",
+    "Speed",
+    "TimeFactor",
+    "WorkTotals",
+]

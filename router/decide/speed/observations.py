@@ -1,0 +1,147 @@
+"""Observations of a target: how long it took for which work.
+
+A *prefill interval* ends with first tokens, which show that prompts were computed. Other observations are made between
+two tokens of an answer, of which a target writes one in each *step*.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+_INTERVAL_TOKENS_MAX: Final = 4.0
+"""Full steps of prefill tokens after which an interval is not extended."""
+_INTERVAL_STEPS_MAX: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Time that a target took for known work, with nothing else to do."""
+
+    elapsed_s: float
+    uncached_tokens: float
+    quadratic_work: float
+    """Attention work: sum of L^2 - h^2 over prompts of L tokens, h of them cached. Tokens^2."""
+    steps: float
+    decode_requests: float
+    decode_context_tokens: float
+    is_decode: bool = False
+    """Whether the steps were counted by the tokens of an answer; otherwise they are derived from first tokens."""
+
+
+class WorkTotals(msgspec.Struct, eq=False):
+    """Running totals of a target's work, of which a copy is kept when an answer begins.
+
+    The totals at the answer's end, less that copy, are the work that the target did while it wrote the answer.
+    """
+
+    updated_at_s: float = 0.0
+    """Time up to which the two integrals are computed."""
+    decode_request_seconds: float = 0.0
+    """Integral of the number of decoding requests over time."""
+    context_token_seconds: float = 0.0
+    """Integral of the context tokens of decoding requests over time."""
+    uncached_tokens: float = 0.0
+    """Tokens prefilled for the requests that have their first token."""
+    quadratic_work: float = 0.0
+    """Attention work of those prefills: sum of L^2 - h^2 for prompts of L tokens, h of them cached. Tokens^2."""
+
+    def compute_work_since(self, start: WorkTotals, elapsed_s: float, *, step_count: int) -> Observation:
+        """Return the work between `start` and these totals, which took `elapsed_s` seconds and `step_count` steps.
+
+        The integrals are divided by the time, so the observation has the mean numbers of requests and of tokens.
+        """
+        return Observation(
+            elapsed_s=elapsed_s,
+            uncached_tokens=self.uncached_tokens - start.uncached_tokens,
+            quadratic_work=self.quadratic_work - start.quadratic_work,
+            steps=step_count,
+            decode_requests=(self.decode_request_seconds - start.decode_request_seconds) / elapsed_s,
+            decode_context_tokens=(self.context_token_seconds - start.context_token_seconds) / elapsed_s,
+            is_decode=True,
+        )
+
+
+@dataclass(slots=True)
+class PrefillInterval:
+    """Time in which a target computed prompts, until the first tokens of one engine step or of several.
+
+    One step may begin a prompt that the next step ends. The interval then covers both steps, because only the sum of
+    their work is known.
+    """
+
+    start_s: float
+    decode_requests: float
+    decode_context_tokens: float
+    waited_steps: float = 0.0
+    """Part of a step that passed before the first prompt could begin: half a step while others decode."""
+    last_step_start_s: float = 0.0
+    """Estimated begin of the last step."""
+    is_usable: bool = True
+    """Whether no other work is known to have been done meanwhile."""
+    end_s: float = field(init=False, default=0.0)
+    uncached_tokens: int = field(init=False, default=0)
+    quadratic_work: float = field(init=False, default=0.0)
+    tier_load_s: float = field(init=False, default=0.0)
+    """Time to load cached tokens of all its requests from slower tiers, by the configured rates."""
+    step_count: int = field(init=False, default=1)
+
+    @classmethod
+    def begin(
+        cls, sent_at_s: float, oldest_since_s: float, decode_requests: int, decode_context_tokens: int, now: float
+    ) -> PrefillInterval:
+        """Return the interval of a prompt that was sent at `sent_at_s`, until its first token `now`.
+
+        The prompt could begin when it was sent, or at `oldest_since_s`, when the prompts before it had been computed.
+        If the target was decoding when it was sent, the running step had to end first: on average, half a step passed.
+        """
+        has_met_running_step = decode_requests > 0 and sent_at_s > oldest_since_s
+        waited_steps = 0.5 if has_met_running_step else 0.0
+        start_s = max(oldest_since_s, sent_at_s)
+        return cls(
+            start_s,
+            decode_requests,
+            decode_context_tokens,
+            waited_steps=waited_steps,
+            last_step_start_s=start_s + (now - start_s) * waited_steps / (1.0 + waited_steps),
+        )
+
+    def add_first_token(self, prompt_tokens: int, cached_tokens: int, tier_load_s: float, now: float) -> None:
+        """Add a request with its first token in the last step."""
+        self.end_s = now
+        self.uncached_tokens += prompt_tokens - cached_tokens
+        self.quadratic_work += float(prompt_tokens**2 - cached_tokens**2)
+        self.tier_load_s += tier_load_s
+
+    def can_add_step(self, sent_at_s: float, oldest_since_s: float, step_tokens: int) -> bool:
+        """Return whether the interval should be extended by the next step.
+
+        It should if the last step may have begun the next prompt, as a step does that has room for more tokens: then
+        only the work of both steps together is known. `sent_at_s`: when the next prompt was sent. `oldest_since_s`:
+        when all prompts before it had been computed.
+        """
+        has_room = self.uncached_tokens < _INTERVAL_TOKENS_MAX * step_tokens and self.step_count < _INTERVAL_STEPS_MAX
+        return has_room and sent_at_s <= self.last_step_start_s and oldest_since_s <= self.end_s
+
+    def add_step(self, decode_requests: float, decode_context_tokens: float) -> None:
+        """Extend the interval by a step. Its decoding requests and context tokens enter the interval's means."""
+        self.last_step_start_s, step_count = self.end_s, self.step_count + 1
+        self.decode_requests += (decode_requests - self.decode_requests) / step_count
+        self.decode_context_tokens += (decode_context_tokens - self.decode_context_tokens) / step_count
+        self.step_count = step_count
+
+    def to_observation(self, step_tokens: int, tier_load_s: float = 0.0) -> Observation:
+        """Return the interval as an observation, less the time for loads from slower tiers.
+
+        `step_tokens`: prefill tokens of a full step.
+        """
+        return Observation(
+            elapsed_s=self.end_s - self.start_s - tier_load_s,
+            uncached_tokens=self.uncached_tokens,
+            quadratic_work=self.quadratic_work,
+            steps=max(float(self.step_count), self.uncached_tokens / step_tokens) + self.waited_steps,
+            decode_requests=self.decode_requests,
+            decode_context_tokens=self.decode_context_tokens,
+        )

@@ -1,0 +1,306 @@
+"""Speed of a pool of targets, and of each target in it.
+
+An interval of a target takes `factor * (prefill_ratio * P + step_ratio * S)`. P and S are the seconds that its prefill
+and its steps take by the prior. The two ratios belong to the pool, the factor to the target. Both ratios are fitted to
+the middle half of the pool's last intervals between first tokens, and of those between the tokens of answers, so a
+quarter of the intervals may be far too long. The prior counts as half an interval more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final, NamedTuple
+
+from router.decide.config import LearnConfig, ServiceModel
+from router.decide.speed.observations import Observation, PrefillInterval, WorkTotals
+from router.decide.speed.ratios import RATIO_MAX, PriorTimes, TimeFactor, combine_ratios, fit_ratios, is_within
+
+_INTERVALS_MAX: Final = 192
+"""Last intervals of each kind to which the ratios of a pool are fitted."""
+_EARLY_INTERVALS: Final = 32
+"""Intervals that each renew the ratios; later only every _LEARN_EVERY-th does."""
+_LEARN_EVERY: Final = 32
+_MODEL_TOLERANCE: Final = 1.02
+"""Factor by which the model in use may differ from what was learned."""
+_TARGET_INTERVALS_MAX, _TARGET_INTERVALS_MIN = 41, 20
+"""Most and fewest intervals of a target whose median is the target's factor."""
+_LEAVES_POOL_BEYOND, _RETURNS_TO_POOL_BELOW = 1.25, 1.12
+"""A target has a factor of its own beyond the first ratio, until the ratio falls below the second. Without that margin,
+noise between equal targets would send all requests to the luckiest."""
+_FORGOTTEN_AFTER, _PROBES = 64, 3
+"""A target without an observation for _FORGOTTEN_AFTER * members observations of its pool gets the pool's speed again,
+until _PROBES intervals show otherwise. A target that is thought slow gets few requests and shows little."""
+_FASTER_MAX: Final = 3.0
+"""Greatest speed of a target, as a multiple of its pool's."""
+_STEP_INTERVAL_EARLY_S, _STEP_INTERVAL_LATE_S = 0.5, 4.0
+"""Time between two observations of a target's steps, while the pool has few and later."""
+
+
+class SharedSpeed(NamedTuple):
+    """Speed of a pool as one router learned it, in absolute times, as routers may have different priors.
+
+    A weight is the number of intervals that the time was learned from.
+    """
+
+    prefill_s_per_token: float
+    prefill_weight: float
+    step_s: float
+    """Time of a step of one sequence without its context."""
+    step_weight: float
+
+
+class PoolSpeed:
+    """Speed of the targets that serve one model, as this router and its peers learned it."""
+
+    def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
+        self._prior = prior
+        self._prior_step_s = prior.step_s + prior.decode_request_s
+        self.is_enabled = config.enabled
+        self._prefills: deque[PriorTimes] = deque(maxlen=_INTERVALS_MAX)
+        self._steps: deque[PriorTimes] = deque(maxlen=_INTERVALS_MAX)
+        self.own = SharedSpeed(prior.prefill_s_per_token, 0.0, self._prior_step_s, 0.0)
+        """Speed that this router learned itself."""
+        self._shared_by_router: dict[str, SharedSpeed] = {}
+        self._prior_ratio = self._prefill_ratio = self._step_ratio = 1.0
+        self.members: list[Speed] = []
+        self.observation_count = 0
+        self.model = prior
+        """Service model of a target without a factor of its own."""
+        self.is_silent = config.enabled
+        """Whether the pool is to be learned and no router has observed anything yet."""
+
+    @property
+    def step_observation_interval_s(self) -> float:
+        """Time between two observations of a target's steps."""
+        return _STEP_INTERVAL_EARLY_S if len(self._steps) < _INTERVALS_MAX else _STEP_INTERVAL_LATE_S
+
+    def compute_prior_times(self, observation: Observation) -> PriorTimes:
+        """Return the times that the parts of an interval take by the prior."""
+        prior = self._prior
+        work_tokens = observation.uncached_tokens + observation.quadratic_work / (2.0 * prior.quadratic_tokens)
+        step_s = prior.step_s + prior.decode_request_s * observation.decode_requests
+        step_s += prior.decode_context_s * observation.decode_context_tokens
+        return PriorTimes(observation.elapsed_s, prior.prefill_s_per_token * work_tokens, step_s * observation.steps)
+
+    def predict_s(self, times: PriorTimes) -> float:
+        """Return the time that an interval takes by the learned ratios."""
+        return self._prefill_ratio * times.prefill_s + self._step_ratio * times.steps_s
+
+    def observe(self, times: PriorTimes, *, is_decode: bool) -> bool:
+        """Add an interval and fit the pool's two ratios to the last intervals; return whether the model has changed.
+
+        A prefill ratio of 2.0 means that prefills take twice the time of the prior; the step ratio says the same of
+        decode steps. After the first 32 intervals, only every 32nd renews the fit. `times.elapsed_s` is already divided
+        by the target's factor, so that a slow target does not slow its pool.
+        """
+        intervals_of_kind = self._steps if is_decode else self._prefills
+        intervals_of_kind.append(times)
+        self.observation_count += 1
+        if len(intervals_of_kind) > _EARLY_INTERVALS and self.observation_count % _LEARN_EVERY:
+            return False
+        prefill_ratio, step_ratio = fit_ratios(
+            [*self._take_middle_half(self._prefills), *self._take_middle_half(self._steps)]
+        )
+        prefill_weight, step_weight = self._compute_weights()
+        self.own = SharedSpeed(
+            prefill_s_per_token=self._prior.prefill_s_per_token * prefill_ratio,
+            prefill_weight=prefill_weight,
+            step_s=self._prior_step_s * step_ratio,
+            step_weight=step_weight,
+        )
+        return self._refresh_model()
+
+    def _compute_weights(self) -> tuple[float, float]:
+        """Return how many intervals count for the prefill ratio, and how many for the step ratio.
+
+        An interval that is expected to spend 70 % of its time in prefill counts 0.7 for prefill and 0.3 for steps.
+        """
+        intervals = [*self._prefills, *self._steps]
+        prefill_weight = sum(
+            self._prefill_ratio * interval.prefill_s / self.predict_s(interval) for interval in intervals
+        )
+        return prefill_weight, len(intervals) - prefill_weight
+
+    def _take_middle_half(self, intervals: Iterable[PriorTimes]) -> list[PriorTimes]:
+        """Return the intervals without the quarter that was fastest, and the quarter that was slowest.
+
+        They are compared with their predictions. Some held work that the router does not know of, and spoil the fit.
+        """
+        ordered = sorted(intervals, key=lambda times: times.elapsed_s / self.predict_s(times))
+        trimmed_count = len(ordered) // 4
+        return ordered[trimmed_count : len(ordered) - trimmed_count]
+
+    def raise_prior(self, ratio: float) -> bool:
+        """Multiply the prior by `ratio`, before anything was observed; return whether the model has changed."""
+        self._prior_ratio = min(self._prior_ratio * ratio, RATIO_MAX)
+        return self._refresh_model()
+
+    def set_shared_speed(self, router: str, shared: SharedSpeed | None) -> bool:
+        """Replace what another router learned, None to forget it; return whether the model has changed."""
+        if shared is not None:
+            self._shared_by_router[router] = shared
+        elif self._shared_by_router.pop(router, None) is None:
+            return False
+        return self._refresh_model()
+
+    def _combine_ratios(self, learned_speeds: list[SharedSpeed]) -> None:
+        """Set both ratios to the mean of what the routers learned, and of the prior.
+
+        The prior of the step ratio is the prefill ratio: a target that computes prompts slowly also writes slowly.
+        """
+        prior_s = self._prior.prefill_s_per_token
+        prefill_ratios = [(speed.prefill_s_per_token / prior_s, speed.prefill_weight) for speed in learned_speeds]
+        self._step_ratio = self._prefill_ratio = combine_ratios(self._prior_ratio, prefill_ratios)
+        if self._prior_step_s > 0.0:
+            step_ratios = [(speed.step_s / self._prior_step_s, speed.step_weight) for speed in learned_speeds]
+            self._step_ratio = combine_ratios(self._prefill_ratio, step_ratios)
+
+    def _refresh_model(self) -> bool:
+        """Combine what all routers learned; return whether the model has changed by more than 2 %."""
+        learned_speeds = [self.own, *self._shared_by_router.values()]
+        has_learned = any(speed.prefill_weight or speed.step_weight for speed in learned_speeds)
+        self.is_silent = self.is_enabled and not has_learned
+        self._combine_ratios(learned_speeds)
+        model = _scale_model(self._prior, self._prefill_ratio, self._step_ratio)
+        if not self.is_enabled or _is_near(model, self.model):
+            return False
+        self.model = model
+        return True
+
+
+def _scale_model(model: ServiceModel, prefill_factor: float, step_factor: float) -> ServiceModel:
+    """Return a model with the times of prefill and of steps multiplied by two factors."""
+    return replace(
+        model,
+        prefill_s_per_token=prefill_factor * model.prefill_s_per_token,
+        step_s=step_factor * model.step_s,
+        decode_request_s=step_factor * model.decode_request_s,
+        decode_context_s=step_factor * model.decode_context_s,
+    )
+
+
+def _is_near(model: ServiceModel, other: ServiceModel) -> bool:
+    """Return whether two models differ by at most _MODEL_TOLERANCE in prefill and step times."""
+    times = (model.prefill_s_per_token, model.step_s + model.decode_request_s)
+    other_times = (other.prefill_s_per_token, other.step_s + other.decode_request_s)
+    return all(is_within(time_s, other_s, _MODEL_TOLERANCE) for time_s, other_s in zip(times, other_times))
+
+
+class Speed:
+    """Speed of one target: its factor, the rates in use, and the observations in progress."""
+
+    def __init__(self, pool: PoolSpeed) -> None:
+        self.pool = pool
+        self.factor = 1.0
+        """Time that the target takes for any work, divided by the time that its pool takes."""
+        self.tier_load = TimeFactor()
+        """Factor of the time of loads from slower tiers."""
+        self.reported_step_tokens: int | None = None
+        """Most tokens of a step as the engine tells them; None: as configured."""
+        self.work_totals = WorkTotals()
+        self.last_step_observation_s = -math.inf
+        self.open_prefill_interval: PrefillInterval | None = None
+        self.observation_count = 0
+        self._recent_ratios: deque[float] = deque(maxlen=_TARGET_INTERVALS_MAX)
+        """Elapsed times of the last intervals, divided by the times that the pool's ratios predict."""
+        self._last_observation_number = pool.observation_count
+        """The pool's number of observations at the target's last one."""
+        pool.members.append(self)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Recompute the rates in use after the pool's model or the factor has changed."""
+        service = _scale_model(self.pool.model, self.factor, self.factor)
+        self.set_service_model(replace(service, step_tokens=self.reported_step_tokens or service.step_tokens))
+
+    def set_service_model(self, service: ServiceModel) -> None:
+        """Set the rates in use."""
+        self.service = service
+        self.step_tokens = service.step_tokens
+        self.prefill_rate = service.prefill_s_per_token
+        """Seconds a token at an empty context."""
+        self.quadratic_rate = self.prefill_rate / (2.0 * service.quadratic_tokens)
+        self.step_s = service.step_s
+        """Fixed time of a step."""
+        self.decode_request_s = service.decode_request_s
+        self.decode_context_s = service.decode_context_s
+        self.single_step_s = service.step_s + service.decode_request_s
+        """Time of a step of one sequence without its context."""
+        self.step_prefill_s = self.prefill_rate * service.step_tokens
+        """Time of a step's prefill tokens at an empty context."""
+
+    def estimate_prefill_s(self, prompt_tokens: int, cached_tokens: int) -> float:
+        """Return P, the time to compute the uncached part of a prompt."""
+        quadratic_work = prompt_tokens * prompt_tokens - cached_tokens * cached_tokens
+        return self.prefill_rate * (prompt_tokens - cached_tokens) + self.quadratic_rate * quadratic_work
+
+    def predict_prefill_s(self, uncached_tokens: float, quadratic_work: float) -> float:
+        """Return the time of several prefills at the rates in use, by the sums of their work."""
+        return self.prefill_rate * uncached_tokens + self.quadratic_rate * quadratic_work
+
+    def predict_step_s(self, observation: Observation) -> float:
+        """Return the time of a decode step beside the decoding requests of an observation."""
+        step_s = self.step_s + self.decode_request_s * observation.decode_requests
+        return step_s + self.decode_context_s * observation.decode_context_tokens
+
+    def predict_interval_s(self, observation: Observation) -> float:
+        """Return the time that the work of an observation takes at the rates in use."""
+        prefill_s = self.predict_prefill_s(observation.uncached_tokens, observation.quadratic_work)
+        return prefill_s + self.predict_step_s(observation) * observation.steps
+
+    def observe(self, observation: Observation) -> list[Speed]:
+        """Learn from one interval of this target; return the speeds that changed and need a call of `refresh`.
+
+        For example, an interval took 0.6 s. By the prior it takes 0.2 s, and by the ratios of the pool, which is twice
+        as slow as the prior, 0.4 s. The pool learns from 0.6 / 0.2, and the factor of this target from 0.6 / 0.4. Each
+        call also checks the factor of another member in turn, as a target without requests would keep an old one.
+        """
+        pool = self.pool
+        times = pool.compute_prior_times(observation)
+        if not pool.is_enabled or times.elapsed_s <= 0.0 or times.prefill_s + times.steps_s <= 0.0:
+            return []
+        self._recent_ratios.append(times.elapsed_s / pool.predict_s(times))
+        self.observation_count += 1
+        times_at_pool_speed = times._replace(elapsed_s=times.elapsed_s / max(self.factor, 1.0))
+        has_pool_changed = pool.observe(times_at_pool_speed, is_decode=observation.is_decode)
+        self._last_observation_number = pool.observation_count
+        next_member = pool.members[pool.observation_count % len(pool.members)]
+        changed_members = [speed for speed in dict.fromkeys((self, next_member)) if speed._update_factor()]
+        return pool.members if has_pool_changed else changed_members
+
+    def _update_factor(self) -> bool:
+        """Recompute this target's factor, 2.0 if work takes it twice as long as its pool; return whether it changed."""
+        previous_factor = self.factor
+        self._forget_old_ratios()
+        self.factor = self._choose_factor()
+        return self.factor != previous_factor
+
+    def _forget_old_ratios(self) -> None:
+        """Drop most ratios of a target that was not observed for long, so that it is taken to be as fast as its pool.
+
+        A target that is thought slow gets few requests, so it could not show that it is fast again. _PROBES new ratios
+        are then enough for a factor of its own.
+        """
+        unheard_count = self.pool.observation_count - self._last_observation_number
+        if self.factor != 1.0 and unheard_count > _FORGOTTEN_AFTER * len(self.pool.members):
+            while len(self._recent_ratios) > _TARGET_INTERVALS_MIN - _PROBES:
+                self._recent_ratios.popleft()
+
+    def _choose_factor(self) -> float:
+        """Return how many times as long as its pool this target takes: the median of its recent intervals, or 1.0.
+
+        It is 1.0 with fewer than 20 intervals, and until the median is 25 % away from 1. Then it is the median, until
+        that is within 12 % of 1 again. Changes of less than 2 % are ignored.
+        """
+        ratios = self._recent_ratios
+        if len(ratios) < _TARGET_INTERVALS_MIN:
+            return 1.0
+        median_ratio = max(sorted(ratios)[len(ratios) // 2], 1.0 / _FASTER_MAX)
+        tolerance = _LEAVES_POOL_BEYOND if self.factor == 1.0 else _RETURNS_TO_POOL_BELOW
+        if is_within(median_ratio, 1.0, tolerance):
+            return 1.0
+        is_same = is_within(median_ratio, self.factor, _MODEL_TOLERANCE)
+        return self.factor if is_same else median_ratio
