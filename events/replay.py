@@ -80,11 +80,7 @@ def iter_replay(entries: Iterable[ReplayEntry]) -> Iterator[SeqAndPayload]:
 
 
 def iter_snapshot(
-    blocks: list[ResidentBlock],
-    last_entry: ReplayEntry | None,
-    dp_rank: int | None,
-    ts: float,
-    blocks_per_chunk: int = BLOCKS_PER_SNAPSHOT_CHUNK,
+    blocks: list[ResidentBlock], last_entry: ReplayEntry | None, dp_rank: int | None, ts: float
 ) -> Iterator[SeqAndPayload]:
     """Yield the messages of a snapshot: at least one chunk of blocks, the last applied batch, and the end marker.
 
@@ -94,7 +90,7 @@ def iter_snapshot(
     events: list[Event] = []
     block_count = 0
     for event in make_snapshot_events(blocks):
-        if block_count >= blocks_per_chunk:
+        if block_count >= BLOCKS_PER_SNAPSHOT_CHUNK:
             yield SNAPSHOT_SEQ, encode_batch(EventBatch(ts, events, dp_rank))
             events, block_count = [], 0
         events.append(event)

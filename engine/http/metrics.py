@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Protocol
 
 from prometheus_client import generate_latest
@@ -151,7 +152,9 @@ class MetricsPage:
 
     def _iter_core_metrics(self, stats: EngineStats) -> Iterator[Metric]:
         """Yield the metrics of scheduler and cache, with vLLM's names."""
-        gauge, counter, info = self._make_gauge, self._make_counter, self._info
+        gauge = partial(self._make_family, GaugeMetricFamily)
+        counter = partial(self._make_family, CounterMetricFamily)
+        info = self._info
         yield gauge("num_requests_running", "Sequences in the batch of the last step.", stats.running_requests)
         yield gauge("num_requests_waiting", "Sequences waiting to be scheduled.", stats.waiting_requests)
         yield gauge("kv_cache_usage_perc", "KV cache in use by running sequences; 1 is all.", stats.kv_cache_usage)
@@ -234,8 +237,9 @@ class MetricsPage:
     def _iter_request_metrics(self) -> Iterator[Metric]:
         """Yield the metrics of HTTP requests, which this process counts itself."""
         metrics = self._metrics
-        yield self._make_counter("prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
-        yield self._make_counter("generation_tokens", "Tokens generated.", metrics.generation_tokens)
+        counter = partial(self._make_family, CounterMetricFamily)
+        yield counter("prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
+        yield counter("generation_tokens", "Tokens generated.", metrics.generation_tokens)
         finished_sequences = CounterMetricFamily(
             "vllm:request_success", "Sequences ended, by reason.", labels=[*self._labels, "finished_reason"]
         )
@@ -246,28 +250,20 @@ class MetricsPage:
         for status, count in sorted(metrics.error_responses.items()):
             errors.add_metric([status], count)
         yield errors
-        make = self._make_histogram
-        text = "Seconds from the request to its first token."
-        yield make("time_to_first_token_seconds", text, metrics.time_to_first_token)
-        text = "Seconds between two tokens of a sequence."
-        yield make("inter_token_latency_seconds", text, metrics.inter_token_latency)
-        text = "Mean seconds for a token, by sequence."
-        yield make("request_time_per_output_token_seconds", text, metrics.time_per_output_token)
-        yield make("e2e_request_latency_seconds", "Seconds from the request to its end.", metrics.e2e_request_latency)
-        yield make("request_prompt_tokens", "Prompt tokens of a sequence.", metrics.request_prompt_tokens)
-        yield make("request_generation_tokens", "Generated tokens of a sequence.", metrics.request_generation_tokens)
+        for name, text, histogram in (
+            ("time_to_first_token_seconds", "Seconds from the request to its first token.",
+             metrics.time_to_first_token),
+            ("inter_token_latency_seconds", "Seconds between two tokens of a sequence.", metrics.inter_token_latency),
+            ("request_time_per_output_token_seconds", "Mean seconds for a token, by sequence.",
+             metrics.time_per_output_token),
+            ("e2e_request_latency_seconds", "Seconds from the request to its end.", metrics.e2e_request_latency),
+            ("request_prompt_tokens", "Prompt tokens of a sequence.", metrics.request_prompt_tokens),
+            ("request_generation_tokens", "Generated tokens of a sequence.", metrics.request_generation_tokens),
+        ):  # fmt: skip
+            yield self._make_family(HistogramMetricFamily, name, text, histogram.buckets(), histogram.sum)
 
-    def _make_gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
-
-    def _make_counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
-
-    def _make_histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
+    def _make_family(self, family_class: type[Any], name: str, text: str, *figures: object) -> Any:
+        """Return a metric of vLLM's. `figures`: its value, or the buckets and the sum of a histogram."""
+        family = family_class(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), *figures)
         return family

@@ -285,11 +285,7 @@ class Proxy:
         `decision`: None if no worker is to blame, as when this machine has no sockets left.
         """
         self.metrics.record_attempt_failure(decision.worker if decision else "", kind.value)
-        for listener in self.on_failure:
-            try:
-                listener(decision, kind, reason)
-            except Exception as error:  # noqa: BLE001  a boundary
-                self.metrics.record_crash("listener", error)
+        self._notify(self.on_failure, decision, kind, reason)
 
     def record_transfer_start(self, transfer: Transfer) -> None:
         """Count KV that is to move to the worker of a request."""
@@ -328,11 +324,11 @@ class Proxy:
         self.metrics.broken_streams[event] += 1
         log.info("the answer to %s broke off and was %s: %s", context.name, event, reason)
 
-    def _notify(self, listeners: list[Callable[..., None]], event: object) -> None:
-        """Call all listeners, also if one of them raises."""
+    def _notify(self, listeners: list[Callable[..., None]], *event: object) -> None:
+        """Call all listeners with the parts of an event, also if one of them raises."""
         for listener in listeners:
             try:
-                listener(event)
+                listener(*event)
             except Exception as error:  # noqa: BLE001  a boundary
                 self.metrics.record_crash("listener", error)
 

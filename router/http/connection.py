@@ -316,26 +316,14 @@ class ClientConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def respond(
-        self,
-        status: int,
-        body: bytes,
-        content_type: bytes = JSON,
-        headers: Iterable[Header] = (),
-        *,
-        keep_alive: bool = True,
-    ) -> None:
-        """Answer the current request with a whole body; a HEAD request gets the head only.
-
-        `keep_alive`: whether the connection may serve further requests, if the client wants that too.
-        """
-        keep_alive = keep_alive and self._keep_alive
+    def respond(self, status: int, body: bytes, content_type: bytes = JSON, headers: Iterable[Header] = ()) -> None:
+        """Answer the current request with a whole body; a HEAD request gets the head only."""
         head = build_response_head(
-            status, len(body), content_type, headers, keep_alive=keep_alive, extra_lines=self.cors_headers
+            status, len(body), content_type, headers, keep_alive=self._keep_alive, extra_lines=self.cors_headers
         )
         is_head_request = self._request is not None and self._request.method == "HEAD"
         self.write(head if is_head_request else head + body)
-        self.finish(keep_alive=keep_alive)
+        self.finish(keep_alive=self._keep_alive)
 
     def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
         body = msgspec.json.encode(error.body("" if self._request is None else self._request.path))

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -116,7 +117,8 @@ def test_replay_and_snapshot_give_the_resident_set(seed: int, step_count: int, c
     replayed_messages = list(iter_replay(ring.list_entries_from(0)))
     assert [seq for seq, _ in replayed_messages[:-1]] == list(range(step_count))
     assert apply_all([payload for _, payload in replayed_messages[:-1]]) == cache.resident()
-    snapshot = list(iter_snapshot(shadow.list_blocks(), last, 0, 0.0, chunk))
+    with patch("events.replay.BLOCKS_PER_SNAPSHOT_CHUNK", chunk):
+        snapshot = list(iter_snapshot(shadow.list_blocks(), last, 0, 0.0))
     chunks = [payload for seq, payload in snapshot if seq == 2**64 - 2]
     assert chunks
     assert apply_all(chunks) == cache.resident()
