@@ -228,18 +228,21 @@ class DeltaStream:
         RequestError if the sequence has failed.
         """
         choice = self._generation.choices_by_id[output.request_id]
-        prompt_tokens = len(self._generation.get_choice_prompt(choice))
         if output.finish_reason is FinishReason.ERROR:
             choice.finish_reason = "error"
-            self._clock.record_finish("error", prompt_tokens, choice.completion_tokens, now_s)
+            self._record_finish(choice, "error", now_s)
             raise _make_sequence_error(output, choice.params.constraint)
         delta = choice.push(output)
         self._clock.record_tokens(choice.index, len(delta.token_ids), now_s)
         if delta.should_abort:
             self._stream.close(output.request_id)
         if delta.finish_reason is not None:
-            self._clock.record_finish(delta.finish_reason, prompt_tokens, choice.completion_tokens, now_s)
+            self._record_finish(choice, delta.finish_reason, now_s)
         return choice, delta
+
+    def _record_finish(self, choice: Choice, reason: str, now_s: float) -> None:
+        prompt_tokens = len(self._generation.get_choice_prompt(choice))
+        self._clock.record_finish(reason, prompt_tokens, choice.completion_tokens, now_s)
 
 
 async def format_logprobs(

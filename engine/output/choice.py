@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from engine.output.delta_builder import ToolCallDelta
 from engine.output.detokenizer import Detokenizer, DetokenizerFactory
 from engine.output.parser import OutputParser, OutputParserConfig
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 
 
-@dataclass(slots=True)
-class ChoiceDelta:
+class ChoiceDelta(msgspec.Struct, gc=False):
     """Text and tokens that one output of the core added to a choice.
 
     Text can be held back, so `token_ids` and `logprobs` may be ahead of the text. A formatter removes the logprobs that
@@ -25,11 +26,11 @@ class ChoiceDelta:
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = []
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     reasoning: str = ""
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    tool_calls: list[ToolCallDelta] = []
     should_abort: bool = False
     """Whether a stop string ended the choice, which the core still computes."""
 
@@ -94,7 +95,8 @@ class Choice:
         if output.cached_tokens is not None:
             self.cached_tokens = output.cached_tokens
         delta = self._decode(output)
-        delta.prompt_logprobs = output.prompt_logprobs or []
+        if output.prompt_logprobs is not None:
+            delta.prompt_logprobs = output.prompt_logprobs
         self.completion_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason

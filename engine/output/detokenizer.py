@@ -48,22 +48,24 @@ class TokenBytes(dict[int, bytes]):
 
 
 class ByteLevelDetokenizer:
-    """Decodes byte-level BPE exactly, by an incremental UTF-8 decoder that replaces invalid bytes."""
+    """Decodes byte-level BPE exactly, as UTF-8 in which invalid bytes are replaced."""
 
-    __slots__ = ("_decode", "_table")
+    __slots__ = ("_pending_bytes", "_table")
 
     def __init__(self, table: TokenBytes) -> None:
         self._table = table
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._pending_bytes = b""
+        """Beginning of a character."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         table = self._table
-        if len(token_ids) == 1:
-            return self._decode(table[token_ids[0]])
-        return self._decode(b"".join([table[token_id] for token_id in token_ids]))
+        data = self._pending_bytes + b"".join([table[token_id] for token_id in token_ids])
+        text, decoded_bytes = codecs.utf_8_decode(data, "replace", False)
+        self._pending_bytes = data[decoded_bytes:]
+        return text
 
     def flush(self) -> str:
-        return self._decode(b"", True)
+        return self._pending_bytes.decode("utf-8", "replace")
 
 
 class WindowDetokenizer:

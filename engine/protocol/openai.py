@@ -54,6 +54,7 @@ class OpenAIFormatter:
         """Read from `body` what the answer shows. `has_logprobs`: whether choices have logprobs."""
         stream_options = body.stream_options
         self._generation = generation
+        self._common_fields = generation.make_common_fields()
         self._logprobs = LogprobFormatter(factory, bool(body.return_tokens_as_token_ids))
         self._includes_ids = bool(body.return_token_ids)
         self._includes_usage = bool(stream_options and stream_options.include_usage)
@@ -73,10 +74,11 @@ class OpenAIFormatter:
             del delta.prompt_logprobs[:SLICE_POSITIONS]
             self._format_prompt_logprobs(choice, prompt_logprobs)
             return count_logprobs(prompt_logprobs)
+        if not delta.logprobs:
+            return 0
         sampled_logprobs = delta.logprobs[:SLICE_POSITIONS]
         del delta.logprobs[:SLICE_POSITIONS]
-        if sampled_logprobs:
-            self._format_logprobs(choice, sampled_logprobs)
+        self._format_logprobs(choice, sampled_logprobs)
         return count_logprobs(sampled_logprobs)
 
     def _format_all_logprobs(self, choice: Choice, delta: ChoiceDelta) -> None:
@@ -95,19 +97,16 @@ class OpenAIFormatter:
         """Return the bytes after the last delta: the usage if the request asks for it, and the end of the stream."""
         if not self._includes_usage:
             return SSE_DONE
-        fields, usage = self._generation.make_common_fields(), self._generation.compute_usage()
-        return encode_sse(self.chunk_type(**fields, choices=[], usage=usage)) + SSE_DONE
+        usage = self._generation.compute_usage()
+        return encode_sse(self.chunk_type(**self._common_fields, choices=[], usage=usage)) + SSE_DONE
 
     def format_error(self, error: RequestError) -> bytes:
         """Return the bytes that end a stream that was cut off."""
         return encode_sse(error.body()) + SSE_DONE
 
     def _format_chunk(self, choice: Choice, chunk_choice: Any, **fields: Any) -> bytes:
-        generation = self._generation
-        usage = generation.compute_choice_usage(choice) if self._has_continuous_usage else UNSET
-        return encode_sse(
-            self.chunk_type(**generation.make_common_fields(), choices=[chunk_choice], usage=usage, **fields)
-        )
+        usage = self._generation.compute_choice_usage(choice) if self._has_continuous_usage else UNSET
+        return encode_sse(self.chunk_type(**self._common_fields, choices=[chunk_choice], usage=usage, **fields))
 
     def _is_first_delta(self, choice: Choice) -> bool:
         is_first = choice.index not in self._begun_choices
