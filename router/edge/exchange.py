@@ -264,7 +264,7 @@ class Exchange:
         elif isinstance(error, OSError) and error.errno in LOCAL_ERRNOS:
             self._proxy.record_failed_attempt(None, FailureKind.LOCAL, str(error))
             self._proxy.pool.close_idle(math.inf)
-            self._withdraw_from_core(None)
+            self._proxy.withdraw(self.context, None)
             self.refuse(503, "overloaded", f"the router cannot open a connection: {error}", 1.0)
         else:
             reason = "connect timed out" if isinstance(error, asyncio.TimeoutError) else str(error)
@@ -430,7 +430,7 @@ class Exchange:
             if head is not None:
                 self._abort_response(message, None)  # no failure: the worker still sends
                 return
-            self._withdraw_from_core(None)
+            self._proxy.withdraw(self.context, None)
             self.refuse(504, "timeout", message)
         elif progress.sent_at_s is None:
             pass  # it waits for a worker or a connection: deadlines of the core and the pool apply
@@ -503,7 +503,7 @@ class Exchange:
             return
         if kind is not None:
             self._proxy.record_failed_attempt(self.context.decision, kind, reason)
-        self._withdraw_from_core(kind)
+        self._proxy.withdraw(self.context, kind)
         self._proxy.record_broken_stream(self.context, "cut", reason)
         self.client.abort_response()
 
@@ -536,7 +536,8 @@ class Exchange:
             if not instructions:
                 return False
         else:
-            instructions = proxy.core.fail_attempt(request_id, kind, now, continuation_route, silent_s=self._silent_s())
+            silent_s = now - context.progress.last_byte_at_s
+            instructions = proxy.core.fail_attempt(request_id, kind, now, continuation_route, silent_s=silent_s)
         if is_final_refusal(instructions, request_id):
             proxy.perform(instructions[1:])  # but for the refusal: the client has some of the answer
             return False
@@ -586,13 +587,6 @@ class Exchange:
         """Return the longest context of the model; None if it is unknown."""
         model = self._proxy.core.resolve_model(route.model)
         return model.max_model_len if model is not None else None
-
-    def _withdraw_from_core(self, kind: FailureKind | None) -> None:
-        self._proxy.withdraw(self.context, kind, self._silent_s())
-
-    def _silent_s(self) -> float:
-        """Return the time since the last byte of the worker."""
-        return self._proxy.now() - self.context.progress.last_byte_at_s
 
     def close(self) -> None:
         """Close the connections to workers, or stop opening them."""

@@ -214,12 +214,13 @@ class Proxy:
         """Report that no client waits for the request any more."""
         self.perform(self.core.abort_request(context.request_id, self.now()))
 
-    def withdraw(self, context: RequestContext, kind: FailureKind | None, silent_s: float = 0.0) -> None:
+    def withdraw(self, context: RequestContext, kind: FailureKind | None) -> None:
         """Report that a request ended early, and carry out only those instructions that are for other requests.
 
-        `kind`: the last failure of a worker; None if no worker failed. `silent_s`: as in `RouterCore.fail_attempt`.
+        `kind`: the last failure of a worker; None if no worker failed.
         """
         request_id, now = context.request_id, self.now()
+        silent_s = now - context.progress.last_byte_at_s
         instructions = self.core.fail_attempt(request_id, kind, now, silent_s=silent_s) if kind is not None else []
         if not is_final_refusal(instructions, request_id):
             instructions = instructions + self.core.abort_request(request_id, now)

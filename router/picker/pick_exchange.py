@@ -215,7 +215,7 @@ class PickExchange:
         failure = RETRYABLE_STATUSES.get(status)
         if failure is not None:
             proxy.record_failed_attempt(context.decision, failure, f"{status}, as Envoy says")
-            self._withdraw_from_core(failure)
+            proxy.withdraw(context, failure)
         elif status == 200 and not self.client.stream.sees_response_body:
             self._record_first_token(now)
         served_decision = context.decision
@@ -276,18 +276,13 @@ class PickExchange:
         context.route = context.route.replace(worker=served_by_worker, allowed_workers=None)
         proxy.perform(proxy.core.fail_attempt(context.request_id, FailureKind.RESET, proxy.now(), context.route))
         if context.decision is None or context.decision.worker != served_by_worker:
-            self._withdraw_from_core(None)  # the core refused that worker: the load is not counted
+            proxy.withdraw(context, None)  # the core refused that worker: the load is not counted
 
     def _record_first_token(self, now: float) -> None:
         self.context.progress.has_started = True
         if self.context.is_streaming:
             self._proxy.record_first_token(self.context, now)
         self._proxy.notify_first_byte(self.context)
-
-    def _withdraw_from_core(self, failure: FailureKind | None) -> None:
-        """Have the core stop counting the request as load. `failure`: fault of the worker; None if it has none."""
-        silent_s = self._proxy.now() - self.context.progress.last_byte_at_s
-        self._proxy.withdraw(self.context, failure, silent_s)
 
     @property
     def last_progress_at_s(self) -> float | None:
