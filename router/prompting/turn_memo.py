@@ -1,10 +1,9 @@
-"""Memo of the text that a template writes around new messages which are a role and a text.
+"""Memo of the text that a chat template writes around the texts of new messages, which saves rendering them.
 
-A turn of a conversation of 40 messages is read in 49 us with the memo and in 144 us without (Qwen3's template). Only
-texts are taken that a template has no reason to change: they are more than white space, and have no marker for which
-the template searches. As a template may trim a text, the white space at its edges is part of an entry's key. An entry
-is compared with the template's own text when it is made. That other texts are right too is tried out when a tokenizer
-is loaded (template_trial.py) and checked while serving (conversation_reader.py).
+A turn of a conversation of 40 messages is read in 49 us with the memo and in 144 us without (Qwen3's template). The
+memo is only for messages of a role and a text that a template has no reason to change. An entry is compared with the
+template's own text when it is made. That other texts are right too is tried out when a tokenizer is loaded
+(template_trial.py) and checked while serving (conversation_reader.py).
 """
 
 from __future__ import annotations
@@ -58,8 +57,12 @@ class PlainTurn(msgspec.Struct, frozen=True, eq=False):
         return PlainTurn(tail_key, self.texts[count:])
 
 
-class _TurnSkeleton(msgspec.Struct, frozen=True, eq=False):
-    """Text that a template writes around the texts of a turn: the pieces before, between and after them."""
+class _TurnPieces(msgspec.Struct, frozen=True, eq=False):
+    """Pieces of text that a template writes before, between and after the texts of new messages.
+
+    For example, a template writes a user's question as `<user>`, the question and `</user>`. The pieces are `<user>`
+    and `</user>`, and between them comes the text with index 0.
+    """
 
     pieces: tuple[str, ...]
     text_indices: tuple[int, ...]
@@ -74,46 +77,40 @@ class _TurnSkeleton(msgspec.Struct, frozen=True, eq=False):
         return "".join(parts)
 
 
+Render = Callable[[list[Message]], str | None]
+"""Renders messages in place of those of a turn; None if the template refuses them."""
+
+
 class TurnMemo:
     """Memo of what one template writes around the texts of a few new messages, which saves rendering them.
 
-    For example, a question is written as `<|im_start|>user\\n` + its text + `<|im_end|>\\n`. Each kind of entry is
-    bounded by ENTRIES_MAX.
+    For example, a question is written as `<|im_start|>user\\n`, its text and `<|im_end|>\\n`. If the next question
+    comes with the same key, its text is put between these two pieces. Each kind of entry is bounded by ENTRIES_MAX.
     """
 
     def __init__(self) -> None:
-        self._skeleton_by_key: dict[MemoKey, _TurnSkeleton | None] = {}
+        self._pieces_by_key: dict[MemoKey, _TurnPieces | None] = {}
         """None: the template changes the texts of these messages."""
         self._next_placeholders: dict[tuple[MemoKey, int], RenderedPlaceholders] = {}
         """(key, number of the new messages before a boundary) -> placeholders of that boundary."""
 
     def fill(self, turn: PlainTurn) -> str | None:
         """Return what the template writes for a turn; None if that is unknown."""
-        skeleton = self._skeleton_by_key.get(turn.key)
-        return None if skeleton is None else skeleton.fill(turn.texts)
+        pieces = self._pieces_by_key.get(turn.key)
+        return None if pieces is None else pieces.fill(turn.texts)
 
-    def add(self, turn: PlainTurn, text: str, render: Callable[[list[Message]], str | None]) -> None:
+    def add(self, turn: PlainTurn, text: str, render: Render) -> None:
         """Remember what the template writes around the texts of a turn; `text` is what it wrote for the turn.
 
-        `render` renders other messages in place of the turn: here the same messages with random texts, which show where
-        the template puts each text. The result must also give `text`, or else the turn's key is never filled.
+        Pieces that do not give `text` for this turn are wrong, and the turns with its key are then always rendered.
         """
-        key, texts = turn.key, turn.texts
-        if key in self._skeleton_by_key or len(text) - sum(map(len, texts)) > _CHARS_MAX:
+        if turn.key in self._pieces_by_key or len(text) - sum(map(len, turn.texts)) > _CHARS_MAX:
             return
-        sentinels = [f"x{secrets.token_hex(8)}x" for _ in texts]
-        sentinel_text = render([
-            {"role": role, "content": before + sentinel + after}
-            for role, sentinel, (before, after) in zip(key.roles, sentinels, key.edges)
-        ])  # fmt: skip
-        skeleton = None
-        if sentinel_text is not None:
-            parts = re.split(f"({'|'.join(sentinels)})", sentinel_text)
-            skeleton = _TurnSkeleton(tuple(parts[::2]), tuple(sentinels.index(sentinel) for sentinel in parts[1::2]))
-        if len(self._skeleton_by_key) >= ENTRIES_MAX:
-            self._skeleton_by_key = {}
-        is_right = skeleton is not None and skeleton.fill(texts) == text
-        self._skeleton_by_key[key] = skeleton if is_right else None
+        pieces = _find_pieces(turn.key, render)
+        if len(self._pieces_by_key) >= ENTRIES_MAX:
+            self._pieces_by_key = {}
+        is_right = pieces is not None and pieces.fill(turn.texts) == text
+        self._pieces_by_key[turn.key] = pieces if is_right else None
 
     def find_next_placeholders(self, key: MemoKey, message_count: int) -> RenderedPlaceholders | None:
         """Return the placeholders for a conversation up to the first `message_count` new messages; None if unknown."""
@@ -123,6 +120,23 @@ class TurnMemo:
         if len(self._next_placeholders) >= ENTRIES_MAX:
             self._next_placeholders = {}
         self._next_placeholders[key, message_count] = placeholders
+
+
+def _find_pieces(key: MemoKey, render: Render) -> _TurnPieces | None:
+    """Return what a template writes around texts, found by rendering random texts; None if it refuses them.
+
+    If the random text `x7f3ax` becomes `<user>x7f3ax</user>`, the pieces are `<user>` and `</user>`.
+    """
+    random_texts = [f"x{secrets.token_hex(8)}x" for _ in key.roles]
+    messages: list[Message] = [
+        {"role": role, "content": before + random_text + after}
+        for role, random_text, (before, after) in zip(key.roles, random_texts, key.edges)
+    ]
+    rendered_text = render(messages)
+    if rendered_text is None:
+        return None
+    parts = re.split(f"({'|'.join(random_texts)})", rendered_text)
+    return _TurnPieces(tuple(parts[::2]), tuple(random_texts.index(random_text) for random_text in parts[1::2]))
 
 
 def read_plain_turn(
@@ -136,7 +150,8 @@ def read_plain_turn(
     """Split new messages into the memo's key and their texts; return None if a template may change a text.
 
     For example, the message {"role": "user", "content": " Hi"} has the role "user", the edges (" ", "") and the text
-    "Hi". `markers`: texts for which the template searches. The other named arguments are fields of `MemoKey`.
+    "Hi". The edges are part of the key, as a template may trim a text. `markers`: strings for which the template
+    searches. The other named arguments are fields of `MemoKey`.
     """
     if not 0 < len(messages) <= TURNS_MAX:
         return None
@@ -154,7 +169,7 @@ def read_plain_turn(
         text_start = len(content) - len(content.lstrip())
         before, after = content[:text_start], content[text_start + len(text) :]
         if not text or len(before) > EDGE_CHARS_MAX or len(after) > EDGE_CHARS_MAX:
-            return None  # white space is part of the key, which has to stay short
+            return None  # a key has to stay short
         roles.append(role)
         texts.append(text)
         edges.append((before, after))
