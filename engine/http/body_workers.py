@@ -32,6 +32,8 @@ INLINE_BYTES_MAX = 4096
 """Bodies up to this size are parsed on the event loop, where a thread would cost more than it frees."""
 THREAD_BYTES_MAX = 64 << 10
 """Bodies up to this size are parsed in a thread. Parsing holds the interpreter for some milliseconds at most."""
+RENDER_S_MAX = 0.5
+"""CPU time of the chat template on the event loop or in a thread. After it, all bodies are parsed in processes."""
 PROCESS_COUNT = 2
 READ_S_MAX = 30.0
 MEMORY_BYTES_MAX = 4 << 30
@@ -56,6 +58,8 @@ class BodyReader:
     def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, folder: str, chat_template: str | None) -> None:
         """`folder`, `chat_template`: sources of `tokenizer`, from which the processes load their own one."""
         self._tokenizer = tokenizer
+        if tokenizer.chat_template is not None:
+            tokenizer.chat_template.seconds_max = RENDER_S_MAX
         self._limits = limits
         self._thread_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="read")
         self._process_pool = WorkerPool(
@@ -71,12 +75,22 @@ class BodyReader:
         `extra_bytes`: size of the other inputs of `parse`.
         """
         size = len(data) + extra_bytes
-        if size <= INLINE_BYTES_MAX:
-            return parse(data, self._tokenizer, self._limits)
-        if size <= THREAD_BYTES_MAX:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._thread_pool, parse, data, self._tokenizer, self._limits)
+        if size <= THREAD_BYTES_MAX and self._is_template_bounded():
+            try:
+                if size <= INLINE_BYTES_MAX:
+                    return parse(data, self._tokenizer, self._limits)
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._thread_pool, parse, data, self._tokenizer, self._limits)
+            except RequestError:
+                if self._is_template_bounded():
+                    raise
+                log.warning("the chat template takes over %g s: from now on, processes render it", RENDER_S_MAX)
         return await _finish_uncancelled(self._read_in_process(parse, data))
+
+    def _is_template_bounded(self) -> bool:
+        """Return whether all renderings in this process have kept their limit."""
+        template = self._tokenizer.chat_template
+        return template is None or template.is_bounded
 
     async def _read_in_process(self, parse: BodyParser[T], data: bytes) -> T:
         """Parse a body in another process, which is ended if it takes too much time or memory. Raises RequestError."""

@@ -36,10 +36,11 @@ BEFORE = json.dumps([{"role": "system", "content": "old"}, {"role": "user", "con
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 
 
-def with_reader(use: Callable[[BodyReader], Awaitable[Any]]) -> Any:
+def with_reader(use: Callable[[BodyReader], Awaitable[Any]], chat_template: str | None = None) -> Any:
     async def run() -> Any:
         folder = cached_model(Recipe())
-        reader = BodyReader(Tokenizer.load(folder), LIMITS, str(folder), None)
+        tokenizer = Tokenizer.load(folder, chat_template=chat_template)
+        reader = BodyReader(tokenizer, LIMITS, str(folder), chat_template)
         try:
             return await use(reader)
         finally:
@@ -222,3 +223,22 @@ def test_errors_of_responses_name_their_own_fields(body: Any, param: str) -> Non
         read_response(None, json.dumps(body).encode(), tokenizer, LIMITS)
     assert error_info.value.param == param
     assert error_info.value.message.startswith(param)
+
+
+def test_a_template_that_does_not_end_costs_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small body made it run for ever on the event loop."""
+    rounds = "{% for i in range(99999) %}"
+    template = "{% if messages[0].content == 'loop' %}" + rounds * 2 + "{% endfor %}" * 2 + "{% endif %}{{ messages }}"
+    monkeypatch.setattr(body_workers, "RENDER_S_MAX", 0.05)
+    monkeypatch.setattr(body_workers, "READ_S_MAX", 5.0)
+
+    async def use(reader: BodyReader) -> None:
+        looping, other = (
+            json.dumps({"messages": [{"role": "user", "content": content}]}).encode() for content in ("loop", "other")
+        )
+        before = await reader.read(read_chat, other)
+        with pytest.raises(RequestError, match="takes more time or memory"):
+            await reader.read(read_chat, looping)
+        assert (await reader.read(read_chat, other)).prompts == before.prompts
+
+    with_reader(use, template)
