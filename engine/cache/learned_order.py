@@ -142,9 +142,10 @@ class LearnedHostOrder(_LearnedOrder):
 class LearnedEviction(LruEviction):
     """Evicts the cached prefixes that are least likely to be used again, learned from how conversations return.
 
-    A turn is one request of a conversation. The prompt of the next turn begins with the prompt of the turn before, so
-    the cached prefix of a turn is worth keeping until the next turn is due. Device and host memory have one order
-    each, and learn from the same turns. Only for models without sliding windows.
+    A *turn* is one request of a conversation. The prompt of the next turn begins with the prompt of the turn before, so
+    the cached blocks of a turn, its *path*, are worth keeping until the next turn is due. If that usually happens
+    within 100 blocks of other prompts, a path that was not used for 1,000 is evicted early. A path is evicted from its
+    end, the *leaf*. Device and host memory have one queue of paths each. Only for models without sliding windows.
     """
 
     def __init__(self, spec: CacheSpec, unit_count: int) -> None:

@@ -236,11 +236,11 @@ class CacheState:
         target.free_kv_tokens += self._chunk_tokens * chunk_count
 
     def estimate_shared_prefix(self, prompt: PromptQuery, lifetime_s: float) -> tuple[int, float]:
-        """Return the length of the prefix that running requests share, and the share of a copy that is for later ones.
+        """Return the length of the prefix that running requests share, and the share of its next copy for later ones.
 
-        n running requests of `lifetime_s` each arrive at n / lifetime_s per second (Little's law). Those that arrive
-        within SHARED_COPY_S spread over the targets that run the prefix now and one more. If k of them use the new
-        copy, this request is one of k + 1.
+        For example, 20 requests with the prefix run on one target, for `lifetime_s` = 10 s each. So 2 arrive a second
+        (Little's law), and 30 within SHARED_COPY_S = 15 s. A second copy of the prefix serves half of them, 15. This
+        request is one of the 16 that use it, so that 15/16 of the copy are for later requests.
         """
         chunk_count, prompts_by_target = self._running_chunks.find_shared_prefix(
             prompt.get_chunk_keys(self._chunk_tokens)

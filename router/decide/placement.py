@@ -362,18 +362,20 @@ class RequestPlacer:
             self._start_transfer(attempt, now)
 
     def observe_transfer(self, attempt: Attempt, now: float) -> None:
-        """Measure the duration of a transfer at its request's first token, unless that waited more for other prompts.
+        """Measure the duration of a transfer of KV at the first token of its request.
 
-        Other prompts that the target computed meanwhile are taken to have been computed after the KV had come.
+        For example, the first token comes 0.9 s after the transfer began, and the rest of the prompt took 0.2 s of
+        them. If other prompts took 0.1 s, the transfer took 0.6 s. If they took over half of 0.7 s, nothing is learned.
         """
-        in_flight, target, start = attempt.in_flight, attempt.in_flight.target, attempt.transfer_start_totals
-        if start is None or attempt.transfer_estimate is None or attempt.decision.terms.slot_wait_s > 0.0:
+        in_flight, target, terms = attempt.in_flight, attempt.in_flight.target, attempt.decision.terms
+        start_totals = attempt.transfer_start_totals
+        if start_totals is None or attempt.transfer_estimate is None or terms.slot_wait_s > 0.0:
             return
-        slowdown = attempt.decision.terms.slowdown
-        compute_s = max(slowdown * in_flight.prefill_s, in_flight.prefill_s + target.step_s)
-        waited_s, others_s = now - attempt.transfer_started_s - compute_s, slowdown * target.estimate_prefilled_s(start)
-        if others_s <= OTHERS_SHARE_MAX * waited_s:
-            attempt.observed_transfer_s = waited_s - others_s
+        compute_s = max(terms.slowdown * in_flight.prefill_s, in_flight.prefill_s + target.step_s)
+        waited_s = now - attempt.transfer_started_s - compute_s
+        other_prompts_s = terms.slowdown * target.estimate_prefilled_s(start_totals)
+        if other_prompts_s <= OTHERS_SHARE_MAX * waited_s:
+            attempt.observed_transfer_s = waited_s - other_prompts_s
 
     def record_transfer(self, attempt: Attempt, now: float) -> None:
         """Learn from the transfer of an attempt whose answer is complete, unless the transfer failed."""

@@ -267,13 +267,15 @@ def find_shortest_wait_s(targets: Sequence[Target], now: float) -> float:
 def compute_congestion(
     pool: PoolLoad, shortest_wait_s: float, queued_s: float, utilisation_decay: float, config: CostConfig
 ) -> float:
-    """Return how much longer later requests wait, all together, for a second of new prefill.
+    """Return how many seconds later requests wait longer, all together, for a second of new prefill.
 
     In a queue with one server, added work delays every arrival until the backlog is worked off. The backlog of a pool
     is the wait at its least busy worker, where later requests can go, plus each worker's part of the `queued_s`
     seconds in the router's queue. With the backlog counted in mean prefills:
 
         congestion = weight * utilisation * (1 + backlog) / (1 - utilisation)
+
+    For example, a pool that is busy half of the time and has no backlog gives `weight`, one busy for 3/4 `3 * weight`.
     """
     utilisation = (pool.peer_utilisation + pool.prefill_rate * utilisation_decay) / pool.worker_count
     backlog_s = shortest_wait_s + queued_s / pool.worker_count

@@ -99,9 +99,9 @@ class _Lane:
     def iter_ahead(self, line_name: str, sort_key: SortKey) -> Iterator[QueuedRequest]:
         """Yield the requests that are served before a new request of a line, one line after the other.
 
-        If lines A and B were charged 0 s and A holds two requests of 3 s, a new one in A is reached at 6 s. So of B,
-        those requests come first that begin before B's charges are 6 s. Charges of A beyond LOOKAHEAD_MAX requests are
-        left out, which bounds the time of this call.
+        For example, nothing was charged to the lines A and B so far, and two requests of 3 s wait in A. A new one in A
+        is served once A was charged 6 s. Requests of B are served first until B was charged 6 s too. Charges of A
+        beyond LOOKAHEAD_MAX requests are left out, which bounds the time of this call.
         """
         own_line = self.lines.get(line_name, ())
         earlier_requests = list(itertools.takewhile(lambda request: request.sort_key <= sort_key, own_line))

@@ -1,9 +1,9 @@
 """Shortlist of a large pool: the few targets that may have the lowest price for a request.
 
-With it, a decision before 500 workers costs about as much as one before 8. `LoadOrder` sorts the targets by the price
-of a typical request, the mean of those before. A target is not priced if RIVALS_MIN targets before it in that order
-have as long a cached prefix; the prefix index finds the others. So the lowest price may be missed. The chosen one is
-higher by at most the sum of
+With it, a decision among 500 workers costs about as much as one among 8. `LoadOrder` sorts the targets by the price of
+a typical request, the mean of the earlier ones. If 8 (RIVALS_MIN) targets come before a target in that order and have
+at least as long a cached prefix, the target is not priced. The prefix index finds the others. So the lowest price may
+be missed. The chosen one is higher by at most the sum of
 
 * |(1 + congestion) * P - that of the typical request| * (largest slowdown in the pool - least)
 * the differences in `decode` and in the wait for KV memory between the request and the typical one

@@ -257,6 +257,7 @@ class PrefillQueue:
     ) -> tuple[float, int]:
         """Return the wait of a new prompt and the number of requests that it overtakes, with `is_shortest_first`.
 
+        For example, prompts of 0.1 s, 0.3 s and 0.8 s wait. A new one of 0.5 s waits for 0.4 s and overtakes one.
         `order_s`: seconds by which the prompt is sorted. `wait_s`: time to compute everything that is queued now.
         """
         before_s, overtaken_count, sorted_order_s = 0.0, 0, self.sorted_order_s
