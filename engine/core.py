@@ -435,8 +435,8 @@ class EngineCore:
 
     def _forget_old_weights(self, path: str | None) -> None:
         """Drop all KV of earlier weights, here and at peers. `path`: folder of the new weights; None: unchanged."""
-        self.transfers.change_weights(path)
         self.reset_prefix_cache()
+        self.transfers.change_weights(path)
 
     def stats(self) -> EngineStats:
         """Return the present values, and totals since the start."""

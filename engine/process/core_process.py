@@ -217,8 +217,13 @@ class CoreLoop:
                 self._core.wake()
             elif call.operation == "reload":
                 self._core.reload_weights(call.path)
+        except RunnerLostError:
+            raise
         except (ValueError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: of a device without memory
             return f"{call.operation}: {error}"
+        except Exception as error:  # a malformed checkpoint, for example
+            log.exception("%s failed", call.operation)
+            return f"{call.operation}: {type(error).__name__}: {error}"
         return None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -155,7 +156,11 @@ class KVTransfers(Transfers):
             self._abandon(pull)
 
     def change_weights(self, path: str | None) -> None:
-        self.settings.fingerprint = self._compute_fingerprint(path)
+        try:
+            self.settings.fingerprint = self._compute_fingerprint(path)
+        except OSError as error:
+            log.warning("no blocks move until the weights change again, because their files cannot be read: %s", error)
+            self.settings.fingerprint = os.urandom(len(self.settings.fingerprint))
 
     def _abandon(self, pull: _Pull) -> None:
         pull.prompt.is_abandoned = True

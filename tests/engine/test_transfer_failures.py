@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transfer_peers import RECIPES, Engine, prompt
+
+from engine.messages import CallCore
+from engine.process.core_process import CoreLoop
 
 POINTS_OF_STORE: dict[str, Callable[[Engine], tuple[Any, str]]] = {
     "match": lambda engine: (engine.cache.tree, "extend_match"),
@@ -125,3 +129,61 @@ def test_a_job_that_fails_to_read_is_answered_and_ends_nothing_else(
         for engine in (source, consumer):
             check_answers(engine, family, expected)
             assert engine.cache.usage.live_units == 0, "memory leaked"
+
+
+def test_weights_whose_files_are_gone_wake_up_and_are_shared_with_no_peer() -> None:
+    """The engine was awake, answered that it was not, and could not be woken up any more."""
+    text = prompt("moves", 202)
+    with Engine() as source, Engine() as consumer:
+        source.core._model = FakeModel()
+        source.answer("a", text)
+        source.transfers._compute_fingerprint = lambda path: _raise(FileNotFoundError("config.json"))
+        source.core.sleep(1)
+        source.core.wake()
+        source.core.reload_weights("other")
+        source.answer("b", text)
+        assert source.cached_tokens("b") == 0, "computed by the old weights"
+        source.serve()
+        consumer.answer("a", text, source.source)
+        source.pause()
+        assert consumer.transfers.stats.failures["incompatible"] == 1
+
+
+class FakeModel:
+    """A model for which changes of weights cost nothing."""
+
+    def sleep(self, level: int) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def reload(self, path: str | None) -> None:
+        pass
+
+
+class BrokenModel(FakeModel):
+    """A model that raises what it should not."""
+
+    def wake(self) -> None:
+        raise AssertionError("still asleep")
+
+    def reload(self, path: str | None) -> None:
+        raise TypeError("'int' object is not iterable")
+
+
+def test_a_checkpoint_that_raises_anything_is_refused() -> None:
+    with Engine() as engine:
+        engine.core._model = BrokenModel()
+        assembled = SimpleNamespace(
+            core=engine.core, executor=SimpleNamespace(model=SimpleNamespace(get_simulation_lag=None)), publisher=None
+        )
+        loop = CoreLoop(assembled, SimpleNamespace())  # type: ignore[arg-type]
+        assert loop._execute_call(CallCore(1, "reload")) == "reload: TypeError: 'int' object is not iterable"
+        assert loop._execute_call(CallCore(2, "sleep")) is None
+        assert loop._execute_call(CallCore(3, "wake")) == "wake: AssertionError: still asleep"
+        engine.answer("a", prompt("a", 20))
+
+
+def _raise(error: Exception) -> Any:
+    raise error
