@@ -12,7 +12,7 @@ import torch
 
 from kernels import Kernels, PagedKV, RaggedBatch, select_kernels
 from kernels.cpu import packed
-from kernels.cpu.packed import NativeMatrix, multiply_packed, pack_matrix, should_use_native_products
+from kernels.cpu.packed import BlockedMatrix, NativeMatrix, multiply_packed, pack_matrix, should_use_native_products
 from kernels.reference.backend import ReferenceKernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -351,12 +351,14 @@ def test_gated_norms(ops, dtype, rng):
         assert relative_error(output, expected) < TOLERANCE[dtype]
 
 
-@pytest.fixture(params=["avx512bf16", "avx512", "avx2", "2 threads", "oneDNN"])
+@pytest.fixture(params=["avx512bf16", "avx512", "avx2", "2 threads", "oneDNN", "oneDNN alone"])
 def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     """The layout of packed matrices."""
-    if request.param == "oneDNN":
+    if request.param.startswith("oneDNN"):
         monkeypatch.setattr(packed, "should_use_native_products", lambda: False)
-        yield torch.Tensor
+        if request.param == "oneDNN alone":
+            monkeypatch.setattr(packed, "SMALL_PRODUCT_MAX", 0)
+        yield BlockedMatrix
         return
     chosen = "avx2" if request.param == "2 threads" else request.param
     if chosen not in INSTRUCTION_SETS:
@@ -364,7 +366,7 @@ def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(2 if request.param == "2 threads" else 1)
     packed._native.use(chosen)
-    yield NativeMatrix if should_use_native_products() else torch.Tensor
+    yield NativeMatrix if should_use_native_products() else BlockedMatrix
     torch.set_num_threads(threads)
     packed._native.use(INSTRUCTION_SETS[0])
 
