@@ -288,25 +288,26 @@ class RequestPlacer:
         if active_request.is_background:
             target.load.background_request_count += 1
         if choice.prompt_query is not None:
+            is_pinned = transfer_source is None
             self._cache_state.add_request(
-                in_flight,
-                choice.prompt_query,
-                now,
-                session=request.session,
-                is_pinned=transfer_source is None,
+                in_flight, choice.prompt_query, now, session=request.session, is_pinned=is_pinned
             )
-            if transfer_source is not None:  # other requests can use the prompt's KV only after it has arrived
+            if not is_pinned:  # other requests can use the prompt's KV only after it has arrived
                 in_flight.on_arrival = self._cache_state.pin
         if transfer_source is not None:
             self._start_source(attempt, choice, transfer_source, now)
         self._remember_placement(request, target, now)
+        self._start_probe(request, target)
+        target.load.routed_requests += 1
+        self._counters["routed"] += 1
+        return Forward(request.request_id, decision)
+
+    def _start_probe(self, request: RouteRequest, target: Target) -> None:
+        """If the worker failed lately, let this request alone show whether the worker serves again."""
         worker = self._registry.workers[target.worker_id]
         if worker.health is WorkerState.PROBING:
             worker.probe = request.request_id
             self._registry.apply_worker_changes()
-        target.load.routed_requests += 1
-        self._counters["routed"] += 1
-        return Forward(request.request_id, decision)
 
     def _remember_placement(self, request: RouteRequest, target: Target, now: float) -> None:
         """Store a placement for the next request of the session or of the conversation with media."""

@@ -4,10 +4,6 @@ The *prior* is a first guess, the configured `ServiceModel`. Learned is by how m
 that serve a model has a prefill ratio of 2.0, computing prompts takes its targets twice as long as the prior says; the
 step ratio says the same of the steps in which answers are written. A target that differs much from its pool has a
 factor of its own, 1.5 if all work takes it half as long again. Routers share what they learned.
-
-* observations.py: how long a target took for which work
-* ratios.py: fitting ratios to observations, and means of ratios
-* pool.py: the speed of a pool and of each target in it
 """
 
 from router.decide.speed.observations import Observation, PrefillInterval, WorkTotals
