@@ -287,8 +287,8 @@ class CacheState:
 class RunningChunks:
     """Number of running prompts that have a chunk, for each chunk and target.
 
-    A key identifies a prompt's whole prefix up to the end of its chunk. Two prompts therefore share only a leading run
-    of keys, and a binary search finds its end.
+    A *chunk* is 256 tokens of a prompt. Its key is the digest of the prompt up to the chunk's end. So two prompts with
+    the same first 600 tokens share exactly their first two keys. A binary search finds the last shared one.
     """
 
     def __init__(self) -> None:
@@ -349,10 +349,10 @@ class RunningChunks:
 
 
 class ApproximateCache:
-    """Chunks of prompts that a target without events has probably cached: an LRU of chunk keys.
+    """Prompts that a target has probably cached which tells no events about its cache: an LRU of chunk keys.
 
-    A key stands for the whole prefix up to its chunk. A prompt's last chunks count as the least recently used, so that
-    they are evicted before the chunks on which they depend.
+    A *chunk* is 64 tokens of a prompt. Its key is the digest of the prompt up to the chunk's end. A prompt's last
+    chunks count as the least recently used, so that they are evicted before the chunks on which they depend.
     """
 
     def __init__(self, capacity_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> None:

@@ -478,7 +478,7 @@ class LoadTracker:
 
     # Other routers -----------------------------------------------------------------------------------------------
     def make_local_load(self, target: Target, now: float) -> PeerLoad:
-        """Return the load that this router has put on a target, in the form in which its peers get it."""
+        """Return the load that this router has put on a target, as it tells other routers of the same workers."""
         load, prefill_queue = target.load, target.prefill_queue
         oldest_request = prefill_queue.get_oldest()
         prefills = PeerPrefills(

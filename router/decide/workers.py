@@ -68,7 +68,7 @@ KINDS_BY_DIALECT = {
 
 @dataclass(frozen=True, slots=True)
 class TransferFacts:
-    """Facts that a worker reports about moving KV. By default, it moves none."""
+    """Facts that a worker reports about moving KV, the keys and values of attention. By default, it moves none."""
 
     group: str = ""
     """Workers with the same text can read each other's KV: equal engine, version, model, dtype, block size and number
