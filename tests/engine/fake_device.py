@@ -98,6 +98,8 @@ class FakeDevice:
         self.host_states: dict[int, tuple[int, int] | None] = {}
         self.fail_next = False
         """The next step that is begun is not computed."""
+        self.acts_before_fault: int | None = None
+        """Copies, chunks and checkpoints that are still done before a step fails half-way; None: none fails."""
         self.on_execute = lambda plan: None
         self.plans: list[list[tuple[str, int, int]]] = []
         self.computed_tokens = 0
@@ -130,7 +132,7 @@ class FakeDevice:
         self.on_execute(submitted_step.plan)
         while submitted_step in self._queue:
             step = self._queue.popleft()
-            step.result = step.result or self._compute(step)
+            step.result = step.result or self._compute_or_fail(step)
         if isinstance(submitted_step.result, Exception):
             self._queue.clear()
             self._row_allocator.clear()
@@ -138,12 +140,28 @@ class FakeDevice:
         assert submitted_step.result is not None
         return submitted_step.result
 
+    def _compute_or_fail(self, step: SubmittedStep) -> StepResult | Exception:
+        try:
+            return self._compute(step)
+        except DeviceFault as fault:
+            return fault
+
+    def _count_act(self) -> None:
+        if self.acts_before_fault is not None:
+            self.acts_before_fault -= 1
+            if self.acts_before_fault < 0:
+                self.acts_before_fault = None
+                raise DeviceFault("the device fell off the bus half-way")
+
     def _compute(self, step: SubmittedStep) -> StepResult:
         plan, size = step.plan, self.block_size
         self.plans.append([(c.seq.request.request_id, c.start, c.end) for c, _, _, _ in step.chunks])
         self.computed_tokens += sum(c.end - c.start for c, _, _, _ in step.chunks)
-        self.copy_blocks(plan.block_copies)
+        for block_copy in plan.block_copies:
+            self._count_act()
+            self.copy_blocks([block_copy])
         for source, destination in plan.state_restores:
+            self._count_act()
             self.states[destination] = self.states[source]
         for unit in plan.state_resets:
             self.states[unit] = None
@@ -154,6 +172,7 @@ class FakeDevice:
             fed_ids = [self._last[request.request_id]] if chunk.token_on_device else []
             known_ids.append(digests(tokens + fed_ids, request.cache_salt, request.lora_name))
         for (chunk, _, tables, state), prefix in zip(step.chunks, known_ids):
+            self._count_act()
             for group in range(len(self.windows)):
                 for position in range(chunk.start, chunk.end):
                     slot = self.slots.setdefault((group, tables[group][position // size]), [None] * size)
@@ -177,6 +196,7 @@ class FakeDevice:
             result.sampled_tokens.append(token)
             self._logprobs(result, index, request, chunk.start, chunk.end, chunk.should_sample)
         for source, destination in plan.state_checkpoints:
+            self._count_act()
             self.states[destination] = self.states[source]
         return result
 

@@ -63,6 +63,7 @@ class History:
             (0.04, lambda: self.during(lambda plan: self.bench.abort(self.anyone()))),
             (0.02, lambda: self.during(lambda plan: self.bench.core.reset_prefix_cache())),
             (0.03, self.fail),
+            (0.03, self.fail_half_way),
             (0.02, self.bench.core.reset_prefix_cache),
             (0.04, self.bench.drain),
         ]
@@ -103,6 +104,10 @@ class History:
         self.bench.device.fail_next = True
         self.bench.step()
         self.bench.device.fail_next = False
+
+    def fail_half_way(self) -> None:
+        """Let a step fail between its copies, its chunks and its checkpoints."""
+        self.bench.device.acts_before_fault = self.rng.randrange(12)
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (30, 60, 90))])

@@ -22,6 +22,7 @@ from engine.transfer.interface import Transfers
 from engine.transfer.messages import WantedBlock
 from engine.transfer.pull_plan import PulledPrompt, PullItem, split_into_batches
 from engine.types import BlockCopy, BlockPlace, Request, SamplingParams
+from events import AllBlocksCleared
 
 CONTENT_BYTES = 8
 ALL_CONTENTS: list[Any] = []
@@ -228,7 +229,8 @@ class PeerHistory:
 
     def fail(self) -> None:
         peer = self.anyone()
-        peer.bench.device.fail_next = True
+        peer.bench.device.acts_before_fault = self.rng.choice([None, self.rng.randrange(12)])
+        peer.bench.device.fail_next = peer.bench.device.acts_before_fault is None
         peer.bench.step()
         peer.bench.device.fail_next = False
 
@@ -258,6 +260,26 @@ def play_histories(seeds: range) -> int:
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (40, 80, 120))])
 def test_every_read_every_event_and_every_answer_is_right(first: int) -> None:
     assert play_histories(range(first, first + 40)) > 50
+
+
+def test_after_a_failed_copy_what_runs_is_computed_again() -> None:
+    """The copy may have taken moves of its blocks along, which were never made."""
+    rng = random.Random(7)
+    peer = Peer(CacheSpec(block_size=2, groups=(group(1),)), rng)
+    peer.bench.add("a", [1, 0, 1], max_tokens=6)
+    peer.bench.step()
+    peer.bench.step()
+
+    def fail() -> None:
+        raise DeviceFault("the device fell off the bus")
+
+    peer.between_steps(fail)
+    stats = peer.bench.core.stats()
+    assert (stats.preemptions, stats.failed_steps) == (1, 1)
+    assert any(isinstance(event, AllBlocksCleared) for event in peer.bench.events.events)
+    peer.bench.drain()
+    peer.bench.assert_correct()
+    assert peer.bench.ends["a"].error is None
 
 
 @pytest.mark.parametrize("seed", [1449, 1688])
