@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from engine.config import ServerConfig
 from engine.http.body_workers import BodyParser
@@ -212,6 +213,10 @@ class DeltaStream:
         self._generation = generation
         self._stream = stream
         self._clock = RequestClock(state.metrics, time.perf_counter())
+        self.may_have_logprobs = any(
+            request.params.logprobs is not None or request.params.prompt_logprobs is not None
+            for request in generation.requests
+        )
 
     def __aiter__(self) -> DeltaStream:
         return self
@@ -278,7 +283,8 @@ async def _stream_response(
     comment_task = asyncio.ensure_future(writer.send_keepalive_comments())
     try:
         async for deltas in delta_stream:
-            await format_logprobs(formatter, deltas, release_logprobs)
+            if delta_stream.may_have_logprobs:
+                await format_logprobs(formatter, deltas, release_logprobs)
             await writer.write(b"".join([formatter.format_delta(choice, delta) for choice, delta in deltas]))
         final_events = formatter.format_end()
         _store_response(state, formatter)  # a client may continue the response as soon as it has the end
@@ -304,6 +310,9 @@ class ResponseWriter:
         self._stall_s = config.stall_timeout_s
         self._deadline_s = deadline_s
         self._write_count = 0
+        self._body_writer: AbstractStreamWriter | None = None
+        self._may_write_chunks = False
+        """Whether `_write_chunk` may be used: the head is sent, and it says that chunks follow."""
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -325,14 +334,28 @@ class ResponseWriter:
         """Send the next bytes of a stream. The first call sends the head too."""
         self._write_count += 1
         if not self.has_started:
-            await self._response.prepare(self._request)
+            self._body_writer = await self._response.prepare(self._request)
         if not data:
             return
         transport = self._request.transport
-        if transport is not None and transport.get_write_buffer_size() == 0 and len(data) < SMALL_WRITE_BYTES:
-            await self._response.write(data)  # fits into the buffer, so there is nothing to wait for
-        else:
+        if transport is None or transport.get_write_buffer_size() or len(data) >= SMALL_WRITE_BYTES:
             await self._wait_for_client(self._response.write(data))
+        # The bytes fit into the buffer, so there is nothing to wait for.
+        elif self._may_write_chunks and not transport.is_closing():
+            self._write_chunk(transport, data)
+        else:
+            await self._response.write(data)  # the first one goes with the head
+            self._may_write_chunks = self._response.headers.get("Transfer-Encoding") == "chunked"
+
+    def _write_chunk(self, transport: asyncio.WriteTransport, data: bytes) -> None:
+        """Write one chunk of a chunked response after its head, without the two coroutines of aiohttp's writer.
+
+        Measured with 32 users: 22.8 us of this process for a token instead of 25.7 us.
+        """
+        assert self._body_writer is not None
+        chunk = b"%x\r\n%b\r\n" % (len(data), data)
+        self._body_writer.output_size += len(chunk)  # the size in the log of requests
+        transport.write(chunk)
 
     async def send_keepalive_comments(self) -> None:
         """Send a comment whenever nothing was written for `KEEPALIVE_COMMENT_S`, unless the client reads slowly."""
