@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -135,6 +138,30 @@ def test_threads_share_the_work(ops, rng):
         assert compare(ops, kv, table, [399, 299, 100], lens, 8, 0, None, 0.1) < 1e-2
     finally:
         torch.set_num_threads(threads)
+
+
+LOAD_WITH_SMALL_SIGNAL_STACK = """
+import ctypes, sys
+from importlib.util import module_from_spec, spec_from_file_location
+
+class Stack(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+
+stack = ctypes.create_string_buffer(8192)
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(ctypes.addressof(stack), 0, 8192)), None) == 0
+spec = spec_from_file_location("_native", sys.argv[1])
+native = module_from_spec(spec)
+spec.loader.exec_module(native)
+print(*native.instruction_sets())
+"""
+
+
+@pytest.mark.skipif("amx" not in _native.instruction_sets(), reason="this CPU has no AMX")
+def test_no_tiles_without_the_kernels_permission():
+    """Linux refuses tiles to a process with a signal stack too small for their registers."""
+    command = [sys.executable, "-c", LOAD_WITH_SMALL_SIGNAL_STACK, _native.__file__]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert output.split() == [name for name in _native.instruction_sets() if name != "amx"]
 
 
 def test_sequences_without_queries_change_nothing(rng):

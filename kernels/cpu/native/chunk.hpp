@@ -5,7 +5,8 @@
 // the context in tiles of kTile tokens, softmax online (Milakov and Gimelshein, 2018). A tile's keys and values are laid out
 // once for all rows of the block so that six rows at a time are multiplied with whole vectors of them, sums in
 // registers. Scores, weights' sums and the result are fp32. Where the CPU multiplies pairs of bf16 (AVX512-BF16), keys
-// and values stay bf16 and the weights are rounded to it; elsewhere all is widened to fp32.
+// and values stay bf16 and the weights are rounded to it; elsewhere all is widened to fp32. AMX multiplies sixteen rows at
+// a time with the same layout.
 #pragma once
 
 #include "ops.hpp"
@@ -17,7 +18,7 @@ namespace {
 
 constexpr float kLog2E = 1.44269504f;
 constexpr float kMinusInfinity = -__builtin_inff();
-constexpr int kRows = 6;  // rows of queries that are multiplied at a time
+constexpr int kRows = 6;  // that are multiplied at a time
 constexpr int kColumns = kLanes == 16 ? 4 : 2;  // by so many vectors: their products fill the registers
 
 // Rows of one head lie apart, so that the hardware does not see them coming.
@@ -35,6 +36,18 @@ constexpr bool kPairs<Bf16> = true;
 #endif
 template <class T>
 constexpr int kDepth = kPairs<T> ? 2 : 1;
+
+// Whether operands are multiplied in tiles (AMX).
+template <class T>
+constexpr bool kTiles = false;
+#ifdef __AMX_BF16__
+template <>
+constexpr bool kTiles<Bf16> = true;
+#endif
+
+// Rows of queries that are multiplied at a time.
+template <class T>
+constexpr int kQueryRows = kTiles<T> ? 16 : kRows;
 
 // sums + a * b, in each lane. Pairs travel as the bits of a float.
 template <class T>
@@ -57,20 +70,30 @@ ALWAYS_INLINE void transpose(Floats* rows) {
     }
 }
 
-// As many lanes as fit, packed: numbers widened, or pairs as they lie.
+// As many lanes as fit, packed: numbers widened, or pairs as they lie; zeros after the first `left` of them.
 template <class T>
-ALWAYS_INLINE Floats load_packed(const T* at) {
-    if constexpr (kPairs<T>) return load(reinterpret_cast<const float*>(at));
-    else return load(at);
+ALWAYS_INLINE Floats load_packed(const T* at, i64 left) {
+    if constexpr (kPairs<T>) {
+        const auto* pairs = reinterpret_cast<const float*>(at);
+        return left < kLanes ? load_some(pairs, static_cast<int>(left)) : load(pairs);
+    } else {
+        return load(at);
+    }
 }
 
-// The tile's keys as [dim / kDepth][kTile].
+// Lanes of a packed row of q, and of a packed key; zeros fill AMX's last tile.
+template <class T>
+constexpr i64 steps_of(i64 dim) {
+    return kTiles<T> ? (dim + 31) / 32 * 16 : dim / kDepth<T>;
+}
+
+// The tile's keys as [steps_of<T>(dim)][kTile].
 template <class T>
 void pack_keys(const T* const* rows, i64 dim, float* packed) {
     for (int t = 0; t < kTile; t += kLanes) {
-        for (i64 d = 0; d < dim / kDepth<T>; d += kLanes) {
+        for (i64 d = 0; d < steps_of<T>(dim); d += kLanes) {
             Floats block[kLanes];
-            for (int i = 0; i < kLanes; ++i) block[i] = load_packed(rows[t + i] + d * kDepth<T>);
+            for (int i = 0; i < kLanes; ++i) block[i] = load_packed(rows[t + i] + d * kDepth<T>, dim / kDepth<T> - d);
             transpose(block);
             for (int i = 0; i < kLanes; ++i) store(packed + (d + i) * kTile + t, block[i]);
         }
@@ -93,64 +116,96 @@ void pack_values(const T* const* rows, i64 dim, float* packed) {
     }
 }
 
-// Scores of kRows rows against the tile: [kRows][kTile]. q: [kRows][steps], keys: [steps][kTile], packed.
-template <class T>
-ALWAYS_INLINE void score_rows(const float* q, const float* keys, i64 steps, float* scores) {
-    for (int t = 0; t < kTile; t += kColumns * kLanes) {
-        Floats sums[kRows][kColumns] = {};
-        for (i64 step = 0; step < steps; ++step) {
-            Floats some[kColumns];
-#pragma GCC unroll 8
-            for (int c = 0; c < kColumns; ++c) some[c] = load(keys + step * kTile + t + c * kLanes);
-#pragma GCC unroll 8
-            for (int r = 0; r < kRows; ++r) {
-                const Floats asked = every(q[r * steps + step]);
-#pragma GCC unroll 8
-                for (int c = 0; c < kColumns; ++c) sums[r][c] = multiply_add<T>(sums[r][c], some[c], asked);
-            }
-        }
-        for (int r = 0; r < kRows; ++r) {
-            for (int c = 0; c < kColumns; ++c) store(scores + r * kTile + t + c * kLanes, sums[r][c]);
-        }
-    }
+#ifdef __AMX_BF16__
+// Every tile of this thread becomes 16 rows of 16 lanes. Until `_tile_release` the kernel saves them with each switch.
+ALWAYS_INLINE void configure_tiles() {
+    alignas(64) std::uint8_t config[64] = {1};
+    for (int tile = 0; tile < 8; ++tile) config[16 + 2 * tile] = 64, config[48 + tile] = 16;
+    asm volatile("" ::: "memory");
+    _tile_loadconfig(config);
 }
 
-// sums = sums * shrink + weights @ values for kRows rows and C vectors of dims. weights: [kRows][kTile / kDepth].
-template <class T, int C>
-ALWAYS_INLINE void mix_columns(const float* weights, const float* values, i64 dim, const float* shrink, float* sums) {
-    constexpr int kSteps = kTile / kDepth<T>;
-    Floats mixed[kRows][C];
-#pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) mixed[r][c] = load(sums + r * dim + c * kLanes) * shrink[r];
+// sums (from zero unless `resumes`) + a @ b for 16 rows and C tiles of columns. Shapes: see `multiply_columns`; steps:
+// whole tiles. Tiles 0 to 3 hold sums, 4 holds a, 5 to 7 hold b.
+template <int C>
+ALWAYS_INLINE void multiply_tiles(const float* a, i64 steps, const float* b, i64 width, bool resumes, float* sums) {
+    asm volatile("" ::: "memory");  // GCC does not know that tiles are loaded from memory: what is to be read is written by now
+    if (resumes) {
+        _tile_loadd(0, sums, width * 4);
+        if constexpr (C > 1) _tile_loadd(1, sums + 16, width * 4);
+        if constexpr (C > 2) _tile_loadd(2, sums + 32, width * 4);
+        if constexpr (C > 2) _tile_loadd(3, sums + 48, width * 4);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
     }
-    for (int step = 0; step < kSteps; ++step) {
+    for (i64 step = 0; step < steps; step += 16) {
+        const float* const at = b + step * width;
+        _tile_loadd(4, a + step, steps * 4);
+        _tile_loadd(5, at, width * 4);
+        _tile_dpbf16ps(0, 4, 5);
+        if constexpr (C > 1) _tile_loadd(6, at + 16, width * 4);
+        if constexpr (C > 1) _tile_dpbf16ps(1, 4, 6);
+        if constexpr (C > 2) _tile_loadd(7, at + 32, width * 4);
+        if constexpr (C > 2) _tile_dpbf16ps(2, 4, 7);
+        if constexpr (C > 2) _tile_loadd(5, at + 48, width * 4);
+        if constexpr (C > 2) _tile_dpbf16ps(3, 4, 5);
+    }
+    _tile_stored(0, sums, width * 4);
+    if constexpr (C > 1) _tile_stored(1, sums + 16, width * 4);
+    if constexpr (C > 2) _tile_stored(2, sums + 32, width * 4);
+    if constexpr (C > 2) _tile_stored(3, sums + 48, width * 4);
+}
+#endif
+
+// sums = sums * shrink + a @ b for kQueryRows<T> rows and C vectors of columns; where shrink is null, sums begin at zero.
+// a: [kQueryRows<T>][steps], b: [steps][width], both packed; sums: [kQueryRows<T>][width].
+template <class T, int C>
+ALWAYS_INLINE void multiply_columns(const float* a, i64 steps, const float* b, i64 width, const float* shrink, float* sums) {
+    constexpr int R = kQueryRows<T>;
+#ifdef __AMX_BF16__
+    if constexpr (kTiles<T>) {
+        for (int r = 0; shrink && r < R; ++r) {
+            float* const row = sums + r * width;
+            for (int c = 0; c < C && shrink[r] != 1.0f; ++c) store(row + c * kLanes, load(row + c * kLanes) * shrink[r]);
+        }
+        return multiply_tiles<C>(a, steps, b, width, shrink, sums);
+    }
+#endif
+    Floats mixed[R][C];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) mixed[r][c] = shrink ? load(sums + r * width + c * kLanes) * shrink[r] : Floats{};
+    }
+    for (i64 step = 0; step < steps; ++step) {
         Floats some[C];
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) some[c] = load(values + step * dim + c * kLanes);
+        for (int c = 0; c < C; ++c) some[c] = load(b + step * width + c * kLanes);
 #pragma GCC unroll 8
-        for (int r = 0; r < kRows; ++r) {
-            const Floats weight = every(weights[r * kSteps + step]);
+        for (int r = 0; r < R; ++r) {
+            const Floats factor = every(a[r * steps + step]);
 #pragma GCC unroll 8
-            for (int c = 0; c < C; ++c) mixed[r][c] = multiply_add<T>(mixed[r][c], some[c], weight);
+            for (int c = 0; c < C; ++c) mixed[r][c] = multiply_add<T>(mixed[r][c], some[c], factor);
         }
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) store(sums + r * dim + c * kLanes, mixed[r][c]);
+        for (int c = 0; c < C; ++c) store(sums + r * width + c * kLanes, mixed[r][c]);
     }
 }
 
+// The same for all columns.
 template <class T>
-void mix_rows(const float* weights, const float* values, i64 dim, const float* shrink, float* sums) {
-    i64 d = 0;
-    for (; d + kColumns * kLanes <= dim; d += kColumns * kLanes) {
-        mix_columns<T, kColumns>(weights, values + d, dim, shrink, sums + d);
-    }
-    for (; d + 2 * kLanes <= dim; d += 2 * kLanes) mix_columns<T, 2>(weights, values + d, dim, shrink, sums + d);
-    for (; d < dim; d += kLanes) mix_columns<T, 1>(weights, values + d, dim, shrink, sums + d);
+ALWAYS_INLINE void multiply_block(const float* a, i64 steps, const float* b, i64 width, const float* shrink, float* sums) {
+    constexpr int kWide = kColumns * kLanes;
+    i64 c = 0;
+    for (; c + kWide <= width; c += kWide) multiply_columns<T, kColumns>(a, steps, b + c, width, shrink, sums + c);
+    for (; c + 2 * kLanes <= width; c += 2 * kLanes) multiply_columns<T, 2>(a, steps, b + c, width, shrink, sums + c);
+    for (; c < width; c += kLanes) multiply_columns<T, 1>(a, steps, b + c, width, shrink, sums + c);
 }
 
 // One row's scores become packed weights; its running maximum and (by lane) sum go on. Returns by how much older sums shrink.
@@ -194,20 +249,20 @@ struct Rows {
     float *q, *sums, *most, *total;
 };
 
-// Advances kRows rows from `row` on by the tile of tokens [start, start + kTile).
+// Advances kQueryRows<T> rows from `row` on by the tile of tokens [start, start + kTile).
 template <class T>
 void advance_rows(const Rows& rows, i64 row, i64 start, const float* keys, const float* values, i64 dim, float scale) {
     const i64 first_query = rows.position + row / rows.group;
-    const i64 last_row = (row + kRows < rows.count ? row + kRows : rows.count) - 1;
+    const i64 last_row = (row + kQueryRows<T> < rows.count ? row + kQueryRows<T> : rows.count) - 1;
     const i64 last_query = rows.position + last_row / rows.group;
     if (start > last_query || (rows.window && start + kTile <= first_query - rows.window + 1)) return;
-    alignas(64) float scores[kRows * kTile], weights[kRows * kTile / kDepth<T>];
-    float shrink[kRows];
-    const i64 steps = dim / kDepth<T>;
-    score_rows<T>(rows.q + row * steps, keys, steps, scores);
-    const bool all = start + kTile <= first_query + 1 && row + kRows <= rows.count &&
+    alignas(64) float scores[kQueryRows<T> * kTile], weights[kQueryRows<T> * kTile / kDepth<T>];
+    float shrink[kQueryRows<T>];
+    const i64 steps = steps_of<T>(dim);
+    multiply_block<T>(rows.q + row * steps, steps, keys, kTile, nullptr, scores);
+    const bool all = start + kTile <= first_query + 1 && row + kQueryRows<T> <= rows.count &&
                      (rows.window == 0 || start > last_query - rows.window);
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kQueryRows<T>; ++r) {
         if (!all) {
             const i64 query = rows.position + (row + r) / rows.group;
             const i64 end = row + r < rows.count ? query + 1 - start : 0;
@@ -219,7 +274,7 @@ void advance_rows(const Rows& rows, i64 row, i64 start, const float* keys, const
         shrink[r] = weigh_row<T>(scores + r * kTile, scale, rows.most + row + r, rows.total + (row + r) * kLanes,
                                  weights + r * kTile / kDepth<T>);
     }
-    mix_rows<T>(weights, values, dim, shrink, rows.sums + row * dim);
+    multiply_block<T>(weights, kTile / kDepth<T>, values, dim, shrink, rows.sums + row * dim);
 }
 
 // What a block of rows attends to, and where its queries are. scratch: see `span_scratch_floats`.
@@ -227,12 +282,16 @@ template <class T, class Token, class Done>
 ALWAYS_INLINE void attend_rows(const Attention& a, const i64* block_rows, i64 head, i64 position, i64 queries, i64 seen,
                                i64 window, float* scratch, Token token_of, Done done) {
     const i64 group = a.heads / a.kv_heads, dim = a.dim, width = a.kv_heads * dim, count = queries * group;
-    const i64 padded = (count + kRows - 1) / kRows * kRows, steps = dim / kDepth<T>;
-    float* const keys = scratch;
+    const i64 padded = (count + kQueryRows<T> - 1) / kQueryRows<T> * kQueryRows<T>, steps = steps_of<T>(dim);
+    // Whole cache lines: a load of two at once takes twice as long.
+    float* const keys = reinterpret_cast<float*>((reinterpret_cast<std::uintptr_t>(scratch) + 63) / 64 * 64);
     float* const values = keys + kTile * dim;
     float* const nothing = values + kTile * dim;
     const Rows rows{count, group, position, window, nothing + dim, nothing + dim + padded * dim,
                     nothing + dim + 2 * padded * dim, nothing + dim + 2 * padded * dim + padded};
+#ifdef __AMX_BF16__
+    if constexpr (kTiles<T>) configure_tiles();
+#endif
     for (i64 i = 0; i < dim; ++i) nothing[i] = 0;
     for (i64 i = 0; i < padded * dim; ++i) rows.sums[i] = 0;
     for (i64 i = 0; i < padded * kLanes; ++i) rows.total[i] = 0;
@@ -242,7 +301,7 @@ ALWAYS_INLINE void attend_rows(const Attention& a, const i64* block_rows, i64 he
                                            (head * group + row % group) * dim
                                      : nullptr;
         for (i64 d = 0; d < steps; d += kLanes) {
-            store(rows.q + row * steps + d, row < count ? load_packed(asked + d * kDepth<T>) : Floats{});
+            store(rows.q + row * steps + d, row < count ? load_packed(asked + d * kDepth<T>, dim / kDepth<T> - d) : Floats{});
         }
     }
     const T *k = static_cast<const T*>(a.k) + head * dim, *v = static_cast<const T*>(a.v) + head * dim;
@@ -259,8 +318,13 @@ ALWAYS_INLINE void attend_rows(const Attention& a, const i64* block_rows, i64 he
         }
         pack_keys(key_rows, dim, keys);
         pack_values(value_rows, dim, values);
-        for (i64 row = 0; row < count; row += kRows) advance_rows<T>(rows, row, start, keys, values, dim, a.scale * kLog2E);
+        for (i64 row = 0; row < count; row += kQueryRows<T>) {
+            advance_rows<T>(rows, row, start, keys, values, dim, a.scale * kLog2E);
+        }
     }
+#ifdef __AMX_BF16__
+    if constexpr (kTiles<T>) _tile_release();
+#endif
     for (i64 row = 0; row < count; ++row) {
         done(row / group, head * group + row % group, rows.sums + row * dim, sum(load(rows.total + row * kLanes)),
              rows.most[row]);

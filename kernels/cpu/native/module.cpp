@@ -21,6 +21,12 @@
 
 #include "ops.hpp"
 
+#ifdef BLOCKCAST_AMX_VARIANT
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace nb = nanobind;
 
 namespace blockcast {
@@ -37,6 +43,17 @@ constexpr i64 kThreadWeights = 500'000;  // the same of a matrix, which is read 
 constexpr i64 kSharedTokens = 1024;  // a prefix of fewer is attended by each sequence itself
 constexpr std::size_t kSharers = 2;  // at least
 
+#ifdef BLOCKCAST_AMX_VARIANT
+// Whether the CPU has AMX and the kernel lets this process, with all its threads, use tiles.
+bool has_amx() {
+    unsigned eax, ebx, ecx, edx;
+    constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || ~edx & (kAmxBf16 | kAmxTile)) return false;
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 std::vector<const Variant*> variants() {
     std::vector<const Variant*> found;
 #ifdef BLOCKCAST_X86_VARIANTS
@@ -44,6 +61,9 @@ std::vector<const Variant*> variants() {
 #ifdef BLOCKCAST_AVX512BF16_VARIANT
     if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
+#ifdef BLOCKCAST_AMX_VARIANT
+        if (has_amx()) found.push_back(&amx_variant);
+#endif
         found.push_back(&avx512bf16_variant);
     }
 #endif

@@ -95,14 +95,14 @@ constexpr i64 kTile = 64;  // tokens of a context that are scored before their v
 
 inline i64 scratch_floats(i64 query_heads, i64 dim) { return query_heads * (2 * dim + 2 + kTile); }
 
-constexpr i64 kSpanRows = 192;  // rows of queries, all heads of a KV head, that share what is laid out of a tile
+constexpr i64 kSpanRows = 384;  // rows of queries, all heads of a KV head, that share what is laid out of a tile
 
 // The queries of a span that are attended at a time.
 inline i64 span_queries(i64 group) { return group < kSpanRows ? kSpanRows / group : 1; }
 
 inline i64 span_scratch_floats(i64 group, i64 dim) {
-    const i64 rows = span_queries(group) * group + 8;
-    return 2 * kTile * dim + dim + rows * (2 * dim + 1 + 16);
+    const i64 rows = span_queries(group) * group + 15;
+    return 2 * kTile * dim + dim + rows * (2 * dim + 1 + 16) + 15;
 }
 
 struct Variant {
@@ -116,6 +116,9 @@ extern const Variant avx2_variant, avx512_variant;
 #endif
 #ifdef BLOCKCAST_AVX512BF16_VARIANT
 extern const Variant avx512bf16_variant;
+#endif
+#ifdef BLOCKCAST_AMX_VARIANT
+extern const Variant amx_variant;
 #endif
 
 }  // namespace blockcast
