@@ -331,12 +331,17 @@ class EngineCore:
         for request_id in prepared_ids:
             request, arrival_s, futures = self._preparing_requests.pop(request_id)
             self.transfers.stop_waiting(request_id)
-            try:
-                for future in futures:
-                    future.result()
-                self.scheduler.add(request, arrival_s)
-            except ValueError as error:
+            error = next((error for future in futures if (error := future.exception()) is not None), None)
+            if error is None:
+                try:
+                    self.scheduler.add(request, arrival_s)
+                except ValueError as refusal:
+                    error = refusal
+            if isinstance(error, ValueError):
                 rejected_outputs.append(make_refusal(request_id, error))
+            elif error is not None:  # such as a panic of llguidance, which is no Exception
+                log.error("a request could not be prepared", exc_info=error)
+                rejected_outputs.append(_make_preparation_failure(request_id, error))
         return rejected_outputs
 
     def _wait_for_preparation(self) -> None:
@@ -478,9 +483,15 @@ def make_refusal(request_id: str, error: ValueError) -> SequenceOutput:
     )
 
 
+def _make_preparation_failure(request_id: str, error: BaseException) -> SequenceOutput:
+    """Return the last output of a request that could not be prepared for a reason which is not the client's."""
+    message = f"the engine failed to prepare the request: {_describe_error(error)}"
+    return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
+
+
 def _raise(error: Exception) -> StepResult:
     raise error
 
 
-def _describe_error(error: Exception) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -7,8 +7,9 @@ from fake_device import EOS, Bench, EventChecker, continuation
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
+from engine.grammars import GrammarCompiler, GrammarVocabulary
 from engine.scheduler import RequestRefusedError, SchedulerConfig
-from engine.types import FinishReason, RunnerLostError, StepPlan
+from engine.types import Constraint, FinishReason, RunnerLostError, StepPlan
 from events import AllBlocksCleared, BlockRemoved, BlockStored
 from events.hashing import unpack_token_ids
 
@@ -433,3 +434,25 @@ def test_steps_that_all_fail_end_the_engine() -> None:
     bench.add("last", [1])
     with pytest.raises(RunnerLostError, match=r"^10 steps failed in a row, .* left on device$"):
         bench.step()
+
+
+class Panic(BaseException):
+    """What llguidance raises where it panics is no Exception."""
+
+
+@pytest.mark.parametrize("error", [OSError("tokenizer.json is gone"), Panic("index out of bounds")])
+def test_a_grammar_that_fails_to_compile_for_any_reason_ends_its_request_alone(error: BaseException) -> None:
+    def load() -> GrammarVocabulary:
+        raise error
+
+    bench = make_bench()
+    bench.core._grammars = GrammarCompiler(load)
+    bench.add("a", [1, 2, 3])
+    bench.add("b", [1, 2, 3], constraint=Constraint("start: /a/", "response_format"))
+    while "b" not in bench.ends:
+        bench.step()
+    bench.drain()
+    bench.core._grammars.close()
+    assert bench.ends["b"].error == f"the engine failed to prepare the request: {type(error).__name__}: {error}"
+    assert not bench.ends["b"].is_client_error
+    assert bench.ends["a"].error is None
