@@ -218,7 +218,10 @@ def estimate_decode_s(
     if not request.can_move_prefill:
         return steps_s + (shared.total_s - shared.reused_s) * request_count
     decode_request_count = target.load.decode_request_count + target.peer_load.decode_requests
-    prefill_share = min(utilisation, PREFILL_SHARE_MAX)  # of the time in which this answer is written
+    # The share of prefill in the time in which this answer is written. The utilisation lags while load rises; but a
+    # server that is busy for a share u of its time has u / (1 - u) requests on average (M/M/1 queue).
+    prompt_count = len(target.prefill_queue.requests) + target.peer_load.prefills.request_count
+    prefill_share = min(max(utilisation, prompt_count / (prompt_count + 1)), PREFILL_SHARE_MAX)
     own_pause_s = output_tokens * target.step_s * prefill_share / (1.0 - prefill_share)
     return steps_s + (prefill_s - shared.reused_s) * decode_request_count + own_pause_s
 

@@ -90,7 +90,9 @@ def write_out(
         )
     if priced.can_move_prefill:
         answer_s += (prefill_s - copy_reuse_share * again_s) * decode_count
-        answer_s += output * step_s * min(utilisation, 0.9) / (1 - min(utilisation, 0.9))
+        prompts = count - decode_count
+        prefill_share = min(max(utilisation, prompts / (prompts + 1)), 0.9)
+        answer_s += output * step_s * prefill_share / (1 - prefill_share)
     else:
         answer_s += (1 - copy_reuse_share) * again_s * count
     return {
