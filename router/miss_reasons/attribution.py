@@ -1,14 +1,15 @@
 """Attribute every uncached token of a prompt to a reason. No I/O.
 
-The tokens are split at the ends of four prefixes: the one predicted to be cached at the chosen worker, the one cached
-at the best worker, the one that any worker had before, and the one shared with the conversation's last prompt and
-answer. Invariant: the ranges cover the tokens behind the predicted prefix, in order and without a gap.
+A worker keeps the keys and values (KV) of computed prompts in blocks of tokens, so that it computes a later prompt only
+from the first token that differs. The tokens after the predicted cached prefix are split at the ends of three longer
+ones: cached at the best worker, cached at any worker before, shared with the conversation's last prompt and answer.
+Invariant: the ranges cover these tokens in order and without a gap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -16,6 +17,7 @@ from router.decide.messages import Decision
 from router.miss_reasons.differences import classify_answer_change, classify_difference, find_added_system_prompt
 from router.miss_reasons.explanation import NOT_COMPARED, UncachedRange
 from router.miss_reasons.prompt_history import AnalyzedPrompt, PreviousPrompt, PromptMatch
+from router.prompting.outline import Outline
 
 BLOCK_TOKENS: Final = 16
 """Block size of a worker that reports none."""
@@ -108,22 +110,46 @@ def attribute_misses(
 ) -> list[UncachedRange]:
     """Return the uncached ranges of a prompt, each with the reason why the chosen worker has to compute it.
 
-    The causes follow each other along the prompt, so each step below extends the ranges to a later token: cached at
-    another worker only, evicted or lost since the conversation's last prompt, changed since that prompt, new.
-    `match`: that last prompt; None if the conversation has none.
+    `match`: the conversation's last prompt; None if there is none. For example, that prompt and its answer had 70
+    tokens, and the new prompt has 100 and begins with them. The worker caches blocks of 16 tokens, and still has the
+    first 32 tokens. Then tokens 32 to 63 were evicted, 64 to 69 are a partial block, which no worker caches, and 70 to
+    99 are new text.
     """
     builder = _start_ranges(len(prompt.token_ids), placement.decision)
     if match is None:
         _add_evicted(builder, placement)
         builder.add("new_session", builder.prompt_tokens)
         return builder.ranges
-    # Workers cache full blocks only, and always compute the last token of a prompt.
-    shared_tokens = match.previous.cacheable_tokens if match.is_continuation else match.common_tokens
-    usable_tokens = _round_down_to_blocks(min(shared_tokens, builder.prompt_tokens - 1), placement.block_tokens)
-    _add_lost(builder, match, usable_tokens, placement, facts)
-    _add_changed(builder, prompt, match, usable_tokens, facts)
+    comparison = _Comparison(prompt, match, placement, facts)
+    if match.scope_difference is None:
+        _add_lost(builder, comparison)
+    else:
+        _add_other_scope(builder, comparison, match.scope_difference)
+    _add_changed(builder, comparison)
     builder.add("new_text" if match.is_same_session else "new_session", builder.prompt_tokens)
     return builder.ranges
+
+
+class _Comparison(NamedTuple):
+    """A prompt, the last prompt of its conversation, and the facts that explain how the worker's cache differs."""
+
+    prompt: AnalyzedPrompt
+    match: PromptMatch
+    placement: Placement
+    facts: MissFacts
+
+    @property
+    def usable_tokens(self) -> int:
+        """End of the last full block that the new prompt has in common with the last prompt and its answer."""
+        match = self.match
+        return self.round_down_to_blocks(
+            match.previous.cacheable_tokens if match.is_continuation else match.common_tokens
+        )
+
+    def round_down_to_blocks(self, tokens: int) -> int:
+        """Return how many of the first `tokens` can be cached: full blocks, and never the last token of the prompt."""
+        cacheable_tokens = min(tokens, len(self.prompt.token_ids) - 1)
+        return cacheable_tokens - cacheable_tokens % self.placement.block_tokens
 
 
 def _start_ranges(prompt_tokens: int, decision: Decision) -> _RangeBuilder:
@@ -156,58 +182,56 @@ def _add_evicted(builder: _RangeBuilder, placement: Placement) -> None:
         )
 
 
-def _add_lost(
-    builder: _RangeBuilder, match: PromptMatch, usable_tokens: int, placement: Placement, facts: MissFacts
-) -> None:
-    """Add the tokens that the conversation's last prompt left in a cache, and that are no longer there or unusable.
+def _add_other_scope(builder: _RangeBuilder, comparison: _Comparison, scope_difference: str) -> None:
+    """Add the tokens shared with a last prompt that was for another model, LoRA adapter or cache salt.
 
-    `builder` goes on where its last range ended. `usable_tokens`: end of the last full block that the new prompt has
-    in common with the last prompt and its answer. With blocks of 16 tokens and 70 tokens in common it is 64.
+    Blocks of one of these are of no use to another, though the tokens are the same.
     """
-    if match.scope_difference is not None:
-        # The last prompt was for another model, LoRA adapter or salt, so its blocks serve no token of this prompt.
-        _add_evicted(builder, placement)
-        builder.add(match.scope_difference, _round_down_to_blocks(match.common_tokens, placement.block_tokens))
-        builder.add("partial_block", match.common_tokens)
-        return
-    if builder.offset < usable_tokens:
+    match, block_tokens = comparison.match, comparison.placement.block_tokens
+    _add_evicted(builder, comparison.placement)
+    builder.add(scope_difference, match.common_tokens - match.common_tokens % block_tokens)
+    builder.add("partial_block", match.common_tokens)
+
+
+def _add_lost(builder: _RangeBuilder, comparison: _Comparison) -> None:
+    """Add the tokens that the conversation's last prompt left in a cache, and that are no longer there."""
+    match, placement = comparison.match, comparison.placement
+    if builder.offset < comparison.usable_tokens:
         # Some worker has told that it removed the first of these blocks.
         _add_evicted(builder, placement)
     # No worker has told of the others, so their loss is inferred from the state of the last prompt's worker.
-    common_tokens = min(match.common_tokens, builder.prompt_tokens - 1)  # the last token is always computed
-    if builder.offset < _round_down_to_blocks(common_tokens, placement.block_tokens):
-        reason, lost_ago_s = _classify_loss(match.previous, facts, placement.at_s)
-        builder.add(reason, usable_tokens, worker=match.previous.worker, lost_ago_s=lost_ago_s)
+    if builder.offset < comparison.round_down_to_blocks(match.common_tokens):
+        reason, lost_ago_s = _classify_loss(match.previous, comparison.facts, placement.at_s)
+        builder.add(reason, comparison.usable_tokens, worker=match.previous.worker, lost_ago_s=lost_ago_s)
 
 
-def _add_changed(
-    builder: _RangeBuilder, prompt: AnalyzedPrompt, match: PromptMatch, usable_tokens: int, facts: MissFacts
-) -> None:
-    """Add the tokens after the last usable block that the conversation's last prompt and its answer had too.
-
-    They are computed because the client or the template changed an earlier message (the prompt does not continue the
-    last one), because the answer is written otherwise than the model wrote it, or else because they filled no whole
-    block and so were never cached. With blocks of 16 tokens and a last prompt of 70, tokens 64 to 69 are such a
-    partial block.
-    """
-    previous = match.previous
-    is_comparable = match.is_same_session and match.scope_difference is None
-    if not match.is_continuation and is_comparable:
-        reason, message_index = _classify_message_difference(prompt, match, facts)
-        changed_until = max(previous.cacheable_tokens, match.common_tokens + 1)
+def _add_changed(builder: _RangeBuilder, comparison: _Comparison) -> None:
+    """Add the tokens from the first one that differs from the conversation's last prompt, or else from its answer."""
+    match = comparison.match
+    if match.is_continuation:
+        _add_rewritten_answer(builder, comparison)
+    elif match.is_same_session and match.scope_difference is None:
+        reason, message_index = _classify_message_difference(comparison)
+        changed_until = max(match.previous.cacheable_tokens, match.common_tokens + 1)
         builder.add(reason, changed_until, position=match.common_tokens, message=message_index)
-        return
-    if not match.is_continuation:  # a prompt of the parent session, or of another model: nothing in it was changed
+    else:  # a prompt of the parent session, or of another model: nothing in it was changed
         builder.add("partial_block", match.common_tokens)
-        return
-    if builder.offset >= usable_tokens or prompt.outline is None:
+
+
+def _add_rewritten_answer(builder: _RangeBuilder, comparison: _Comparison) -> None:
+    """Add the end of the last prompt and its answer, which the new prompt repeats.
+
+    If full blocks are missing there, and no worker lost them, the client or the template has written the answer
+    otherwise than the model did. Else the tokens filled no whole block, and so were never cached.
+    """
+    previous, outline = comparison.match.previous, comparison.prompt.outline
+    if builder.offset >= comparison.usable_tokens or outline is None:
         builder.add("partial_block", previous.cacheable_tokens)
         return
-    # Full blocks at the end of the last prompt and its answer are missing, and no worker lost them.
     answer_index = previous.message_count
-    answer_change = classify_answer_change(prompt.outline, answer_index)
+    answer_change = classify_answer_change(outline, answer_index)
     if answer_change is not None:
-        position = max(builder.offset, match.common_tokens)
+        position = max(builder.offset, comparison.match.common_tokens)
         builder.add(answer_change, previous.cacheable_tokens, position=position, message=answer_index)
 
 
@@ -224,35 +248,35 @@ def _classify_loss(previous: PreviousPrompt, facts: MissFacts, now: float) -> tu
     return "not_announced", None
 
 
-def _classify_message_difference(
-    prompt: AnalyzedPrompt, match: PromptMatch, facts: MissFacts
-) -> tuple[str, int | None]:
+def _classify_message_difference(comparison: _Comparison) -> tuple[str, int | None]:
     """Return how a prompt differs from its conversation's last one, and the index of the message that differs, or None.
 
-    The kind is one of `DifferenceKind`, such as "edited" or "tools". Equal messages with other tokens are "re_encoded"
-    at first. Two causes in the chat template are then told apart: it writes a later system prompt before the earlier
-    messages, or it writes an answer otherwise than the model did.
+    For example, ("edited", 3) if the client changed its fourth message, and ("tools", None) if it offers other tools.
     """
-    previous = match.previous
-    if prompt.outline is None or previous.outline is None:
+    outline, previous = comparison.prompt.outline, comparison.match.previous
+    if outline is None or previous.outline is None:
         return "edited", None
-    difference, message_index = classify_difference(
-        previous.outline, prompt.outline, match.common_tokens / len(previous.token_ids)
-    )
+    common_share = comparison.match.common_tokens / len(previous.token_ids)
+    difference, message_index = classify_difference(previous.outline, outline, common_share)
     if difference != "re_encoded":
         return difference, message_index
-    differs_in_tail = len(previous.token_ids) - match.common_tokens <= TEMPLATE_TAIL_TOKENS
+    template_difference = _find_template_difference(comparison, previous.outline, outline)
+    return template_difference or (difference, message_index)
+
+
+def _find_template_difference(
+    comparison: _Comparison, old_outline: Outline, new_outline: Outline
+) -> tuple[str, int] | None:
+    """Return why a chat template wrote equal messages as other tokens, and the message's index; None if unknown.
+
+    A template may write an answer otherwise than the model did, or a later system prompt before earlier messages.
+    """
+    previous, common_tokens = comparison.match.previous, comparison.match.common_tokens
+    differs_in_tail = len(previous.token_ids) - common_tokens <= TEMPLATE_TAIL_TOKENS
     if differs_in_tail:  # the tokens that began the answer: a template may write others once it is a message
-        if classify_answer_change(prompt.outline, previous.message_count) is None:
-            return "re_encoded", message_index
-        is_thought = facts.is_thinking(previous.scope.model, previous.token_ids[match.common_tokens :])
+        if classify_answer_change(new_outline, previous.message_count) is None:
+            return None
+        is_thought = comparison.facts.is_thinking(previous.scope.model, previous.token_ids[common_tokens:])
         return ("thinking_dropped" if is_thought else "re_encoded"), previous.message_count
-    added_prompt_index = find_added_system_prompt(previous.outline, prompt.outline)
-    if added_prompt_index is not None:
-        return "system_prompt", added_prompt_index
-    return "re_encoded", message_index
-
-
-def _round_down_to_blocks(tokens: int, block_tokens: int) -> int:
-    """Return the largest multiple of `block_tokens` that is at most `tokens`."""
-    return tokens - tokens % block_tokens
+    added_prompt_index = find_added_system_prompt(old_outline, new_outline)
+    return None if added_prompt_index is None else ("system_prompt", added_prompt_index)
