@@ -116,8 +116,8 @@ class MissAnalyzer:
     ) -> AnalyzedRequest:
         """Explain which tokens of a prompt were not cached, by a comparison with the conversation's last prompt.
 
-        It is called at the answer's first byte. The prompt is then stored, so that the conversation's next one is
-        compared with it. Raises ValueError for blocks without tokens.
+        Called at the answer's first byte. The prompt is stored in place of that last one, so that the conversation's
+        next prompt is compared with it. Raises ValueError for blocks without tokens.
         """
         if placement.block_tokens < 1:
             raise ValueError(f"a block of {placement.block_tokens} tokens: expected at least 1")
@@ -126,15 +126,7 @@ class MissAnalyzer:
         request = _compare_with_last_prompt(prompt, match, placement, facts)
         request.is_final = prompt.route.is_final
         request.is_sampled = is_sampled
-        stored_prompt = PreviousPrompt(
-            scope=prompt.route.scope,
-            token_ids=prompt.token_ids,
-            outline=prompt.outline,
-            worker=placement.decision.worker,
-            computed_s=placement.at_s,
-            session=prompt.route.session,
-            keys=_select_storage_keys(prompt),  # by which the next prompt finds this one, if no session is named
-        )
+        stored_prompt = _make_stored_prompt(prompt, placement)
         request.stored_prompt = ref(stored_prompt)
         if len(prompt.token_ids) >= placement.block_tokens:  # a shorter prompt is never cached
             self.history.add(stored_prompt, replaces=None if match is None else match.previous)
@@ -144,18 +136,13 @@ class MissAnalyzer:
     def record_end(
         self, request: AnalyzedRequest, usage: ReportedUsage | None, answer_tokens: int, now: float
     ) -> MissExplanation | None:
-        """Record the end of a request, and count its reasons in the metrics; return its explanation if it was made.
+        """Record the end of a request; return its explanation if the metrics count it by reason.
 
         `usage`: token counts as the worker reported them; None if it did not. `answer_tokens`: tokens that the next
         prompt of the conversation is expected to repeat.
         """
         if usage is not None and usage.cached_tokens is not None:
-            decision = request.placement.decision
-            request.reported_tokens = max(usage.cached_tokens, 0)
-            self.reuse_sums["prompt"] += request.prompt_tokens
-            self.reuse_sums["best"] += (decision.most_cached or decision.terms).cached_tokens
-            self.reuse_sums["chosen"] += decision.predicted_cached_tokens
-            self.reuse_sums["reported"] += request.reported_tokens
+            self._count_reuse(request, reported_tokens=max(usage.cached_tokens, 0))
         if request.stored_prompt is None:
             return None
         stored_prompt = request.stored_prompt()
@@ -163,12 +150,24 @@ class MissAnalyzer:
             stored_prompt.answer_tokens, stored_prompt.computed_s = answer_tokens, now
         explanation = request.explanation if request.is_sampled else None
         if explanation is not None:
-            self.requests_by_reason[explanation.reason] += 1
-            for uncached_range in explanation.uncached_ranges:
-                self.tokens_by_reason[uncached_range.reason] += uncached_range.tokens
+            self._count_reasons(explanation)
         if request.is_final and request.session is not None:
             self.history.forget_session(request.session)
         return explanation
+
+    def _count_reuse(self, request: AnalyzedRequest, reported_tokens: int) -> None:
+        """Store what a worker reported as cached, and add it to the sums beside what was predicted."""
+        decision = request.placement.decision
+        request.reported_tokens = reported_tokens
+        self.reuse_sums["prompt"] += request.prompt_tokens
+        self.reuse_sums["best"] += (decision.most_cached or decision.terms).cached_tokens
+        self.reuse_sums["chosen"] += decision.predicted_cached_tokens
+        self.reuse_sums["reported"] += reported_tokens
+
+    def _count_reasons(self, explanation: MissExplanation) -> None:
+        self.requests_by_reason[explanation.reason] += 1
+        for uncached_range in explanation.uncached_ranges:
+            self.tokens_by_reason[uncached_range.reason] += uncached_range.tokens
 
     def _store(self, request: AnalyzedRequest) -> None:
         """Store a request as the last one of its id, and forget the oldest request if there are too many."""
@@ -193,6 +192,19 @@ def _compare_with_last_prompt(
         prompt_tokens=len(prompt.token_ids),
         placement=placement,
         compared_ranges=attribute_misses(prompt, match, placement, facts) if is_compared else None,
+    )
+
+
+def _make_stored_prompt(prompt: AnalyzedPrompt, placement: Placement) -> PreviousPrompt:
+    """Return the form in which a prompt is kept, for the next prompt of its conversation."""
+    return PreviousPrompt(
+        scope=prompt.route.scope,
+        token_ids=prompt.token_ids,
+        outline=prompt.outline,
+        worker=placement.decision.worker,
+        computed_s=placement.at_s,
+        session=prompt.route.session,
+        keys=_select_storage_keys(prompt),
     )
 
 
