@@ -116,17 +116,8 @@ class StreamContinuation:
     """
 
     __slots__ = (
-        "_body",
-        "_engine",
-        "_event_template",
-        "_fields",
-        "_has_restarted",
-        "_is_chat",
-        "_sent_token_count",
-        "_wants_token_ids",
-        "_wants_usage",
-        "continuation_body",
-        "recorder",
+        "_body", "_engine", "_event_template", "_fields", "_has_restarted", "_is_chat", "_sent_token_count",
+        "_wants_token_ids", "_wants_usage", "continuation_body", "recorder",
     )  # fmt: skip
 
     def __init__(self, fields: _Fields, body: bytes, is_chat: bool) -> None:

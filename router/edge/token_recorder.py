@@ -37,20 +37,9 @@ class TokenRecorder:
     """
 
     __slots__ = (
-        "_is_passthrough",
-        "_pending",
-        "_removes_ids",
-        "_search_start",
-        "event_count",
-        "has_finish_reason",
-        "has_parsed_output",
-        "has_worker_failed",
-        "is_done",
-        "is_unrecognized",
-        "last_event",
-        "output_ids",
-        "prompt_ids",
-        "text_token_count",
+        "_is_passthrough", "_pending", "_removes_ids", "_search_start", "event_count", "has_finish_reason",
+        "has_parsed_output", "has_worker_failed", "is_done", "is_unrecognized", "last_event", "output_ids",
+        "prompt_ids", "text_token_count",
     )  # fmt: skip
 
     def __init__(self, removes_ids: bool) -> None:
@@ -58,7 +47,7 @@ class TokenRecorder:
         self.prompt_ids = array("I")
         self.output_ids = array("I")
         self.text_token_count = 0
-        """Number of leading `output_ids` with complete text."""
+        """Number of leading `output_ids` with complete text: a token may be half a character."""
         self.last_event = b""
         """Last forwarded event with a choice."""
         self.event_count = 0
@@ -159,8 +148,9 @@ class TokenRecorder:
     def _record_event(self, event: bytes) -> bytes:
         """Record the tokens of an event and how far the answer is; return the event as it is forwarded.
 
-        Events are searched for a few keys and not parsed, because each token comes in one. An event of a form that is
-        not known sets `is_unrecognized`: then the answer is not continued.
+        For example, `data: {"choices":[{"delta":{"content":"Hi"},"token_ids":[5]}]}` has token 5, and is forwarded
+        without `"token_ids":[5]` unless the client asked for it. Events are searched for a few keys and not parsed,
+        because each token comes in one.
         """
         self.event_count += 1
         if b'"' not in event:
@@ -171,23 +161,30 @@ class TokenRecorder:
         if position >= 0:
             position = max(position - _BEFORE_KEY, 0)
             event = event[:position] + _TOKEN_IDS_PATTERN.sub(self._record_ids, event[position:])
-        delta_position, text_key = event.find(b'"delta":{'), b'"text":"'
-        if delta_position >= 0:
-            text_key = b'"content":"'
-            if b'"reasoning' in event or b'"tool_calls":[{' in event:
-                self.has_parsed_output = True
-            elif not event.startswith(_PLAIN_DELTAS, delta_position + 9):
-                self.is_unrecognized = True
         if _FINISH_REASON_PATTERN.search(event) is not None:
             self.has_finish_reason = True
-        position = event.find(text_key)
-        if position >= 0 and event[position + len(text_key) : position + len(text_key) + 1] not in (b'"', b""):
+        if self._has_text(event):
             self.text_token_count = len(self.output_ids)
             if self.text_token_count == old_token_count and not self.has_finish_reason:
                 self.is_unrecognized = True
         if b'"choices":[{' in event:
             self.last_event = event
         return event
+
+    def _has_text(self, event: bytes) -> bool:
+        """Return whether an event of a chat or a completion has text of the answer, and note output of other kinds.
+
+        Reasoning and calls of tools set `has_parsed_output`, and what is not known sets `is_unrecognized`.
+        """
+        delta_position, text_key = event.find(b'"delta":{'), b'"text":"'
+        if delta_position >= 0:
+            text_key = b'"content":"'
+            if b'"reasoning' in event or b'"tool_calls":[{' in event:
+                self.has_parsed_output = True
+            elif not event.startswith(_PLAIN_DELTAS, delta_position + len(b'"delta":{')):
+                self.is_unrecognized = True
+        text_start = event.find(text_key) + len(text_key)
+        return text_start >= len(text_key) and event[text_start : text_start + 1] not in (b'"', b"")
 
     def _record_ids(self, match: re.Match[bytes]) -> bytes:
         """Record the token ids of a field, of the prompt or of the answer; return the bytes that replace the field."""
