@@ -17,7 +17,7 @@ from typing import Final
 
 from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH
-from router.decide.messages import Decision, FailureKind, RouteRequest, Transfer, TransferKind
+from router.decide.messages import Decision, FailureKind, Instruction, RouteRequest, Transfer, TransferKind
 from router.edge.attempt import Attempt
 from router.edge.config import Timeouts
 from router.edge.continuation import StreamContinuation, build_continuation
@@ -272,24 +272,37 @@ class Exchange:
 
     def attempt_answered(self, head: ResponseHead, data: bytes) -> None:
         """Forward the head of the answer and the first bytes of its body, unless another worker is tried."""
-        client_head = self._accept_head(head)
-        if client_head is not None:
-            self.attempt_received(head, data, client_head)
+        if self._retry_after_status(head):
+            return
+        has_started, is_stream = self.client.has_response_started, is_readable_stream(head)
+        if has_started and not is_stream:
+            reason = f"the worker that was to go on answers {head.status}, and no events that can be read"
+            self._abort_response(reason, FailureKind.STREAM if head.status < 400 else None)
+            return
+        assert self._attempt is not None
+        self._attempt.head = head
+        redacted_keys = None if has_started else self._proxy.redacted_keys
+        continuation = self.context.continuation if is_stream else None
+        self._filter.start_answer(head, continuation, redacted_keys, is_stream=is_stream)
+        self.attempt_received(head, data, b"" if has_started else self._build_client_head(head))
 
     def attempt_malformed(self, error: ProtocolError) -> None:
         """Give up the attempt, as the worker's bytes are no HTTP answer."""
         self._handle_broken_response(str(error))
 
-    def _accept_head(self, head: ResponseHead) -> bytes | None:
-        """Return the head for the client, empty if the client has one; None if the attempt has ended."""
-        proxy, context, has_started = self._proxy, self.context, self.client.has_response_started
+    def _retry_after_status(self, head: ResponseHead) -> bool:
+        """Try again if the worker answers with a failure; return False if the client is to get its answer.
+
+        For example, a worker answers 503: the core chooses another worker. If there is none, the client gets the 503.
+        """
+        proxy, context = self._proxy, self.context
         failure_kind = RETRYABLE_STATUSES.get(head.status)
         if self._prefill is not None and failure_kind is FailureKind.INTERNAL:  # it could not fetch the KV
             computes_alone = not self._prefill.needs_partner
             self._drop_prefill("error", "the decode failed")
             if computes_alone and context.decision is not None:
                 self._start_attempt(context.decision)
-                return None
+                return True
             failure_kind = FailureKind.SOURCE  # so this worker gets the request again if there is no other one
         if failure_kind is not None and proxy.is_in_core(context):
             proxy.record_failed_attempt(context.decision, failure_kind, head.status_and_reason.decode("latin-1"))
@@ -297,28 +310,17 @@ class Exchange:
             if not is_final_refusal(instructions, context.request_id):
                 self.close()
                 proxy.perform(instructions)
-                return None
-            # There is no other worker: this one's answer is the best there is. The core has forgotten the request.
-            proxy.perform(instructions[1:])
+                return True
+            proxy.perform(instructions[1:])  # the core has forgotten this request; these are for others
         if self._prefill is not None and 400 <= head.status < 500:  # refused before the fetch
             self._prefill.is_taken = False
-        is_stream = is_readable_stream(head)
-        if has_started and not is_stream:
-            failure_kind = FailureKind.STREAM if head.status < 400 else None
-            reason = f"the worker that was to go on answers {head.status}, and no events that can be read"
-            self._abort_response(reason, failure_kind)
-            return None
-        assert self._attempt is not None
-        self._attempt.head = head
-        redacted_keys = None if has_started else proxy.redacted_keys
-        continuation = context.continuation if is_stream else None
-        self._filter.start_answer(head, continuation, redacted_keys, is_stream=is_stream)
-        if has_started:
-            return b""
+        return False
+
+    def _build_client_head(self, head: ResponseHead) -> bytes:
         return build_response_head(
             head,
-            context.trace_id,
-            context.decision if proxy.config.cache_headers else None,
+            self.context.trace_id,
+            self.context.decision if self._proxy.config.cache_headers else None,
             allows_chunked=not self._filter.is_http_1_0,
             keep_alive=self._keeps_alive(head),
             cors_headers=self.client.cors_headers,
@@ -328,13 +330,16 @@ class Exchange:
         is_delimited = head.is_chunked or isinstance(head.body, LengthBody)
         return self.context.request.keep_alive and is_delimited and not self._filter.is_http_1_0
 
-    def attempt_received(self, head: ResponseHead, data: bytes, prefix: bytes = b"") -> None:
-        """Forward `prefix` and the bytes that belong to the answer. Record its first byte, its progress and its end."""
-        proxy, context, body, response_filter = self._proxy, self.context, head.body, self._filter
+    def attempt_received(self, head: ResponseHead, data: bytes, client_head: bytes = b"") -> None:
+        """Forward the next bytes of the answer, after `client_head`. Record its first byte, its progress and its end.
+
+        A worker may send more than its answer: these surplus bytes are dropped.
+        """
+        context, body, response_filter = self.context, head.body, self._filter
         progress, stream = context.progress, response_filter.stream
         content = bytearray() if response_filter.takes_content else None
         body_bytes = body.feed(data, content)
-        now = proxy.now()
+        now = self._proxy.now()
         has_surplus = body_bytes != len(data)
         if has_surplus:
             data = data[:body_bytes]
@@ -344,25 +349,29 @@ class Exchange:
         if is_first_output:
             progress.has_started = True
             if context.is_streaming and head.status == 200:
-                proxy.record_first_token(context, now)
+                self._proxy.record_first_token(context, now)
         data = response_filter.convert(data if content is None else bytes(content), is_last=body.is_complete)
-        if prefix or data:
-            self.client.write(prefix + data if prefix else data)
+        if client_head or data:
+            self.client.write(client_head + data if client_head else data)
         if is_first_output and head.status == 200:
-            proxy.notify_first_byte(context)
+            self._proxy.notify_first_byte(context)
         progress.record(data, now)
         if stream is not None and stream.has_worker_failed and self._handle_worker_failure(stream):
             return
         if body.is_complete:
-            if stream is not None and stream.is_truncated:
-                self._handle_broken_response("the worker ended its answer without a finish reason")
-                return
-            if response_filter.makes_chunks:
-                self.client.write(LAST_CHUNK)
-            self._complete(head, reusable=head.keep_alive and not has_surplus)
+            self._end_body(head, reusable=head.keep_alive and not has_surplus)
+        elif progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
+            self._proxy.core.record_progress(context.request_id, progress.read_count, now)
+
+    def _end_body(self, head: ResponseHead, *, reusable: bool) -> None:
+        """End the answer with its body, unless events are missing in a stream. `reusable`: the worker's connection."""
+        stream = self._filter.stream
+        if stream is not None and stream.is_truncated:
+            self._handle_broken_response("the worker ended its answer without a finish reason")
             return
-        if progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
-            proxy.core.record_progress(context.request_id, progress.read_count, now)
+        if self._filter.makes_chunks:
+            self.client.write(LAST_CHUNK)
+        self._complete(head, reusable=reusable)
 
     def _complete(self, head: ResponseHead, *, reusable: bool) -> None:
         """End the exchange after the complete answer."""
@@ -421,20 +430,18 @@ class Exchange:
         return context.progress.last_byte_at_s if is_moving and not context.is_done else None
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
-        """End or repeat a request that takes too long. Called a few times a second."""
-        progress, head = self.context.progress, self._response_head
+        """End or repeat a request that takes too long. Called a few times a second.
+
+        A request without an attempt waits for a worker or a connection: deadlines of the core and the pool apply.
+        """
+        progress = self.context.progress
         if self._prefill is not None and not self._has_answer_begun:
             self._prefill.expire(now)
         if now - self.context.started_at_s > timeouts.total_s:
-            message = f"no complete answer within {timeouts.total_s:g} s"
-            if head is not None:
-                self._abort_response(message, None)  # no failure: the worker still sends
-                return
-            self._proxy.withdraw(self.context, None)
-            self.refuse(504, "timeout", message)
+            self._expire_request(f"no complete answer within {timeouts.total_s:g} s")
         elif progress.sent_at_s is None:
-            pass  # it waits for a worker or a connection: deadlines of the core and the pool apply
-        elif head is None:
+            return
+        elif self._response_head is None:
             silent_s = now - progress.sent_at_s
             if silent_s > timeouts.first_byte_s:
                 self.close()
@@ -445,6 +452,14 @@ class Exchange:
                 self._abort_response(f"its client read nothing for {timeouts.idle_s:g} s", None)
             else:
                 self._handle_broken_response(f"no byte for {timeouts.idle_s:g} s", FailureKind.STALLED)
+
+    def _expire_request(self, message: str) -> None:
+        """End a request after the longest time for an answer. No worker has failed: it may still send."""
+        if self._response_head is not None:
+            self._abort_response(message, None)
+        else:
+            self._proxy.withdraw(self.context, None)
+            self.refuse(504, "timeout", message)
 
     def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
         """Move the request away from a worker that is lost or stalled, if there is another one; else wait."""
@@ -517,8 +532,9 @@ class Exchange:
     def _continue_elsewhere(self, reason: str, kind: FailureKind, *, is_move: bool = False) -> bool:
         """Complete an answer that its worker cannot: by its last events alone, or at another worker.
 
-        Return False if neither is possible. `is_move`: the worker's connection is intact, so without another worker
-        the answer stays where it is.
+        For example, a worker dies after 40 tokens of an answer. Another worker gets the prompt with these 40 tokens,
+        and its tokens follow in the same stream to the client. Return False if no worker can do that. `is_move`: the
+        worker's connection is intact, so without another worker the answer stays where it is.
         """
         proxy, context, head, route = self._proxy, self.context, self._response_head, self.context.route
         if head is None or route is None or not proxy.is_in_core(context) or context.is_done:
@@ -529,17 +545,8 @@ class Exchange:
         continuation_route = self._build_continuation_route(stream, head, route)
         if continuation_route is None:
             return False
-        request_id, now = context.request_id, proxy.now()
-        if is_move:
-            is_stalled = kind is FailureKind.STALLED
-            instructions = proxy.core.move_request(request_id, now, continuation_route, is_stalled=is_stalled)
-            if not instructions:
-                return False
-        else:
-            silent_s = now - context.progress.last_byte_at_s
-            instructions = proxy.core.fail_attempt(request_id, kind, now, continuation_route, silent_s=silent_s)
-        if is_final_refusal(instructions, request_id):
-            proxy.perform(instructions[1:])  # but for the refusal: the client has some of the answer
+        instructions = self._choose_other_worker(continuation_route, kind, is_move=is_move)
+        if instructions is None:
             return False
         self.close()
         proxy.record_failed_attempt(context.decision, kind, reason)
@@ -550,6 +557,24 @@ class Exchange:
         context.progress.restart()
         proxy.perform(instructions)
         return True
+
+    def _choose_other_worker(
+        self, continuation_route: RouteRequest, kind: FailureKind, *, is_move: bool
+    ) -> list[Instruction] | None:
+        """Have the core choose a worker for the rest of an answer; return its instructions, None without a worker."""
+        core, request_id, now = self._proxy.core, self.context.request_id, self._proxy.now()
+        if is_move:
+            is_stalled = kind is FailureKind.STALLED
+            instructions = core.move_request(request_id, now, continuation_route, is_stalled=is_stalled)
+            if not instructions:
+                return None
+        else:
+            silent_s = now - self.context.progress.last_byte_at_s
+            instructions = core.fail_attempt(request_id, kind, now, continuation_route, silent_s=silent_s)
+        if is_final_refusal(instructions, request_id):
+            self._proxy.perform(instructions[1:])  # but for the refusal: the client has some of the answer
+            return None
+        return instructions
 
     def _write_missing_end(self, stream: StreamContinuation, head: ResponseHead, reason: str) -> bool:
         """Send the end of a stream of which the client has the last token; return False if tokens are missing."""
