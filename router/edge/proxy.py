@@ -277,8 +277,10 @@ class Proxy:
         path: bytes | None = None,
     ) -> bytes:
         """Return the head by which a request goes to a rank of a worker. `path`: None: that of the client's request."""
-        authorization = self.workers.get_authorization(worker)
-        return build_request_head(context, endpoint, body, path, authorization, rank, self.passed_fields)
+        return build_request_head(
+            context, endpoint, body, path=path, rank=rank, allowed_headers=self.passed_fields,
+            authorization=self.workers.get_authorization(worker),
+        )  # fmt: skip
 
     def record_failed_attempt(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
         """Count a failed attempt and tell the listeners, whether or not another attempt follows.

@@ -35,18 +35,10 @@ TOKENIZE_PATHS: Final = ("/tokenize", "/detokenize")
 """Routes of vLLM outside of /v1 that are forwarded to workers."""
 COUNTING_PATHS: Final = ("/v1/messages/count_tokens", *TOKENIZE_PATHS)
 """Routes with prompts that no model computes."""
-JSON_PATHS: Final = frozenset(
-    (
-        *COUNTING_PATHS,
-        "/v1/embeddings",
-        "/v1/rerank",
-        "/v1/score",
-        "/v1/classify",
-        "/v1/moderations",
-        "/v1/audio/speech",
-        "/v1/images/generations",
-    )
-)
+JSON_PATHS: Final = frozenset((
+    *COUNTING_PATHS, "/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify", "/v1/moderations",
+    "/v1/audio/speech", "/v1/images/generations",
+))  # fmt: skip
 """Routes without a known prompt, but always with a JSON body."""
 OPENING_ITEMS: Final = 256
 """Characters or ids at the start of a prompt by which its conversation is recognised."""
@@ -219,20 +211,12 @@ class RequestReader:
         body, headers = context.body, context.headers
         assert body is not None
         assert headers is not None
-        body_request, model, token_ids, size = body.request, body.target, body.prompt.token_ids, body.prompt.size
+        body_request, model, token_ids = body.request, body.target, body.prompt.token_ids
         if body_request.echoes_chat and not self._core.registry.is_blockcast(model.name):
             token_ids = None  # nothing cached can be reused
-        if token_ids is None or size is None:
-            estimate = _estimate_tokens(context.request, model)
-            size = PromptSize(estimate, estimate)
-        media_conversation = None
-        if body.media is not None:
-            media_conversation = body.media.conversation_digest
-            counted_tokens = 0 if token_ids is None else size.tokens
-            size = _estimate_size_with_media(counted_tokens, body.media.estimated_tokens, model.tokens_max)
-        output_tokens_min = body_request.output_tokens_min
-        if model.tokens_max is not None:
-            output_tokens_min = min(output_tokens_min, max(model.tokens_max - size.longest_tokens, 0))
+        size = body.prompt.size
+        if token_ids is None or size is None or body.media is not None:
+            size = _estimate_prompt_size(context.request, body, None if token_ids is None else size)
         session = SessionNames.make_session(headers.session, body_request)
         return RouteRequest(
             request_id=context.request_id,
@@ -243,12 +227,10 @@ class RequestReader:
             prompt_count=size.prompt_count,
             longest_prompt_tokens=size.longest_tokens if size.prompt_count > 1 else 0,
             is_counted=size.is_exact,
-            media_conversation=media_conversation,
+            media_conversation=None if body.media is None else body.media.conversation_digest,
             similar_prompt=None if body.continuation is None else body.continuation.conversation.prepared_prompt,
-            output_tokens_max=1
-            if body_request.kind == "other"
-            else size.prompt_count * body_request.output_tokens_max,  # requests of other kinds generate nothing
-            output_tokens_min=size.prompt_count * output_tokens_min,
+            output_tokens_max=_get_output_tokens_max(body_request, size),
+            output_tokens_min=_get_output_tokens_min(body_request, size, model.tokens_max),
             is_streaming=body_request.stream,
             priority=body_request.priority if headers.priority is None else headers.priority,
             worker=headers.worker,
@@ -297,10 +279,33 @@ def _estimate_tokens(request: HttpRequest, model: ResolvedModel) -> int:
     return min(max(1, body_bytes // CHARS_PER_TOKEN), model.tokens_max or ESTIMATED_TOKENS_MAX)
 
 
-def _estimate_size_with_media(counted_tokens: int, tokens: int, tokens_max: int | None) -> PromptSize:
-    """Return the estimated size of a prompt with media: at most the model's context, at least the counted tokens."""
-    tokens = max(counted_tokens, 1, min(tokens, tokens_max or ESTIMATED_TOKENS_MAX))
+def _estimate_prompt_size(
+    request: HttpRequest, body: ReadBody[ResolvedModel], counted_size: PromptSize | None
+) -> PromptSize:
+    """Return the estimated size of a prompt that was not tokenised, or that has media, such as images.
+
+    `counted_size`: size of the tokenised text beside the media; None if no text was tokenised. The estimate is at least
+    that size, and at most the model's context.
+    """
+    if body.media is None:
+        tokens = _estimate_tokens(request, body.target)
+        return PromptSize(tokens, tokens)
+    counted_tokens = 0 if counted_size is None else counted_size.tokens
+    tokens_max = body.target.tokens_max or ESTIMATED_TOKENS_MAX
+    tokens = max(counted_tokens, 1, min(body.media.estimated_tokens, tokens_max))
     return PromptSize(tokens, tokens, is_exact=False)
+
+
+def _get_output_tokens_max(request: RoutingRequest, size: PromptSize) -> int:
+    """Return the most tokens that a request may generate. Requests that are no prompts, such as embeddings, have 1."""
+    return 1 if request.kind == "other" else size.prompt_count * request.output_tokens_max
+
+
+def _get_output_tokens_min(request: RoutingRequest, size: PromptSize, context_tokens_max: int | None) -> int:
+    """Return the least tokens that a request generates, as far as the model's context has room after its prompt."""
+    if context_tokens_max is None:
+        return size.prompt_count * request.output_tokens_min
+    return size.prompt_count * min(request.output_tokens_min, max(context_tokens_max - size.longest_tokens, 0))
 
 
 def make_conversation_name(session: Session, request: RoutingRequest) -> str:

@@ -19,16 +19,9 @@ from router.http.headers import HOP_BY_HOP
 from router.http.response import ResponseHead
 
 _REQUEST_HEADERS_REMOVED = (
-    *HOP_BY_HOP,
-    b"host",
-    b"accept-encoding",
-    b"content-encoding",
-    b"content-length",
-    b"expect",
-    b"x-request-id",
-    b"x-blockcast-explain",
-    *(name.encode() for name in WORKER_HEADERS),
-)
+    *HOP_BY_HOP, b"host", b"accept-encoding", b"content-encoding", b"content-length", b"expect", b"x-request-id",
+    b"x-blockcast-explain", *(name.encode() for name in WORKER_HEADERS),
+)  # fmt: skip
 """Headers of requests that are never forwarded. `accept-encoding` is one of them: answers are read for usage and
 tokens, so they must not be compressed."""
 Body = tuple[bytes, ...]
@@ -36,15 +29,9 @@ Body = tuple[bytes, ...]
 RANK_HEADER = "x-data-parallel-rank"
 _KEY_HEADERS = (b"authorization", b"x-api-key")
 _REMOVED_HEADERS = [
-    frozenset(
-        (
-            *_REQUEST_HEADERS_REMOVED,
-            *(_KEY_HEADERS if replaces_key else ()),
-            *((b"traceparent",) if replaces_trace else ()),
-        )
-    )
-    for replaces_key in (False, True)
-    for replaces_trace in (False, True)
+    frozenset((*_REQUEST_HEADERS_REMOVED, *replaced_keys, *replaced_trace))
+    for replaced_keys in ((), _KEY_HEADERS)
+    for replaced_trace in ((), (b"traceparent",))
 ]
 """Removed headers, at index 2 * (the client's key is replaced) + (its `traceparent` is replaced)."""
 _RESPONSE_HEADERS_REMOVED = frozenset((
@@ -80,6 +67,7 @@ def build_request_head(
     context: RequestContext,
     endpoint: Endpoint,
     body: Body,
+    *,
     path: bytes | None,
     authorization: bytes | None,
     rank: int | None,
@@ -90,8 +78,8 @@ def build_request_head(
     The client's headers are forwarded, but for those of its connection, those that direct workers, and the ones that
     the router replaces.
     `path`: path for the worker, with its query; None for that of the client. `authorization`: replaces the client's
-    keys; empty: no key is sent; None: the client's own are forwarded. `rank`: data-parallel rank that is to answer.
-    `allowed_headers`: internal headers of workers that clients may set.
+    keys; empty: no key is sent; None: the client's own are forwarded. `rank`: which of the worker's copies of the model
+    is to answer (data-parallel rank). `allowed_headers`: internal headers of workers that clients may set.
     """
     request, traceparent = context.request, None if context.span is None else context.span[1]
     removed_headers = _REMOVED_HEADERS[2 * (authorization is not None) + (traceparent is not None)]
