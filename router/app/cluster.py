@@ -19,6 +19,7 @@ from router.app.request_pipeline import RequestPipeline
 from router.app.system import event_streams_max, name_flag_in_errors
 from router.decide.messages import Decision, FailureKind
 from router.decide.workers import Worker, WorkerState
+from router.edge.proxy import Proxy
 from router.fleet.discovery import Prober
 from router.fleet.fact_queue import FactQueue, WorkerFact
 from router.fleet.feed import IndexFeed
@@ -54,12 +55,11 @@ class Cluster:
     ) -> None:
         """Make the parts that follow workers, and connect them with the pipeline by callbacks.
 
+        The feed reads the events by which workers tell what they cache; the fleet probes which workers are healthy.
         `session`: for health checks. `peer_client`: asks other routers what they know of workers' caches.
         """
-        proxy = pipeline.proxy
-        headers = make_key_headers(config.worker_api_key)
         self._config = config
-        self._proxy = proxy
+        self._proxy = pipeline.proxy
         self._index = index
         self._peer_client = peer_client
         self._peer_sockets: PeerSockets | None = None
@@ -69,23 +69,23 @@ class Cluster:
             streams_max=min(config.fleet.streams_max, event_streams_max(raise_file_limit())),
             index_bytes_max=config.fleet.index_mb << 20,
         )
+        key_headers = make_key_headers(config.worker_api_key)
+        tokenizers = pipeline.prompt_reader.tokenizers
+        tokenizers.remote = RemoteTokenizer(session, key_headers)
         prober = Prober(
             session,
-            headers=headers,
+            headers=key_headers,
             trusts_endpoints=config.fleet.trust_event_endpoints,
             kv_dialects=config.kv_dialects,
         )
+        proxy = pipeline.proxy
         self.fleet = Fleet(
-            proxy.core,
-            prober,
-            self.feed,
-            pipeline.prompt_reader.tokenizers,
-            proxy.perform,
-            config.fleet,
-            now=proxy.now,
-            peers=peer_client,
+            proxy.core, prober, self.feed, tokenizers, proxy.perform, config.fleet, now=proxy.now, peers=peer_client
         )
-        pipeline.prompt_reader.tokenizers.remote = RemoteTokenizer(session, headers)
+        self._connect(proxy)
+
+    def _connect(self, proxy: Proxy) -> None:
+        """Have the core ask the feed about events, and have the feed and the fleet learn of failed requests."""
         proxy.core.registry.on_state_change = _log_state_change
         proxy.core.watchdog.count_stored_blocks = self.feed.count_stored_blocks
         proxy.core.watchdog.list_unreachable_endpoints = self.feed.list_unreachable_endpoints

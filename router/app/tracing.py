@@ -9,15 +9,31 @@ from __future__ import annotations
 import random
 import re
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from options import ConfigError
 from router.decide.messages import Decision, Terms
-from router.edge.request_context import RequestContext
+from router.edge.request_context import PrefillTimes, RequestContext
 
 TERMS = tuple(name for name in Terms.__struct_fields__ if name not in ("worker", "transfer"))
 _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
+
+
+class _Trace(NamedTuple):
+    """The trace of one request, to which spans of its parts are added."""
+
+    tracer: Any
+    parent_context: Any
+    """Context of the span of the whole request."""
+    clock_ns: int
+    """Time since 1970 at which the process's clock was 0."""
+
+    def start_span(self, name: str, started_at_s: float, **options: Any) -> Any:
+        return self.tracer.start_span(name, self.parent_context, start_time=self.to_ns(started_at_s), **options)
+
+    def to_ns(self, moment_s: float) -> int:
+        """Return the nanoseconds since 1970 of a time of the process's clock."""
+        return self.clock_ns + int(moment_s * 1e9)
 
 
 class Tracing:
@@ -55,7 +71,8 @@ class Tracing:
         """Begin the span of a request; return the state for `end`, and the `traceparent` header for the worker.
 
         Return None if the request is not traced. The client's `traceparent`, if there is one, decides that, and else
-        chance. The state is the span, and the time since 1970 at which the process's clock was 0.
+        chance. A header that ends in `-01` asks for the trace, and one that ends in `-00` forbids it. The state is the
+        span, and the time since 1970 at which the process's clock was 0.
         """
         request = context.request
         parent_context = None
@@ -85,63 +102,49 @@ class Tracing:
         return self._api.set_span_in_context(self._api.NonRecordingSpan(span_context))
 
     def end(self, context: RequestContext, now: float) -> None:
-        """End the span of a request, with its outcome as attributes.
-
-        Its parts become spans of their own: the decision, the prefill at another worker, and the answer.
-        """
+        """End the span of a request, with its outcome as attributes, and record its parts as spans of their own."""
         if context.span is None:
             return
         (span, clock_ns), _ = context.span
-
-        def to_ns(moment_s: float) -> int:
-            return int(clock_ns + int(moment_s * 1e9))
-
-        parent_context = self._api.set_span_in_context(span)
+        trace = _Trace(self._tracer, self._api.set_span_in_context(span), clock_ns)
         if context.decision is not None:
-            self._add_decision_span(context, context.decision, parent_context, to_ns)
-        progress, prefill = context.progress, context.prefill
-        if prefill is not None:
-            prefill_span = self._tracer.start_span(
-                "prefill", parent_context, attributes={"blockcast.worker": prefill.worker},
-                start_time=to_ns(prefill.started_at_s), kind=self._api.SpanKind.CLIENT,
-            )  # fmt: skip
-            if prefill.ended_at_s is None:
-                prefill_span.set_status(self._api.StatusCode.ERROR, "no KV came")
-            prefill_span.end(to_ns(now if prefill.ended_at_s is None else prefill.ended_at_s))
-        if progress.sent_at_s is not None:
-            answer_span = self._tracer.start_span(
-                "answer", parent_context, start_time=to_ns(progress.sent_at_s), kind=self._api.SpanKind.CLIENT
-            )
-            if progress.first_byte_at_s is not None:
-                answer_span.add_event("first byte", timestamp=to_ns(progress.first_byte_at_s))
-            answer_span.end(to_ns(now))
+            _add_decision_span(trace, context, context.decision)
+        if context.prefill is not None:
+            self._add_prefill_span(trace, context.prefill, now)
+        if context.progress.sent_at_s is not None:
+            answer_span = trace.start_span("answer", context.progress.sent_at_s, kind=self._api.SpanKind.CLIENT)
+            if context.progress.first_byte_at_s is not None:
+                answer_span.add_event("first byte", timestamp=trace.to_ns(context.progress.first_byte_at_s))
+            answer_span.end(trace.to_ns(now))
         span.set_attributes(_list_request_attributes(context))  # all at once, because each call takes the span's lock
         if not context.outcome.startswith("status_2"):
             span.set_status(self._api.StatusCode.ERROR, context.outcome)
-        span.end(to_ns(now))
+        span.end(trace.to_ns(now))
 
-    def _add_decision_span(
-        self, context: RequestContext, decision: Decision, parent_context: Any, to_ns: Callable[[float], int]
-    ) -> None:
-        """Record a span from the request's start to the decision, with the cost terms that are not 0.
-
-        `to_ns` converts times of the process's clock to nanoseconds since 1970.
-        """
-        attributes = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
-        for name in TERMS:
-            value = getattr(decision.terms, name)
-            if value:
-                attributes[f"blockcast.terms.{name}"] = value
-        # A request that moved to another worker was decided again after it was sent.
-        decided_s = min(decision.decided_s, context.progress.sent_at_s or decision.decided_s)
-        started_ns = to_ns(context.started_at_s)
-        span = self._tracer.start_span("read and decide", parent_context, attributes=attributes, start_time=started_ns)
-        span.end(to_ns(decided_s))
+    def _add_prefill_span(self, trace: _Trace, prefill: PrefillTimes, now: float) -> None:
+        """Record the time in which another worker computed the prompt."""
+        attributes = {"blockcast.worker": prefill.worker}
+        span = trace.start_span("prefill", prefill.started_at_s, attributes=attributes, kind=self._api.SpanKind.CLIENT)
+        if prefill.ended_at_s is None:
+            span.set_status(self._api.StatusCode.ERROR, "no KV came")
+        span.end(trace.to_ns(now if prefill.ended_at_s is None else prefill.ended_at_s))
 
     def close(self) -> None:
         """Send the spans that were not sent yet, for a few seconds at most."""
         self._provider.force_flush(2000)
         self._provider.shutdown()
+
+
+def _add_decision_span(trace: _Trace, context: RequestContext, decision: Decision) -> None:
+    """Record the time from the request's start to the decision, with the cost terms that are not 0."""
+    attributes = {"blockcast.predicted_ttft_seconds": decision.predicted_ttft_s}
+    for name in TERMS:
+        value = getattr(decision.terms, name)
+        if value:
+            attributes[f"blockcast.terms.{name}"] = value
+    # A request that moved to another worker was decided again after it was sent.
+    decided_s = min(decision.decided_s, context.progress.sent_at_s or decision.decided_s)
+    trace.start_span("read and decide", context.started_at_s, attributes=attributes).end(trace.to_ns(decided_s))
 
 
 def _list_request_attributes(context: RequestContext) -> dict[str, str | int]:
