@@ -62,11 +62,13 @@ class ResponseRedactor(msgspec.Struct, eq=False):
         out = bytearray()
         position = self._blank(data, 0, out) if self._is_blanking else 0
         while (match := self.key_pattern.search(data, position)) is not None:
-            out += data[position : match.end()]
-            position = self._blank_value(data, match.end(), out)
-            if self.is_chunked and (self._is_blanking or b"\r" in data[match.end() : position]):
-                out[-(position - match.end()) or len(out) :] = data[match.end() : position]
+            value_start, blanked_value = match.end(), bytearray()
+            out += data[position:value_start]
+            position = self._blank_value(data, value_start, blanked_value)
+            if self.is_chunked and (self._is_blanking or b"\r" in data[value_start:position]):
+                blanked_value[:] = data[value_start:position]  # a chunk ends in it, so its framing would be blanked too
                 self._is_blanking = self._is_escaped = False
+            out += blanked_value
         end = len(data) if ends or self._is_blanking else _end_before_key(data, position)
         self._pending = data[end:]
         out += data[position:end]

@@ -199,8 +199,8 @@ class PickExchange:
     def response_started(self, status: int, served_by: str | None) -> Sequence[Header]:
         """Record the head of an answer, and return headers for the client.
 
-        The endpoint `served_by` may be another than the chosen one, as Envoy tries fallbacks. A status such as 503 is a
-        failure of the worker. Without the answer's body, the head counts as its first token.
+        `served_by`: endpoint that answers. For example, Envoy was told the endpoints of workers A and B, and B answers:
+        then A has failed, and the request moves to B. A status such as 503 is a failure of the worker that answers.
         """
         proxy, context = self._proxy, self.context
         if context.is_done or context.decision is None:
@@ -208,23 +208,16 @@ class PickExchange:
         now = proxy.now()
         self._status = status
         context.progress.first_byte_at_s = context.progress.last_byte_at_s = now
-        if served_by is not None:
-            served_by_worker = self.picker_state.endpoints.get_worker_id(served_by)
-            if served_by_worker is not None and served_by_worker != context.decision.worker:
-                self._record_fallback(served_by_worker)
+        served_by_worker = None if served_by is None else self.picker_state.endpoints.get_worker_id(served_by)
+        if served_by_worker is not None and served_by_worker != context.decision.worker:
+            self._record_fallback(served_by_worker)
         failure = RETRYABLE_STATUSES.get(status)
         if failure is not None:
             proxy.record_failed_attempt(context.decision, failure, f"{status}, as Envoy says")
             proxy.withdraw(context, failure)
         elif status == 200 and not self.client.stream.sees_response_body:
             self._record_first_token(now)
-        served_decision = context.decision
-        if served_decision is None or not proxy.config.cache_headers:
-            return ()
-        return (
-            (b"x-blockcast-worker", served_decision.worker.encode()),
-            (b"x-blockcast-predicted-cached-tokens", b"%d" % served_decision.predicted_cached_tokens),
-        )
+        return _build_decision_headers(context.decision) if proxy.config.cache_headers else ()
 
     def response_content(self, data: bytes) -> None:
         """Record bytes of the answer."""
@@ -312,3 +305,11 @@ class PickExchange:
             in_flight_counts[fairness_id] -= 1
             if not in_flight_counts[fairness_id]:
                 del in_flight_counts[fairness_id]
+
+
+def _build_decision_headers(decision: Decision) -> Sequence[Header]:
+    """Return headers for the client: the worker, and how many tokens of the prompt were expected in its cache."""
+    return (
+        (b"x-blockcast-worker", decision.worker.encode()),
+        (b"x-blockcast-predicted-cached-tokens", b"%d" % decision.predicted_cached_tokens),
+    )

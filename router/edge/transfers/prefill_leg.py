@@ -23,7 +23,7 @@ from router.edge.upstream import UpstreamConnection
 from router.http.headers import ProtocolError
 from router.http.response import ResponseHead
 from router.metrics import TransferOutcome
-from router.prompting.fields import apply_edits, locate_fields
+from router.prompting.fields import FieldSpans, apply_edits, locate_fields
 
 ANSWER_BYTES_MAX: Final = 4 << 20
 """Longest answer of a prefill that is read; it has the ids of the prompt's blocks."""
@@ -210,16 +210,9 @@ class PrefillLeg:
             self._finish(head)
 
     def _finish(self, head: ResponseHead) -> None:
-        """Tell the owner what the complete answer says."""
-        now = self._proxy.now()
+        """Tell the owner after the complete answer that the KV is there, or else why it is not."""
         if head.status != 200:
-            reason = head.status_and_reason.decode("latin-1")
-            is_refused = 400 <= head.status < 500 and head.status not in RETRYABLE_STATUSES
-            if is_refused and self.needs_partner:  # the other worker tells the client what is wrong
-                self._refusal, self._deadline_s = reason, now + SECONDS_MIN
-            else:
-                may_be_crash = RETRYABLE_STATUSES.get(head.status) is FailureKind.INTERNAL
-                self._fail("refused" if is_refused else "error", reason, may_be_crash=may_be_crash)
+            self._handle_error_status(head)
             return
         if not self.is_concurrent:
             try:
@@ -230,11 +223,21 @@ class PrefillLeg:
         usage = find_usage(bytes(self._content))
         self.times.cached_tokens = None if usage is None else usage.cached_tokens
         self._content, self._body = bytearray(), ()
+        now = self.times.ended_at_s = self._proxy.now()
         self._deadline_s = now + LEASE_S
-        self.times.ended_at_s = now
         prefill_s = now - self.times.started_at_s
         self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,)).observe(prefill_s)
         self._owner.prefill_computed()
+
+    def _handle_error_status(self, head: ResponseHead) -> None:
+        """Fail the prefill, or wait for the other worker if that one has the request too and will refuse it as well."""
+        reason = head.status_and_reason.decode("latin-1")
+        is_refused = 400 <= head.status < 500 and head.status not in RETRYABLE_STATUSES
+        if is_refused and self.needs_partner:
+            self._refusal, self._deadline_s = reason, self._proxy.now() + SECONDS_MIN
+        else:
+            may_be_crash = RETRYABLE_STATUSES.get(head.status) is FailureKind.INTERNAL
+            self._fail("refused" if is_refused else "error", reason, may_be_crash=may_be_crash)
 
     def attempt_lost(self, reason: str, *, is_stale: bool) -> None:
         """Repeat the request on a new connection where an idle one was closed; else fail."""
@@ -259,21 +262,25 @@ class PrefillLeg:
         self._owner.crash(error)
 
 
+def _has_several_answers(body: bytes, spans: FieldSpans) -> bool:
+    """Return whether a body asks for several answers to a prompt, or has several prompts."""
+    missing_field = (0, 0)
+    answer_count = body[slice(*spans.span_by_field.get("n", missing_field))]
+    prompt_span = spans.span_by_field.get("prompt", missing_field)
+    return answer_count not in (b"", b"1", b"null") or _SEVERAL_PROMPTS_PATTERN.match(body, *prompt_span) is not None
+
+
 def make_prefill_body(path: str, body: Body, fields: Fields) -> Body:
     """Return the body by which vLLM computes the prompt of `body` and one token.
 
-    `fields` are added to the body: they tell vLLM whether to send or to fetch the KV cache. Raises RequestError for
-    several prompts or several answers, because the KV cache can be fetched once. Also raises the errors of
-    `locate_fields`, for example for a field that comes twice.
+    For example, `{"prompt": "Hi", "max_tokens": 500, "stream": true}` becomes `{"prompt": "Hi", "max_tokens": 1}` with
+    `ignore_eos` and `fields`, which tell vLLM whether to send or to fetch the KV cache. Raises RequestError for several
+    prompts or several answers, because the KV cache can be fetched once. Also raises the errors of `locate_fields`, for
+    example for a field that comes twice.
     """
     joined_body = b"".join(body)
     spans = locate_fields(joined_body)
-    missing_field = (0, 0)
-    answer_count = joined_body[slice(*spans.span_by_field.get("n", missing_field))]
-    has_several_answers = answer_count not in (b"", b"1", b"null")
-    if has_several_answers or _SEVERAL_PROMPTS_PATTERN.match(
-        joined_body, *spans.span_by_field.get("prompt", missing_field)
-    ):
+    if _has_several_answers(joined_body, spans):
         raise RequestError("the KV can be handed over for one prompt with one answer", param="n")
     limit_field = "max_output_tokens" if path == RESPONSES_PATH else "max_tokens"
     prefill_fields: dict[str, object] = {limit_field: 1, "ignore_eos": True, **fields}
