@@ -81,15 +81,14 @@ class RouterProcess:
         peer_client = PeerClient(session, snapshot_urls, self._admin_key)
         self.cluster = Cluster(config, self.pipeline, index, session, peer_client)
         self._resources.push_async_callback(self.cluster.close)
-        self._health = HealthRoutes(
-            self.pipeline.proxy.core, self.cluster.fleet, self.cluster.feed, now, config.edge.ready_s
-        )
-        self._worker_list = WorkerListRoutes(self.pipeline.proxy, self.cluster.fleet, self.pipeline.prompt_reader)
+        proxy, fleet = self.pipeline.proxy, self.cluster.fleet
+        self._health = HealthRoutes(proxy.core, fleet, self.cluster.feed, now, config.edge.ready_s)
+        self._worker_list = WorkerListRoutes(proxy, fleet, self.pipeline.prompt_reader)
         self._dashboard = Dashboard(
-            self.pipeline.proxy,
+            proxy,
             self._worker_list.describe_workers,
             version=version,
-            get_explanation=self.pipeline.reasons.get_explanation,
+            get_explanation=self.pipeline.reasons.analyzer.get,
         )
         self._local_routes = self._make_local_routes()
         self._dispatcher = self._make_dispatcher()

@@ -97,10 +97,6 @@ class MissReasonsRecorder:
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without being compared
             self._record_crash(error)
 
-    def get_explanation(self, name: str) -> MissExplanation | None:
-        """Return why the prompt of a request was not cached; None if the request is unknown."""
-        return self.analyzer.get(name)
-
     def describe_request(self, name: str) -> dict[str, Any] | None:
         """Return why the prompt of a request was not cached, with the prices of the workers that this names.
 
@@ -157,9 +153,8 @@ class MissReasonsRecorder:
     def _on_first_byte(self, context: RequestContext) -> None:
         """Record where a request went and which of its tokens were not cached, once its answer begins.
 
-        Before that, a failed attempt may still send it to another worker. `miss_analysis` is None if the prompt is
-        not to be compared with the conversation's last one, a PendingComparison if it is, and else a result, which
-        stays.
+        Before that, a failed attempt may still send it to another worker. A PendingComparison in `miss_analysis` asks
+        for a comparison with the conversation's last prompt; None asks for none. A result that is there already stays.
         """
         route, decision, analysis = context.route, context.decision, context.miss_analysis
         if route is None or route.token_ids is None or decision is None:
@@ -235,15 +230,18 @@ class MissReasonsRecorder:
         """Describe where a request went and what was removed of its prompt. `prompt_ids`: in the form of the index."""
         worker = self._core.workers.get(decision.worker)
         block_tokens = BLOCK_TOKENS if worker is None else worker.spec.block_size or BLOCK_TOKENS
-        removal = self._core.index.find_lost_blocks(
-            prompt_ids, route.scope, find_first_missing_token(decision), block_tokens
-        )
-        removed_prefix = (
-            None if removal is None else RemovedPrefix(removal[0], self._find_worker_id(removal[1]), removal[2])
-        )
-        # A copy, because the core corrects the prediction of its own if no KV comes from another worker.
+        first_missing_token = find_first_missing_token(decision)
+        removed_prefix = None
+        removal = self._core.index.find_lost_blocks(prompt_ids, route.scope, first_missing_token, block_tokens)
+        if removal is not None:
+            end_token, holder, removed_at_s = removal
+            removed_prefix = RemovedPrefix(end_token, self._find_worker_id(holder), removed_at_s)
         return Placement(
-            msgspec.structs.replace(decision), removed_prefix, block_tokens, self._proxy.now(), time.time()
+            decision=msgspec.structs.replace(decision),  # a copy: the core may still correct its own prediction
+            removed_prefix=removed_prefix,
+            block_tokens=block_tokens,
+            at_s=self._proxy.now(),
+            timestamp=time.time(),
         )
 
     def _find_worker_id(self, holder: HolderId) -> str:

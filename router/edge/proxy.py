@@ -180,13 +180,7 @@ class Proxy:
                     _log_decision(exchange.context, instruction.decision)
                 exchange.forward(instruction.decision)
             elif isinstance(instruction, Refuse):
-                exchange.refuse(
-                    instruction.status,
-                    instruction.code,
-                    _refusal_message(instruction, exchange.context),
-                    instruction.retry_after_s,
-                    param=_refused_field(instruction.code, exchange.context.request.path),
-                )
+                _refuse(exchange, instruction)
         except Exception as error:  # noqa: BLE001  a fault here must not end another request, whose end led to this
             exchange.crash(error)
 
@@ -338,29 +332,31 @@ class Proxy:
     # Timers -------------------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
-        """Expire late requests, and move others away from lost workers. Called several times a second.
+        """Expire late requests, and move others away from workers that are lost or stalled: up, but sending nothing.
 
-        A worker has stalled if none of its streams sent a byte for some time, so the time of the last byte of all of
-        its streams is given to the core.
+        Called several times a second.
         """
-        progress_s_by_worker: dict[str, float] = {}
+        last_byte_s_by_worker: dict[str, float] = {}
         for exchange in list(self.exchanges.values()):
             try:
                 exchange.expire(now, self.config.timeouts)
             except Exception as error:  # noqa: BLE001  a boundary
                 exchange.crash(error)
             self._migrate_if_needed(exchange, now)
-            progress_s = exchange.last_progress_at_s
-            decision = exchange.context.decision
-            if progress_s is not None and decision is not None:
-                last_progress_s = progress_s_by_worker.get(decision.worker, progress_s)
-                progress_s_by_worker[decision.worker] = max(progress_s, last_progress_s)
-        for worker_id in self.core.update_stalled_workers(progress_s_by_worker, now):
+            last_byte_s, decision = exchange.last_progress_at_s, exchange.context.decision
+            if last_byte_s is not None and decision is not None:
+                other_streams_s = last_byte_s_by_worker.get(decision.worker, last_byte_s)
+                last_byte_s_by_worker[decision.worker] = max(last_byte_s, other_streams_s)
+        self._update_stalled_workers(last_byte_s_by_worker, now)
+        self.workers.forget_removed()
+
+    def _update_stalled_workers(self, last_byte_s_by_worker: dict[str, float], now: float) -> None:
+        """Have the core find the workers that stand still, by the last byte of any stream of each worker."""
+        for worker_id in self.core.update_stalled_workers(last_byte_s_by_worker, now):
             if worker_id in self.core.stall_detector.stalled_workers:
                 log.warning("worker %s stands still: none of its streams moves", worker_id)
             else:
                 log.info("worker %s stands still no more", worker_id)
-        self.workers.forget_removed()
 
     def _migrate_if_needed(self, exchange: Exchange, now: float) -> None:
         """Move a request away from a worker that was removed, is down, sleeps or stalls."""
@@ -407,6 +403,13 @@ def _log_decision(context: RequestContext, decision: Decision) -> None:
     fields = {**decision.to_json_fields(), "request_id": context.name}
     text = msgspec.json.encode(fields).decode()
     log.info("decision %s", text, extra={"fields": {"decision": fields}})
+
+
+def _refuse(exchange: Exchange, refusal: Refuse) -> None:
+    """Answer a request with the core's refusal, in the words of the API of the request's path."""
+    message = _refusal_message(refusal, exchange.context)
+    refused_field = _refused_field(refusal.code, exchange.context.request.path)
+    exchange.refuse(refusal.status, refusal.code, message, refusal.retry_after_s, param=refused_field)
 
 
 def _refused_field(code: str, path: str) -> str | None:

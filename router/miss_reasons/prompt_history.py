@@ -145,17 +145,9 @@ class PromptHistory:
 
     def _find_similar(self, prompt: AnalyzedPrompt) -> PromptMatch | None:
         """Return the prompt of the session, or else of the parent session, that has most in common with a new one."""
-        session, parent = prompt.route.session, prompt.route.parent
-        if session is None:
-            candidates = self._find_by_keys(reversed(prompt.chunk_keys))
-        else:
-            candidates = self._prompts_by_session.get(session, [])
-            if not candidates and parent is not None:
-                candidates = self._prompts_by_session.get(parent, [])
-        if not candidates:
-            return None
+        candidates, session = self._find_similar_candidates(prompt), prompt.route.session
         message_digests = set[int]()
-        if prompt.outline is not None:
+        if candidates and prompt.outline is not None:
             message_digests.update(_list_message_digests(prompt.outline, session))
         best_match, best_score = None, (-1, -1)
         for candidate in candidates:
@@ -166,6 +158,13 @@ class PromptHistory:
                 scope_difference = _find_scope_difference(candidate.scope, prompt.route.scope)
                 best_match = PromptMatch(candidate, common_tokens, candidate.session == session, scope_difference)
         return best_match
+
+    def _find_similar_candidates(self, prompt: AnalyzedPrompt) -> list[PreviousPrompt]:
+        session, parent = prompt.route.session, prompt.route.parent
+        if session is None:
+            return self._find_by_keys(reversed(prompt.chunk_keys))
+        candidates = self._prompts_by_session.get(session, [])
+        return candidates or ([] if parent is None else self._prompts_by_session.get(parent, []))
 
     def _find_by_keys(self, keys: Iterable[int]) -> list[PreviousPrompt]:
         """Return the first BRANCHES_MAX prompts that have one of the keys, in the order of the keys."""

@@ -264,7 +264,7 @@ def test_what_a_comparison_raises_ends_its_own_reasons_only(
         for number in range(3):
             answer = await edge.exchange(make_post(talk.body(), headers=[b"x-request-id: n%d" % number]))
             assert answer.startswith(b"HTTP/1.1 200")
-        assert [reasons.get_explanation(f"n{number}") is not None for number in range(3)] == [True, False, True]
+        assert [reasons.analyzer.get(f"n{number}") is not None for number in range(3)] == [True, False, True]
         assert sum(edge.metrics.cache_miss_requests.values()) == 2
         assert nothing_is_left(edge)
         assert [(where, count) for (where, _), count in edge.metrics.crashes.items()] == [("reasons", 1)]
