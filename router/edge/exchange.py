@@ -1,6 +1,8 @@
 """Forward one request to the worker that the core chose, and its answer to the client, byte for byte.
 
-The core decides which worker is tried next; router/edge/proxy.py asks it. Rules:
+The core decides which worker is tried next; router/edge/proxy.py asks it. It may also have another worker compute the
+prompt (the prefill) and hand over its KV, the keys and values of attention, so that the chosen worker only generates
+the answer (the decode). Rules:
 
 * An attempt is repeated only while the client has no byte of an answer's body.
 * When the client leaves, the worker's connection is closed at once: so engines learn to stop computing.

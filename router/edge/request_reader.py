@@ -158,18 +158,17 @@ class RequestReader:
     def _resolve(self, context: RequestContext, body_request: RoutingRequest) -> ResolvedModel:
         """Read the routing headers into the context, find the model that the request names, and return the model.
 
-        A header that names the model replaces the body's. Configured aliases are resolved. Raises RequestError for a
-        malformed header.
+        A header that names the model replaces the body's. A configured alias stands for another name: the alias "chat"
+        may mean "Qwen/Qwen3-8B". Raises RequestError for a malformed header.
         """
         headers = context.headers = read_routing_headers(context.request, self._session_names, self.model_header)
         headers.worker = (
             self.stored_responses.find_worker(context.request, body_request.stored_response_id) or headers.worker
         )
-        name = headers.model or body_request.model
-        if self.model_names is not None and name is not None:
-            name = self._resolve_alias(self.model_names, name, body_request, headers)
-        is_named = bool(headers.model or body_request.model)
-        context.model = self._resolve_model(name, is_renamed=is_named and name != body_request.model)
+        name = requested_name = headers.model or body_request.model
+        if self.model_names is not None and requested_name is not None:
+            name = self._resolve_alias(self.model_names, requested_name, body_request, headers)
+        context.model = self._resolve_model(name, is_renamed=bool(requested_name) and name != body_request.model)
         return context.model
 
     def _resolve_alias(
@@ -206,7 +205,9 @@ class RequestReader:
     def build_route_request(self, context: RequestContext) -> RouteRequest:
         """Build the request that the core routes from a body that was read, and from the routing headers.
 
-        Without token ids (an unknown tokenizer, media) the size of the prompt is estimated from its bytes.
+        The core finds cached prefixes by the token ids. Without these (an unknown tokenizer, media) it routes by load,
+        and the size of the prompt is estimated from its bytes. The scope says for which model, LoRA adapter and cache
+        salt a cached prefix is valid. Sessions and deadlines come from headers.
         """
         body, headers = context.body, context.headers
         assert body is not None
