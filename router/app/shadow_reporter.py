@@ -7,6 +7,8 @@ import concurrent.futures
 import logging
 import multiprocessing
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +22,7 @@ from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
 from router.shadow.config import ShadowConfig
 from router.shadow.core_router import make_service_model
+from router.shadow.observed_request import ObservedRequest
 from router.shadow.recorder import Recorder
 from router.shadow.replay import Comparison, compare
 from router.shadow.report import CAUSES, ShadowReport, render_page, sum_lost_tokens_by_cause
@@ -91,18 +94,10 @@ class ShadowReporter:
         if self._compare_process is None:
             spawn = multiprocessing.get_context("spawn")
             self._compare_process = concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn)
-        recorder = self._recorder
-        requests = list(recorder.requests)
+        requests = list(self._recorder.requests)
         try:
-            self._comparison = await asyncio.get_running_loop().run_in_executor(
-                self._compare_process,
-                compare,
-                requests,
-                recorder.engines(),
-                recorder.block,
-                self._router_config,
-                self._count_warmup_requests(len(requests)),
-            )
+            compare_requests = self._prepare_comparison(requests)
+            self._comparison = await asyncio.get_running_loop().run_in_executor(self._compare_process, compare_requests)
         except Exception as error:  # noqa: BLE001  a boundary: the requests are kept, and compared again
             self._problem = f"{type(error).__name__}: {error}"
             self._compare_process = None  # it may be dead: the next comparison starts another
@@ -124,17 +119,15 @@ class ShadowReporter:
 
     def finish(self) -> None:
         """Compare all requests once more, in this process, and write the report."""
-        requests = self._recorder.requests
-        if requests:
-            warmup_count = self._count_warmup_requests(len(requests))
-            self._comparison = compare(
-                requests, self._recorder.engines(), self._recorder.block, self._router_config, warmup_count
-            )
+        if self._recorder.requests:
+            self._comparison = self._prepare_comparison(self._recorder.requests)()
         self._write_file()
 
-    def _count_warmup_requests(self, request_count: int) -> int:
-        """Return how many requests only fill the caches."""
-        return min(int(request_count * self._config.warm_share), request_count - 1)
+    def _prepare_comparison(self, requests: Sequence[ObservedRequest]) -> Callable[[], Comparison]:
+        """Return a function that compares the requests. The first of them, `warm_share`, only fill the caches."""
+        warmup_count = min(int(len(requests) * self._config.warm_share), len(requests) - 1)
+        recorder = self._recorder
+        return partial(compare, requests, recorder.engines(), recorder.block, self._router_config, warmup_count)
 
     def _make_report(self) -> ShadowReport:
         """Return the report of everything that was seen until now, with the last comparison."""

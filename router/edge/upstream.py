@@ -87,18 +87,8 @@ class UpstreamConnection(asyncio.Protocol):
     """One TCP connection to a worker. An exception in one of its callbacks ends its user's request alone."""
 
     __slots__ = (
-        "_is_buffer_full",
-        "_is_paused",
-        "_is_send_scheduled",
-        "_loss_reason",
-        "_pool",
-        "_unread_data",
-        "_unsent_pieces",
-        "idle_since_s",
-        "request_count",
-        "target",
-        "transport",
-        "user",
+        "_is_buffer_full", "_is_paused", "_is_send_scheduled", "_loss_reason", "_pool", "_unread_data",
+        "_unsent_pieces", "idle_since_s", "request_count", "target", "transport", "user",
     )  # fmt: skip
 
     def __init__(self, pool: UpstreamPool, target: Endpoint) -> None:
