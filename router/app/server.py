@@ -68,12 +68,10 @@ class ForwardedRoutes:
         if is_enabled:
             forwarded_paths = FORWARDED_PATHS | dict.fromkeys(config.pass_routes, FORWARDED_METHODS)
         self.paths: dict[str, tuple[str, ...]] = LOCAL_PATHS | forwarded_paths
-        """Methods of each path."""
         self._folders = [(path[:-1], methods) for path, methods in forwarded_paths.items() if path.endswith("/*")]
         """(prefix, methods) of the path patterns that end in `*`."""
 
     def get_methods(self, path: str) -> tuple[str, ...] | None:
-        """Return the methods of a path; None if the path is not served."""
         if path.startswith(MODEL_PATH_PREFIX) and ".." not in path:
             return LOCAL_PATHS["/v1/models"]
         return self.paths.get(path) or self._get_folder_methods(path)

@@ -50,15 +50,7 @@ _CHAT_OUTPUT_FIELDS = frozenset((
 ))
 """Fields that our engine needs to parse or end the answer of a chat."""
 # fmt: on
-_MALFORMED_EVENT_ERRORS = (
-    msgspec.MsgspecError,
-    UnicodeDecodeError,
-    RecursionError,
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-)
+_MALFORMED_EVENT_ERRORS = (msgspec.MsgspecError, RecursionError, KeyError, TypeError, ValueError, AttributeError)
 """Exceptions that events of an unknown form raise."""
 _EMPTY_VALUES = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
 _Fields = dict[str, msgspec.Raw]

@@ -50,7 +50,6 @@ class Exchange:
         self.client = client
         self.context = context
         self._attempt: Attempt | None = None
-        """The latest attempt."""
         self._prefill: PrefillLeg | None = None
         """Prefill at another worker, for the latest decision; None if there is none, or the prefill failed."""
         self._filter = ResponseFilter(is_http_1_0=context.request.is_http_1_0)
@@ -481,14 +480,12 @@ class Exchange:
         self, kind: FailureKind, reason: str, *, silent_s: float = 0.0, was_sent: bool = False
     ) -> None:
         """Do what the core decides after an attempt failed before the client got any of its answer."""
-        proxy, context = self._proxy, self.context
+        proxy, request_id = self._proxy, self.context.request_id
         self.close()
-        proxy.record_failed_attempt(context.decision, kind, reason)
-        if proxy.is_in_core(context):
-            instructions = proxy.core.fail_attempt(
-                context.request_id, kind, proxy.now(), silent_s=silent_s, was_sent=was_sent
-            )
-            proxy.perform(instructions)
+        proxy.record_failed_attempt(self.context.decision, kind, reason)
+        if proxy.is_in_core(self.context):
+            now = proxy.now()
+            proxy.perform(proxy.core.fail_attempt(request_id, kind, now, silent_s=silent_s, was_sent=was_sent))
         else:
             self.refuse(502, "bad_gateway", f"the worker did not answer: {reason}")
 

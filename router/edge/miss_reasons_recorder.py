@@ -257,7 +257,6 @@ class FactsAdapter:
         self._core, self._tokenizer = core, tokenizer
 
     def last_emptied_s(self, worker_id: str) -> float | None:
-        """Return when a worker last lost its whole cache; None if it never did."""
         return self._core.cache_state.cleared_at_s.get(worker_id)
 
     def is_thinking(self, model: str, ids: Sequence[int]) -> bool:

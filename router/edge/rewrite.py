@@ -35,11 +35,7 @@ _REMOVED_HEADERS = [
 ]
 """Removed headers, at index 2 * (the client's key is replaced) + (its `traceparent` is replaced)."""
 _RESPONSE_HEADERS_REMOVED = frozenset((
-    *HOP_BY_HOP,
-    b"content-length",
-    b"x-request-id",
-    b"x-blockcast-worker",
-    b"x-blockcast-predicted-cached-tokens",
+    *HOP_BY_HOP, b"content-length", b"x-request-id", b"x-blockcast-worker", b"x-blockcast-predicted-cached-tokens",
 ))  # fmt: skip
 
 

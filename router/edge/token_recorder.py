@@ -51,13 +51,11 @@ class TokenRecorder:
         self.last_event = b""
         """Last forwarded event with a choice."""
         self.event_count = 0
-        """Number of forwarded events."""
         self.is_unrecognized = False
         """Whether an event had output of an unknown kind, or text without token ids."""
         self.has_parsed_output = False
         """Whether an event had reasoning or a tool call."""
         self.has_finish_reason = False
-        """Whether an event had a finish reason."""
         self.is_done = False
         """Whether the last event, [DONE], has come."""
         self.has_worker_failed = False

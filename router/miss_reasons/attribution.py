@@ -174,12 +174,8 @@ def _add_evicted(builder: _RangeBuilder, placement: Placement) -> None:
     """Add the tokens that some worker had cached and has removed, up to the end of the removed prefix."""
     removed_prefix = placement.removed_prefix
     if removed_prefix is not None:
-        builder.add(
-            "evicted",
-            removed_prefix.end_token,
-            worker=removed_prefix.worker,
-            lost_ago_s=round(placement.at_s - removed_prefix.removed_at_s, 3),
-        )
+        lost_ago_s = round(placement.at_s - removed_prefix.removed_at_s, 3)
+        builder.add("evicted", removed_prefix.end_token, worker=removed_prefix.worker, lost_ago_s=lost_ago_s)
 
 
 def _add_other_scope(builder: _RangeBuilder, comparison: _Comparison, scope_difference: str) -> None:

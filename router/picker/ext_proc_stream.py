@@ -64,8 +64,7 @@ class Choice:
 
     endpoints: Sequence[str]
     """Endpoints `ip:port`: the chosen one, then fallbacks in their order."""
-    headers: Sequence[Header] = ()
-    """Headers that are set on the request."""
+    set_headers: Sequence[Header] = ()
     removed_headers: Sequence[str] = ()
 
 
@@ -172,7 +171,7 @@ class ExtProcStream:
         then the message replies to the body, and contains the new body if the router changed it.
         """
         endpoints = ",".join(choice.endpoints)
-        set_headers = [(DESTINATION_HEADER.encode(), endpoints.encode()), *choice.headers]
+        set_headers = [(DESTINATION_HEADER.encode(), endpoints.encode()), *choice.set_headers]
         has_new_body = self._is_head_answered and request.pieces is not self._original_pieces
         if has_new_body and b"content-length" in request.headers.lines_by_name:
             set_headers.append((b"content-length", b"%d" % request.body_bytes))

@@ -130,7 +130,7 @@ class PickExchange:
         endpoints = [endpoint, *self._list_fallbacks(decision, authorization)]
         headers = self._list_worker_headers(decision, authorization)
         removed_headers = self._list_removed_headers(decision, authorization)
-        self.client.send_choice(Choice(endpoints, headers, removed_headers))
+        self.client.send_choice(Choice(endpoints, set_headers=headers, removed_headers=removed_headers))
 
     def _list_worker_headers(self, decision: Decision, authorization: bytes | None) -> list[Header]:
         """Return the headers that Envoy sets on the request to the worker."""

@@ -72,7 +72,6 @@ class PickerClient:
         self.objective: str | None = None
         """Objective in the gateway's header, which selects a priority; None without the header."""
         self.fairness_id = ""
-        """Fairness id in the gateway's header."""
 
     def receive(self, message: Request) -> None:
         """Process a message of Envoy. Raises UnexpectedMessage. A request that is refused gets an error response."""
@@ -126,14 +125,8 @@ class PickerClient:
         def charge_decoded_bytes(decoded_bytes: int) -> None:
             self.charge_body_bytes(encoded_bytes + decoded_bytes)
 
-        self.responder = DecodingTask(
-            request,
-            decoder,
-            self._app.scheduler,
-            self._charge.tenant or self._client_address(),
-            charge_decoded_bytes,
-            on_decoded,
-        )
+        tenant = self._charge.tenant or self._client_address()
+        self.responder = DecodingTask(request, decoder, self._app.scheduler, tenant, charge_decoded_bytes, on_decoded)
 
     @contextmanager
     def _answer_errors(self) -> Iterator[None]:

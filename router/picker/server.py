@@ -54,9 +54,7 @@ class PickerServer:
         self._has_warned = False
         """Whether an unexpected message was logged: only the first one is."""
         self.port = 0
-        """Port of the picker, once it is bound."""
-        self.streams = 0
-        """Number of open streams."""
+        self.open_stream_count = 0
 
     def bind(self, host: str, port: int, health_port: int, certificate: tuple[bytes, bytes] | None) -> None:
         """Bind both ports; no request is answered until `start`. Raises OSError.
@@ -123,7 +121,7 @@ class PickerServer:
         An error ends this stream alone. gRPC passes `_request_iterator`, which reads more slowly than `context.read`.
         """
         client = PickerClient(self._app, self._picker_state, context.peer())
-        self.streams += 1
+        self.open_stream_count += 1
         try:
             await _answer_messages(client, context)
         except (UnexpectedMessage, DecodeError) as error:
@@ -137,7 +135,7 @@ class PickerServer:
             self._app.record_crash("picker", error)
             context.set_code(grpc.StatusCode.INTERNAL)
         finally:
-            self.streams -= 1
+            self.open_stream_count -= 1
             client.close()
 
 

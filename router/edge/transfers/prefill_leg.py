@@ -186,10 +186,8 @@ class PrefillLeg:
 
     def attempt_connected(self, connection: UpstreamConnection) -> None:
         """Send the request."""
-        endpoint, body = connection.target, self._body
-        head = self._proxy.build_head(
-            self._context, endpoint, self._transfer.source, self._transfer.rank, body, self._path
-        )
+        source, rank, body = self._transfer.source, self._transfer.rank, self._body
+        head = self._proxy.build_head(self._context, connection.target, source, rank, body, self._path)
         connection.send(head, body)
 
     def attempt_unconnected(self, error: Exception | None) -> None:

@@ -424,7 +424,7 @@ def test_garbage_ends_its_own_stream_alone(edge: Any) -> None:
                 stream, chosen = await asyncio.wait_for(envoy.ask(), 5)
                 assert endpoints(chosen)
                 stream.cancel()
-            await edge.until(lambda: envoy.server.streams == 0)
+            await edge.until(lambda: envoy.server.open_stream_count == 0)
             assert not edge.metrics.crashes
             assert not sum(load(edge).values())
 
