@@ -433,11 +433,6 @@ class Target:
         expected_s = self.slowdown * queue.oldest_prefill_s + queue.fixed_step_share * self.step_s
         return (now - queue.busy_since_s) / expected_s
 
-    @property
-    def held_kv_tokens(self) -> float:
-        """Tokens of the KV cache that running requests hold; 0 if the capacity is unknown."""
-        return 0.0 if self.capacity.kv_tokens is None else self.capacity.kv_tokens - self.free_kv_tokens
-
     def compute_free_share(self) -> float:
         """Return the free share of the KV memory times the free share of the sequence slots."""
         free_slots_share = 1.0 - self.total_request_count / self.capacity.max_num_seqs
