@@ -74,8 +74,8 @@ def check_answers(engine: Engine, family: str, expected: dict[tuple[str, str], l
             assert tokens == expected[family, name][: len(tokens)], name
 
 
-@pytest.mark.parametrize("overlaps_steps", [False, True])
-@pytest.mark.parametrize("skipped_calls", [0, 3])
+@pytest.mark.parametrize("overlaps_steps", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("skipped_calls", [0, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("point", POINTS_OF_STORE)
 @pytest.mark.parametrize("family", RECIPES)
 def test_a_job_that_fails_to_store_ends_its_pull_only(
