@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -30,14 +31,21 @@ _OPENER_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler(
 P = TypeVar("P", bound="Program")
 
 
+def exit_on_sigterm() -> None:
+    """Let a script that is terminated leave its contexts, in which it ends its programs: they have own sessions."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 class Program:
-    """A process in a session of its own; as a context it ends with the block."""
+    """A process in a session of its own; as a context it ends with the block, also when the script is terminated."""
 
     def __init__(
         self, command: list[str], log: Path, *, env: Mapping[str, str] | None = None, cwd: Path | None = None
     ) -> None:
         self.command, self.log, self._working_directory = command, log, cwd or ROOT
         self._env = {**os.environ, **(env or {})}
+        exit_on_sigterm()
         self.start()
 
     def start(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
@@ -48,6 +49,18 @@ def test_parts_end_alone(gpu: ModuleType, tmp_path: Path) -> None:
     assert (fails["error"], fails["steps"]) == ("exit status 1", [])
     fine = gpu.run(python(gpu, "fine", REPORT), 30, tmp_path, True)
     assert "error" not in fine
+
+
+def test_a_late_part_ends_its_servers(gpu: ModuleType, tmp_path: Path) -> None:
+    """They are in sessions of their own, and would keep the GPU's memory."""
+    pid_file = tmp_path / "server.pid"
+    program = f"Program([sys.executable, '-c', 'import time; time.sleep(60)'], pathlib.Path({str(tmp_path / 'log')!r}))"
+    script = [f"sys.path.insert(0, {str(SCRIPT.parents[1] / 'scripts')!r})", "from harness.programs import Program"]
+    script += [f"server = {program}", f"pathlib.Path({str(pid_file)!r}).write_text(str(server.pid))"]
+    late = python(gpu, "late", "; ".join(script) + "\nwith server: time.sleep(60)", 4.0)
+    assert gpu.run(late, 4.0, tmp_path, True)["error"] == "not done after 4 s"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
 
 
 def test_reports_are_seen_while_they_grow(gpu: ModuleType, tmp_path: Path) -> None:
