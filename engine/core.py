@@ -229,7 +229,8 @@ class EngineCore:
         self._grammars = grammars
         self.transfers = Transfers() if transfers is None else transfers
         self._model = model
-        self._is_asleep = False
+        self._sleep_level = 0
+        """Level of the sleep, 1 or 2; 0: awake."""
         self._preparing_requests: dict[str, _PreparingRequest] = {}
         """Requests that wait for their grammar or for blocks of a peer, by request id."""
         self._step_count = 0
@@ -408,14 +409,17 @@ class EngineCore:
         does not. Raises ValueError, with nothing changed, while there are requests or if this engine cannot sleep.
         """
         self._get_idle_model(asleep=False).sleep(level)
-        self._is_asleep = True
+        self._sleep_level = level
         self.reset_prefix_cache()
 
     def wake(self) -> None:
         """End the sleep with an empty cache. Raises ValueError unless asleep, and the errors of `Model.wake`."""
         self._get_idle_model(asleep=True).wake()
-        self._is_asleep = False
-        self._forget_old_weights(None)
+        level, self._sleep_level = self._sleep_level, 0
+        if level == 2:  # the weights were read again, from files that may have changed
+            self._forget_old_weights(None)
+        else:
+            self.reset_prefix_cache()
 
     def reload_weights(self, path: str | None) -> None:
         """Load the weights from the checkpoint folder `path`; None: from the last folder again.
@@ -434,12 +438,12 @@ class EngineCore:
         assert self._model is not None
         if self.has_requests:
             raise ValueError("sequences are running")
-        if self._is_asleep != asleep:
-            raise ValueError(f"the engine is {'asleep' if self._is_asleep else 'awake'}")
+        if bool(self._sleep_level) != asleep:
+            raise ValueError(f"the engine is {'asleep' if self._sleep_level else 'awake'}")
         return self._model
 
     def _forget_old_weights(self, path: str | None) -> None:
-        """Drop all KV of earlier weights, here and at peers. `path`: folder of the new weights; None: unchanged."""
+        """Drop all KV of earlier weights, here and at peers. `path`: folder of the new weights; None: the last one."""
         self.reset_prefix_cache()
         self.transfers.change_weights(path)
 

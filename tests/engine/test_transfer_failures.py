@@ -138,7 +138,7 @@ def test_weights_whose_files_are_gone_wake_up_and_are_shared_with_no_peer() -> N
         source.core._model = FakeModel()
         source.answer("a", text)
         source.transfers._compute_fingerprint = lambda path: _raise(FileNotFoundError("config.json"))
-        source.core.sleep(1)
+        source.core.sleep(2)
         source.core.wake()
         source.core.reload_weights("other")
         source.answer("b", text)
@@ -147,6 +147,25 @@ def test_weights_whose_files_are_gone_wake_up_and_are_shared_with_no_peer() -> N
         consumer.answer("a", text, source.source)
         source.pause()
         assert consumer.transfers.stats.failures["incompatible"] == 1
+
+
+def test_weights_that_stayed_in_memory_are_not_those_of_their_changed_files() -> None:
+    """After a sleep of level 1 the files were read again: a peer with the new weights took blocks of the old ones."""
+    with Engine() as source, Engine() as consumer, Engine(fingerprint=b"other weights") as changed_consumer:
+        source.core._model = FakeModel()
+        source.core.sleep(1)
+        source.core.wake()
+        text = prompt("moves", 202)
+        source.answer("a", text)
+        source.serve()
+        for engine, failures in ((consumer, 0), (changed_consumer, 1)):
+            engine.answer("a", text, source.source)
+            assert engine.transfers.stats.failures["incompatible"] == failures
+        source.pause()
+        assert consumer.cached_tokens("a") > 0
+        source.core.sleep(2)
+        source.core.wake()
+        assert source.transfers.settings.fingerprint == b"other weights"
 
 
 class FakeModel:
