@@ -180,11 +180,9 @@ class Exchange:
 
     def _is_stream_complete(self, head: ResponseHead) -> bool:
         """Return whether the client has the last event of a stream, and lacks at most the end of its body."""
-        context = self.context
-        is_streaming = (
-            not context.outcome and self.client.has_response_started and head.status == 200 and is_event_stream(head)
-        )
-        return is_streaming and context.progress.has_final_event(context.request.path)
+        context, is_stream = self.context, head.status == 200 and is_event_stream(head)
+        has_begun = is_stream and self.client.has_response_started and not context.outcome
+        return has_begun and context.progress.has_final_event(context.request.path)
 
     def on_client_paused(self) -> None:
         """Stop reading from the worker, as the client reads too slowly."""
@@ -439,7 +437,8 @@ class Exchange:
         if self._prefill is not None and not self._has_answer_begun:
             self._prefill.expire(now)
         if now - self.context.started_at_s > timeouts.total_s:
-            self._expire_request(f"no complete answer within {timeouts.total_s:g} s")
+            self._proxy.withdraw(self.context, None)  # no failure: the worker may still send
+            self.refuse(504, "timeout", f"no complete answer within {timeouts.total_s:g} s")
         elif progress.sent_at_s is None:
             return
         elif self._response_head is None:
@@ -453,14 +452,6 @@ class Exchange:
                 self._abort_response(f"its client read nothing for {timeouts.idle_s:g} s", None)
             else:
                 self._handle_broken_response(f"no byte for {timeouts.idle_s:g} s", FailureKind.STALLED)
-
-    def _expire_request(self, message: str) -> None:
-        """End a request after the longest time for an answer. No worker has failed: it may still send."""
-        if self._response_head is not None:
-            self._abort_response(message, None)
-        else:
-            self._proxy.withdraw(self.context, None)
-            self.refuse(504, "timeout", message)
 
     def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
         """Move the request away from a worker that is lost or stalled, if there is another one; else wait."""

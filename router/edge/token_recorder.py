@@ -26,7 +26,7 @@ _BEFORE_KEY: Final = len(',,"prompt_')
 _FAILURE_PREFIXES = (b'data: {"error"', b'data:{"error"')
 _FINISH_REASON_PATTERN = re.compile(rb'"finish_reason" *: *"')
 _DONE_PREFIXES = (b"data: [DONE]", b"data:[DONE]")
-_PLAIN_DELTAS = (b"}", b'"content"', b'"role"')
+_PLAIN_DELTAS = (b'"delta":{}', b'"delta":{"content"', b'"delta":{"role"')
 _token_ids_decoder = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]])
 
 
@@ -161,28 +161,22 @@ class TokenRecorder:
             event = event[:position] + _TOKEN_IDS_PATTERN.sub(self._record_ids, event[position:])
         if _FINISH_REASON_PATTERN.search(event) is not None:
             self.has_finish_reason = True
-        if self._has_text(event):
+        # A chat has its text in a delta, which may also have reasoning, calls of tools or what is not known.
+        delta_position, text_key = event.find(b'"delta":{'), b'"text":"'
+        if delta_position >= 0:
+            text_key = b'"content":"'
+            if b'"reasoning' in event or b'"tool_calls":[{' in event:
+                self.has_parsed_output = True
+            elif not event.startswith(_PLAIN_DELTAS, delta_position):
+                self.is_unrecognized = True
+        text_start = event.find(text_key) + len(text_key)
+        if text_start >= len(text_key) and event[text_start : text_start + 1] not in (b'"', b""):
             self.text_token_count = len(self.output_ids)
             if self.text_token_count == old_token_count and not self.has_finish_reason:
                 self.is_unrecognized = True
         if b'"choices":[{' in event:
             self.last_event = event
         return event
-
-    def _has_text(self, event: bytes) -> bool:
-        """Return whether an event of a chat or a completion has text of the answer, and note output of other kinds.
-
-        Reasoning and calls of tools set `has_parsed_output`, and what is not known sets `is_unrecognized`.
-        """
-        delta_position, text_key = event.find(b'"delta":{'), b'"text":"'
-        if delta_position >= 0:
-            text_key = b'"content":"'
-            if b'"reasoning' in event or b'"tool_calls":[{' in event:
-                self.has_parsed_output = True
-            elif not event.startswith(_PLAIN_DELTAS, delta_position + len(b'"delta":{')):
-                self.is_unrecognized = True
-        text_start = event.find(text_key) + len(text_key)
-        return text_start >= len(text_key) and event[text_start : text_start + 1] not in (b'"', b"")
 
     def _record_ids(self, match: re.Match[bytes]) -> bytes:
         """Record the token ids of a field, of the prompt or of the answer; return the bytes that replace the field."""
