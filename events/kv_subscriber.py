@@ -181,7 +181,11 @@ def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iter
     for event in filter(event_filter.matches, batch.events):
         fields = {name: value for name, value in msgspec.structs.asdict(event).items() if value is not None}
         line = {**common_fields, "dp_rank": batch.data_parallel_rank, "type": type(event).__name__, **fields}
-        yield json.dumps(line, default=encode_value, skipkeys=True)
+        try:
+            text = json.dumps(line, default=encode_value, skipkeys=True)
+        except RecursionError:  # JSON is written at a lesser depth than that to which msgpack is read
+            text = json.dumps({**common_fields, "malformed": "keys of media that are nested too deeply"})
+        yield text
     for error in item.decoded_batch.errors:
         yield json.dumps({**common_fields, "malformed": error})
     for event_type, count in item.decoded_batch.unknown_type_counts.items():
@@ -189,11 +193,12 @@ def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iter
 
 
 def encode_value(value: object) -> object:
-    """Return bytes as the JSON object that stands for them in the golden captures, and other values as text.
+    """Return bytes, and those of an extension, as the JSON object that stands for bytes in the golden captures.
 
-    Keys of media may have any value of msgpack.
+    Other values, such as times, become text: keys of media may have any value of msgpack.
     """
-    return {"__bytes__": value.hex()} if isinstance(value, bytes) else str(value)
+    data = value.data if isinstance(value, msgspec.msgpack.Ext) else value
+    return {"__bytes__": data.hex()} if isinstance(data, bytes) else str(value)
 
 
 def format_frames(item: Message) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import shutil
@@ -22,6 +23,7 @@ from events import (
     GPU,
     BlockRemoved,
     BlockStored,
+    DecodeError,
     DroppedMessages,
     EventPublisher,
     KVEventsConfig,
@@ -161,6 +163,7 @@ def test_dropped_messages_are_told() -> None:
         (b"a", {"__bytes__": "61"}),
         ({b"a": 1, "b": 2}, {"b": 2}),
         (datetime(2026, 1, 2, tzinfo=timezone.utc), "2026-01-02 00:00:00+00:00"),
+        (msgspec.msgpack.Ext(5, b"a"), {"__bytes__": "61"}),
     ],
 )
 def test_keys_of_media_are_shown_whatever_they_are(token_ids: list[Any], key: Any, shown: Any) -> None:
@@ -170,3 +173,15 @@ def test_keys_of_media_are_shown_whatever_they_are(token_ids: list[Any], key: An
     message = Message("a", b"", 1, payload, Origin.LIVE, decode_batch(payload))
     (line,) = map(json.loads, format_json_lines(message, EventFilter()))
     assert line["mm_keys"] == [[shown]]
+
+
+def test_keys_of_media_that_can_be_read_but_not_written_end_nothing() -> None:
+    """JSON is written at a lesser depth than that to which msgpack is read."""
+    event = {"type": "BlockStored", "block_hashes": [1], "token_ids": [7], "block_size": 1, "mm_keys": [["key"]]}
+    event["parent_block_hash"] = None
+    batch = msgspec.msgpack.encode([1.0, [event], 0])
+    for depth in range(sys.getrecursionlimit() - 150, sys.getrecursionlimit()):
+        payload = batch.replace(b"\xa3key", b"\x81\xa1a" * depth + b"\x01")
+        with contextlib.suppress(DecodeError):
+            message = Message("a", b"", 1, payload, Origin.LIVE, decode_batch(payload))
+            assert len(list(format_json_lines(message, EventFilter()))) == 1
