@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -140,6 +141,8 @@ class _ObjectWatch:
     cache: ObjectCache
     update: AddressCallback
     """Called with all addresses after each list, and after each change."""
+    watched_since_s: float = math.inf
+    """Time when the answer of the present watch began; infinite before that."""
 
     async def run(self) -> None:
         """List the objects and watch their changes, until cancelled.
@@ -150,16 +153,16 @@ class _ObjectWatch:
         """
         failure_pause_s = RETRY_S
         while True:
-            started_s = time.monotonic()
+            self.watched_since_s = math.inf
             try:
                 if not self.cache.version:
                     await self._list()
                 await self._watch()
                 failure_pause_s = RETRY_S
-                if time.monotonic() - started_s < RETRY_S:  # a server that ends each watch at once
+                if time.monotonic() - self.watched_since_s < RETRY_S:  # a server that ends each watch at once
                     await asyncio.sleep(RETRY_S)
             except (FetchError, DecodeError) as error:
-                if time.monotonic() - started_s > RETRY_S_MAX:
+                if time.monotonic() - self.watched_since_s > RETRY_S_MAX:
                     failure_pause_s = RETRY_S  # the watch has worked until now
                 if isinstance(error, DecodeError) or failure_pause_s >= RETRY_S_MAX:
                     self.cache.version = ""
@@ -180,7 +183,7 @@ class _ObjectWatch:
             "resourceVersion": self.cache.version, "timeoutSeconds": str(WATCH_S),
         }  # fmt: skip
         async with _request(self.api, self.path, query, WATCH_S + LIST_S_MAX) as response:
-            partial_line = b""
+            self.watched_since_s, partial_line = time.monotonic(), b""
             async for chunk in iterate_body(response):
                 *lines, partial_line = (partial_line + chunk).split(b"\n")
                 if len(partial_line) > LINE_BYTES_MAX:

@@ -273,18 +273,20 @@ def test_a_watch_that_fails_is_resumed_and_only_a_version_that_is_gone_needs_a_l
 
 
 @needs_mock
+@pytest.mark.parametrize("answer_s", [0.0, 0.3])
 def test_watches_that_fail_again_and_again_are_given_up_for_a_list(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer_s: float
 ) -> None:
-    """A version that the server refuses for another reason than 410, such as one of a restored etcd."""
+    """A version that the server refuses for another reason than 410, or a proxy that withholds the whole answer."""
     monkeypatch.setattr(kubernetes, "RETRY_S_MAX", 0.2)
     requests: list[str] = []
 
-    def answer(request: Any) -> Any:
+    async def answer(request: Any) -> Any:
         if "watch" not in request.params:
             requests.append("list")
             return respond({"metadata": {"resourceVersion": str(len(requests))}, "items": []})
         requests.append(request.params["resourceVersion"])
+        await asyncio.sleep(answer_s)
         return respond(400 if len(requests) < 6 else [])
 
     async def scenario(watched_server: WatchedServer) -> None:
