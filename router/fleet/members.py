@@ -523,6 +523,7 @@ class Fleet:
         transfer = await self._prober.name_engines(member.flag, facts.spec.transfer, max(1, len(sources)))
         if (sources, transfer) != (facts.sources, facts.spec.transfer):
             log.info("worker %s publishes elsewhere or was restarted", member.flag.worker_id)
+            member.facts = replace(facts, sizes=UNKNOWN_SIZES)
             await self._join(member)
 
     def _record_failed_check(self, member: _Member, problem: str, *, is_suspected: bool) -> None:

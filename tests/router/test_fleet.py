@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -402,6 +403,12 @@ def test_sizes_count_until_a_worker_may_have_been_restarted(epoch: str | None, i
             spec = WorkerSpec(flag.worker_id, flag.url, (ServedModel("m", "m"),))
             return WorkerFacts(spec, (EventSource(endpoint="tcp://a:1", epoch=epoch),), sizes=EngineSizes(16))
 
+        async def discover_sources(self, flag: WorkerFlag, known_sources: Any) -> Any:
+            return known_sources
+
+        async def name_engines(self, flag: WorkerFlag, transfer: Any, rank_count: int) -> Any:
+            return dataclasses.replace(transfer, engine_ids=("of another process",))
+
     async def run() -> None:
         prober = SizesProber()
         core = RouterCore(make_index(seed=1), CoreConfig())
@@ -417,6 +424,8 @@ def test_sizes_count_until_a_worker_may_have_been_restarted(epoch: str | None, i
         assert await fleet._join(member)
         told = EngineSizes(16)
         assert prober.known_sizes == [None, told, told if is_known_after_a_fault else EngineSizes()]
+        await fleet._poll_sources(member, was_down=False)
+        assert prober.known_sizes[3:] == [EngineSizes()]
         await fleet.close()
 
     asyncio.run(run())
