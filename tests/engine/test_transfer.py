@@ -205,17 +205,22 @@ def test_blocks_that_were_evicted_meanwhile_are_computed() -> None:
         assert not sum(consumer.transfers.stats.failures.values())
 
 
+def reset_before_reading(source: Engine, reset_engine: Engine) -> None:
+    """Empty the cache of one of two engines when the source reads blocks, on the thread that runs the steps of both."""
+    reading = source.exchange.read
+
+    def reset_and_read(wanted_blocks: Sequence[WantedBlock]) -> Any:
+        reset_engine.core.reset_prefix_cache()
+        return reading(wanted_blocks)
+
+    source.exchange.read = reset_and_read  # type: ignore[method-assign]
+
+
 def test_a_source_that_was_emptied_meanwhile_sends_no_block() -> None:
     text = prompt("emptied", 202)
     with Engine() as source, Engine() as consumer:
         source.answer("a", text)
-        reading = source.exchange.read
-
-        def reset_and_read(wanted_blocks: Sequence[WantedBlock]) -> Any:
-            source.core.reset_prefix_cache()
-            return reading(wanted_blocks)
-
-        source.exchange.read = reset_and_read  # type: ignore[method-assign]
+        reset_before_reading(source, source)
         source.serve()
         assert consumer.answer("a", text, source.source) == plain_answer("qwen3", "emptied", text)
         source.pause()
@@ -228,13 +233,7 @@ def test_nothing_is_stored_after_a_reset() -> None:
     text = prompt("reset", 202)
     with Engine() as source, Engine() as consumer:
         source.answer("a", text)
-        reading = source.exchange.read
-
-        def read_and_reset(wanted_blocks: Sequence[WantedBlock]) -> Any:
-            consumer.core.reset_prefix_cache()  # on the thread that runs the steps of both
-            return reading(wanted_blocks)
-
-        source.exchange.read = read_and_reset  # type: ignore[method-assign]
+        reset_before_reading(source, consumer)
         consumer.add("a", text, source.source)
         while consumer.core.has_work:
             consumer.step()
