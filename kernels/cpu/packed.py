@@ -74,6 +74,11 @@ def _has_amx() -> bool:
     return is_tile_supported is not None and bool(is_tile_supported())
 
 
+def _has_native_products() -> bool:
+    """Return whether the native products are built, and this CPU has their instructions."""
+    return HAS_NATIVE and _native.has_products()
+
+
 def has_bf16_instructions(dtype: torch.dtype) -> bool:
     """Return whether `dtype` is bf16, and this CPU has instructions for it, at several times the fp32 rate."""
     return dtype == torch.bfloat16 and (_has_amx() or (HAS_NATIVE and "avx512bf16" in _native.instruction_sets()))
@@ -81,7 +86,7 @@ def has_bf16_instructions(dtype: torch.dtype) -> bool:
 
 def should_use_native_products() -> bool:
     """Return whether `pack_matrix` packs for the native products, which are slower than oneDNN's on some CPUs."""
-    if not HAS_NATIVE or not _native.has_products() or _has_amx():
+    if not _has_native_products() or _has_amx():
         return False
     return torch.get_num_threads() == 1 or not has_bf16_instructions(torch.bfloat16)
 
@@ -90,7 +95,7 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
     """Pack a bf16 weight [outputs, inputs] on the CPU for `multiply_packed`; None if products get no faster."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return None
-    can_be_native = HAS_NATIVE and _native.has_products() and weight.shape[1] % 2 == 0
+    can_be_native = _has_native_products() and weight.shape[1] % 2 == 0
     if can_be_native and should_use_native_products():
         return _pack_native(weight)
     if not has_fast_bf16():
