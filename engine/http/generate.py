@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
 
 from engine.config import ServerConfig
 from engine.http.body_workers import BodyParser
@@ -310,9 +309,6 @@ class ResponseWriter:
         self._stall_s = config.stall_timeout_s
         self._deadline_s = deadline_s
         self._write_count = 0
-        self._body_writer: AbstractStreamWriter | None = None
-        self._may_write_chunks = False
-        """Whether `_write_chunk` may be used: the head is sent, and it says that chunks follow."""
         self._response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -334,28 +330,14 @@ class ResponseWriter:
         """Send the next bytes of a stream. The first call sends the head too."""
         self._write_count += 1
         if not self.has_started:
-            self._body_writer = await self._response.prepare(self._request)
+            await self._response.prepare(self._request)
         if not data:
             return
         transport = self._request.transport
-        if transport is None or transport.get_write_buffer_size() or len(data) >= SMALL_WRITE_BYTES:
-            await self._wait_for_client(self._response.write(data))
-        # The bytes fit into the buffer, so there is nothing to wait for.
-        elif self._may_write_chunks and not transport.is_closing():
-            self._write_chunk(transport, data)
+        if transport is not None and transport.get_write_buffer_size() == 0 and len(data) < SMALL_WRITE_BYTES:
+            await self._response.write(data)  # fits into the buffer, so there is nothing to wait for
         else:
-            await self._response.write(data)  # the first one goes with the head
-            self._may_write_chunks = self._response.headers.get("Transfer-Encoding") == "chunked"
-
-    def _write_chunk(self, transport: asyncio.WriteTransport, data: bytes) -> None:
-        """Write one chunk of a chunked response after its head, without the two coroutines of aiohttp's writer.
-
-        Measured with 32 users: 22.8 us of this process for a token instead of 25.7 us.
-        """
-        assert self._body_writer is not None
-        chunk = b"%x\r\n%b\r\n" % (len(data), data)
-        self._body_writer.output_size += len(chunk)  # the size in the log of requests
-        transport.write(chunk)
+            await self._wait_for_client(self._response.write(data))
 
     async def send_keepalive_comments(self) -> None:
         """Send a comment whenever nothing was written for `KEEPALIVE_COMMENT_S`, unless the client reads slowly."""
