@@ -33,7 +33,8 @@ INLINE_BYTES_MAX = 4096
 THREAD_BYTES_MAX = 64 << 10
 """Bodies up to this size are parsed in a thread. Parsing holds the interpreter for some milliseconds at most."""
 RENDER_S_MAX = 0.5
-"""CPU time of the chat template on the event loop or in a thread. After it, all bodies are parsed in processes."""
+"""Maximum CPU time of the chat template on the event loop or in a thread. Once a rendering has taken more, all later
+bodies are parsed in processes."""
 PROCESS_COUNT = 2
 READ_S_MAX = 30.0
 MEMORY_BYTES_MAX = 4 << 30
@@ -84,11 +85,11 @@ class BodyReader:
             except RequestError:
                 if self._is_template_bounded():
                     raise
-                log.warning("the chat template takes over %g s: from now on, processes render it", RENDER_S_MAX)
+                log.warning("the chat template needed more than %g s; from now on, processes render it", RENDER_S_MAX)
         return await _finish_uncancelled(self._read_in_process(parse, data))
 
     def _is_template_bounded(self) -> bool:
-        """Return whether all renderings in this process have kept their limit."""
+        """Return whether every rendering in this process has stayed within RENDER_S_MAX."""
         template = self._tokenizer.chat_template
         return template is None or template.is_bounded
 

@@ -24,29 +24,29 @@ class StepJobs:
     def __init__(self) -> None:
         self._jobs: deque[_Job] = deque()
         self.wake_socket, self._waking_socket = socket.socketpair()
-        """Readable once there is a job: for a thread that sleeps on sockets, and reads what woke it."""
+        """Readable after a job was submitted, for a thread that waits on sockets. That thread must read from it."""
         self.wake_socket.setblocking(False)
         self._waking_socket.setblocking(False)
         self.arrival: Future[None] = Future()
-        """Done once there is a job: for a thread that sleeps on futures. Another one after each `run`."""
+        """Done when a job was submitted since the last `run` began, for a thread that waits on futures."""
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
 
     def submit(self, work: Callable[[], Result], byte_count: int) -> Future[Result]:
-        """Have `work` done, which copies so many bytes. If its future is cancelled before, it is not done."""
+        """Queue `work`, which copies `byte_count` bytes. It is skipped if the returned future is cancelled before."""
         future: Future[Result] = Future()
         self._jobs.append(_Job(work, byte_count, future))
         if not self.arrival.done():
             self.arrival.set_result(None)
-        with suppress(BlockingIOError):  # there are bytes enough to wake the other thread
+        with suppress(BlockingIOError):  # the socket is full, so it wakes the other thread anyway
             self._waking_socket.send(b"\0")
         return future
 
     def run(self, bytes_max: int) -> None:
-        """Do the jobs that came first, until they have copied so many bytes.
+        """Run the oldest jobs until they have copied at least `bytes_max` bytes, or none is left.
 
-        The error of a job goes to its future, and is raised. Later jobs are then left for the next call.
+        If a job raises, its future gets the error, and this raises it too. Later jobs are left for the next call.
         """
         self.arrival = Future()
         copied_bytes = 0

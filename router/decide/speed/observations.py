@@ -1,4 +1,4 @@
-"""Observations of a target: how long it took for which work.
+"""Observations of a target: work that a worker did, and the time that the work took.
 
 A *prefill interval* ends with first tokens, which show that prompts were computed. Other observations are made between
 two tokens of an answer, of which a target writes one in each *step*.
@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
-_INTERVAL_TOKENS_MAX: Final = 4.0
-"""Full steps of prefill tokens after which an interval is not extended."""
+_INTERVAL_FULL_STEPS_MAX: Final = 4.0
+"""An interval is not extended once its prefill tokens fill so many steps."""
 _INTERVAL_STEPS_MAX: Final = 16
 
 
@@ -78,9 +78,9 @@ class PrefillInterval:
     waited_steps: float = 0.0
     """Part of a step that passed before the first prompt could begin: half a step while others decode."""
     last_step_start_s: float = 0.0
-    """Estimated begin of the last step."""
+    """Estimated start of the last step."""
     is_usable: bool = True
-    """Whether no other work is known to have been done meanwhile."""
+    """False if the target is known to have done other work in the interval."""
     end_s: float = field(init=False, default=0.0)
     uncached_tokens: int = field(init=False, default=0)
     quadratic_work: float = field(init=False, default=0.0)
@@ -92,10 +92,11 @@ class PrefillInterval:
     def begin(
         cls, sent_at_s: float, oldest_since_s: float, decode_requests: int, decode_context_tokens: int, now: float
     ) -> PrefillInterval:
-        """Return the interval of a prompt that was sent at `sent_at_s`, until its first token `now`.
+        """Begin the interval of a prompt that got its first token `now`; `add_first_token` sets the interval's end.
 
-        The prompt could begin when it was sent, or at `oldest_since_s`, when the prompts before it had been computed.
-        If the target was decoding when it was sent, the running step had to end first: on average, half a step passed.
+        The interval starts when the prompt was sent (`sent_at_s`), or when the prompts before it had been computed
+        (`oldest_since_s`) if that was later. If the prompt was sent later and the target was decoding, the running step
+        had to end first: on average, half a step passed.
         """
         has_met_running_step = decode_requests > 0 and sent_at_s > oldest_since_s
         waited_steps = 0.5 if has_met_running_step else 0.0
@@ -118,12 +119,14 @@ class PrefillInterval:
     def can_add_step(self, sent_at_s: float, oldest_since_s: float, step_tokens: int) -> bool:
         """Return whether the interval should be extended by the next step.
 
-        It should if the last step may have begun the next prompt, as a step does that has room for more tokens: then
-        only the work of both steps together is known. `sent_at_s`: when the next prompt was sent. `oldest_since_s`:
-        when all prompts before it had been computed.
+        A step with room for more tokens may begin the next prompt. If the last step may have done so, only the work of
+        both steps together is known. An interval of the maximum size is not extended. `sent_at_s`: when the next prompt
+        was sent. `oldest_since_s`: when all prompts before the next one had been computed.
         """
-        has_room = self.uncached_tokens < _INTERVAL_TOKENS_MAX * step_tokens and self.step_count < _INTERVAL_STEPS_MAX
-        return has_room and sent_at_s <= self.last_step_start_s and oldest_since_s <= self.end_s
+        is_below_maximum = (
+            self.uncached_tokens < _INTERVAL_FULL_STEPS_MAX * step_tokens and self.step_count < _INTERVAL_STEPS_MAX
+        )
+        return is_below_maximum and sent_at_s <= self.last_step_start_s and oldest_since_s <= self.end_s
 
     def add_step(self, decode_requests: float, decode_context_tokens: float) -> None:
         """Extend the interval by a step. Its decoding requests and context tokens enter the interval's means."""
@@ -133,9 +136,10 @@ class PrefillInterval:
         self.step_count = step_count
 
     def to_observation(self, step_tokens: int, tier_load_s: float = 0.0) -> Observation:
-        """Return the interval as an observation, less the time for loads from slower tiers.
+        """Return the interval as an observation.
 
-        `step_tokens`: prefill tokens of a full step.
+        `step_tokens`: prefill tokens of a full step. `tier_load_s`: time for loads from slower tiers, which is
+        subtracted.
         """
         return Observation(
             elapsed_s=self.end_s - self.start_s - tier_load_s,

@@ -11,15 +11,15 @@ RATIO_MIN, RATIO_MAX = 1e-3, 1e3
 _PRIOR_WEIGHT: Final = 0.5
 """Number of intervals or ratios that the prior counts as."""
 _REFINEMENTS: Final = 4
-"""Steps in which ratios are fitted."""
-_KEPT_WEIGHT: Final = 0.5
-"""Intervals that the result of the step before counts as."""
+"""Number of refinements after the first guess, which is one ratio for both."""
+_UNCHANGED_WEIGHT: Final = 0.5
+"""Number of intervals that the assumption "this ratio does not change" counts as in a refinement."""
 _FACTOR_MIN: Final = 0.2
-"""Least factor by which one step changes a ratio."""
+"""Smallest factor by which one refinement changes a ratio."""
 _RATIOS_MAX: Final = 15
-"""Ratios whose median is a time factor."""
+"""Number of recent ratios of which `TimeFactor` takes the median."""
 RATIO_VALID_S: Final = 300.0
-"""Time for which a ratio counts. Without an end, a worker or a pair that was slow once would never be tried again."""
+"""Age at which a ratio is forgotten. Otherwise a worker or a pair that was slow once would never be tried again."""
 
 
 class PriorTimes(NamedTuple):
@@ -48,9 +48,10 @@ def _refine_ratios(intervals: Sequence[PriorTimes], prefill_ratio: float, step_r
 
     For example, an interval took 1.0 s. By the given ratios, its prefill takes 0.6 s (a share of 0.6) and its steps
     0.3 s. So the factors should solve `prefill_factor * 0.6 + step_factor * 0.3 = 1`. They are the least squares
-    solution for all intervals, and of half an interval (`_KEPT_WEIGHT`) for each factor that says it is 1.
+    solution of these equations for all intervals. Two more equations, `prefill_factor = 1` and `step_factor = 1`, count
+    as half an interval each (`_UNCHANGED_WEIGHT`), so that few intervals change the ratios little.
     """
-    prefill_squares = step_squares = prefill_sum = step_sum = _KEPT_WEIGHT
+    prefill_squares = step_squares = prefill_sum = step_sum = _UNCHANGED_WEIGHT
     products = 0.0
     for times in intervals:
         prefill_share = prefill_ratio * times.prefill_s / times.elapsed_s
@@ -85,9 +86,10 @@ class _ObservedRatio(NamedTuple):
 
 
 class TimeFactor:
-    """Learns the ratio of the observed time to the predicted time of KV from slower memory or from another worker.
+    """Factor that corrects predicted times of KV from slower memory or from another worker.
 
-    It is the median of the recent ratios, so that a few late arrivals on busy machines have little effect.
+    The factor is the weighted geometric mean of a prior and of the median of the recent ratios of observed to predicted
+    time. With the median, a few late arrivals on busy machines have little effect.
     """
 
     def __init__(self) -> None:
