@@ -437,8 +437,12 @@ class Exchange:
         if self._prefill is not None and not self._has_answer_begun:
             self._prefill.expire(now)
         if now - self.context.started_at_s > timeouts.total_s:
-            self._proxy.withdraw(self.context, None)  # no failure: the worker may still send
-            self.refuse(504, "timeout", f"no complete answer within {timeouts.total_s:g} s")
+            message = f"no complete answer within {timeouts.total_s:g} s"
+            if self._response_head is not None:
+                self._abort_response(message, None)  # no failure: the worker still sends
+            else:
+                self._proxy.withdraw(self.context, None)
+                self.refuse(504, "timeout", message)
         elif progress.sent_at_s is None:
             return
         elif self._response_head is None:
