@@ -148,7 +148,10 @@ class Chooser:
         shortlist, matches = self._make_shortlist(targets, prompt, load_order)
         pool_load = sum_loads(targets) if load_order is None else load_order.pool_load
         sources = self._find_sources(request, excluded_sources)
-        if sources and prompt is not None and (matches is None or not _has_best_sources(load_order, sources)):
+        can_move_prefill = any(map(can_prefill, sources))
+        # A source that computes the prompt is chosen by its load, so its prefix may not be among the longest.
+        are_matches_enough = matches is not None and not can_move_prefill and _has_best_sources(load_order, sources)
+        if sources and prompt is not None and not are_matches_enough:
             matches = self._cache_state.match(prompt)
         best_sources = find_best_sources(sources, matches) if sources and matches is not None else []
 
@@ -156,7 +159,7 @@ class Chooser:
         congestion = compute_congestion(pool_load, shortest_wait_s, queued_s, utilisation_decay, self._cost_config)
         output_tokens = self._output_lengths.expect(request)
         facts = RequestFacts(now, request.prompt_tokens, output_tokens, utilisation_decay, congestion)
-        facts.can_move_prefill = any(map(can_prefill, sources))
+        facts.can_move_prefill = can_move_prefill
         if prompt is not None:
             self._add_shared_prefix(facts, prompt, shortlist)
         if best_sources and matches is not None:
@@ -462,14 +465,11 @@ def _has_idle_target(targets: Sequence[Target]) -> bool:
 
 
 def _has_best_sources(load_order: LoadOrder | None, sources: Sequence[Target]) -> bool:
-    """Return whether the cached prefixes that were looked up for a pool's shortlist are all that transfers need.
+    """Return whether the cached prefixes that were looked up for a pool's shortlist are the longest of all sources.
 
-    They are the longest of the pool. So they are all that matters if sources only send what they have cached, and are
-    in the same pool. A source that computes the prompt is chosen by its load, and may have a shorter prefix.
+    They are the longest of the pool, so all sources must be in the pool.
     """
-    return load_order is not None and all(
-        source.holder in load_order.targets and not can_prefill(source) for source in sources
-    )
+    return load_order is not None and all(source.holder in load_order.targets for source in sources)
 
 
 class Placement(NamedTuple):
