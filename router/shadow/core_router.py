@@ -17,6 +17,7 @@ from router.decide.core import RouterCore
 from router.decide.load import EngineLoad
 from router.decide.messages import Forward, Instruction, Refuse, ReportedUsage, RouteRequest, TransferKind
 from router.decide.workers import NO_TRANSFERS, ServedModel, TransferFacts, WorkerSpec
+from router.fleet.config import FleetConfig
 from router.fleet.peers import PeerLoads
 from router.index import make_index
 from router.index.protocol import HolderId, Match, PrefixIndex, Scope, Tokens
@@ -31,8 +32,8 @@ KV_BYTES_PER_TOKEN = 131_072
 PULLS = frozenset({TransferKind.PULL})
 HEARTBEAT_S = 0.5
 PROGRESS_S = 0.5
-LOADS_S = 4.0
-"""Time between two readings of an engine's load, the default of `fleet.loads_s`."""
+LOADS_S = FleetConfig().loads_s
+"""Time between two readings of an engine's load."""
 SHARE_DELAY_S = 0.02
 _CHUNK_KEY_STEP = 0x9E3779B97F4A7C15
 """Difference between the keys of two chunks of a block. Blocks with consecutive ids have consecutive keys."""
