@@ -16,7 +16,7 @@ import msgspec
 
 from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig
-from router.decide.messages import Decision, RouteRequest, Transfer, TransferKind
+from router.decide.messages import Decision, RouteRequest, TransferKind
 from router.decide.output_lengths import OutputLengths
 from router.decide.policy import (
     CustomPolicy,
@@ -30,6 +30,7 @@ from router.decide.policy import (
 from router.decide.price import (
     Candidate,
     RequestFacts,
+    TransferPlan,
     compute_congestion,
     find_shortest_wait_s,
     price_worker,
@@ -61,9 +62,9 @@ class RoutingChoice(msgspec.Struct, eq=False):
     request_facts: RequestFacts
     prompt_query: PromptQuery | None
 
-    def find_candidate(self, target: Target, transfer: Transfer | None) -> Candidate:
-        """Return the candidate with a target and a transfer."""
-        return next(c for c in self.candidates if c.target is target and c.transfer == transfer)
+    def find_candidate(self, target: Target, plan: TransferPlan | None) -> Candidate:
+        """Return the candidate with a target and a planned transfer."""
+        return next(c for c in self.candidates if c.target is target and c.plan is plan)
 
     def find_earliest(self) -> Candidate:
         """Return the candidate that begins the answer first, of those that can answer."""
@@ -73,10 +74,11 @@ class RoutingChoice(msgspec.Struct, eq=False):
     @property
     def wait_s(self) -> float:
         """Seconds until the target that computes the prefill has computed what was sent to it before."""
-        target, source_terms = self.winner.target, self.winner.source_terms
+        target, plan = self.winner.target, self.winner.plan
         wait_s = target.slowdown * target.estimate_queue_s(self.request_facts.now)
-        if source_terms is None:
+        if plan is None or plan.source_terms is None:
             return wait_s
+        source_terms = plan.source_terms
         return max(wait_s, source_terms.ttft_s - source_terms.slowdown * source_terms.prefill_s)
 
     @property
@@ -181,7 +183,7 @@ class Chooser:
         if explain and shortlist is not targets:
             explained_choice = self._price_targets(request, facts, prompt, targets, None, queued_ahead_s)
             self._add_plans(explained_choice, plans)
-            explained_choice.winner = explained_choice.find_candidate(choice.winner.target, choice.winner.transfer)
+            explained_choice.winner = explained_choice.find_candidate(choice.winner.target, choice.winner.plan)
             return explained_choice
         return choice
 
@@ -447,7 +449,7 @@ class Chooser:
         )
         most_cached = terms
         for candidate in choice.candidates:
-            if candidate.cached_tokens > most_cached.cached_tokens and candidate.transfer is None:
+            if candidate.cached_tokens > most_cached.cached_tokens and candidate.plan is None:
                 most_cached = decision.most_cached = candidate.terms
         if explain:
             decision.candidates = sorted((c.terms for c in choice.candidates), key=lambda terms: terms.cost)

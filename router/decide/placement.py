@@ -244,8 +244,8 @@ class RequestPlacer:
 
     def _has_background_room(self, choice: RoutingChoice, now: float) -> bool:
         """Return whether the targets of a choice are idle enough for one more background request."""
-        source = choice.winner.source
-        if choice.winner.source_terms is not None and source is not None and not self._is_idle(source, now):
+        plan = choice.winner.plan
+        if plan is not None and plan.source_terms is not None and not self._is_idle(plan.source, now):
             return False
         return self._is_idle(choice.winner.target, now)
 
@@ -273,11 +273,12 @@ class RequestPlacer:
             waited_s=now - active_request.arrived_s,
         )
         self.chooser.tie_rotation += 1
-        transfer_source = choice.winner.source
+        plan = choice.winner.plan
+        arriving_tokens = 0 if plan is None else plan.arriving_tokens
         in_flight = self._tracker.add_request(
             target,
             prompt_tokens=request.prompt_tokens,
-            cached_tokens=max(decision.predicted_cached_tokens, choice.winner.arriving_tokens),
+            cached_tokens=max(decision.predicted_cached_tokens, arriving_tokens),
             is_streaming=request.is_streaming,
             now=now,
             expected_output_tokens=choice.request_facts.output_tokens,
@@ -288,14 +289,14 @@ class RequestPlacer:
         if active_request.is_background:
             target.load.background_request_count += 1
         if choice.prompt_query is not None:
-            is_pinned = transfer_source is None
+            is_pinned = plan is None
             self._cache_state.add_request(
                 in_flight, choice.prompt_query, now, session=request.session, is_pinned=is_pinned
             )
             if not is_pinned:  # other requests can use the prompt's KV only after it has arrived
                 in_flight.on_arrival = self._cache_state.pin
-        if transfer_source is not None:
-            self._start_source(attempt, choice, transfer_source, now)
+        if plan is not None:
+            self._start_source(attempt, choice, plan.source, now)
         self._remember_placement(request, target, now)
         self._start_probe(request, target)
         target.load.routed_requests += 1

@@ -48,12 +48,27 @@ class RequestFacts(msgspec.Struct, eq=False):
     """Whether one worker may compute the prompt for another: then it matters whose answers the prefill interrupts."""
 
 
+class TransferPlan(msgspec.Struct, eq=False):
+    """A transfer of KV from one target to another: the keys and values that attention computes from a prompt.
+
+    Either the source has the KV cached, or the source computes the prompt first.
+    """
+
+    transfer: Transfer
+    source: Target
+    arriving_tokens: int
+    """Prompt tokens with KV at the destination when the transfer has ended."""
+    arrival_s: float
+    """Time until the transfer has ended. Meanwhile the destination computes earlier requests."""
+    source_terms: Terms | None = None
+    """Price of the prefill at the source; None if the source has the KV cached."""
+
+
 class Candidate(msgspec.Struct, eq=False):
     """One way to serve a request: a target, possibly with a transfer of KV to the target, and what that costs.
 
-    A target is a worker, or one data-parallel rank of it. KV is the keys and values of attention, which a prefill
-    computes from the prompt and a cache keeps. Each target is one candidate without a transfer, and one more for each
-    other worker that could send it KV.
+    A target is a worker, or one data-parallel rank of it. Each target is one candidate without a transfer, and one more
+    for each other worker that could send it KV.
     """
 
     target: Target
@@ -72,24 +87,15 @@ class Candidate(msgspec.Struct, eq=False):
     """Time until enough requests at the target have ended for this one to fit into the KV memory."""
     queued_ahead_s: float = 0.0
     """Time of the prefill that the router has queued for the target and will send before this request."""
-    transfer: Transfer | None = None
+    plan: TransferPlan | None = None
     """KV that moves to the target before the target computes the rest of the prompt."""
-    source: Target | None = None
-    """Target that this KV comes from."""
-    arriving_tokens: int = 0
-    """Prompt tokens with KV at the target when the transfer has ended. If the source computes the prompt first, this is
-    more than `cached_tokens`."""
-    arrival_s: float = 0.0
-    """Time until the transfer has ended. Meanwhile the target computes earlier requests."""
-    source_terms: Terms | None = None
-    """Price of the prefill at the source; None if the source only sends what it has cached."""
     terms: Terms = NOT_PRICED
     """The price, once `price_worker` has computed it."""
 
     @property
     def is_missing_source(self) -> bool:
         """Whether another target has to compute the prompt for this one, and none is planned."""
-        return self.transfer is None and self.target.transfer_facts.needs_partner
+        return self.plan is None and self.target.transfer_facts.needs_partner
 
 
 def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig) -> Terms:
@@ -100,22 +106,23 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
     slow both down, the time to the first token (ttft_s) is 0.3 s. The other parts are the time of the answer (decode_s)
     and what the request costs others.
     """
-    target, slowdown = candidate.target, candidate.target.slowdown
+    target, slowdown, plan = candidate.target, candidate.target.slowdown, candidate.plan
     present_tokens = candidate.cached_tokens
     if candidate.media_cached_tokens > present_tokens:
         present_tokens = candidate.media_cached_tokens
-    if candidate.arriving_tokens > present_tokens:
-        present_tokens = candidate.arriving_tokens
+    if plan is not None and plan.arriving_tokens > present_tokens:
+        present_tokens = plan.arriving_tokens
     prefill_s = target.speed.estimate_prefill_s(request.prompt_tokens, present_tokens)
 
     # Time to the first token. KV from another worker may arrive later than the prefills that come first have ended.
     queue_s, overtaken_count = estimate_queue(candidate, prefill_s, request.now)
+    queue_s += candidate.queued_ahead_s
     slot_wait_s, memory_wait_s = target.slot_wait_s, candidate.memory_wait_s
     if memory_wait_s > slot_wait_s:
         slot_wait_s = memory_wait_s
     ttft_s = slot_wait_s + slowdown * (queue_s + prefill_s) + candidate.tier_load_s
-    if candidate.arrival_s > slowdown * queue_s:
-        ttft_s += candidate.arrival_s - slowdown * queue_s
+    if plan is not None and plan.arrival_s > slowdown * queue_s:
+        ttft_s += plan.arrival_s - slowdown * queue_s
 
     # The answer after its first token, and what the request costs others. A slower target gets fewer later requests.
     utilisation = target.load.utilisation_scaled * request.utilisation_decay + target.peer_load.utilisation
@@ -128,10 +135,11 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
     shared_s = slowdown * (1.0 + congestion) * shared.reused_s
     tie_break_s = config.utilisation_weight * utilisation
 
-    if candidate.source_terms is not None:  # another worker computes the prompt first, which costs the requests there
-        prefill_s += candidate.source_terms.slowdown * candidate.source_terms.prefill_s
-        decode_s += candidate.source_terms.decode_s
-        congestion_s += candidate.source_terms.congestion_s
+    if plan is not None and plan.source_terms is not None:  # what the prefill at the source costs the requests there
+        source_terms = plan.source_terms
+        prefill_s += source_terms.slowdown * source_terms.prefill_s
+        decode_s += source_terms.decode_s
+        congestion_s += source_terms.congestion_s
     pressure_s = candidate.pressure_s
     cost = ttft_s + decode_s + congestion_s + pressure_s + tie_break_s - shared_s
     return Terms(
@@ -154,7 +162,7 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
         output_tokens=request.output_tokens,
         decode_requests=target.load.decode_request_count + target.peer_load.decode_requests,
         external_requests=target.external_load.running + target.external_load.waiting,
-        transfer=candidate.transfer or msgspec.UNSET,
+        transfer=msgspec.UNSET if plan is None else plan.transfer,
     )
 
 
@@ -165,11 +173,10 @@ def estimate_queue(candidate: Candidate, prefill_s: float, now: float) -> tuple[
     prompt first. There, longer prompts wait for this request, unless it needs the prefix that one of them computes.
     """
     target = candidate.target
-    queue_s, overtaken_count = target.estimate_queue_s(now), 0
-    if queue_s and target.prefill_queue.is_shortest_first:
-        order_s = target.prefill_queue.compute_order_s(prefill_s, find_awaited_request(candidate))
-        queue_s, overtaken_count = target.estimate_shortest_first_wait(order_s, queue_s)
-    return queue_s + candidate.queued_ahead_s, overtaken_count
+    queue_s = target.estimate_queue_s(now)
+    if not queue_s or not target.prefill_queue.is_shortest_first:
+        return queue_s, 0
+    return target.estimate_shortest_first_wait(prefill_s, find_awaited_request(candidate), queue_s)
 
 
 def find_awaited_request(candidate: Candidate) -> InFlightRequest | None:
@@ -177,7 +184,7 @@ def find_awaited_request(candidate: Candidate) -> InFlightRequest | None:
 
     A prefix that comes from another target needs no such request, nor does one that the target has stored already.
     """
-    if candidate.source is not None or candidate.cached_tokens <= candidate.resident_tokens:
+    if candidate.plan is not None or candidate.cached_tokens <= candidate.resident_tokens:
         return None
     return candidate.target.prefill_queue.find_request_with_prefix(candidate.cached_tokens)
 

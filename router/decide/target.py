@@ -12,7 +12,7 @@ import enum
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Final
@@ -130,6 +130,61 @@ class InFlightRequest(msgspec.Struct, eq=False):
         return max(self.prefill_s - self.prefill_done_s, _REMAINING_SHARE_MIN * self.prefill_s)
 
 
+class ShortestFirstOrder:
+    """Order of the waiting prompts at an engine that computes the prompt with the least remaining prefill first.
+
+    No prompt goes before the one that computes its prefix. So a prompt is sorted by its *order seconds*: its remaining
+    prefill, or that of the prompt that it waits for if that is more. A prompt of 0.01 s that needs the prefix of one of
+    0.6 s has 0.6 order seconds. In a long queue, only the oldest `_SORTED_PREFILLS_MAX` prompts are sorted.
+    """
+
+    def __init__(self, awaited_by_request: Mapping[InFlightRequest, InFlightRequest | None]) -> None:
+        order_s_by_request: dict[InFlightRequest, float] = {}
+        for request, awaited_request in itertools.islice(awaited_by_request.items(), _SORTED_PREFILLS_MAX):
+            order_s = request.estimate_remaining_prefill_s()
+            if awaited_request in order_s_by_request:  # else there is none, or it has computed the prefix
+                order_s = max(order_s, order_s_by_request[awaited_request])
+            order_s_by_request[request] = order_s
+        self.order_s_by_request = dict(sorted(order_s_by_request.items(), key=itemgetter(1)))
+        """Order seconds of each sorted prompt, ascending."""
+        self.sorted_order_s = list(self.order_s_by_request.values())
+        remaining_s = map(InFlightRequest.estimate_remaining_prefill_s, self.order_s_by_request)
+        self.cumulative_remaining_s = list(itertools.accumulate(remaining_s, initial=0.0))
+        """Sums of the remaining prefill seconds of the first 0, 1, 2 ... prompts."""
+        self.waiting_per_sorted = len(awaited_by_request) / max(len(self.sorted_order_s), 1)
+        """Number of waiting prompts for each sorted one: 1.0 unless the queue is long."""
+
+    def get_shortest(self) -> InFlightRequest | None:
+        """Return the prompt that the engine computes now."""
+        return next(iter(self.order_s_by_request), None)
+
+    def estimate_total_s(self, queued_prefill_s: float) -> float:
+        """Return the remaining prefill of all prompts, of which `queued_prefill_s` is the sum without any progress."""
+        total_s = self.cumulative_remaining_s[-1]
+        if self.waiting_per_sorted > 1.0:
+            total_s += max(0.0, queued_prefill_s - sum(request.prefill_s for request in self.order_s_by_request))
+        return total_s
+
+    def estimate_wait(self, order_s: float, shortest_progress_s: float) -> tuple[float, int]:
+        """Return the wait of a new prompt in seconds, and the number of prompts that it overtakes.
+
+        For example, prompts of 0.1 s, 0.3 s and 0.8 s wait. A new one of 0.5 s waits for 0.4 s and overtakes one.
+        `shortest_progress_s`: progress of the shortest prompt since this order was made.
+        """
+        if not self.sorted_order_s:
+            return 0.0, 0
+        shortest_s = self.cumulative_remaining_s[1] - shortest_progress_s
+        position = bisect_right(self.sorted_order_s, order_s, 1)
+        wait_s = (self.cumulative_remaining_s[position] - self.cumulative_remaining_s[1]) * self.waiting_per_sorted
+        overtaken_count = round((len(self.sorted_order_s) - position) * self.waiting_per_sorted)
+        if shortest_s <= order_s:
+            return wait_s + max(shortest_s, 0.0), overtaken_count
+        return wait_s, overtaken_count + 1
+
+
+_NO_ORDER: Final = ShortestFirstOrder({})
+
+
 @dataclass(slots=True, eq=False)
 class PrefillQueue:
     """Prompts that were sent to a target and have no first token yet, with sums that include other routers' prompts."""
@@ -155,21 +210,10 @@ class PrefillQueue:
     """Seconds of the current prefill: of the oldest prompt, or of the shortest with `is_shortest_first`."""
     is_shortest_first: bool = False
     """Whether the engine computes the prompt with the least remaining prefill first, else the oldest prompt."""
-    order_s_by_request: dict[InFlightRequest, float] = field(default_factory=dict)
-    """Seconds by which the oldest requests are sorted, ascending. Empty unless `is_shortest_first`.
-
-    They are the remaining prefill seconds of the request, or those of the request that it waits for if they are more.
-    """
-    sorted_order_s: list[float] = field(default_factory=list)
-    """The numbers in `order_s_by_request`."""
-    cumulative_remaining_s: list[float] = field(default_factory=lambda: [0.0])
-    """Sums of the remaining prefill seconds of the first 0, 1, 2 ... of these requests."""
-    sample_scale: float = 1.0
-    """Number of requests for each entry of `sorted_order_s`."""
-    shortest: InFlightRequest | None = None
-    """The request with the least remaining prefill. None unless `is_shortest_first`."""
-    shortest_since_s: float = -math.inf
-    """When `shortest` became the first."""
+    order: ShortestFirstOrder = _NO_ORDER
+    """Order of the requests with `is_shortest_first`, else empty."""
+    progress_recorded_at_s: float = -math.inf
+    """Time up to which requests have their progress in `prefill_done_s`."""
 
     def get_oldest(self) -> InFlightRequest | None:
         """Return the request that was sent first."""
@@ -181,13 +225,9 @@ class PrefillQueue:
         The prompts are not compared: of several that are long enough, the first in the order is taken.
         """
         return next(
-            (r for r in self.order_s_by_request if r.cached_tokens < prefix_tokens <= r.prompt_tokens),
+            (r for r in self.order.order_s_by_request if r.cached_tokens < prefix_tokens <= r.prompt_tokens),
             None,
         )
-
-    def compute_order_s(self, prefill_s: float, awaited_request: InFlightRequest | None) -> float:
-        """Return the seconds by which a request is sorted that takes `prefill_s` itself."""
-        return prefill_s if awaited_request is None else max(prefill_s, self.order_s_by_request[awaited_request])
 
     def add(self, request: InFlightRequest, awaited_request: InFlightRequest | None = None) -> None:
         """Add a request that was sent to the target. It waits for a prefix that `awaited_request` computes."""
@@ -222,86 +262,32 @@ class PrefillQueue:
 
     def record_progress(self, slowdown: float, now: float) -> None:
         """Note the progress of the shortest prompt, before a change of the queue may put another prompt first."""
-        if self.shortest is not None:
+        shortest_request = self.order.get_shortest()
+        if shortest_request is not None:
             done_s = (now - self.busy_since_s) / slowdown
             if done_s > 0.0:
-                self.shortest.prefill_done_s += done_s
-        self.shortest_since_s = now
+                shortest_request.prefill_done_s += done_s
+        self.progress_recorded_at_s = now
 
     def recompute(self, peer_prefills: PeerPrefills, step_prefill_s: float) -> None:
-        """Recompute the sums after the requests or `peer_prefills` have changed."""
-        oldest_since_s, oldest_prefill_s, oldest_sent_at_s = self.oldest_since_s, 0.0, math.inf
+        """Find the current prefill and recompute the sums, after the requests or `peer_prefills` have changed."""
+        self.total_prefill_s, self.order = self.own_prefill_s, _NO_ORDER
+        prefill_s, sent_at_s = 0.0, math.inf
         oldest_request = next(iter(self.requests), None)
         if oldest_request is not None:
-            oldest_prefill_s, oldest_sent_at_s = oldest_request.prefill_s, oldest_request.sent_at_s
-        self.total_prefill_s = self.own_prefill_s
+            prefill_s, sent_at_s = oldest_request.prefill_s, oldest_request.sent_at_s
         if self.is_shortest_first:
-            oldest_prefill_s, oldest_sent_at_s = self._order_shortest_first()
-        elif self.shortest is not None:
-            self.shortest = None
-            self.order_s_by_request = {}
-            self.sorted_order_s = []
-            self.cumulative_remaining_s = [0.0]
-        oldest_since_s = max(oldest_since_s, peer_prefills.oldest_since_s)
+            self.order = ShortestFirstOrder(self.requests)
+            self.total_prefill_s = self.order.estimate_total_s(self.own_prefill_s)
+            if oldest_request is not None:  # the progress until now was subtracted from the shortest prompt
+                prefill_s, sent_at_s = self.order.cumulative_remaining_s[1], self.progress_recorded_at_s
         if peer_prefills.prefill_s > 0.0:
             self.total_prefill_s += peer_prefills.prefill_s
-            if peer_prefills.oldest_sent_at_s < oldest_sent_at_s:
-                oldest_prefill_s = peer_prefills.oldest_prefill_s
-                oldest_sent_at_s = peer_prefills.oldest_sent_at_s
-        self.busy_since_s = max(oldest_since_s, oldest_sent_at_s)  # with the shortest first that is later
-        self.fixed_step_share = max(0.0, 1.0 - oldest_prefill_s / step_prefill_s)
-        self.oldest_prefill_s = min(oldest_prefill_s, self.total_prefill_s)
-
-    def estimate_shortest_first_wait(
-        self, order_s: float, wait_s: float, peer_prefills: PeerPrefills
-    ) -> tuple[float, int]:
-        """Return the wait of a new prompt and the number of requests that it overtakes, with `is_shortest_first`.
-
-        For example, prompts of 0.1 s, 0.3 s and 0.8 s wait. A new one of 0.5 s waits for 0.4 s and overtakes one.
-        `order_s`: seconds by which the prompt is sorted. `wait_s`: time to compute everything that is queued now.
-        """
-        before_s, overtaken_count, sorted_order_s = 0.0, 0, self.sorted_order_s
-        if sorted_order_s:
-            first_s = self.cumulative_remaining_s[1] - (self.total_prefill_s - wait_s)  # less its progress until now
-            position = bisect_right(sorted_order_s, order_s, 1)
-            before_s = (self.cumulative_remaining_s[position] - self.cumulative_remaining_s[1]) * self.sample_scale
-            overtaken_count = round((len(sorted_order_s) - position) * self.sample_scale)
-            if first_s <= order_s:
-                before_s += max(first_s, 0.0)
-            else:
-                overtaken_count += 1
-        if peer_prefills.request_count:
-            if peer_prefills.prefill_s <= order_s * peer_prefills.request_count:
-                before_s += peer_prefills.prefill_s
-            else:
-                overtaken_count += peer_prefills.request_count
-        return before_s, overtaken_count
-
-    def _order_shortest_first(self) -> tuple[float, float]:
-        """Bring the waiting prompts into the order of an engine that computes the shortest prompt first.
-
-        The prompt with the least remaining prefill goes first, but never before the prompt that computes its prefix. A
-        prompt of 0.01 s that needs the prefix of a prompt of 0.6 s is sorted as 0.6 s. At most `_SORTED_PREFILLS_MAX`
-        prompts are sorted. `sample_scale` extrapolates from them to all prompts, and `total_prefill_s` contains the
-        others too. Returns the remaining seconds of the first prompt, and the time at which it became the first, which
-        `record_progress` notes.
-        """
-        order_s_by_request: dict[InFlightRequest, float] = {}
-        for request, awaited_request in itertools.islice(self.requests.items(), _SORTED_PREFILLS_MAX):
-            order_s = request.estimate_remaining_prefill_s()
-            if awaited_request in order_s_by_request:  # else there is none, or it has computed the prefix
-                order_s = max(order_s, order_s_by_request[awaited_request])
-            order_s_by_request[request] = order_s
-        self.order_s_by_request = dict(sorted(order_s_by_request.items(), key=itemgetter(1)))
-        requests, self.sorted_order_s = list(self.order_s_by_request), list(self.order_s_by_request.values())
-        self.shortest = requests[0] if requests else None
-        remaining_s = map(InFlightRequest.estimate_remaining_prefill_s, requests)
-        self.cumulative_remaining_s = list(itertools.accumulate(remaining_s, initial=0.0))
-        self.total_prefill_s, self.sample_scale = self.cumulative_remaining_s[-1], 1.0
-        if len(requests) < len(self.requests):
-            self.sample_scale = len(self.requests) / len(requests)
-            self.total_prefill_s += max(0.0, self.own_prefill_s - sum(request.prefill_s for request in requests))
-        return (self.cumulative_remaining_s[1], self.shortest_since_s) if requests else (0.0, math.inf)
+            if peer_prefills.oldest_sent_at_s < sent_at_s:
+                prefill_s, sent_at_s = peer_prefills.oldest_prefill_s, peer_prefills.oldest_sent_at_s
+        self.busy_since_s = max(self.oldest_since_s, peer_prefills.oldest_since_s, sent_at_s)
+        self.fixed_step_share = max(0.0, 1.0 - prefill_s / step_prefill_s)
+        self.oldest_prefill_s = min(prefill_s, self.total_prefill_s)
 
 
 class Target:
@@ -416,9 +402,23 @@ class Target:
         half_step_s = 0.5 * (step_prefill_s + (self.step_s if is_decoding else 0.0))
         return min(half_step_s, self.slowdown * queued_prefill_s) if queued_prefill_s else half_step_s
 
-    def estimate_shortest_first_wait(self, order_s: float, wait_s: float) -> tuple[float, int]:
-        """Return the wait of a new prompt and the number of requests that it overtakes. See PrefillQueue."""
-        return self.prefill_queue.estimate_shortest_first_wait(order_s, wait_s, self.peer_load.prefills)
+    def estimate_shortest_first_wait(
+        self, prefill_s: float, awaited_request: InFlightRequest | None, queued_s: float
+    ) -> tuple[float, int]:
+        """Return the wait of a new prompt in seconds, and the number of prompts that it overtakes.
+
+        The engine computes the shortest prompt first. The new prompt takes `prefill_s`; it goes behind
+        `awaited_request`, which computes its prefix. `queued_s`: present result of `estimate_queue_s`.
+        """
+        queue, peer_prefills = self.prefill_queue, self.peer_load.prefills
+        order_s = prefill_s
+        if awaited_request is not None:
+            order_s = max(order_s, queue.order.order_s_by_request[awaited_request])
+        wait_s, overtaken_count = queue.order.estimate_wait(order_s, queue.total_prefill_s - queued_s)
+        # Other routers tell only the sum of their prompts, so all of these are assumed to be of the mean length.
+        if peer_prefills.prefill_s <= order_s * peer_prefills.request_count:
+            return wait_s + peer_prefills.prefill_s, overtaken_count
+        return wait_s, overtaken_count + peer_prefills.request_count
 
     def estimate_prefilled_s(self, start: WorkTotals) -> float:
         """Return the time of the prefills that ended here since `start`, a copy of the work totals."""

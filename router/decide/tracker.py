@@ -28,7 +28,7 @@ from router.decide.load import (
     estimate_external_load,
     merge_peer_loads,
 )
-from router.decide.price import Candidate, find_awaited_request
+from router.decide.price import Candidate, estimate_queue, find_awaited_request
 from router.decide.shortlist import LoadOrder
 from router.decide.speed import PoolSpeed, PrefillInterval, SharedSpeed, Speed
 from router.decide.target import InFlightRequest, RequestPhase, Target
@@ -115,7 +115,7 @@ class LoadTracker:
         the KV begins to move. Without `candidate` the cached tokens are in the target's fastest memory.
         """
         candidate = candidate or Candidate(target)
-        queue = target.prefill_queue
+        plan, queue = candidate.plan, target.prefill_queue
         queue.record_progress(target.slowdown, now)
         tier_load_s = candidate.tier_load_s
         if tier_load_s:
@@ -130,15 +130,11 @@ class LoadTracker:
             now,
             target.speed.estimate_prefill_s(prompt_tokens, cached_tokens),
             queue.next_send_index,
-            candidate.source,
+            plan.source if plan else None,
         )
-        awaited_request, wait_s = None, target.estimate_queue_s(now)
-        if wait_s and queue.is_shortest_first:
-            awaited_request = find_awaited_request(candidate)
-            order_s = queue.compute_order_s(request.prefill_s, awaited_request)
-            wait_s, _ = target.estimate_shortest_first_wait(order_s, wait_s)
         # The target computes earlier prompts while the KV moves, so the longer of the two waits counts.
-        arrival_s = max(candidate.arrival_s, target.slowdown * wait_s)
+        wait_s, _ = estimate_queue(candidate, request.prefill_s, now)
+        arrival_s = max(plan.arrival_s if plan else 0.0, target.slowdown * wait_s)
         request.expected_ttft_s = arrival_s + target.slowdown * request.prefill_s
         if not is_streaming:
             self._estimate_count += 1
@@ -146,8 +142,8 @@ class LoadTracker:
             heapq.heappush(self._estimated_first_tokens, (first_token_at_s, self._estimate_count, request))
         self._mark_changed(target)
         load = target.load
-        if candidate.source is None:
-            queue.add(request, awaited_request)
+        if plan is None:
+            queue.add(request, find_awaited_request(candidate))
         else:
             request.phase = RequestPhase.SOURCE_PREFILL
         load.request_count += 1

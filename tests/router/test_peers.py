@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from prompts.errors import RequestError
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.load import NO_PEER_LOAD
-from router.decide.price import Candidate
+from router.decide.messages import Transfer, TransferKind
+from router.decide.price import Candidate, TransferPlan
 from router.decide.target import OVERDUE_SHARE, InFlightRequest, Target
 from router.decide.tracker import LoadTracker
 from router.fleet.peers import LoadMessage, PeerLoads, PeerSockets
@@ -106,7 +107,8 @@ def test_requests_that_wait_for_kv_are_told_too() -> None:
     """They take a place in the batch of their worker soon, and compute little of their prompts."""
     (my_tracker, my_targets), (their_tracker, targets) = tracker(), tracker()
     mine, theirs = PeerLoads(my_tracker, "me"), PeerLoads(their_tracker, "you")
-    candidate = Candidate(targets[0], source=targets[1], arrival_s=1e9)
+    transfer = Transfer(TransferKind.PULL, "other", None, 0, 1e9)
+    candidate = Candidate(targets[0], plan=TransferPlan(transfer, targets[1], arriving_tokens=0, arrival_s=1e9))
     waiting = their_tracker.add_request(
         targets[0], prompt_tokens=8000, cached_tokens=7999, is_streaming=True, now=0.0, candidate=candidate
     )

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.load import PeerLoad
-from router.decide.messages import Terms
-from router.decide.price import Candidate, RequestFacts, price_worker
+from router.decide.messages import Terms, Transfer, TransferKind
+from router.decide.price import Candidate, RequestFacts, TransferPlan, price_worker
 from router.decide.tracker import UTILISATION_WINDOW_S, LoadTracker
 from router.index.protocol import HolderId
 
@@ -69,7 +69,8 @@ def write_out(
     ttft_s = (
         max(slot_s, cache.memory_wait_s) + slowdown * (queue_s + cache.queued_ahead_s + prefill_s) + cache.tier_load_s
     )
-    ttft_s += max(0.0, cache.arrival_s - slowdown * (queue_s + cache.queued_ahead_s))
+    arrival_s = cache.plan.arrival_s if cache.plan else 0.0
+    ttft_s += max(0.0, arrival_s - slowdown * (queue_s + cache.queued_ahead_s))
 
     output = priced.output_tokens
     context_s = service.decode_context_s * (priced.prompt_tokens + output / 2)
@@ -165,7 +166,9 @@ def test_the_price_is_its_six_parts_written_out(
         tracker.set_peer_loads("other", {"w": peer})
     decay = tracker.compute_utilisation_decay(NOW)
     cached, shared, media = (int(share * (prompt_tokens - 1)) for share in shares[:3])
-    cache = Candidate(target, cached, cached, media, *waits_s, arrival_s=arrival_s)
+    transfer = Transfer(TransferKind.PULL, "other", None, 0, arrival_s)
+    plan = TransferPlan(transfer, target, arriving_tokens=0, arrival_s=arrival_s)
+    cache = Candidate(target, cached, cached, media, *waits_s, plan=plan)
     priced = RequestFacts(NOW, prompt_tokens, output_tokens, decay, congestion, shared, shares[3], can_move_prefill)
     terms = price_worker(cache, priced, CONFIG)
     parts = write_out(target.speed.service, requests, peer, priced, cache, step_seen_s, slots, speed_factor)

@@ -64,7 +64,7 @@ def test_what_waits_before_a_prompt_is_who_has_less_left(
     own_s, wait_s = target.estimate_prefill_s(own_tokens, 0), target.estimate_queue_s(elapsed_s)
     if lefts:  # by how much the first is done is what `queue_s` says
         lefts[0] -= target.prefill_queue.own_prefill_s - wait_s
-    before_s, overtaken_count = target.estimate_shortest_first_wait(own_s, wait_s)
+    before_s, overtaken_count = target.estimate_shortest_first_wait(own_s, None, wait_s)
     assert before_s == pytest.approx(sum(remaining_s for remaining_s in lefts if remaining_s <= own_s), abs=1e-9)
     assert overtaken_count == sum(remaining_s > own_s for remaining_s in lefts)
     (terms,) = price(tracker, [target], [0], own_tokens, elapsed_s)
@@ -111,7 +111,7 @@ def test_a_prompt_whose_prefix_a_longer_one_computes_goes_behind_that_one() -> N
     assert wait_s(resident_tokens=0) == pytest.approx(first_s - 0.1 + 2 * own_s, rel=0.1)
     assert target.compute_overdue_ratio(0.1) < 0.6, "it is the first prompt that is being computed"
     tracker.record_first_token(first, 0.25)
-    assert target.prefill_queue.sorted_order_s == pytest.approx([own_s, own_s])
+    assert target.prefill_queue.order.sorted_order_s == pytest.approx([own_s, own_s])
     tracker.check_invariants([first, second, third])
 
 
@@ -124,10 +124,10 @@ def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
         for tokens in sizes
     ]
     assert target.estimate_queue_s(0.0) == pytest.approx(target.prefill_queue.own_prefill_s)
-    assert len(target.prefill_queue.sorted_order_s) == 128
+    assert len(target.prefill_queue.order.sorted_order_s) == 128
     for prompt_tokens in (400, 1000, 3500, 9000):
         own_s = target.estimate_prefill_s(prompt_tokens, 0)
-        before_s, overtaken_count = target.estimate_shortest_first_wait(own_s, target.estimate_queue_s(0.0))
+        before_s, overtaken_count = target.estimate_shortest_first_wait(own_s, None, target.estimate_queue_s(0.0))
         truth = [s for tokens in sizes if (s := target.estimate_prefill_s(tokens, 0)) <= own_s]
         assert before_s == pytest.approx(sum(truth), rel=0.12, abs=1e-6)
         assert overtaken_count == pytest.approx(count - len(truth), rel=0.12)
@@ -138,8 +138,8 @@ def test_what_other_routers_sent_counts_by_its_mean() -> None:
     tracker, (target,) = tracker_of(1)
     load = PeerLoad(PeerPrefills(6.0, 3, oldest_prefill_s=2.0))
     tracker.set_peer_loads("other", {target.name: load})
-    assert target.estimate_shortest_first_wait(1.0, target.estimate_queue_s(0.0)) == (0.0, 3)
-    assert target.estimate_shortest_first_wait(2.5, target.estimate_queue_s(0.0)) == (6.0, 0)
+    assert target.estimate_shortest_first_wait(1.0, None, target.estimate_queue_s(0.0)) == (0.0, 3)
+    assert target.estimate_shortest_first_wait(2.5, None, target.estimate_queue_s(0.0)) == (6.0, 0)
 
 
 @given(
@@ -162,14 +162,14 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
         assert target.estimate_queue_s(now) >= 0.0
         if target.prefill_queue.is_shortest_first:
             flights = target.prefill_queue.requests
-            assert target.prefill_queue.sorted_order_s == sorted(
+            assert target.prefill_queue.order.sorted_order_s == sorted(
                 flight.estimate_remaining_prefill_s() for flight in flights
             )
             assert all(
                 0.05 * f.prefill_s <= f.estimate_remaining_prefill_s() + 1e-12 <= f.prefill_s + 2e-12 for f in flights
             )
             before_s, overtaken_count = target.estimate_shortest_first_wait(
-                target.estimate_prefill_s(tokens, 0), target.estimate_queue_s(now)
+                target.estimate_prefill_s(tokens, 0), None, target.estimate_queue_s(now)
             )
             assert 0.0 <= before_s <= target.estimate_queue_s(now) + 1e-9
             assert overtaken_count <= len(flights)
@@ -178,7 +178,7 @@ def test_sums_hold_in_any_order_of_events(steps: list[tuple[str, int, int]]) -> 
     assert (
         target.load.request_count,
         target.prefill_queue.own_prefill_s,
-        target.prefill_queue.sorted_order_s,
+        target.prefill_queue.order.sorted_order_s,
         target.prefill_queue.total_prefill_s,
     ) == (0, 0.0, [], 0.0)
 
@@ -189,7 +189,7 @@ def test_what_was_done_before_another_went_first_is_remembered() -> None:
     p = target.estimate_prefill_s(40_000, 0)
     short = tracker.add_request(target, prompt_tokens=1000, cached_tokens=0, is_streaming=True, now=3.0)
     tracker.record_first_token(short, 3.2)
-    assert target.prefill_queue.sorted_order_s == [pytest.approx(p - 3.0, rel=0.1)]
+    assert target.prefill_queue.order.sorted_order_s == [pytest.approx(p - 3.0, rel=0.1)]
 
 
 def test_the_queue_also_holds_requests_for_an_engine_that_has_one_of_its_own() -> None:

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from router.decide.messages import Transfer, TransferKind
-from router.decide.price import Candidate
+from router.decide.price import Candidate, TransferPlan
 from router.decide.target import Target
 from router.decide.transfers.links import TransferLinks
 from router.decide.workers import may_transfer
@@ -91,10 +91,7 @@ class TransferPlanner:
         return msgspec.structs.replace(
             destination,
             cached_tokens=source_tokens,
-            transfer=transfer,
-            source=source,
-            arriving_tokens=source_tokens,
-            arrival_s=transfer.transfer_s,
+            plan=TransferPlan(transfer, source, arriving_tokens=source_tokens, arrival_s=transfer.transfer_s),
         )
 
     def plan_prefills(
@@ -126,16 +123,14 @@ class TransferPlanner:
         transfer = self._make_transfer(TransferKind.PREFILL, source.target, destination.target, moved_tokens)
         if transfer is None:
             return None
-        return msgspec.structs.replace(
-            destination,
-            cached_tokens=source.cached_tokens,
-            tier_load_s=0.0,
-            transfer=transfer,
-            source=source.target,
+        plan = TransferPlan(
+            transfer,
+            source.target,
             arriving_tokens=self._prompt_tokens - 1,
             arrival_s=source.terms.ttft_s + transfer.transfer_s,
             source_terms=source.terms,
         )
+        return msgspec.structs.replace(destination, cached_tokens=source.cached_tokens, tier_load_s=0.0, plan=plan)
 
     def _is_paused(self, source: Target, target: Target) -> bool:
         return self._links.is_paused(source.name, target.name, self._now)
