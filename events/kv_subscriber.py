@@ -23,6 +23,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 import msgspec
@@ -30,7 +31,7 @@ import msgspec
 import events
 from events import BlockRemoved, BlockStored, Event, Message, Notice, StartMode, StreamConfig, StreamSource
 from events.frames import pack_seq
-from events.sources import is_endpoint
+from events.sources import is_endpoint, make_default_source
 from options.command import NumberType
 
 EVENT_CLASS_BY_NAME = {"stored": BlockStored, "removed": BlockRemoved, "cleared": events.AllBlocksCleared}
@@ -247,6 +248,9 @@ def discover_streams(worker_url: str, topic: str | None, config: StreamConfig) -
         ) from error
     if not sources:
         raise click.ClickException(f"{worker_url} publishes no events: start the worker with --kv-events-config")
+    if sources == [make_default_source(urlsplit(worker_url).hostname or "127.0.0.1")]:
+        message = f"{worker_url} has no /kv_event_sources: connecting to vLLM's default, {sources[0].endpoint}"
+        click.echo(message, err=True)
     for source in sources:
         yield StreamSource(
             stream_id=f"{worker_url}#{source.data_parallel_rank}" if len(sources) > 1 else worker_url,
@@ -260,22 +264,40 @@ def discover_streams(worker_url: str, topic: str | None, config: StreamConfig) -
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("addresses", nargs=-1, metavar="ENDPOINT|URL ...")
-@click.option("--replay", "replays", multiple=True, help="Replay address of the n-th tcp:// ENDPOINT.")
-@click.option("--bind", "binds", multiple=True, help="Bind here for publishers that connect to their subscriber.")
-@click.option("--topic", help="Only this topic.")
+@click.option(
+    "--replay", "replays", metavar="ENDPOINT", multiple=True, help="Replay address of the n-th tcp:// ENDPOINT."
+)
+@click.option(
+    "--bind",
+    "binds",
+    metavar="ENDPOINT",
+    multiple=True,
+    help="Bind here for publishers that connect to their subscriber.",
+)
+@click.option("--topic", metavar="TOPIC", help="Only this topic.")
 @click.option("--from-start", is_flag=True, help="Begin with everything the worker can still replay.")
 @click.option("--snapshot", is_flag=True, help="Begin with what is resident now (vLLM: what it can still replay).")
 @click.option(
     "--type", "types", multiple=True, type=click.Choice(list(EVENT_CLASS_BY_NAME)), help="Only these event types."
 )
-@click.option("--group", "groups", multiple=True, type=int, help="Only these cache groups.")
-@click.option("--medium", "media", multiple=True, help="Only these media: GPU, CPU, STORAGE ...")
-@click.option("--holder", "holders", multiple=True, help="Only streams whose name contains this.")
+@click.option("--group", "groups", metavar="N", multiple=True, type=int, help="Only these cache groups.")
+@click.option("--medium", "media", metavar="MEDIUM", multiple=True, help="Only these media: GPU, CPU, STORAGE ...")
+@click.option(
+    "--holder",
+    "holders",
+    metavar="TEXT",
+    multiple=True,
+    help="Only streams with TEXT in their name, a worker's URL or topic.",
+)
 @click.option("--tokens", is_flag=True, help="Show token ids.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
-@click.option("--record", type=click.Path(path_type=Path), help="Write the raw frames (.jsonl or .jsonl.gz).")
-@click.option("--state", "state_path", type=click.Path(path_type=Path), help="Remember the last batch seen here.")
-@click.option("--batches", type=NumberType(int, 1), help="End after so many batches.")
+@click.option(
+    "--record", metavar="FILE", type=click.Path(path_type=Path), help="Write the raw frames (.jsonl or .jsonl.gz)."
+)
+@click.option(
+    "--state", "state_path", metavar="FILE", type=click.Path(path_type=Path), help="Remember the last batch seen here."
+)
+@click.option("--batches", metavar="N", type=NumberType(int, 1), help="End after so many batches.")
 def command(
     addresses: tuple[str, ...], replays: tuple[str, ...], binds: tuple[str, ...], topic: str | None, from_start: bool,
     snapshot: bool, types: tuple[str, ...], groups: tuple[int, ...], media: tuple[str, ...], holders: tuple[str, ...],

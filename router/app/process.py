@@ -207,7 +207,8 @@ class RouterProcess:
     def _print_address(self, port: int) -> None:
         scheme = "https" if self._config.tls_cert is not None else "http"
         host = bracket_host(self._config.host)
-        log.info("policy %s, listening on %s://%s:%d", self._config.core.policy, scheme, host, port)
+        policy = self._config.core.policy_function or self._config.core.policy
+        log.info("policy %s, listening on %s://%s:%d", policy, scheme, host, port)
         print(f"router listening on {scheme}://{host}:{port}", flush=True)
 
     def _bind_picker(self, config: EppConfig) -> PickerServer:

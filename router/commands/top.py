@@ -141,6 +141,15 @@ def _choose_colour(row: WorkerRow) -> str | None:
     return "yellow" if row.problem else None
 
 
+def _suggest_remedy(url: str, reason: str) -> str:
+    """Return what a user can do about a router that could not be asked for this reason."""
+    if "certificate verify failed" in reason:
+        return "name who has signed its certificate, --tls-ca FILE"
+    if "disconnected" in reason and url.startswith("http://"):
+        return "does it speak HTTPS? Then name it with https://"
+    return "is this the address of the router's admin routes, and does it run?"
+
+
 def fetch_workers(url: str, headers: dict[str, str], tls: ssl.SSLContext) -> WorkersPage:
     """Ask a router for `GET /workers`. `headers`: those of the admin key.
 
@@ -149,9 +158,7 @@ def fetch_workers(url: str, headers: dict[str, str], tls: ssl.SSLContext) -> Wor
     try:
         status, answer = asyncio.run(_fetch(f"{url}/workers", headers, tls))
     except FetchError as error:
-        raise click.ClickException(
-            f"{url}: {error}: is this the address of the router's admin routes, and does it run?"
-        ) from None
+        raise click.ClickException(f"{url}: {error}: {_suggest_remedy(url, str(error))}") from None
     if status in (401, 403):
         raise click.ClickException(f"{url} answers {status}: give the admin key, --key")
     try:
@@ -179,13 +186,14 @@ FILE_TYPE = click.Path(dir_okay=False)
   router top --once --sort load
 """, short_help="Watch the workers of a router.")  # fmt: skip
 @click.argument("url", default="http://127.0.0.1:8080")
-@click.option("--key", envvar="ROUTER_ADMIN_API_KEY", help="Admin key of the router; ROUTER_ADMIN_API_KEY sets it too.")
+@click.option("--key", metavar="KEY", envvar="ROUTER_ADMIN_API_KEY",
+              help="Admin key of the router; ROUTER_ADMIN_API_KEY sets it too.")  # fmt: skip
 @click.option("--tls-ca", type=FILE_TYPE, metavar="FILE",
               help="Authorities (PEM) of an https:// router. [default: the system's]")  # fmt: skip
 @click.option("--tls-cert", type=FILE_TYPE, metavar="FILE",
               help="Certificate (PEM) shown to a router that requires one.")  # fmt: skip
 @click.option("--tls-key", type=FILE_TYPE, metavar="FILE", help="Private key (PEM) of --tls-cert.")
-@click.option("--every", type=NumberType(float, 0.1, 3600), default=2.0, show_default=True,
+@click.option("--every", metavar="SECONDS", type=NumberType(float, 0.1, 3600), default=2.0, show_default=True,
               help="Seconds between two updates.")  # fmt: skip
 @click.option("--sort", type=click.Choice(SORT_ORDERS), default="trouble", show_default=True,
               help="Order of workers; trouble: those with a problem first.")  # fmt: skip

@@ -5,7 +5,9 @@ The default policy, `kv`, takes the lowest price of router/decide/price.py. Pure
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import logging
 import random
 from collections.abc import Callable, Sequence
@@ -50,6 +52,12 @@ class CustomPolicy:
             raise ConfigError(f"--policy-function: got {name!r}: {error}") from error
         if not callable(policy):
             raise ConfigError(f"--policy-function: got {name!r}, expected MODULE:NAME of a function")
+        try:
+            with contextlib.suppress(ValueError):  # a function written in C may have no signature
+                inspect.signature(policy).bind(None, [])
+        except TypeError as error:
+            message = f"--policy-function: got {name!r}, expected a function of a request and its candidates: {error}"
+            raise ConfigError(message) from error
         self._function: Callable[[RouteRequest, list[Terms]], object] = policy
         self.failures = 0
 

@@ -467,6 +467,7 @@ def make_worker_snapshot(
             "step_tokens": service.step_tokens,
             "step_s": service.step_s,
             "decode_request_s": service.decode_request_s,
+            "decode_context_s": service.decode_context_s,
             "load_factor": target.speed.tier_load.get(now),
             "observations": target.speed.observation_count,
         },

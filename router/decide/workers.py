@@ -173,7 +173,8 @@ class Worker:
     @property
     def state_reason(self) -> str:
         if self.is_drained:
-            return "drained by an operator"
+            reason = "drained by an operator"
+            return f"{reason}; down: {self.health_reason}" if self.is_down else reason
         return "its engine sleeps" if self.state is WorkerState.SLEEPING else self.health_reason
 
     @property

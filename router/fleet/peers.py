@@ -12,6 +12,7 @@ messages replace what it sent before.
 from __future__ import annotations
 
 import logging
+import re
 import uuid
 from dataclasses import asdict, dataclass
 from typing import Annotated
@@ -278,7 +279,8 @@ class PeerSockets:
         self._pub.bind(endpoint)
         bound_endpoint = self._pub.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound_endpoint, bytes)
-        self.address = bound_endpoint.rstrip(b"\0").decode()
+        # The socket takes IPv6 too, so ZeroMQ shows an address of IPv4 as [::ffff:127.0.0.1].
+        self.address = re.sub(r"\[::ffff:([\d.]+)\]", r"\1", bound_endpoint.rstrip(b"\0").decode())
 
     def connect(self, endpoint: str) -> None:
         """Receive a peer's messages from an endpoint. Raises zmq.ZMQError."""

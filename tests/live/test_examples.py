@@ -60,6 +60,7 @@ def test_the_policy_of_ones_own_chooses(tmp_path: Path, monkeypatch: pytest.Monk
             assert status == 200
             workers.add(headers["x-blockcast-worker"])
         assert len(workers) == 1
+        assert "policy own_policy:choose, listening" in (tmp_path / "router.log").read_text()
 
 
 def test_offline_generation_reuses_the_shared_beginning() -> None:

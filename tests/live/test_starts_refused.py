@@ -190,6 +190,9 @@ WRONG_STARTS = {
         "events.kv_subscriber tcp://gpu1", "tcp://gpu1", "tcp://HOST:PORT", 2
     ),
     "kv_subscriber: no worker": WrongStart("events.kv_subscriber {closed}", "refused", "does it run"),
+    "kv_subscriber: no worker's URL": WrongStart(
+        "events.kv_subscriber {web}", "/kv_event_sources", "vllm's default, tcp://127.0.0.1:5557", None
+    ),
     "kv_subscriber: nobody publishes": WrongStart(
         "events.kv_subscriber tcp://127.0.0.1:1", "cannot connect", "--kv-events-config", None
     ),

@@ -102,6 +102,8 @@ def test_certificates_all_the_way(pki: Path, start: Any) -> None:
     assert command("router", "top", "--once", router.url, *client_flags)[0] == 0
     status, _, error = command("router", "top", "--once", router.url, *client_flags[:2])
     assert (status, router.url in error) == (1, True), "a certificate is asked for"
+    assert "--tls-ca FILE" in command("router", "top", "--once", router.url)[2]
+    assert "https://" in command("router", "top", "--once", router.url.replace("https", "http"))[2]
     check_output = command("router", "check", engine.url, "--yes", *towards)[1]
     assert "ok      address: serves" in check_output
     assert "ok      request" in check_output

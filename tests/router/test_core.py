@@ -557,7 +557,9 @@ def test_a_drained_worker_that_dies_is_lost_and_not_taken_back_as_well() -> None
     changes: list[tuple[str, str]] = []
     core.registry.on_state_change = lambda worker, before: changes.append((worker.worker_id, worker.state.value))
     core.set_draining("a", 0.0)
+    assert core.workers["a"].state_reason == "drained by an operator"
     assert core.mark_worker_down("a", 1.0, "refused") == [WorkerLost("a")]
+    assert core.workers["a"].state_reason == "drained by an operator; down: refused"
     assert core.mark_worker_down("a", 1.5, "refused") == []
     core.set_draining("a", 2.0, is_draining=False)
     assert core.workers["a"].state is WorkerState.DOWN

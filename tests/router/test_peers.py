@@ -225,6 +225,7 @@ def test_over_real_sockets() -> None:
     first, second = PeerSockets(loads[0]), PeerSockets(loads[1])
     first.bind("tcp://127.0.0.1:*")
     assert first.address is not None
+    assert first.address.startswith("tcp://127.0.0.1:"), "an address that an operator may copy"
     second.bind("tcp://127.0.0.1:*")
     second.connect(first.address)
     first_tracker.add_request(targets[1], prompt_tokens=5000, cached_tokens=0, is_streaming=True, now=time.monotonic())

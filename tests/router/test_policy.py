@@ -312,7 +312,7 @@ def test_chance_is_an_argument() -> None:
     assert first_choices == [first_choices[0]] * 3
 
 
-@pytest.mark.parametrize("name", ["nowhere:f", "math", "math:", "math:pi", ":f", "math:nothing"])
+@pytest.mark.parametrize("name", ["nowhere:f", "math", "math:", "math:pi", ":f", "math:nothing", "math:sqrt"])
 def test_a_policy_function_that_is_not_there_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(name))):
         CustomPolicy(name)
