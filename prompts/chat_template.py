@@ -39,6 +39,10 @@ class ChatTemplateError(ValueError):
     """A template that does not compile, or a model that has none."""
 
 
+class TemplateLimitError(RequestError):
+    """A chat for which the model's template needs more time or memory than it may."""
+
+
 class _CompiledTemplate:
     """A compiled template and its content format. Raises ChatTemplateError if it is too long or does not compile."""
 
@@ -111,6 +115,8 @@ class ChatTemplate:
             _compile_template(source)
         self.seconds_max = math.inf
         """Most CPU time of a rendering. With a limit, one that takes longer or runs out of memory ends `is_bounded`."""
+        self.refuses_after_limit = True
+        """Whether it does. If not, that chat alone is refused."""
         self.is_bounded = True
         """Whether all renderings have kept the limits. If not, `render` refuses all chats."""
 
@@ -205,11 +211,12 @@ class ChatTemplate:
         try:
             return template.render(context, self.seconds_max)
         except (RenderLimitError, MemoryError) as error:
-            # A client's own template, or a chat too large for a process that sets no limit, says nothing of this one.
-            if template.source in self._templates.values() and self.seconds_max < math.inf:
-                self.is_bounded = False
             problem = "the chat template needs too much memory" if isinstance(error, MemoryError) else str(error)
-            raise RequestError(problem, param="messages") from error
+            # A client's own template, or a chat too large for a process that sets no limit, says nothing of this one.
+            if template.source not in self._templates.values() or self.seconds_max == math.inf:
+                raise RequestError(problem, param="messages") from error
+            self.is_bounded = not self.refuses_after_limit
+            raise TemplateLimitError(problem, param="messages") from error
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error
         except (

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import resource
 import signal
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from engine.protocol.params import ModelLimits
 from engine.structured_output.constraint_check import check_constraint
 from engine.types import Constraint
 from prompts import RequestError, Tokenizer
+from prompts.chat_template import TemplateLimitError
 from prompts.worker_pool import WorkerPool, WorkerProcessError
 
 T = TypeVar("T")
@@ -32,9 +34,14 @@ INLINE_BYTES_MAX = 4096
 """Bodies up to this size are parsed on the event loop, where a thread would cost more than it frees."""
 THREAD_BYTES_MAX = 64 << 10
 """Bodies up to this size are parsed in a thread. Parsing holds the interpreter for some milliseconds at most."""
-RENDER_S_MAX = 0.5
-"""Maximum CPU time of the chat template on the event loop or in a thread. Once a rendering has taken more, all later
-bodies are parsed in processes."""
+RENDER_S_MAX = 0.1
+"""Maximum CPU time of the chat template on the event loop or in a thread. A body that needs more is parsed in a
+process."""
+SLOW_SIZE_FACTOR = 8
+"""After a body that needed more, bodies down to this fraction of its size are parsed in processes, too."""
+SLOW_SIZE_S = 600.0
+"""Time for which they are. A client can hold the event loop for RENDER_S_MAX about six times in it, whatever its
+template: each time with a body of an eighth of the size."""
 PROCESS_COUNT = 2
 READ_S_MAX = 30.0
 MEMORY_BYTES_MAX = 4 << 30
@@ -53,6 +60,23 @@ CHECKED_GRAMMARS_MAX = 4096
 log = logging.getLogger("engine.server")
 
 
+class SlowSize:
+    """Size from which bodies may need too much time of the chat template, by the slow bodies of the last minutes."""
+
+    def __init__(self) -> None:
+        self._bytes = THREAD_BYTES_MAX + 1
+        self._end_s = 0.0
+
+    def may_be_slow(self, size: int, now_s: float) -> bool:
+        return now_s < self._end_s and size >= self._bytes
+
+    def record_slow(self, size: int, now_s: float) -> None:
+        """Record a body of `size` bytes that needed too much time."""
+        smallest_bytes = self._bytes if now_s < self._end_s else THREAD_BYTES_MAX
+        self._bytes = min(smallest_bytes, size // SLOW_SIZE_FACTOR)
+        self._end_s = now_s + SLOW_SIZE_S
+
+
 class BodyReader:
     """Parses bodies with one tokenizer: short ones at once, others in a thread or a process. Must be closed."""
 
@@ -61,7 +85,9 @@ class BodyReader:
         self._tokenizer = tokenizer
         if tokenizer.chat_template is not None:
             tokenizer.chat_template.seconds_max = RENDER_S_MAX
+            tokenizer.chat_template.refuses_after_limit = False
         self._limits = limits
+        self._slow_size = SlowSize()
         self._thread_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="read")
         self._process_pool = WorkerPool(
             (_load_tokenizer, (folder, chat_template, limits)), PROCESS_COUNT, MEMORY_BYTES_MAX
@@ -76,22 +102,16 @@ class BodyReader:
         `extra_bytes`: size of the other inputs of `parse`.
         """
         size = len(data) + extra_bytes
-        if size <= THREAD_BYTES_MAX and self._is_template_bounded():
+        if size <= THREAD_BYTES_MAX and not self._slow_size.may_be_slow(size, time.monotonic()):
             try:
                 if size <= INLINE_BYTES_MAX:
                     return parse(data, self._tokenizer, self._limits)
                 loop = asyncio.get_running_loop()
                 return await loop.run_in_executor(self._thread_pool, parse, data, self._tokenizer, self._limits)
-            except RequestError:
-                if self._is_template_bounded():
-                    raise
-                log.warning("the chat template needed more than %g s; from now on, processes render it", RENDER_S_MAX)
+            except TemplateLimitError as error:
+                log.warning("a body of %d bytes is parsed in a process: %s", size, error.message)
+                self._slow_size.record_slow(size, time.monotonic())
         return await _finish_uncancelled(self._read_in_process(parse, data))
-
-    def _is_template_bounded(self) -> bool:
-        """Return whether every rendering in this process has stayed within RENDER_S_MAX."""
-        template = self._tokenizer.chat_template
-        return template is None or template.is_bounded
 
     async def _read_in_process(self, parse: BodyParser[T], data: bytes) -> T:
         """Parse a body in another process, which is ended if it takes too much time or memory. Raises RequestError."""

@@ -27,7 +27,7 @@ from engine.protocol.parsed_request import (
 )
 from engine.protocol.tokenize import read_detokenize, read_tokenize
 from engine.tiny.model import Recipe, cached_model
-from prompts import RequestError, Tokenizer
+from prompts import ChatTemplate, RequestError, Tokenizer
 
 LIMITS = ModelLimits(max_model_len=50_000, vocab_size=2048)
 LONG = "so it goes " * 7_000
@@ -88,6 +88,7 @@ def test_a_body_is_read_alike_wherever_it_is_read(work: Any, body: Any, monkeypa
 
     process_outcome = with_reader(outcome)
     monkeypatch.setattr(body_workers, "INLINE_BYTES_MAX", 1 << 30)
+    monkeypatch.setattr(body_workers, "THREAD_BYTES_MAX", 1 << 30)
     assert with_reader(outcome) == process_outcome
 
 
@@ -242,3 +243,58 @@ def test_a_template_that_does_not_end_costs_its_request_alone(monkeypatch: pytes
         assert (await reader.read(read_chat, other)).prompts == before.prompts
 
     with_reader(use, template)
+
+
+SLOW_TEMPLATE = (
+    "{% if messages[0].content.startswith('slow') %}" + "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2
+    + "{% endif %}{{ messages[0].content }}"
+)  # fmt: skip
+
+
+def test_a_slow_chat_slows_no_smaller_one(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All later bodies were parsed in processes, until the engine was started again."""
+    monkeypatch.setattr(body_workers, "RENDER_S_MAX", 0.02)
+    monkeypatch.setattr(body_workers, "READ_S_MAX", 0.01)
+
+    async def use(reader: BodyReader) -> None:
+        async def is_read_here(size: int) -> bool:
+            _, pid = await reader.read(odd.length, b"x" * size)
+            return bool(pid == os.getpid())
+
+        slow_body = json.dumps({"messages": [{"role": "user", "content": "slow" + "x" * 4000}]}).encode()
+        with pytest.raises(RequestError, match="takes more time or memory"):
+            await reader.read(read_chat, slow_body)
+        monkeypatch.setattr(body_workers, "READ_S_MAX", 60.0)
+        assert await is_read_here(len(slow_body) // 8 - 1)
+        assert not await is_read_here(len(slow_body) // 8)
+
+    with_reader(use, SLOW_TEMPLATE)
+
+
+def test_a_slow_chat_is_forgotten_after_a_time() -> None:
+    slow_size = body_workers.SlowSize()
+    assert not slow_size.may_be_slow(60_000, 0.0)
+    slow_size.record_slow(60_000, 0.0)
+    slow_size.record_slow(4_000, 1.0)
+    end_s = 1.0 + body_workers.SLOW_SIZE_S
+    assert [slow_size.may_be_slow(size, end_s - 1) for size in (499, 500)] == [False, True]
+    assert not slow_size.may_be_slow(60_000, end_s)
+    slow_size.record_slow(60_000, end_s)
+    assert not slow_size.may_be_slow(7_499, end_s)
+
+
+def test_slow_chats_of_one_client_hold_the_event_loop_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_workers, "RENDER_S_MAX", 0.02)
+    monkeypatch.setattr(body_workers, "READ_S_MAX", 0.01)
+    renderings = []
+    render = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda *args, **more: renderings.append(1) or render(*args, **more))
+
+    async def use(reader: BodyReader) -> None:
+        for size in (60_000, 30_000, 7_000, 4_000, 3_000, 900, 500, 400, 100, 90, 80, 70, 60) * 2:
+            body = {"messages": [{"role": "user", "content": "slow"}], "user": "x" * (size - 50)}
+            with pytest.raises(RequestError, match="takes more time or memory"):
+                await reader.read(read_chat, json.dumps(body).encode())
+
+    with_reader(use, SLOW_TEMPLATE)
+    assert len(renderings) == 3
