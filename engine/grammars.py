@@ -8,6 +8,7 @@ exceeds one fails for good, with an error for its request. Imports no torch.
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import time
@@ -23,6 +24,8 @@ from prompts import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+
+log = logging.getLogger(__name__)
 
 GRAMMARS_MAX = 256
 GRAMMAR_CHARS_MAX = 16 << 20
@@ -180,6 +183,19 @@ def check_grammar(vocabulary: GrammarVocabulary, grammar_text: str) -> str:
             break
         matcher.consume_token(_draw_allowed_token(mask, rng))
     return lark
+
+
+def describe_failure(error: BaseException) -> str:
+    """Return the reason for the client why a matcher cannot go on. A panic of llguidance is no Exception.
+
+    Raises `error` again if it is to end this program.
+    """
+    if isinstance(error, (KeyboardInterrupt, SystemExit)):
+        raise error
+    if isinstance(error, GrammarError):
+        return str(error)
+    log.error("a grammar's matcher failed", exc_info=error)
+    return f"the grammar cannot be followed: {type(error).__name__}: {error}"[:ERROR_CHARS_MAX]
 
 
 def summarize_error(matcher: LLMatcher) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.cache.spec import ceil_div
-from engine.grammars import GrammarCompiler, GrammarError, summarize_error
+from engine.grammars import GrammarCompiler, describe_failure, summarize_error
 from engine.types import Constraint, Sequence
 from kernels.transfer import copy_to_device
 
@@ -160,12 +160,7 @@ class Masks:
                 masked_requests.append(request)
         word_count = ceil_div(self._grammars.vocabulary.token_count, 32)
         bits = np.full((len(masked_requests), word_count), ALL_ALLOWED, np.uint32)
-        live_matchers = [
-            (request.state.matcher, index)
-            for index, request in enumerate(masked_requests)
-            if _has_live_matcher(request.state)
-        ]
-        self._fill_bits(live_matchers, bits)
+        self._fill_bits([request.state for request in masked_requests], bits)
         failures: dict[int, str] = {}
         for request, row_bits in zip(masked_requests, bits):
             failure = _finish_mask(request, row_bits)
@@ -184,31 +179,42 @@ class Masks:
         constrained_tokens = _skip_reasoning(state, new_tokens)
         if constrained_tokens is None:
             return False
-        if state.matcher is None:
-            try:
+        try:
+            if state.matcher is None:
                 state.matcher = self._grammars.make_matcher(state.constraint.lark_grammar)
-            except GrammarError as error:
-                state.failure = str(error)
-                return True
-        for token in constrained_tokens:
-            if state.matcher.is_stopped():
-                break  # with ignore_eos the answer goes on after its end
-            if not state.matcher.consume_token(token):
-                state.failure = f"the answer so far does not match: {summarize_error(state.matcher)}"
-                break
+            for token in constrained_tokens:
+                if state.matcher.is_stopped():
+                    break  # with ignore_eos the answer goes on after its end
+                if not state.matcher.consume_token(token):
+                    state.failure = f"the answer so far does not match: {summarize_error(state.matcher)}"
+                    break
+        except BaseException as error:  # noqa: BLE001 - see describe_failure
+            state.failure = describe_failure(error)
         return True
 
-    def _fill_bits(self, matchers: list[Any], bits: MaskWords) -> None:
-        """Write to `bits[index]`, for each (matcher, index), the tokens that the matcher allows next.
+    def _fill_bits(self, states: list[_MatcherState], bits: MaskWords) -> None:
+        """Write to `bits[i]` the tokens that the matcher of `states[i]` allows next; nothing if it has no live matcher.
 
-        The grammar library makes several masks at once on its own threads, and writes them to the memory of `bits`.
+        The grammar library makes several masks at once on its own threads, and writes them to the memory of `bits`. If
+        that fails, it makes one after the other, so that only the state of the matcher at fault gets a `failure`.
         """
-        if not matchers:
-            return
-        if len(matchers) == 1 or self._threads == 1:
-            for matcher, index in matchers:
+        live_rows = [index for index, state in enumerate(states) if _has_live_matcher(state)]
+        if len(live_rows) > 1 and self._threads > 1:
+            try:
+                self._fill_bits_in_parallel([(states[index].matcher, index) for index in live_rows], bits)
+                return
+            except BaseException as error:  # noqa: BLE001 - see describe_failure
+                describe_failure(error)
+        for index in live_rows:
+            matcher = states[index].matcher
+            assert matcher is not None
+            try:
                 matcher.unsafe_compute_mask_ptr(bits[index].ctypes.data, bits[index].nbytes)
-            return
+            except BaseException as error:  # noqa: BLE001 - see describe_failure
+                states[index].failure = describe_failure(error)
+
+    def _fill_bits_in_parallel(self, matchers: list[Any], bits: MaskWords) -> None:
+        """Write to `bits[index]`, for each (matcher, index), the tokens that the matcher allows next."""
         if self._executor is None:
             from llguidance import LLExecutor
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from zlib import crc32
 
 from engine.core import SimulationLag
-from engine.grammars import GrammarError
+from engine.grammars import describe_failure
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.types import Chunk, CopyDirection, StepPlan, StepResult, TokenLogprobs
 from engine.types import Sequence as EngineSequence
@@ -137,8 +137,8 @@ class SimulatedRunner:
             assert self._constrained_answers is not None, "a constraint without grammars"
             try:
                 token = self._constrained_answers.next_token(seq, token)
-            except GrammarError as error:
-                result.failure_by_chunk[index] = str(error)
+            except BaseException as error:  # noqa: BLE001 - see describe_failure
+                result.failure_by_chunk[index] = describe_failure(error)
         result.sampled_tokens.append(token)
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -316,6 +317,74 @@ def test_an_answer_that_was_begun_otherwise_ends_with_an_error() -> None:
     assert "does not match" in (errors["3"] or "")
     assert tokens["3"] == []
     assert_valid({"1": tokens["1"]})
+
+
+class Panic(BaseException):
+    """A panic of llguidance is no Exception."""
+
+
+class PanickingMatcher:
+    """A matcher that panics in one of its methods, at the third call."""
+
+    def __init__(self, matcher: Any, method: str) -> None:
+        self._matcher = matcher
+        self._method = method
+        self._calls_left = 2
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            self._calls_left -= 1
+            if self._calls_left < 0:
+                raise Panic("index out of bounds")
+        return getattr(self._matcher, name)
+
+
+class PanickingExecutor:
+    """Makes several masks; panics as soon as one of the matchers does."""
+
+    def __init__(self, threads: int) -> None:
+        pass
+
+    def unsafe_compute_mask_ptr(self, matchers: list[Any], pointer: int, row_bytes: int, rows: int) -> None:
+        for matcher, row in matchers:
+            matcher.unsafe_compute_mask_ptr(pointer + row * row_bytes, row_bytes)
+
+
+@pytest.mark.parametrize("method", ["consume_token", "unsafe_compute_mask_ptr", "compute_bitmask", "deep_copy"])
+@pytest.mark.parametrize(("model", "threads"), [("real", 1), ("real", 3), ("simulated", 1)])
+def test_a_panic_of_the_grammar_library_ends_its_request_only(
+    monkeypatch: pytest.MonkeyPatch, method: str, model: str, threads: int
+) -> None:
+    """It ended the engine."""
+    bad_lark = LARKS["json"] + "\n// bad"
+    make_matcher = GrammarCompiler.make_matcher
+
+    def make_panicking_matcher(compiler: GrammarCompiler, lark: str) -> Any:
+        matcher = make_matcher(compiler, lark)
+        if lark != bad_lark:
+            return matcher
+        if method == "deep_copy":
+            raise Panic("cannot copy")
+        return PanickingMatcher(matcher, method)
+
+    monkeypatch.setattr(GrammarCompiler, "make_matcher", make_panicking_matcher)
+    monkeypatch.setattr("llguidance.LLExecutor", PanickingExecutor)
+    monkeypatch.setattr("engine.execution.sizing.count_mask_threads", lambda config, device: threads)
+    settings: dict[str, Any] = {"num_gpu_blocks_override": 64}
+    if model == "simulated":
+        settings = {"simulate": "h100:qwen3-0.6b", "time_scale": 0.01, "num_gpu_blocks_override": 64}
+    expected_tokens, _, _ = answers(requests(4), **settings)
+    params = msgspec.structs.replace(requests(2)[1].params, constraint=Constraint(bad_lark, "x"))
+    bad = Request(request_id="bad", token_ids=[5, 6, 7], params=params)
+    tokens, errors, _ = answers([bad, *requests(4)], **settings)
+    bad_error = errors.pop("bad")
+    is_called = (
+        method == "deep_copy" or (method == "compute_bitmask") == (model == "simulated") or method == "consume_token"
+    )
+    assert (bad_error is not None and "Panic" in bad_error) == is_called
+    assert set(errors.values()) == {None}
+    tokens.pop("bad")
+    assert tokens == expected_tokens
 
 
 def test_a_grammar_that_does_not_compile_ends_its_request_only() -> None:
