@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
 from engine.models.weights import CheckpointTensor, Weight
+from engine.types import RunnerLostError
 
 DTYPE_BY_NAME = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SINGLE_FILE_NAME, INDEX_FILE_NAME = "model.safetensors", "model.safetensors.index.json"
@@ -100,7 +101,8 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
 def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Replace the weights of a loaded model by those of another checkpoint. Raises ModelError, and replaces nothing.
 
-    For a moment both are in memory.
+    For a moment both are in memory. Raises RunnerLostError if the device fails while they are replaced: the model then
+    has weights of both.
     """
     new_model = build_model(HfConfig.read(folder), None)
     if _list_configs(new_model) != _list_configs(model):
@@ -109,8 +111,12 @@ def reload_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: to
             "served"
         )
     load_weights(new_model, folder, dtype, device)
-    for weight, new_weight in zip(model.weights, new_model.weights, strict=True):
-        weight.replace_values(new_weight)
+    try:
+        for weight, new_weight in zip(model.weights, new_model.weights, strict=True):
+            weight.replace_values(new_weight)
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise RunnerLostError(f"the weights were replaced in part only: {reason}") from error
 
 
 def _list_configs(model: CausalLM) -> list[object]:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine import LLM
+from engine.messages import CallCore
 from engine.models import BUILDER_BY_ARCHITECTURE, ModelError
 from engine.models.loader import load_model, reload_weights
+from engine.models.weights import Weight
+from engine.process.core_process import CoreLoop
 from engine.tiny.model import Recipe, cached_model
+from engine.types import RunnerLostError
 
 
 @pytest.fixture
@@ -150,3 +156,21 @@ def test_reload_refuses_a_checkpoint_with_another_setting(tmp_path: Path, family
     assert all(torch.equal(weight.tensor, tensor) for weight, tensor in zip(model.weights, before, strict=True))
     same_folder = Path(shutil.copytree(folder, tmp_path / "same"))
     reload_weights(model, same_folder, dtype, torch.device("cpu"))
+
+
+def test_a_reload_that_fails_half_way_ends_the_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies to a GPU may fail. The engine went on with weights of both checkpoints."""
+    replace_values, calls = Weight.replace_values, []
+
+    def fail_half_way(weight: Weight, other: Weight) -> None:
+        calls.append(weight)
+        if len(calls) == 4:
+            raise RuntimeError("CUDA error: unspecified launch failure\nCompile with `TORCH_USE_CUDA_DSA`")
+        replace_values(weight, other)
+
+    monkeypatch.setattr(Weight, "replace_values", fail_half_way)
+    with LLM(str(folder), max_model_len=64, num_gpu_blocks_override=8) as llm:
+        assembled = SimpleNamespace(core=llm._core, executor=llm._engine.executor, publisher=None)
+        loop = CoreLoop(assembled, SimpleNamespace())
+        with pytest.raises(RunnerLostError, match=r"in part only: CUDA error: unspecified launch failure$"):
+            loop._execute_call(CallCore(1, "reload"))
