@@ -12,56 +12,45 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import DeviceBlockTable, PagedKV, RaggedBatch
+from kernels.interface import DeviceBlockTable, IntArray, PagedKV, RaggedBatch, count_context_blocks
 from kernels.transfer import copy_to_device
 from kernels.triton.backend import TritonKernels
-from kernels.triton.plan import AttentionPlan
+from kernels.triton.plan import AttendPrompts, AttentionPlan
 
 MAX_BLOCK_SIZE = 32
 """Largest block size: FlashAttention-3 may load larger blocks whole and multiply what lies past a context."""
 MAX_HEAD_DIM = 256
 
 
-@dataclass(frozen=True, slots=True)
-class PromptBatch:
-    """The sequences of a batch that have more than one query, as FlashAttention takes them."""
-
-    first_token: int
-    """Index of their first token in the batch."""
-    query_starts: Tensor
-    """[prompts + 1] int32, from 0."""
-    context_lens: Tensor
-    """[prompts] int32: context lengths."""
-    block_start_rows: Tensor
-    """[prompts, width] int32: the row where each block begins, K of layer 0."""
-    max_query_len: int
-    window: int | None
-    context: GatheredContext | None
-    """Rows of the contexts in the pool, for versions that need a copy; None: the pool itself is read."""
-
-    @property
-    def window_size(self) -> tuple[int, int]:
-        """(tokens before, tokens after) that a token sees besides itself; -1: all. FlashAttention's parameter."""
-        return (-1, -1) if self.window is None else (self.window - 1, 0)
-
-
 class PromptAttention(Protocol):
     """Interface of FlashAttention's versions: the causal attention of prompts, after their K and V are stored."""
 
-    def gather(self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> GatheredContext | None:
-        """Return where the contexts of a step's prompts are, if the version needs a copy of them; else None."""
+    def plan(self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, plan: AttentionPlan) -> AttendPrompts:
+        """Return a function that computes the attention of the batch's prompts in any layer. `plan`: Triton's plan."""
         ...
 
-    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
-        """q: [tokens of the prompts, heads, dim]; returns the same shape."""
-        ...
+
+def make_query_arguments(batch: RaggedBatch, plan: AttentionPlan) -> dict[str, Any]:
+    """Return the arguments that describe a batch's prompts to either version of FlashAttention.
+
+    `cu_seqlens_q`, [prompts + 1] int32, counts the queries before each prompt. `window_size` is the number of tokens
+    (before, after) that a token sees besides itself; -1 means all.
+    """
+    first = batch.decode_count
+    return {
+        "cu_seqlens_q": plan.query_starts[first:] - plan.query_starts[first],
+        "max_seqlen_q": int(np.diff(batch.query_starts[first:]).max()),
+        "causal": True,
+        "window_size": (-1, -1) if plan.window is None else (plan.window - 1, 0),
+    }
 
 
 def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
@@ -92,86 +81,65 @@ class FlashAttention3:
 
     def __init__(self) -> None:
         """Import the package. Raises ValueError if it is not installed."""
-        self._attend = _import_function("flash_attn_interface", "flash_attn_with_kvcache")
+        self._function = _import_function("flash_attn_interface", "flash_attn_with_kvcache")
 
-    def gather(self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> None:
-        """Return nothing, because no context is copied."""
+    def plan(self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, plan: AttentionPlan) -> AttendPrompts:
+        """Describe each prompt by its context length, [prompts], and its pages, [prompts, width]."""
+        first = batch.decode_count
+        arguments = make_query_arguments(batch, plan)
+        arguments["cache_seqlens"] = plan.context_lens[first:]
+        arguments["page_table"] = plan.block_table[:, first:].t().contiguous()
+        return partial(self._attend, arguments)
 
-    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
-        """Return the prompts' attention over their contexts in the pool, in the shape of q."""
-        k, v = view_overlapping_pages(kv, layer)  # so that a block may begin at any row
-        out: Tensor = self._attend(
-            q,
-            k,
-            v,
-            cache_seqlens=prompts.context_lens,
-            page_table=prompts.block_start_rows,
-            cu_seqlens_q=prompts.query_starts,
-            max_seqlen_q=prompts.max_query_len,
-            softmax_scale=scale,
-            causal=True,
-            window_size=prompts.window_size,
-        )
+    def _attend(self, arguments: dict[str, Any], q: Tensor, kv: PagedKV, layer: int, scale: float) -> Tensor:
+        k, v = view_overlapping_pages(kv, layer)
+        out: Tensor = self._function(q, k, v, softmax_scale=scale, **arguments)
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class GatheredContext:
-    """Token rows of a step's prompts in the pool, by which their contexts are copied one after another."""
-
-    token_rows: Tensor
-    """[tokens of all contexts]: their K rows of layer 0."""
-    context_starts: Tensor
-    """[prompts + 1] int32, from 0."""
-    max_context_len: int
 
 
 class FlashAttention2:
-    """Computes the attention of prompts by FlashAttention-2, which needs a copy of their contexts."""
+    """Computes the attention of prompts by FlashAttention-2, which needs K and V of their contexts one after another.
+
+    So each layer copies them out of the pool.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Import the package. Raises ValueError if it is not installed."""
-        self._attend = _import_function("flash_attn", "flash_attn_varlen_func")
+        self._function = _import_function("flash_attn", "flash_attn_varlen_func")
         self._device = device
 
-    def __call__(self, q: Tensor, kv: PagedKV, layer: int, prompts: PromptBatch, scale: float) -> Tensor:
-        """Copy K and V of the prompts' contexts out of the pool, one after another, and attend to the copies."""
-        context = prompts.context
-        assert context is not None, "prompts that another version has planned"
-        rows = kv.view_rows()[layer * kv.rows_per_layer :]
-        shape = (-1, kv.num_kv_heads, kv.head_dim)
-        out: Tensor = self._attend(
-            q,
-            rows.index_select(0, context.token_rows).view(shape),
-            rows[kv.block_size :].index_select(0, context.token_rows).view(shape),
-            cu_seqlens_q=prompts.query_starts,
-            cu_seqlens_k=context.context_starts,
-            max_seqlen_q=prompts.max_query_len,
-            max_seqlen_k=context.max_context_len,
-            softmax_scale=scale,
-            causal=True,
-            window_size=prompts.window_size,
-        )
+    def plan(self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, plan: AttentionPlan) -> AttendPrompts:
+        """Find the rows of the prompts' contexts in the pool once a step, because every layer has the same ones."""
+        context_lens = batch.context_lens[batch.decode_count :]
+        context_starts = np.concatenate(([0], np.cumsum(context_lens))).astype(np.int32)
+        arguments = make_query_arguments(batch, plan)
+        arguments["cu_seqlens_k"] = copy_to_device(context_starts, self._device)
+        arguments["max_seqlen_k"] = int(context_lens.max())
+        context_rows = copy_to_device(find_context_rows(batch, table, kv), self._device)
+        return partial(self._attend, arguments, context_rows)
+
+    def _attend(
+        self, arguments: dict[str, Any], context_rows: Tensor, q: Tensor, kv: PagedKV, layer: int, scale: float
+    ) -> Tensor:
+        """Copy K and V of all contexts in a layer, and attend to the copies. `context_rows`: K rows in layer 0."""
+        k_rows = kv.view_rows()[layer * kv.rows_per_layer :]
+        v_rows = k_rows[kv.block_size :]
+        k, v = (rows.index_select(0, context_rows).view(-1, kv.num_kv_heads, kv.head_dim) for rows in (k_rows, v_rows))
+        out: Tensor = self._function(q, k, v, softmax_scale=scale, **arguments)
         return out
 
-    def gather(self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> GatheredContext:
-        """Find the token rows of the prompts' contexts, once a step, as they are the same in every layer."""
-        first_prompt = batch.decode_count
-        context_lens = batch.context_lens[first_prompt:]
-        max_context_len = int(context_lens.max())
-        max_blocks = -(-max_context_len // kv.block_size)
-        blocks = table.host_blocks[table.table_rows[first_prompt:], :max_blocks]
-        offsets = np.arange(kv.block_size)
-        token_rows = [
+
+def find_context_rows(batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> IntArray:
+    """Return the pool row of each token of the prompts' contexts, one prompt after another: its K in layer 0."""
+    first = batch.decode_count
+    blocks = table.host_blocks[table.table_rows[first:], : count_context_blocks(batch, kv)]
+    offsets = np.arange(kv.block_size)
+    return np.concatenate(
+        [
             (block_rows[:, None] + offsets).reshape(-1)[:context_len]
-            for block_rows, context_len in zip(kv.compute_block_rows(blocks), context_lens.tolist())
+            for block_rows, context_len in zip(kv.compute_block_rows(blocks), batch.context_lens[first:].tolist())
         ]
-        context_starts = np.concatenate(([0], np.cumsum(context_lens))).astype(np.int32)
-        return GatheredContext(
-            token_rows=copy_to_device(np.concatenate(token_rows), self._device),
-            context_starts=copy_to_device(context_starts, self._device),
-            max_context_len=max_context_len,
-        )
+    )
 
 
 def make_prompt_attention(device: torch.device) -> PromptAttention:
@@ -187,42 +155,28 @@ class FlashAttentionKernels(TritonKernels):
 
     name = "flash-attn"
 
-    def __init__(self, device: torch.device, attend: PromptAttention) -> None:
+    def __init__(self, device: torch.device, prompt_attention: PromptAttention) -> None:
         super().__init__(device)
-        self._attend = attend
+        self._prompt_attention = prompt_attention
 
     def plan_with_device_table(
         self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None
     ) -> AttentionPlan:
-        """Plan the attention of a step: FlashAttention computes the prompts, which follow the decodes in the batch.
-
-        Without prompts, or if FlashAttention cannot read such a pool, the plan's `prompt_batch` is None, and Triton
-        computes all.
-        """
+        """Plan the attention of a step. FlashAttention computes its prompts, if it can read such a pool."""
         plan = super().plan_with_device_table(batch, table, kv, window)
-        first = batch.decode_count
-        if first == len(batch.context_lens) or not _supports(kv):
+        has_prompts = batch.decode_count < len(batch.context_lens)
+        if not has_prompts or not _supports(kv):
             return plan
-        prompts = PromptBatch(
-            first_token=int(batch.query_starts[first]),
-            query_starts=plan.query_starts[first:] - plan.query_starts[first],
-            context_lens=plan.context_lens[first:],
-            block_start_rows=plan.block_table[:, first:].t().contiguous(),
-            max_query_len=int(np.diff(batch.query_starts[first:]).max()),
-            window=window,
-            context=self._attend.gather(batch, table, kv),
-        )
-        return replace(plan, prompt_batch=prompts)
+        return replace(plan, attend_prompts=self._prompt_attention.plan(batch, table, kv, plan))
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: AttentionPlan, scale: float
     ) -> Tensor:
-        prompts: PromptBatch | None = plan.prompt_batch
-        if prompts is None:
+        if plan.attend_prompts is None:
             return super().attention(q, k, v, kv, layer, plan, scale)
         out = self.store_and_decode(q, k, v, kv, layer, plan, scale)
-        first = prompts.first_token
-        out[first:] = self._attend(q[first:], kv, layer, prompts, scale)
+        first_token = plan.decode_count  # decodes come first, and have one token each
+        out[first_token:] = plan.attend_prompts(q[first_token:], kv, layer, scale)
         return out
 
 

@@ -27,16 +27,36 @@ INITIAL_ROW_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class PenaltyRows:
-    """The rows of a batch that have penalties, with their penalties, on the device."""
+    """The n sequences of a batch that have penalties, and their penalties on the device."""
 
+    sequences: list[Sequence]
+    table_rows: IntArray
+    """[n]: row of each sequence in the tables of token counts, which stay on the device from step to step."""
+    device_table_rows: Tensor
+    """`table_rows` on the device."""
     logits_rows: Tensor | None
-    """[n] int64: rows of the logits; None: all rows in order."""
-    count_rows: Tensor
-    """[n] int64: rows of the counts."""
+    """[n] int64: row of each sequence in the logits; None: all rows in order."""
     repetition: Tensor
+    """[n, 1] fp32, as the other two penalties."""
     presence: Tensor
     frequency: Tensor
-    """repetition, presence and frequency: [n, 1] fp32 each."""
+
+
+class NewRows(NamedTuple):
+    """Tokens of the sequences that get a table row in this step, on the device."""
+
+    table_rows: Tensor
+    """[new rows]"""
+    lengths: Tensor
+    """[new rows]: number of distinct tokens of each."""
+    token_rows: Tensor
+    """[tokens]: table row of each distinct token."""
+    token_columns: Tensor
+    """[tokens]: place of each token in its row: 0, 1, 2, ..."""
+    token_ids: Tensor
+    """[tokens]"""
+    output_counts: Tensor
+    """[tokens]: how often the output has each token."""
 
 
 class GatheredRows(NamedTuple):
@@ -54,8 +74,7 @@ class GatheredRows(NamedTuple):
 class PenaltyStep:
     """Inputs of one step's penalties, made on the host."""
 
-    new_row_tensors: list[Tensor]
-    """Rows [n] and lengths [n] of new rows; then row, column, id and count of each of their tokens. Empty if none."""
+    new_rows: NewRows | None
     width: int
     """Upper bound of the distinct tokens of any row, before and after the step."""
     row_count: int
@@ -64,24 +83,29 @@ class PenaltyStep:
     """Set by `apply` for `count_sampled`, which frees it: the step's inputs live until its result is read."""
 
 
-def make_penalty_rows(
-    params: Rows[SamplingParams], batch_rows: list[int], rows: list[int], device: torch.device
-) -> PenaltyRows:
-    """Return the penalties of some sequences of a batch, on the device.
+def make_penalty_rows(sequences: list[Sequence], table_rows: list[int], device: torch.device) -> PenaltyRows | None:
+    """Collect the penalties of a batch; None if no sequence has any.
 
-    `batch_rows`: their indices in the batch. `rows`: the rows of their token counts.
+    `sequences`: one for each row of the logits. `table_rows`: row of each in the tables of counts.
     """
-    row_params = [params[i] for i in batch_rows]
+    logits_rows = [row for row, seq in enumerate(sequences) if has_penalties(seq.request.params)]
+    if not logits_rows:
+        return None
+    params = [sequences[row].request.params for row in logits_rows]
+    penalised_table_rows = np.array([table_rows[row] for row in logits_rows], np.int64)
 
     def column(values: list[float]) -> Tensor:
         return copy_to_device(np.array(values, np.float32), device)[:, None]
 
+    has_all_rows = len(logits_rows) == len(sequences)
     return PenaltyRows(
-        logits_rows=None if len(batch_rows) == len(params) else copy_to_device(np.array(batch_rows, np.int64), device),
-        count_rows=copy_to_device(np.array(rows, np.int64), device),
-        repetition=column([p.repetition_penalty for p in row_params]),
-        presence=column([p.presence_penalty for p in row_params]),
-        frequency=column([p.frequency_penalty for p in row_params]),
+        sequences=[sequences[row] for row in logits_rows],
+        table_rows=penalised_table_rows,
+        device_table_rows=copy_to_device(penalised_table_rows, device),
+        logits_rows=None if has_all_rows else copy_to_device(np.array(logits_rows, np.int64), device),
+        repetition=column([p.repetition_penalty for p in params]),
+        presence=column([p.presence_penalty for p in params]),
+        frequency=column([p.frequency_penalty for p in params]),
     )
 
 
@@ -106,37 +130,37 @@ class Penalties:
         else:
             self._token_count_bounds[[row for row in rows if row < len(self._token_count_bounds)]] = 0
 
-    def prepare(
-        self, rows: IntArray, penalised_rows: list[int], sequences: list[Sequence], row_count: int
-    ) -> PenaltyStep:
-        """Prepare a step on the host: count the tokens of sequences that are new here.
+    def prepare(self, batch: PenaltyRows, row_count: int) -> PenaltyStep:
+        """Prepare a step on the host, which counts the tokens of sequences that are new here.
 
-        penalised_rows: indices of the sequences with penalties. rows: the row of each of these in the tables of counts,
-        which stay on the device from step to step. row_count: rows that these tables must have. The host does not
-        know how many distinct tokens a row has on the device, so it adds one for each step as an upper bound.
+        The host does not know how many distinct tokens a row has on the device. So it adds one for each step, as an
+        upper bound. `row_count`: rows that the tables of counts must have.
         """
         missing_rows = row_count - len(self._token_count_bounds)
         if missing_rows > 0:
             self._token_count_bounds = np.concatenate([self._token_count_bounds, np.zeros(missing_rows, np.int64)])
-        new_indices = (self._token_count_bounds[rows] == 0).nonzero()[0].tolist()
-        tokens_and_counts = [count_penalised_tokens(sequences[penalised_rows[i]]) for i in new_indices]
-        new_rows = rows[new_indices].tolist()
+        is_new = self._token_count_bounds[batch.table_rows] == 0
+        new_rows = self._count_new_rows(batch, is_new.nonzero()[0]) if is_new.any() else None
+        self._token_count_bounds[batch.table_rows] += 1
+        width = int(self._token_count_bounds[batch.table_rows].max())
+        return PenaltyStep(new_rows, width, row_count)
+
+    def _count_new_rows(self, batch: PenaltyRows, indices: IntArray) -> NewRows:
+        """Count the tokens of the batch's sequences at these indices, and send the counts to the device."""
+        tokens_and_counts = [count_penalised_tokens(batch.sequences[i]) for i in indices.tolist()]
+        table_rows = batch.table_rows[indices]
         lengths = np.array([len(tokens) for tokens, _ in tokens_and_counts], np.int64)
-        self._token_count_bounds[new_rows] = lengths
-        self._token_count_bounds[rows] += 1
-        width = int(self._token_count_bounds[rows].max())
-        if not new_rows:
-            return PenaltyStep([], width, row_count)
+        self._token_count_bounds[table_rows] = lengths
         columns = np.concatenate([np.arange(length) for length in lengths])
-        arrays = [np.array(new_rows), lengths, np.repeat(new_rows, lengths), columns]
-        arrays += [np.concatenate(parts) for parts in zip(*tokens_and_counts)]
-        return PenaltyStep([copy_to_device(array, self._device) for array in arrays], width, row_count)
+        token_ids, output_counts = (np.concatenate(parts) for parts in zip(*tokens_and_counts))
+        arrays = [table_rows, lengths, np.repeat(table_rows, lengths), columns, token_ids, output_counts]
+        return NewRows(*(copy_to_device(array, self._device) for array in arrays))
 
     def apply(self, logits: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
         """Apply the penalties to logits [all rows, vocab] fp32, in place."""
         self._make_room(step.row_count, step.width)
-        if step.new_row_tensors:
-            self._store_new_rows(step.new_row_tensors)
+        if step.new_rows is not None:
+            self._store_new_rows(step.new_rows)
         step.gathered = self._gather_rows(batch, step.width)
         token_ids, output_counts, used_lengths = step.gathered
         row_logits = logits if batch.logits_rows is None else logits.index_select(0, batch.logits_rows)
@@ -166,26 +190,25 @@ class Penalties:
         is_next_slot = (torch.arange(step.width, device=self._device) == used_lengths) & ~is_present
         token_ids = torch.where(is_next_slot, sampled_token, token_ids)
         output_counts = torch.where(is_next_slot, 1, output_counts + is_match.int())
-        self._token_ids[:, : step.width].index_copy_(0, batch.count_rows, token_ids)
-        self._output_counts[:, : step.width].index_copy_(0, batch.count_rows, output_counts)
-        self._used_lengths.index_copy_(0, batch.count_rows, (used_lengths + ~is_present)[:, 0])
+        self._token_ids[:, : step.width].index_copy_(0, batch.device_table_rows, token_ids)
+        self._output_counts[:, : step.width].index_copy_(0, batch.device_table_rows, output_counts)
+        self._used_lengths.index_copy_(0, batch.device_table_rows, (used_lengths + ~is_present)[:, 0])
 
     def _gather_rows(self, batch: PenaltyRows, width: int) -> GatheredRows:
         """Return the counts of the batch's rows. To write the repeated entries past a row's tokens changes nothing."""
-        token_ids = self._token_ids[:, :width].index_select(0, batch.count_rows)
-        output_counts = self._output_counts[:, :width].index_select(0, batch.count_rows)
-        used_lengths = self._used_lengths.index_select(0, batch.count_rows)[:, None]
+        token_ids = self._token_ids[:, :width].index_select(0, batch.device_table_rows)
+        output_counts = self._output_counts[:, :width].index_select(0, batch.device_table_rows)
+        used_lengths = self._used_lengths.index_select(0, batch.device_table_rows)[:, None]
         is_used = torch.arange(width, device=self._device) < used_lengths
         token_ids = torch.where(is_used, token_ids, token_ids[:, :1])
         return GatheredRows(token_ids, torch.where(is_used, output_counts, output_counts[:, :1]), used_lengths)
 
-    def _store_new_rows(self, new_row_tensors: list[Tensor]) -> None:
+    def _store_new_rows(self, new: NewRows) -> None:
         """Write the tokens of rows that this step uses for the first time."""
-        new_rows, new_lengths, at_row, columns, tokens, output_counts = new_row_tensors
-        self._output_counts[:, 0].index_fill_(0, new_rows, 0)  # unused entries repeat the first one: empty rows too
-        self._used_lengths.index_copy_(0, new_rows, new_lengths)
-        self._token_ids.index_put_((at_row, columns), tokens)
-        self._output_counts.index_put_((at_row, columns), output_counts.int())
+        self._output_counts[:, 0].index_fill_(0, new.table_rows, 0)  # for empty rows, whose entries all repeat this one
+        self._used_lengths.index_copy_(0, new.table_rows, new.lengths)
+        self._token_ids.index_put_((new.token_rows, new.token_columns), new.token_ids)
+        self._output_counts.index_put_((new.token_rows, new.token_columns), new.output_counts.int())
 
     def _make_room(self, row_count: int, width: int) -> None:
         """Enlarge the tensors of counts to at least `row_count` rows and `width` tokens in a row."""

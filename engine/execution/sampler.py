@@ -28,7 +28,7 @@ from torch import Tensor
 from engine.cache.spec import ceil_div
 from engine.execution.logprobs import compute_token_logprobs
 from engine.execution.masks import MaskRequest, Masks, TokenMasks
-from engine.execution.penalties import Penalties, PenaltyRows, PenaltyStep, has_penalties, make_penalty_rows
+from engine.execution.penalties import Penalties, PenaltyRows, PenaltyStep, make_penalty_rows
 from engine.types import Request, SamplingParams, Sequence
 from kernels import Kernels
 from kernels.interface import IntArray
@@ -71,39 +71,44 @@ class MinTokensBan(NamedTuple):
     """[tokens]: indices into the flat logits."""
 
 
+class LogprobRows(NamedTuple):
+    """Rows of a batch that want logprobs of the drawn token and of the likeliest tokens."""
+
+    rows: list[int]
+    top_counts: list[int]
+    """Number of likeliest tokens that each of the rows wants."""
+    device_rows: Tensor | None
+    """`rows` on the device; None if these are all rows of the batch."""
+
+
 @dataclass(slots=True)
 class SamplingBatch:
     """Sampling parameters of a step, one row for each sequence. Kept while the steps have the same sequences."""
 
     sequences: list[Sequence]
-    state_rows: list[int]
-    """Table row of each sequence; see `RowAllocator`."""
+    table_rows: list[int]
+    """Row of each sequence in the per-sequence tables; see `RowAllocator`."""
     prompt_lens: npt.NDArray[np.int64]
-    has_adjustments: bool
-    """Whether the logits of any row are changed before a draw."""
+    settings: DrawSettings
+    """Settings of the draw. Their uniform numbers are 0 here; each step replaces them."""
+    random_rows: IntArray
+    """Rows that are not greedy."""
+    mixed_seeds: npt.NDArray[np.uint64]
+    """Mixed seed of each of the `random_rows`."""
     logit_bias: tuple[Tensor, Tensor] | None
     """(indices into the flat logits, amounts to add)."""
     min_token_bans: list[MinTokensBan]
     """One ban for each row with min_tokens and without a constraint."""
     constrained_rows: list[int]
     """Rows with a constrained answer."""
-    penalised_rows: list[int]
-    penalty_state_rows: IntArray
-    """Table rows of the `penalised_rows`."""
     penalties: PenaltyRows | None
-    """Penalties of the `penalised_rows`."""
-    logprob_rows: list[int]
-    """Rows that want logprobs."""
-    logprob_counts: list[int]
-    """Number of likeliest tokens that each of the `logprob_rows` wants."""
-    device_logprob_rows: Tensor | None
-    """`logprob_rows` on the device; None if all rows or no rows want logprobs."""
-    random_rows: IntArray
-    """Rows that are not greedy."""
-    mixed_seeds: npt.NDArray[np.uint64]
-    """Mixed seed of each of the `random_rows`."""
-    settings: DrawSettings
-    """Settings of the draw. Their uniform numbers are 0 here; each step replaces them."""
+    logprobs: LogprobRows | None
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the logits of any row may be changed before a draw."""
+        is_changed = self.logit_bias is not None or self.penalties is not None
+        return is_changed or bool(self.min_token_bans) or bool(self.constrained_rows)
 
 
 @dataclass(slots=True)
@@ -161,18 +166,12 @@ class Sampler:
         The token before it need not be known on the host. `row_count`: rows of the per-sequence tables.
         """
         positions = ends - batch.prompt_lens
-        uniforms = self._make_uniforms(batch, positions) if len(batch.random_rows) else batch.settings.uniforms
-        penalties = None
-        if batch.penalised_rows:
-            penalties = self._penalties.prepare(
-                batch.penalty_state_rows, batch.penalised_rows, batch.sequences, row_count
-            )
         return SamplingInputs(
-            batch,
-            uniforms,
-            self._find_banned_indices(batch, positions),
-            penalties,
-            self._make_mask_requests(batch, ends, positions),
+            batch=batch,
+            uniforms=self._make_uniforms(batch, positions) if len(batch.random_rows) else batch.settings.uniforms,
+            banned_indices=self._find_banned_indices(batch, positions),
+            penalties=None if batch.penalties is None else self._penalties.prepare(batch.penalties, row_count),
+            mask_requests=self._make_mask_requests(batch, ends, positions),
         )
 
     def _find_banned_indices(self, batch: SamplingBatch, positions: IntArray) -> Tensor | None:
@@ -190,7 +189,7 @@ class Sampler:
             seq = batch.sequences[i]
             params = seq.request.params
             banned_tokens = self._min_tokens_banned(params) if positions[i] < params.min_tokens else []
-            mask_requests.append(self._masks.make_request(i, batch.state_rows[i], seq, int(ends[i]), banned_tokens))
+            mask_requests.append(self._masks.make_request(i, batch.table_rows[i], seq, int(ends[i]), banned_tokens))
         return mask_requests
 
     def _make_uniforms(self, batch: SamplingBatch, positions: IntArray) -> Tensor:
@@ -220,7 +219,7 @@ class Sampler:
         logits: [rows, vocab], which may be changed. The host waits for masks, and for nothing else.
         """
         batch = inputs.batch
-        adjusted_logits = self._adjust_logits(logits, inputs) if batch.has_adjustments else logits
+        adjusted_logits = self._adjust_logits(logits, inputs) if batch.changes_logits else logits
         settings = replace(batch.settings, uniforms=inputs.uniforms, has_masked_logits=inputs.token_masks is not None)
         tokens = self._draw(adjusted_logits, settings)
         if batch.penalties is not None:
@@ -230,32 +229,25 @@ class Sampler:
 
     def _compute_logprobs(self, logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> list[Tensor]:
         """Return `compute_token_logprobs` of the rows that want logprobs; an empty list if none does."""
-        if not batch.logprob_rows:
+        if batch.logprobs is None:
             return []
-        if batch.device_logprob_rows is not None:
-            logits = logits.index_select(0, batch.device_logprob_rows)
-            tokens = tokens.index_select(0, batch.device_logprob_rows)
-        return compute_token_logprobs(logits, tokens, max(batch.logprob_counts))
+        if batch.logprobs.device_rows is not None:
+            logits = logits.index_select(0, batch.logprobs.device_rows)
+            tokens = tokens.index_select(0, batch.logprobs.device_rows)
+        return compute_token_logprobs(logits, tokens, max(batch.logprobs.top_counts))
 
-    def make_batch(self, sequences: list[Sequence], rows: list[int]) -> SamplingBatch:
-        """Collect the sampling parameters of sequences. `rows`: the table row of each, where its state is kept."""
+    def make_batch(self, sequences: list[Sequence], table_rows: list[int]) -> SamplingBatch:
+        """Collect the sampling parameters of sequences. `table_rows`: the row of each in the per-sequence tables."""
         params = [seq.request.params for seq in sequences]
         random_rows = [i for i, p in enumerate(params) if p.temperature > 0.0]
         seeds = [self._row_seed(sequences[i].request) for i in random_rows]
-        penalised_rows = [i for i, p in enumerate(params) if has_penalties(p)]
-        penalty_state_rows = [rows[i] for i in penalised_rows]
-        penalties = None
-        if penalised_rows:
-            penalties = make_penalty_rows(params, penalised_rows, penalty_state_rows, self._device)
-        logprob_rows = [i for i, p in enumerate(params) if p.logprobs is not None]
-        device_logprob_rows = None
-        if 0 < len(logprob_rows) < len(sequences):
-            device_logprob_rows = copy_to_device(np.array(logprob_rows, np.int64), self._device)
         return SamplingBatch(
             sequences=sequences,
-            state_rows=rows,
+            table_rows=table_rows,
             prompt_lens=np.array([seq.prompt_len for seq in sequences]),
-            has_adjustments=any(p.logit_bias or p.min_tokens or has_penalties(p) or p.constraint for p in params),
+            settings=self._build_draw_settings(params),
+            random_rows=np.array(random_rows, np.int64),
+            mixed_seeds=_mix(np.array(seeds, np.uint64) + _INCREMENT),
             logit_bias=self._build_logit_bias(params),
             min_token_bans=[
                 MinTokensBan(i, p.min_tokens, self._to_flat_indices(i, self._min_tokens_banned(p)))
@@ -263,16 +255,18 @@ class Sampler:
                 if p.min_tokens and p.constraint is None
             ],
             constrained_rows=[i for i, p in enumerate(params) if p.constraint is not None],
-            penalised_rows=penalised_rows,
-            penalty_state_rows=np.array(penalty_state_rows, np.int64),
-            penalties=penalties,
-            logprob_rows=logprob_rows,
-            logprob_counts=[params[i].logprobs or 0 for i in logprob_rows],
-            device_logprob_rows=device_logprob_rows,
-            random_rows=np.array(random_rows, np.int64),
-            mixed_seeds=_mix(np.array(seeds, np.uint64) + _INCREMENT),
-            settings=self._build_draw_settings(params),
+            penalties=make_penalty_rows(sequences, table_rows, self._device),
+            logprobs=self._find_logprob_rows(params),
         )
+
+    def _find_logprob_rows(self, params: list[SamplingParams]) -> LogprobRows | None:
+        """Return the rows that want logprobs; None if no row does."""
+        counts_by_row = {row: p.logprobs for row, p in enumerate(params) if p.logprobs is not None}
+        if not counts_by_row:
+            return None
+        rows, has_all_rows = list(counts_by_row), len(counts_by_row) == len(params)
+        device_rows = None if has_all_rows else copy_to_device(np.array(rows, np.int64), self._device)
+        return LogprobRows(rows, list(counts_by_row.values()), device_rows)
 
     def _row_seed(self, request: Request) -> int:
         """Return the request's seed as 64 bits; without one, a hash of its id and of the engine's seed."""
@@ -343,8 +337,8 @@ class Sampler:
     def _adjust_logits(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
         """Return the logits in fp32 after bias, bans, penalties and masks. The order of these operations matters."""
         adjusted_logits = logits.float()
-        if adjusted_logits is logits and inputs.batch.logprob_rows:
-            adjusted_logits = logits.clone()
+        if adjusted_logits is logits and inputs.batch.logprobs is not None:
+            adjusted_logits = logits.clone()  # logprobs are computed from the raw logits
         batch, flat_logits = inputs.batch, adjusted_logits.view(-1)
         if batch.logit_bias is not None:
             flat_logits.index_add_(0, *batch.logit_bias)

@@ -41,11 +41,11 @@ def _add_samples(result: StepResult, step: PreparedStep, outputs: list[list[Any]
         for plan_index, token in zip(plan_indices, tokens, strict=True):
             result.sampled_tokens[plan_index] = token
     result.failure_by_chunk = {plan_indices[i]: reason for i, reason in failures.items()}
-    batch = step.sampling_inputs.batch
-    if batch.logprob_rows:
-        entries = _take_logprobs(outputs, batch.logprob_counts)
+    logprob_rows = step.sampling_inputs.batch.logprobs
+    if logprob_rows is not None:
+        entries = _take_logprobs(outputs, logprob_rows.top_counts)
         result.logprobs_by_chunk = {
-            plan_indices[row]: entry for row, entry in zip(batch.logprob_rows, entries, strict=True)
+            plan_indices[row]: entry for row, entry in zip(logprob_rows.rows, entries, strict=True)
         }
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -47,6 +47,10 @@ def choose_dot_precision(x: Tensor) -> str:
     return "ieee" if x.element_size() > 2 else "tf32"
 
 
+AttendPrompts = Callable[[Tensor, PagedKV, int, float], Tensor]
+"""(q [tokens of the prompts, heads, dim], pool, layer, scale) -> attention of the prompts, in the shape of q."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """The batch of one attention group, as the kernels read it on the device."""
@@ -68,8 +72,8 @@ class AttentionPlan:
     tiles_by_size: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     refill_buffer: Tensor | None = None
     """[3, step]: slots, lengths and table rows of a fixed plan's sequences, for one transfer."""
-    prompt_batch: Any = None
-    """Prompts for `kernels.flash_attention`; None: Triton computes them."""
+    attend_prompts: AttendPrompts | None = None
+    """Computes the attention of the prompts; None: Triton does."""
 
     def get_query_tiles(self, queries_per_tile: int) -> tuple[Tensor, Tensor]:
         """Return [tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
 
-from engine.execution.penalties import Penalties, make_penalty_rows
+from engine.execution.penalties import Penalties, has_penalties, make_penalty_rows
 from engine.types import Request, SamplingParams, Sequence
 
 VOCAB = 300
@@ -21,6 +20,8 @@ def make_sequence(rng: random.Random, name: str) -> Sequence:
         presence_penalty=rng.choice((0.0, 0.8, -0.3)),
         frequency_penalty=rng.choice((0.0, 0.4)),
     )
+    if not has_penalties(params):
+        params = SamplingParams(presence_penalty=0.8)
     prompt, output = ([rng.randrange(VOCAB) for _ in range(rng.choice((0, 1, 7, 400)))] for _ in range(2))
     return Sequence(Request(request_id=name, token_ids=prompt, params=params), prompt + output, len(prompt), 0.0)
 
@@ -53,13 +54,17 @@ def test_steps_of_penalised_rows(device: str, all_rows: bool, seed: int) -> None
         seq_by_row |= {row: make_sequence(rng, f"{step_number}-{row}") for row in free_rows}
         penalties.reset_rows(None if step_number == 9 else free_rows)
         rows, sequences = list(seq_by_row), list(seq_by_row.values())
-        step = penalties.prepare(np.array(rows), list(range(count)), sequences, row_count)
         logits = torch.randn(count if all_rows else 8, VOCAB)
         logits_rows = list(range(count)) if all_rows else rng.sample(range(8), count)
-        params = [SamplingParams()] * len(logits)
-        for row, seq in zip(logits_rows, sequences, strict=True):
-            params[row] = seq.request.params
-        batch = make_penalty_rows(params, logits_rows, rows, torch.device(device))
+        batch_sequences = [
+            Sequence(Request(request_id="plain", token_ids=[1], params=SamplingParams()), [1], 1, 0.0)
+        ] * len(logits)
+        table_rows = [-1] * len(logits)
+        for logits_row, row, seq in zip(logits_rows, rows, sequences, strict=True):
+            batch_sequences[logits_row], table_rows[logits_row] = seq, row
+        batch = make_penalty_rows(batch_sequences, table_rows, torch.device(device))
+        assert batch is not None
+        step = penalties.prepare(batch, row_count)
         expected = logits.double()
         for row, seq in zip(logits_rows, sequences, strict=True):
             expected[row] = penalise_one(logits[row], seq)

@@ -40,9 +40,11 @@ class Drawing:
             self.batch = self.sampler.make_batch(list(seqs), rows.tolist())
         inputs = self.sampler.prepare(self.batch, np.array(ends), self.row_allocator.row_count)
         tokens, logprobs = self.sampler.sample(logits.clone(), inputs)
-        batch = inputs.batch
-        entries = read_logprobs([x.tolist() for x in logprobs], batch.logprob_counts) if logprobs else []
-        return tokens.tolist(), dict(zip(batch.logprob_rows, entries, strict=True))
+        rows = inputs.batch.logprobs
+        if rows is None:
+            return tokens.tolist(), {}
+        entries = read_logprobs([x.tolist() for x in logprobs], rows.top_counts)
+        return tokens.tolist(), dict(zip(rows.rows, entries, strict=True))
 
 
 def sequence(params: SamplingParams, prompt: Rows[int] = (1,), output: Rows[int] = (), name: str = "r") -> Sequence:
