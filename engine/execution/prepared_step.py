@@ -48,6 +48,17 @@ class OrderedChunks(NamedTuple):
     batch: RaggedBatch
 
 
+class SelectedTokens(NamedTuple):
+    """Tokens of a step for which logits are computed, to draw the next token or for logprobs of the prompt."""
+
+    indices: Tensor | None
+    """Their indices among the step's tokens; None: all tokens."""
+    starts: IntArray
+    """[chunks + 1]: index of each chunk's first token among the selected tokens."""
+    last_indices: Tensor | None
+    """Index of the last token of each sampled chunk among the selected tokens; None: each selected token is one."""
+
+
 class DeviceTokens(NamedTuple):
     """Tokens of a step that the previous step draws, so that only the device knows them."""
 
@@ -73,13 +84,8 @@ class PreparedStep:
     """Block table of each group: [chunks, blocks], or a DeviceBlockTable."""
     units: IntArray | None
     """[chunks]: units of their recurrent states; None for a model without state."""
-    selected_tokens: Tensor | None
-    """Indices of the tokens for which logits are computed; None: all tokens."""
-    selected_starts: IntArray
-    """[chunks + 1]: index of each chunk's first token among the selected tokens."""
+    selected: SelectedTokens
     batch_state: BatchState
-    last_token_indices: Tensor | None
-    """Index of the last token of each sampled chunk among the selected tokens; None: each selected token is one."""
     sampling_inputs: SamplingInputs | None
     row_count: int
     """Rows of the per-sequence tables."""
@@ -111,9 +117,13 @@ def select_hidden_rows(
     return rows, np.concatenate([[0], np.cumsum(ends - begins)])
 
 
-def wants_prompt_logprobs(chunk: Chunk) -> bool:
-    """Return whether the request wants logprobs of prompt tokens that this chunk computes."""
-    return chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len - 1
+def find_prompt_logprob_chunks(chunks: Items[Chunk]) -> list[int]:
+    """Return the indices of the chunks that compute prompt tokens of which the request wants logprobs."""
+    return [
+        i
+        for i, chunk in enumerate(chunks)
+        if chunk.seq.request.params.prompt_logprobs is not None and chunk.start < chunk.seq.prompt_len - 1
+    ]
 
 
 def list_state_units(chunks: Items[Chunk]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -31,10 +31,11 @@ from engine.execution.prepared_step import (
     BatchState,
     DeviceTokens,
     PreparedStep,
+    SelectedTokens,
+    find_prompt_logprob_chunks,
     list_state_units,
     select_hidden_rows,
     sort_for_kernels,
-    wants_prompt_logprobs,
 )
 from engine.execution.sampler import Sampler, SamplingInputs
 from engine.execution.step_outputs import build_result
@@ -195,21 +196,11 @@ class ModelRunner:
         """
         chunks, order, batch = sort_for_kernels(plan.chunks)
         context_ends = batch.context_lens
-        new_rows = self._update_batch_state(chunks)
-        state = self._batch_state
-        assert state is not None
+        state, new_rows = self._update_batch_state(chunks)
         row_count = self._row_allocator.row_count
         for tables in self._tables:
             tables.update(chunks, context_ends, state.rows, new_rows, row_count)
-        prompt_logprob_chunks: list[int] = []
-        if state.has_prompt_logprobs:
-            prompt_logprob_chunks = [i for i, chunk in enumerate(chunks) if wants_prompt_logprobs(chunk)]
-        selected_tokens, selected_starts = select_hidden_rows(chunks, batch.query_starts, prompt_logprob_chunks)
-        last_token_indices = None
-        selects_other_tokens = len(state.sampled_chunks) < selected_starts[-1]
-        if selects_other_tokens:
-            selected_ends = selected_starts[1:]
-            last_token_indices = copy_to_device(selected_ends[state.sampled_chunks] - 1, self.device)
+        prompt_logprob_chunks = find_prompt_logprob_chunks(chunks) if state.has_prompt_logprobs else []
         token_ids, device_tokens = self._build_token_ids(chunks, batch.token_count, state)
         return PreparedStep(
             plan=plan,
@@ -219,15 +210,24 @@ class ModelRunner:
             token_ids=token_ids,
             tables=self._get_block_tables(context_ends, state.rows),
             units=list_state_units(chunks) if self._states else None,
-            selected_tokens=None if selected_tokens is None else copy_to_device(selected_tokens, self.device),
-            selected_starts=selected_starts,
+            selected=self._select_tokens(chunks, batch.query_starts, prompt_logprob_chunks, state.sampled_chunks),
             batch_state=state,
-            last_token_indices=last_token_indices,
             sampling_inputs=self._prepare_sampling(state, context_ends),
             row_count=row_count,
             device_tokens=device_tokens,
             prompt_logprob_chunks=prompt_logprob_chunks,
         )
+
+    def _select_tokens(
+        self, chunks: Items[Chunk], query_starts: IntArray, prompt_logprob_chunks: list[int], sampled_chunks: Items[int]
+    ) -> SelectedTokens:
+        """Select the tokens for which logits are computed, and send their indices to the device."""
+        indices, starts = select_hidden_rows(chunks, query_starts, prompt_logprob_chunks)
+        last_indices = None
+        if len(sampled_chunks) < starts[-1]:  # other tokens are selected, too
+            last_indices = copy_to_device(starts[1:][sampled_chunks] - 1, self.device)
+        device_indices = None if indices is None else copy_to_device(indices, self.device)
+        return SelectedTokens(device_indices, starts, last_indices)
 
     def _get_block_tables(self, ends: IntArray, rows: IntArray) -> list[Any]:
         """Return the block table of each group in the form that the kernels take. `ends`: context lengths."""
@@ -235,17 +235,17 @@ class ModelRunner:
             return [tables.host_table(ends, rows) for tables in self._tables]
         return [tables.device_table(rows) for tables in self._tables]
 
-    def _update_batch_state(self, chunks: Items[Chunk]) -> list[int]:
-        """Make `_batch_state` anew if the sequences have changed. Returns the table rows of new sequences."""
+    def _update_batch_state(self, chunks: Items[Chunk]) -> tuple[BatchState, list[int]]:
+        """Return the inputs that depend on a step's sequences alone, and the table rows of new sequences."""
         state = self._batch_state
         sequences = [chunk.seq for chunk in chunks]
         sampled_chunks = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
         if state is not None and state.sequences == sequences and state.sampled_chunks == sampled_chunks:
-            return []
+            return state, []
         rows, new_rows = self._row_allocator.assign(sequences)
         self._sampler.reset_rows(new_rows)
-        self._batch_state = self._make_batch_state(sequences, sampled_chunks, rows)
-        return new_rows
+        self._batch_state = state = self._make_batch_state(sequences, sampled_chunks, rows)
+        return state, new_rows
 
     def _make_batch_state(self, sequences: list[Sequence], sampled_chunks: list[int], rows: IntArray) -> BatchState:
         """Make the inputs of a step that depend only on its sequences.
@@ -320,7 +320,7 @@ class ModelRunner:
             hidden = self._forward(step)
             outputs += self._sample(hidden, step)
             for i in step.prompt_logprob_chunks:
-                outputs += self._compute_prompt_logprobs(hidden[step.selected_starts[i] :], step.chunks[i])
+                outputs += self._compute_prompt_logprobs(hidden[step.selected.starts[i] :], step.chunks[i])
         self.pool.finish_step(step.plan)
         wait_for_outputs = start_copy_to_host(outputs)
         if self._last_tokens is not None:
@@ -367,7 +367,7 @@ class ModelRunner:
         if self._graphs is not None and batch.decode_count == len(step.chunks):
             hidden = self._graphs.forward(step.token_ids, batch, step.tables, step.units)
             if hidden is not None:
-                return hidden if step.selected_tokens is None else hidden[step.selected_tokens]
+                return hidden if step.selected.indices is None else hidden[step.selected.indices]
         fixed_plans = self._fixed_plans
         plan_attention = self._ops.plan_attention if fixed_plans is None else fixed_plans.plan_with_device_table
         positions = copy_to_device(batch.positions, self.device)
@@ -382,13 +382,13 @@ class ModelRunner:
             state_by_layer=self._states,
             state_plan=None if step.units is None else self._ops.plan_state(batch, step.units),
         )
-        return self.model.forward(step.token_ids, layers, step.selected_tokens)
+        return self.model.forward(step.token_ids, layers, step.selected.indices)
 
     def _sample(self, hidden: Tensor, step: PreparedStep) -> list[Tensor]:
         """Draw a token for each sampled chunk. Returns the tokens, and their logprobs if a request wants any."""
         if not step.batch_state.sampled_chunks:
             return []
-        sampled_hidden = hidden if step.last_token_indices is None else hidden[step.last_token_indices]
+        sampled_hidden = hidden if step.selected.last_indices is None else hidden[step.selected.last_indices]
         if step.sampling_inputs is None:
             self.model.contribute_logits(sampled_hidden)
             return []

@@ -63,13 +63,12 @@ class Driver:
         forward = self.runner._forward
 
         def recording(step: Any) -> torch.Tensor:
-            hidden_states = forward(replace(step, selected_tokens=None) if all_rows else step)
-            starts = step.batch.query_starts if all_rows else step.selected_starts
+            hidden_states = forward(replace(step, selected=step.selected._replace(indices=None)) if all_rows else step)
+            starts = step.batch.query_starts if all_rows else step.selected.starts
             self.hidden_states = [hidden_states[starts[i] : starts[i + 1]].clone() for i in range(len(step.chunks))]
             self.forwarded_chunks = step.chunks
-            return (
-                hidden_states[step.selected_tokens] if all_rows and step.selected_tokens is not None else hidden_states
-            )
+            indices = step.selected.indices
+            return hidden_states[indices] if all_rows and indices is not None else hidden_states
 
         self.runner._forward = recording  # type: ignore[assignment, method-assign]
 
