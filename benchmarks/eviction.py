@@ -113,7 +113,9 @@ class EngineOrder:
 
     def end_request(self, names: list[int], turn: ConversationTurn) -> None:
         self.order.finish_turn(turn)
-        self.order.mark_cached(self.nodes[names[-1]])
+        leaf = self.nodes[names[-1]]
+        if not leaf.cached_child_count:
+            self.order.device_queue.add(leaf, turn)
 
     def trim(self) -> None:
         """Evict what does not fit, of what nobody holds."""
@@ -126,7 +128,10 @@ class EngineOrder:
         parent = leaf.parent
         if parent is not None:
             parent.cached_child_count -= 1
-        self.order.remove_leaf(leaf, None if parent is None or parent.cached_child_count else parent)
+        if parent is None or parent.cached_child_count:
+            self.order.device_queue.remove(leaf)
+        else:
+            self.order.device_queue.shorten_path(leaf, parent)
 
 
 ORDERS: dict[str, Callable[[int], Cache]] = {"LRU": Lru, "ours": EngineOrder}

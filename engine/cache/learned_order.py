@@ -34,6 +34,25 @@ class _LearnedOrder(LruOrder):
     def _get_blocks(self, node: Node) -> Sequence[Block | None]:
         """Return the blocks that this memory has at a node: full attention is the first kind, state the last."""
 
+    def mark_cached(self, block: Block) -> None:
+        """Record that no sequence holds a block any more: the end of a path, or a state, may be evicted now."""
+        super().mark_cached(block)
+        node = block.node
+        assert node is not None
+        if not isinstance(block, StateBlock):
+            self._add_leaf(node)
+        elif self._is_evicted_alone(block, node):
+            blocks_per_state = self._unit_value
+            self._queue.add_superseded_state(node, block.value / blocks_per_state)
+
+    @abstractmethod
+    def _add_leaf(self, node: Node) -> None:
+        """Add the path that ends at `node` to the queue, if one does in this memory."""
+
+    @abstractmethod
+    def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
+        """Return whether a state at `node` may be evicted before the attention blocks there."""
+
     def mark_used(self, block: Block) -> None:
         super().mark_used(block)
         assert block.node is not None
@@ -44,10 +63,6 @@ class _LearnedOrder(LruOrder):
 
     def clear(self) -> None:
         self._queue.clear()
-
-    def _add_superseded_state(self, node: Node, state: StateBlock) -> None:
-        """Let a state be evicted by itself, by the blocks that it saves for each block of its memory."""
-        self._queue.add_superseded_state(node, state.value / self._unit_value)
 
     def find_victim(self, useful_kinds: Sequence[int]) -> Block | None:
         """Return a superseded state that is worth little, else the end of the path that is worth least."""
@@ -70,22 +85,23 @@ class LearnedDeviceOrder(_LearnedOrder):
     def _get_blocks(self, node: Node) -> Sequence[Block | None]:
         return node.blocks
 
-    def mark_cached(self, block: Block) -> None:
-        """Record that no sequence holds a block any more. Of the states, only superseded ones enter the queue."""
-        super().mark_cached(block)
-        assert block.node is not None
-        if not isinstance(block, StateBlock):
-            self._eviction.mark_cached(block.node)
-        elif block.is_superseded:
-            self._add_superseded_state(block.node, block)
+    def _add_leaf(self, node: Node) -> None:
+        if not node.cached_child_count:
+            self._queue.add(node, self._eviction.last_turn)
+
+    def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
+        return state.is_superseded
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         """Update the queue after an eviction. The parent of an evicted full-attention block may be evicted next."""
         if kind != FULL_KIND:
             self._eviction.requeue_state(node)
+            return
+        parent = node.parent
+        if parent is not None and parent.is_cached(FULL_KIND) and not parent.cached_child_count:
+            self._queue.shorten_path(node, parent)
         else:
-            parent = node.parent
-            self._eviction.remove_leaf(node, parent if parent is not None and parent.is_cached(FULL_KIND) else None)
+            self._queue.remove(node)
 
     def check_nodes(self, nodes: Collection[Node]) -> None:
         """Assert that the queue holds exactly the cached nodes that have no cached child."""
@@ -105,15 +121,13 @@ class LearnedHostOrder(_LearnedOrder):
     def _get_blocks(self, node: Node) -> Sequence[Block | None]:
         return node.host_blocks
 
-    def mark_cached(self, block: Block) -> None:
-        super().mark_cached(block)
-        node = block.node
-        assert node is not None
-        if isinstance(block, StateBlock):
-            if block.is_superseded or node.blocks[FULL_KIND] is not None:
-                self._add_superseded_state(node, block)
-        elif not node.children:
-            self._eviction.add_host_leaf(node)
+    def _add_leaf(self, node: Node) -> None:
+        """Add a path that ends in host memory. It belongs to the same turn as on the device."""
+        if not node.children:
+            self._queue.add(node, self._eviction.device_queue.find_turn(node) or self._eviction.last_turn)
+
+    def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
+        return state.is_superseded or node.blocks[FULL_KIND] is not None
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         if kind != FULL_KIND:
@@ -125,11 +139,14 @@ class LearnedHostOrder(_LearnedOrder):
         self._queue.remove(node)
 
     def mark_node_removed(self, node: Node) -> None:
+        """Record that `node` left the tree. Its path ends at its parent now, if host memory alone has that."""
         parent = node.parent
-        if parent is not None and not parent.children and parent.is_cached_on_host(FULL_KIND):
-            self._eviction.replace_host_leaf(node, parent)
-        else:
+        if parent is None or parent.children or not parent.is_cached_on_host(FULL_KIND):
             self._queue.remove(node)
+        elif self._queue.find_turn(node) is not None:
+            self._queue.shorten_path(node, parent)
+        else:
+            self._queue.add(parent, self._eviction.last_turn)
 
     def check_nodes(self, nodes: Collection[Node]) -> None:
         """Assert that the queue holds exactly the ends of paths that only host memory has, and that no step reads."""
@@ -160,7 +177,7 @@ class LearnedEviction(LruEviction):
         self.device_order = LearnedDeviceOrder(spec, self, self.device_queue)
         self.host_order = LearnedHostOrder(spec, self, self.host_queue)
         self._turn_by_sequence: dict[EngineSequence, ConversationTurn] = {}
-        self._last_turn = ConversationTurn(0, 0)
+        self.last_turn = ConversationTurn(0, 0)
         """The turn that ended last: nodes that become cached next belong to its path."""
 
     def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:
@@ -180,30 +197,7 @@ class LearnedEviction(LruEviction):
             self.device_queue.mark_abandoned(turn.previous)
             self.host_queue.mark_abandoned(turn.previous)
             turn.previous = None
-        self._last_turn = turn
-
-    def mark_cached(self, node: Node) -> None:
-        """Record that the device still has `node`, and no request uses it any more."""
-        if not node.cached_child_count:
-            self.device_queue.add(node, self._last_turn)
-
-    def remove_leaf(self, leaf: Node, parent: Node | None) -> None:
-        """Record that the device has evicted `leaf`. `parent`: its parent, if that is cached."""
-        if parent is None or parent.cached_child_count:
-            self.device_queue.remove(leaf)
-        else:
-            self.device_queue.shorten_path(leaf, parent)
-
-    def add_host_leaf(self, node: Node) -> None:
-        """Record that host memory has `node`, which has no children. Its path belongs to the same turn as before."""
-        self.host_queue.add(node, self.device_queue.find_turn(node) or self._last_turn)
-
-    def replace_host_leaf(self, leaf: Node, parent: Node) -> None:
-        """Record that `leaf` has left the tree, so that its path in host memory ends at `parent` now."""
-        if self.host_queue.find_turn(leaf) is not None:
-            self.host_queue.shorten_path(leaf, parent)
-        else:
-            self.host_queue.add(parent, self._last_turn)
+        self.last_turn = turn
 
     def requeue_state(self, node: Node) -> None:
         """Value a path again after the state at `node` was used or removed."""

@@ -34,12 +34,12 @@ class Cache:
         self.order = LearnedEviction(CacheSpec(16, (group,)), capacity)
 
     def serve(self, names: list[int]) -> int:
-        last, hit_blocks = None, 0
+        queue, last, hit_blocks = self.order.device_queue, None, 0
         while hit_blocks < len(names) and names[hit_blocks] in self.places:
             last, hit_blocks = self.places[names[hit_blocks]], hit_blocks + 1
         turn = self.order.reuse_stats.begin_turn(names, hit_blocks)
         if last is not None:
-            self.order.device_queue.remove(last)
+            queue.remove(last)
         for depth in range(hit_blocks, len(names)):
             place = self.places[names[depth]] = Place(names[depth], depth, last)
             if last is not None:
@@ -47,18 +47,24 @@ class Cache:
             last = place
         self.order.finish_turn(turn)
         assert last is not None
-        self.order.mark_cached(last)
+        if not last.cached_child_count:
+            queue.add(last, turn)
         while len(self.places) > self.capacity:
-            leaf = self.order.device_queue.select_leaf()
+            leaf = queue.select_leaf()
             assert leaf is not None
             assert not leaf.cached_child_count, "evicted before what hangs from it"
             del self.places[leaf.hash]
-            if leaf.parent is not None:
-                leaf.parent.cached_child_count -= 1
-            self.order.remove_leaf(leaf, leaf.parent)
+            if leaf.parent is None:
+                queue.remove(leaf)
+                continue
+            leaf.parent.cached_child_count -= 1
+            if leaf.parent.cached_child_count:
+                queue.remove(leaf)
+            else:
+                queue.shorten_path(leaf, leaf.parent)
         self.served_count += 1
         if self.served_count % 50 == 0:
-            self.order.device_queue.check_invariants({p for p in self.places.values() if not p.cached_child_count})
+            queue.check_invariants({p for p in self.places.values() if not p.cached_child_count})
         return hit_blocks
 
 
