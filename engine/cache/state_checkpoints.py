@@ -26,7 +26,6 @@ blocks.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -73,10 +72,11 @@ class _SequenceState:
     """Checkpoint that the sequence's first step copies, held until that step is over."""
     needs_init: bool = True
     """Whether the step being planned has to restore or zero the state."""
-    planned_stops: list[int] = field(default_factory=list)
-    """Numbers of blocks after which a checkpoint is planned, ascending."""
     hash_by_stop: dict[int, int] = field(default_factory=dict)
-    """Planned stop -> hash of the prefix there, by which waiting requests recognise it."""
+    """Number of blocks after which a checkpoint is planned -> hash of the last of them; ascending.
+
+    Waiting requests recognise the prefix by the hash.
+    """
     pending_checkpoint_by_end: dict[int, StateBlock] = field(default_factory=dict)
     """End of a chunk, in tokens -> checkpoint that its step takes, until the step is committed."""
     rolling_checkpoint: StateBlock | None = None
@@ -106,8 +106,6 @@ class StateCheckpoints:
         self._host_tier = host_tier
         self._allocate = allocate
         self._state_by_sequence: dict[Sequence, _SequenceState] = {}
-        self._stop_counts: Counter[tuple[int, int]] = Counter()
-        """(number of blocks before a planned checkpoint, hash of the last of them) -> sequences that plan it."""
         self._planned_copies: list[tuple[UnitId, UnitId]] = []
         """(state of a sequence, checkpoint) units of the copies that the step being planned makes."""
 
@@ -157,9 +155,7 @@ class StateCheckpoints:
         """Plan a checkpoint of `seq` after `block_count` blocks. `hash_`: hash of the last of them."""
         state = self._state_by_sequence[seq]
         if block_count * self._block_size > seq.computed_tokens and block_count not in state.hash_by_stop:
-            state.planned_stops = sorted([*state.planned_stops, block_count])
-            state.hash_by_stop[block_count] = hash_
-            self._stop_counts[block_count, hash_] += 1
+            state.hash_by_stop = dict(sorted([*state.hash_by_stop.items(), (block_count, hash_)]))
 
     def has_planned_checkpoint(self, keys: Items[BlockKey], resumable_blocks: int) -> bool:
         """Return whether a running sequence will take a checkpoint of this prefix, later than the cached one.
@@ -167,25 +163,24 @@ class StateCheckpoints:
         `resumable_blocks`: number of blocks after which the cache has a checkpoint of this prefix.
         """
         return any(
-            resumable_blocks < blocks <= len(keys) and keys[blocks - 1].hash == hash_
-            for blocks, hash_ in self._stop_counts
+            resumable_blocks < block_count <= len(keys) and keys[block_count - 1].hash == hash_
+            for state in self._state_by_sequence.values()
+            for block_count, hash_ in state.hash_by_stop.items()
         )
 
     def cancel_planned(self, seq: Sequence) -> None:
         """Cancel the planned checkpoints of `seq`, because its further blocks stay out of the prefix tree."""
-        state = self._state_by_sequence[seq]
-        while state.planned_stops:
-            self._remove_first_stop(state)
+        self._state_by_sequence[seq].hash_by_stop.clear()
 
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
         """Return where a chunk of `seq` up to `end` should end: no later than the next planned checkpoint.
 
         A long chunk ends at a block boundary, because a checkpoint is taken there.
         """
-        stops = self._state_by_sequence[seq].planned_stops
-        if not stops:
+        next_stop = next(iter(self._state_by_sequence[seq].hash_by_stop), None)
+        if next_stop is None:
             return end
-        end = min(end, stops[0] * self._block_size)
+        end = min(end, next_stop * self._block_size)
         is_long = end - seq.computed_tokens >= _LONG_CHUNK_TOKENS
         return end // self._block_size * self._block_size if is_long else end
 
@@ -245,8 +240,8 @@ class StateCheckpoints:
                     plan.state_resets.append(state.block.unit.index)
                 else:
                     plan.state_restores.append((state.source_checkpoint.unit.index, state.block.unit.index))
-            while state.planned_stops and state.planned_stops[0] * self._block_size <= chunk.end:
-                self._remove_first_stop(state)
+            for stop in [stop for stop in state.hash_by_stop if stop * self._block_size <= chunk.end]:
+                del state.hash_by_stop[stop]
             checkpoint = state.pending_checkpoint_by_end.get(chunk.end)
             if checkpoint is not None:
                 checkpoint.is_in_flight = True
@@ -332,13 +327,6 @@ class StateCheckpoints:
         checkpoint.value = compute_state_value(saved_blocks, is_superseded=is_superseded)
         self._pool.release(checkpoint)
 
-    def _remove_first_stop(self, state: _SequenceState) -> None:
-        stop = state.planned_stops.pop(0)
-        stop_and_hash = (stop, state.hash_by_stop.pop(stop))
-        self._stop_counts[stop_and_hash] -= 1
-        if not self._stop_counts[stop_and_hash]:
-            del self._stop_counts[stop_and_hash]
-
     def _previous_checkpoint(self, node: Node) -> Node | None:
         """Return the nearest ancestor with a checkpoint in either memory; None if there is none."""
         ancestor = node.parent
@@ -356,16 +344,12 @@ class StateCheckpoints:
             self._release_checkpoint(checkpoint, is_superseded=True)
 
     def check_invariants(self) -> None:
-        stop_counts = Counter(
-            (b, state.hash_by_stop[b]) for state in self._state_by_sequence.values() for b in state.planned_stops
-        )
-        assert stop_counts == self._stop_counts
         for seq, state in self._state_by_sequence.items():
             assert state.block.ref_count == 1
             assert state.block.node is None
             assert state.block.unit.index == seq.state_unit
-            assert state.planned_stops == sorted(state.hash_by_stop)
-            assert all(blocks * self._block_size > seq.computed_tokens for blocks in state.planned_stops)
+            assert list(state.hash_by_stop) == sorted(state.hash_by_stop)
+            assert all(stop * self._block_size > seq.computed_tokens for stop in state.hash_by_stop)
 
     def list_references(self) -> list[Block]:
         """Return the blocks that sequences hold here, one entry for each reference."""
