@@ -29,8 +29,6 @@ from router.decide.messages import (
     Refuse,
     ReportedUsage,
     RouteRequest,
-    Transfer,
-    TransferKind,
     WorkerLost,
 )
 from router.decide.placement import ActiveRequest, Attempt, RequestPlacer
@@ -288,15 +286,12 @@ class RouterCore:
         if attempt is None:
             return []
         active_request, engine_usage = self._active_requests[request_id], usage or ReportedUsage()
-        transfer = attempt.decision.transfer
-        if transfer is not None:
-            if transfer.kind is TransferKind.PREFILL:
-                engine_usage = ReportedUsage(engine_usage.prompt_tokens, None, engine_usage.completion_tokens)
-            elif _has_missing_transfer(attempt, transfer, engine_usage):
-                self._placer.fail_transfer(attempt, now)
-            if not is_error:
-                self._placer.record_transfer(attempt, now)
+        if attempt.decision.is_split:  # the cached tokens would be those of the worker that computed the prompt
+            engine_usage = ReportedUsage(engine_usage.prompt_tokens, None, engine_usage.completion_tokens)
+        elif _has_missing_transfer(attempt.decision, engine_usage):
+            self._placer.fail_transfer(attempt, now)
         if not is_error:
+            self._placer.record_transfer(attempt, now)
             self._placer.record_answer(active_request, engine_usage.completion_tokens, now)
         self._placer.end_attempt(
             active_request, now, is_computed=not is_error, reported_cached_tokens=engine_usage.cached_tokens
@@ -367,29 +362,31 @@ class RouterCore:
         """Have another worker take over a running request; return [] if the request stays where it is.
 
         `continuation`: request for the rest of the answer; it is needed once the client has part of the answer. The
-        request stays if no other worker would do better, or if its tries are spent or the queue is full. The first
-        instruction returned is the request's Forward, Enqueue or Refuse. `is_stalled`: the worker is up but sends
+        first instruction returned is the request's Forward, Enqueue or Refuse. `is_stalled`: the worker is up but sends
         nothing in the middle of an answer, which counts as a failure of that worker.
         """
         attempt = self._get_attempt(request_id)
-        if attempt is None or (continuation is None and attempt.has_first_token):
-            return []
-        active_request = self._active_requests[request_id]
-        candidates = self.registry.find_candidates(
-            continuation or active_request.request, active_request.tried_workers | {attempt.decision.worker}
-        )
-        if isinstance(candidates, Refuse):
-            return []
-        if candidates[0].worker_id in self.registry.avoided_workers:  # all candidates are avoided
-            return []
-        if continuation is None and not self._retry_budget.has_retry(
-            active_request.request.tenant, active_request.failed_attempts + 1
-        ):
-            return []
-        if self._placer.is_queue_full(active_request):
+        if attempt is None or not self._can_move(self._active_requests[request_id], attempt, continuation):
             return []
         kind = FailureKind.STALLED if is_stalled and continuation is not None else FailureKind.LOST
         return self.fail_attempt(request_id, kind, now, continuation, silent_s=self.config.health.stalled_s)
+
+    def _can_move(self, active_request: ActiveRequest, attempt: Attempt, continuation: RouteRequest | None) -> bool:
+        """Return whether another worker may take over a request, or the `continuation` of its answer.
+
+        It may not if all other workers are to be avoided, if the request's tries are spent, or if the queue is full.
+        """
+        if continuation is None:
+            has_retry = self._retry_budget.has_retry(active_request.request.tenant, active_request.failed_attempts + 1)
+            if attempt.has_first_token or not has_retry:
+                return False
+        candidates = self.registry.find_candidates(
+            continuation or active_request.request, active_request.tried_workers | {attempt.decision.worker}
+        )
+        # An avoided worker is a candidate only if all are avoided.
+        if isinstance(candidates, Refuse) or candidates[0].worker_id in self.registry.avoided_workers:
+            return False
+        return not self._placer.is_queue_full(active_request)
 
     def tick(self, now: float) -> list[Instruction]:
         """Apply deadlines, queue tries, pins and pauses that are due. Call at `next_tick()` or a little later."""
@@ -449,23 +446,28 @@ class RouterCore:
         self, active_request: ActiveRequest, continuation: RouteRequest | None, kind: FailureKind, now: float
     ) -> Forward | Enqueue | Refuse:
         """Place a request, or the `continuation` of its answer, after its last attempt failed."""
-        tenant, is_safe = active_request.request.tenant, active_request.crash_suspicions < CRASH_SUSPICIONS_MAX
-        request_id = active_request.request.request_id
-        if continuation is not None:
-            active_request.request = continuation
-            instruction = self._placer.place(active_request, now) if is_safe else None
-            self.counters["continued"] += isinstance(instruction, Forward | Enqueue)
-        elif is_safe and self._retry_budget.spend_retry(tenant, active_request.failed_attempts):
-            instruction = self._placer.place(active_request, now)
-            if isinstance(instruction, Refuse):  # the failure says more than why nobody else can take it
-                instruction = None
+        instruction: Forward | Enqueue | Refuse | None = None
+        if active_request.crash_suspicions < CRASH_SUSPICIONS_MAX:
+            if continuation is None:
+                instruction = self._retry(active_request, now)
             else:
-                self.counters["retried"] += 1
-        else:
-            instruction = None
+                active_request.request = continuation
+                instruction = self._placer.place(active_request, now)
+                self.counters["continued"] += not isinstance(instruction, Refuse)
         if instruction is None:
-            instruction = _refuse_after_failure(request_id, kind, self.registry.compute_retry_after_s(now))
+            retry_after_s = self.registry.compute_retry_after_s(now)
+            instruction = _refuse_after_failure(active_request.request.request_id, kind, retry_after_s)
         return self._forget_refused(instruction)
+
+    def _retry(self, active_request: ActiveRequest, now: float) -> Forward | Enqueue | None:
+        """Place a request once more from its start; None if its tenant has no retry left, or no worker takes it."""
+        if not self._retry_budget.spend_retry(active_request.request.tenant, active_request.failed_attempts):
+            return None
+        instruction = self._placer.place(active_request, now)
+        if isinstance(instruction, Refuse):  # the failure says more than why nobody else can take the request
+            return None
+        self.counters["retried"] += 1
+        return instruction
 
     def _record_worker_fault(
         self, worker: Worker, kind: FailureKind, now: float, *, is_probe: bool
@@ -577,11 +579,11 @@ class RetryBudget:
             self._retries.popitem(last=False)
 
 
-def _has_missing_transfer(attempt: Attempt, pull: Transfer, usage: ReportedUsage) -> bool:
+def _has_missing_transfer(decision: Decision, usage: ReportedUsage) -> bool:
     """Return whether an engine reports that less than half of the KV which should have come was cached."""
-    if usage.cached_tokens is None:
+    if decision.transfer is None or usage.cached_tokens is None:
         return False
-    return usage.cached_tokens < attempt.decision.predicted_cached_tokens - pull.tokens // 2
+    return usage.cached_tokens < decision.predicted_cached_tokens - decision.transfer.tokens // 2
 
 
 def _refuse_after_failure(request_id: str, kind: FailureKind, retry_after_s: float) -> Refuse:

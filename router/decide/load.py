@@ -88,8 +88,13 @@ class Load:
     """Requests sent here per second, averaged and scaled like `utilisation_scaled`."""
     last_request_end_s: float = -math.inf
     """When a request here ended last."""
-    routed_requests: int = 0
-    """Requests sent here since the target was added."""
+
+
+@dataclass(slots=True, eq=False)
+class RoutedTotals:
+    """Totals of the requests that this router sent to a target since the target was added."""
+
+    request_count: int = 0
     predicted_cached_tokens: int = 0
     """Predicted cached tokens of the ended requests for which the engine reported them."""
     reported_cached_tokens: int = 0

@@ -135,14 +135,12 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
     """Time of the transfer alone, without the prefill of the source."""
 
 
-class Terms(msgspec.Struct, frozen=True, gc=False):
-    """Predicted cost of one request at one worker: six parts, their sum, and the figures behind them.
-
-    Values are seconds unless their name says otherwise. docs/reference/price.md explains them."""
+class Price(msgspec.Struct, frozen=True, gc=False):
+    """Predicted cost in seconds of one request at one worker: six parts, and their sum. The lowest price wins."""
 
     worker: str
     cost: float
-    """ttft_s + decode_s + congestion_s + pressure_s + tie_break_s - shared_s; the lowest wins."""
+    """ttft_s + decode_s + congestion_s + pressure_s + tie_break_s - shared_s."""
     ttft_s: float = 0.0
     """Predicted time to the first token: slot_wait_s + slowdown * (queue_s + prefill_s) + tier_load_s."""
     decode_s: float = 0.0
@@ -155,6 +153,11 @@ class Terms(msgspec.Struct, frozen=True, gc=False):
     """Discount for the part of the prefill that other requests will use."""
     tie_break_s: float = 0.0
     """Recent utilisation, times `cost.utilisation_weight`."""
+
+
+class Terms(Price, frozen=True, gc=False):
+    """Price of one request at one worker, and the figures behind the price. docs/reference/price.md explains them."""
+
     cached_tokens: int = 0
     """Length of the usable cached prefix, including blocks that running requests compute."""
     resident_tokens: int = 0

@@ -299,7 +299,7 @@ class RequestPlacer:
             self._start_source(attempt, choice, plan.source, now)
         self._remember_placement(request, target, now)
         self._start_probe(request, target)
-        target.load.routed_requests += 1
+        target.totals.request_count += 1
         self._counters["routed"] += 1
         return Forward(request.request_id, decision)
 
@@ -337,7 +337,7 @@ class RequestPlacer:
         attempt.prefill_leg = in_flight
         if prompt_query is not None:
             self._cache_state.add_request(in_flight, prompt_query, now)
-        source.load.routed_requests += 1
+        source.totals.request_count += 1
 
     def _start_transfer(self, attempt: Attempt, now: float) -> None:
         """Count the transfer of an attempt's KV from now on."""

@@ -80,14 +80,11 @@ class WorkerRegistry:
         A known worker keeps its targets, with their load and learned speed, if its cached blocks remain valid.
         """
         worker = self.workers.get(spec.worker_id)
+        are_targets_valid = worker is not None and _has_same_caches(worker.spec, spec)
         if worker is None:
-            worker = Worker(spec, WorkerState.UP if is_up else WorkerState.STARTING)
-            self.workers[spec.worker_id] = worker
-            must_recreate_targets = True
-        else:
-            must_recreate_targets = not _has_same_caches(worker.spec, spec)
+            worker = self.workers[spec.worker_id] = Worker(spec, WorkerState.UP if is_up else WorkerState.STARTING)
         worker.spec, worker.models = spec, {model.name: model for model in spec.models}
-        if must_recreate_targets:
+        if not are_targets_valid:
             self._drop_targets(worker)
             self._make_targets(worker)
         for target in self._targets[spec.worker_id]:
@@ -471,8 +468,8 @@ def make_worker_snapshot(
             "load_factor": target.speed.tier_load.get(now),
             "observations": target.speed.observation_count,
         },
-        routed_requests=load.routed_requests,
-        predicted_cached_tokens=load.predicted_cached_tokens,
-        reported_cached_tokens=load.reported_cached_tokens,
+        routed_requests=target.totals.request_count,
+        predicted_cached_tokens=target.totals.predicted_cached_tokens,
+        reported_cached_tokens=target.totals.reported_cached_tokens,
         alarms=alarms,
     )

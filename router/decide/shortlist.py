@@ -135,8 +135,8 @@ class LoadOrder:
     def _compute_sort_key(self, target: Target, now: float, utilisation_decay: float) -> float:
         """Return the price of the typical request at a target.
 
-        The progress of the oldest prefill counts up to one half. With more, the key would change so fast that it is out
-        of date before it is read.
+        The price falls while the target computes a prompt. Here it falls no more once half of that prompt is done:
+        otherwise the key would be out of date before it is read.
         """
         typical, queue = self.typical_request, target.prefill_queue
         prompt_tokens = int(typical.prompt_tokens)

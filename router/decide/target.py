@@ -20,7 +20,16 @@ from typing import Final
 import msgspec
 
 from router.decide.config import ServiceModel
-from router.decide.load import NO_EXTERNAL_LOAD, NO_PEER_LOAD, SLOT_WAIT_RATIO, Capacity, Load, PeerLoad, PeerPrefills
+from router.decide.load import (
+    NO_EXTERNAL_LOAD,
+    NO_PEER_LOAD,
+    SLOT_WAIT_RATIO,
+    Capacity,
+    Load,
+    PeerLoad,
+    PeerPrefills,
+    RoutedTotals,
+)
 from router.decide.speed import PoolSpeed, Speed, WorkTotals
 from router.decide.workers import NO_TRANSFERS
 from router.index.protocol import HolderId, PinId, PrefixIndex, PreparedPrompt, Scope
@@ -147,16 +156,14 @@ class ShortestFirstOrder:
             order_s_by_request[request] = order_s
         self.order_s_by_request = dict(sorted(order_s_by_request.items(), key=itemgetter(1)))
         """Order seconds of each sorted prompt, ascending."""
+        self.shortest_request = next(iter(self.order_s_by_request), None)
+        """The prompt that the engine computes now; None if none waits."""
         self.sorted_order_s = list(self.order_s_by_request.values())
         remaining_s = map(InFlightRequest.estimate_remaining_prefill_s, self.order_s_by_request)
         self.cumulative_remaining_s = list(itertools.accumulate(remaining_s, initial=0.0))
         """Sums of the remaining prefill seconds of the first 0, 1, 2 ... prompts."""
         self.waiting_per_sorted = len(awaited_by_request) / max(len(self.sorted_order_s), 1)
         """Number of waiting prompts for each sorted one: 1.0 unless the queue is long."""
-
-    def get_shortest(self) -> InFlightRequest | None:
-        """Return the prompt that the engine computes now."""
-        return next(iter(self.order_s_by_request), None)
 
     def estimate_total_s(self, queued_prefill_s: float) -> float:
         """Return the remaining prefill of all prompts, of which `queued_prefill_s` is the sum without any progress."""
@@ -262,7 +269,7 @@ class PrefillQueue:
 
     def record_progress(self, slowdown: float, now: float) -> None:
         """Note the progress of the shortest prompt, before a change of the queue may put another prompt first."""
-        shortest_request = self.order.get_shortest()
+        shortest_request = self.order.shortest_request
         if shortest_request is not None:
             done_s = (now - self.busy_since_s) / slowdown
             if done_s > 0.0:
@@ -297,6 +304,7 @@ class Target:
         self.worker_id, self.rank, self.holder = worker_id, rank, holder
         self.name = worker_id if rank is None else f"{worker_id}#{rank}"
         self.capacity, self.load, self.prefill_queue = Capacity(), Load(), PrefillQueue()
+        self.totals = RoutedTotals()
         self.speed = Speed(pool)
         self.transfer_facts = NO_TRANSFERS
         self.can_prefill_for_others = True

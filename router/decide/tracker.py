@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -53,6 +53,30 @@ _RESCALE_WINDOWS: Final = 20.0
 """Windows after which scaled utilisations are scaled back, before they overflow."""
 
 
+class _RequestTimetable:
+    """Requests with the times at which something is expected to happen to them."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int, InFlightRequest]] = []
+        """Heap of (time, number of entries that were added before, request)."""
+        self._entry_count = 0
+
+    def add(self, at_s: float, request: InFlightRequest) -> None:
+        """Expect something to happen to a request at `at_s`."""
+        heapq.heappush(self._entries, (at_s, self._entry_count, request))
+        self._entry_count += 1
+
+    def pop_due(self, now: float) -> Sequence[tuple[float, InFlightRequest]]:
+        """Remove and return all times up to `now` with their requests, the earliest first."""
+        if not self._entries or self._entries[0][0] > now:
+            return ()
+        due_requests = []
+        while self._entries and self._entries[0][0] <= now:
+            at_s, _, request = heapq.heappop(self._entries)
+            due_requests.append((at_s, request))
+        return due_requests
+
+
 class LoadTracker:
     """Load and speed of every target, from this router's requests, its peers and the engines' reports."""
 
@@ -64,12 +88,10 @@ class LoadTracker:
         """Speed of the targets of each pool. A pool stays here after the last worker of its model is removed."""
         self.targets: dict[str, Target] = {}
         self._epoch_s: float | None = None
-        self._estimated_first_tokens: list[tuple[float, int, InFlightRequest]] = []
-        """Heap of (estimated time of the first token, serial number, request) for requests that do not stream."""
-        self._estimated_arrivals: list[tuple[float, int, InFlightRequest]] = []
-        """Heap of (estimated end of the KV transfer, serial number, request) for requests that wait for one."""
-        self._estimate_count = 0
-        """Serial number of the newest entry of the heaps, which breaks ties of time."""
+        self._estimated_first_tokens = _RequestTimetable()
+        """Estimated times of the first tokens of requests that do not stream."""
+        self._estimated_arrivals = _RequestTimetable()
+        """Estimated ends of the KV transfers that requests wait for."""
         self._silence_checked_at_s = -math.inf
         self._peer_loads_by_router: dict[str, dict[str, PeerLoad]] = {}
         """Load of each router's requests, by router and by name of the target."""
@@ -137,9 +159,7 @@ class LoadTracker:
         arrival_s = max(plan.arrival_s if plan else 0.0, target.slowdown * wait_s)
         request.expected_ttft_s = arrival_s + target.slowdown * request.prefill_s
         if not is_streaming:
-            self._estimate_count += 1
-            first_token_at_s = now + request.expected_ttft_s
-            heapq.heappush(self._estimated_first_tokens, (first_token_at_s, self._estimate_count, request))
+            self._estimated_first_tokens.add(now + request.expected_ttft_s, request)
         self._mark_changed(target)
         load = target.load
         if plan is None:
@@ -225,8 +245,8 @@ class LoadTracker:
         if not is_computed:
             self._add_utilisation(target, -request.prefill_s, request.sent_at_s)
         if reported_cached_tokens is not None:
-            load.predicted_cached_tokens += request.cached_tokens
-            load.reported_cached_tokens += reported_cached_tokens
+            target.totals.predicted_cached_tokens += request.cached_tokens
+            target.totals.reported_cached_tokens += reported_cached_tokens
 
     def start_transfer(self, request: InFlightRequest, transfer_s: float, now: float) -> None:
         """Count a transfer at both ends; until its end the request is not in its target's prefill queue."""
@@ -236,8 +256,7 @@ class LoadTracker:
         request.phase = RequestPhase.TRANSFER
         request.target.load.incoming_transfers += 1
         request.source.load.outgoing_transfers += 1
-        self._estimate_count += 1
-        heapq.heappush(self._estimated_arrivals, (now + transfer_s, self._estimate_count, request))
+        self._estimated_arrivals.add(now + transfer_s, request)
 
     def end_transfer(self, request: InFlightRequest, now: float) -> None:
         """End the wait of a request for KV, if it waits for any: it joins its target's prefill queue."""
@@ -288,13 +307,9 @@ class LoadTracker:
 
         Must be called before any load is read.
         """
-        arrivals = self._estimated_arrivals
-        while arrivals and arrivals[0][0] <= now:
-            arrived_at_s, _, request = heapq.heappop(arrivals)
+        for arrived_at_s, request in self._estimated_arrivals.pop_due(now):
             self.end_transfer(request, arrived_at_s)
-        estimates = self._estimated_first_tokens
-        while estimates and estimates[0][0] <= now:
-            first_token_at_s, _, request = heapq.heappop(estimates)
+        for first_token_at_s, request in self._estimated_first_tokens.pop_due(now):
             if request.has_no_first_token:
                 self.end_transfer(request, first_token_at_s)
                 self._start_decode(request, first_token_at_s)
@@ -346,8 +361,8 @@ class LoadTracker:
 
     def compute_utilisation(self, target: Target, now: float) -> float:
         """Return a target's utilisation U, other routers' share included."""
-        factor = self.compute_utilisation_decay(now)  # before `utilisation_scaled` is read: it may rescale that
-        return target.load.utilisation_scaled * factor + target.peer_load.utilisation
+        decay = self.compute_utilisation_decay(now)  # before `utilisation_scaled` is read: it may rescale that
+        return target.load.utilisation_scaled * decay + target.peer_load.utilisation
 
     def _add_utilisation(self, target: Target, prefill_s: float, at_s: float, *, arrivals: int = 0) -> None:
         """Count prefill seconds and requests that a target got at `at_s`; a negative number takes seconds back.
@@ -383,22 +398,15 @@ class LoadTracker:
     def _observe_first_token(self, request: InFlightRequest, now: float) -> None:
         """Learn how long a target takes for prefill, from the first token of a streamed answer.
 
-        First tokens that arrive together end the same engine step, so their prompts share one prefill interval. A later
-        first token extends that interval by a step, or closes it and begins the next one. An interval with work in it
-        that this router cannot measure, such as another router's prompts or moved KV, is not learned from.
+        A prefill interval is the time from the begin of a prompt to its first token. It is learned from when it is
+        closed, unless the target also did work of unknown size: another router's prompts, or prompts with moved KV.
         """
         if not request.is_streaming:
             return
         target, load = request.target, request.target.load
         is_in_turn = target.prefill_queue.record_first_token(request)
         oldest_since_s = max(target.prefill_queue.oldest_since_s, target.peer_load.prefills.oldest_since_s)
-        interval = target.speed.open_prefill_interval
-        if interval is not None and now - interval.end_s > _SAME_STEP_S:
-            if is_in_turn and interval.can_add_step(request.sent_at_s, oldest_since_s, target.speed.step_tokens):
-                interval.add_step(load.decode_request_count, load.decode_context_tokens)
-            else:
-                self.close_interval(target)
-                interval = None
+        interval = self._continue_interval(request, oldest_since_s, now, is_in_turn=is_in_turn)
         if interval is None:
             interval = target.speed.open_prefill_interval = PrefillInterval.begin(
                 request.sent_at_s, oldest_since_s, load.decode_request_count, load.decode_context_tokens, now
@@ -408,6 +416,24 @@ class LoadTracker:
         if has_unmeasured_work or request.source is not None:
             interval.is_usable = False
         interval.add_first_token(request.prompt_tokens, request.cached_tokens, request.tier_load_s, now)
+
+    def _continue_interval(
+        self, request: InFlightRequest, oldest_since_s: float, now: float, *, is_in_turn: bool
+    ) -> PrefillInterval | None:
+        """Return the open interval of a request's target if the request's first token belongs to it, else close it.
+
+        First tokens that arrive together end the same engine step, so their prompts share an interval. A later one
+        belongs to it if the prompt, which was next (`is_in_turn`), may have begun in the same step: only the work of
+        both steps together is known. `oldest_since_s`: when the prompts before it had been computed.
+        """
+        target, load, interval = request.target, request.target.load, request.target.speed.open_prefill_interval
+        if interval is None or now - interval.end_s <= _SAME_STEP_S:
+            return interval
+        if is_in_turn and interval.can_add_step(request.sent_at_s, oldest_since_s, target.speed.step_tokens):
+            interval.add_step(load.decode_request_count, load.decode_context_tokens)
+            return interval
+        self.close_interval(target)
+        return None
 
     def record_answer(self, request: InFlightRequest, reported_tokens: int | None, now: float) -> int:
         """Learn the time of decode steps from a complete answer, and return the answer's length in tokens.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 WINDOW: Final = 40
@@ -21,35 +20,6 @@ REQUESTS_MIN: Final = 20
 """Requests that must have been compared before an alarm can be raised."""
 
 
-class DeviationAlarm(NamedTuple):
-    """An alarm that is raised when too large a share of the predictions is wrong."""
-
-    name: str
-    min_share: float
-    """Share of wrong predictions above which the alarm is raised."""
-    message_template: str
-
-
-_DEVIATION_ALARMS = (
-    DeviationAlarm(
-        "prompt_tokens",
-        0.25,
-        "{part} of {count} prompts have another length than the worker says: its chat template or tokenizer differs "
-        "from the router's",
-    ),
-    DeviationAlarm(
-        "cached_tokens",
-        0.5,
-        "{percent} % of the cached tokens of {count} requests were predicted wrongly: other tokens, another salt, or "
-        "lost events",
-    ),
-    DeviationAlarm(
-        "promised",
-        0.1,
-        "{part} tokens of {count} requests were predicted to be cached and were not, {percent} % of their tokens: its "
-        "cache is too small for what it gets",
-    ),
-)
 UNREACHABLE_HINT: Final = "is it the worker's address, and is the port open from here?"
 """Question to the operator if the events of a worker that is up cannot be read."""
 BLOCK_TOKENS: Final = 256
@@ -71,10 +41,9 @@ class StallDetector:
     def update(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
         """Return the workers that have stalled, or moved again, since the last call.
 
-        Call it at least twice in `stall_s` seconds: a later call may mean that the router itself was stuck.
-
-        `last_byte_s`: worker -> time of the last byte, for workers with a begun stream and a client that reads.
-        No worker counts as stalled where no stream moves at all, or this call is late: the router itself may be stuck.
+        `last_byte_s`: worker -> time of the last byte, for workers with a begun stream and a client that reads. No
+        further worker counts as stalled if all stand still, or if the last call is over `stall_s / 2` seconds ago: the
+        router itself may have been stuck.
         """
         is_late = self._updated_s is not None and now - self._updated_s > self.stall_s / 2
         self._updated_s = now
@@ -93,38 +62,92 @@ class StallDetector:
         return [] if last_s is None else [f"stalled: none of its streams has moved for {now - last_s:.0f} s"]
 
 
-@dataclass(slots=True)
-class _WorkerWindow:
-    """How well the predictions for one worker's last requests agreed with what the worker reported."""
+class _Deviation(NamedTuple):
+    """Amount that was predicted wrongly for one request, of the amount that was compared."""
 
-    deviations: dict[str, deque[tuple[int, int]]] = field(
-        default_factory=lambda: {alarm.name: deque(maxlen=WINDOW) for alarm in _DEVIATION_ALARMS}
-    )
-    """alarm name -> (wrong amount, compared amount) of the last requests.
+    wrong: int
+    compared: int
 
-    prompt_tokens: (1 if the count differs, 1); cached_tokens: (|predicted - reported|, the larger of the two) where
-    that is not zero; promised: (predicted - reported where that is positive, prompt tokens).
-    """
-    unannounced_requests: int = 0
-    """Requests since the last stored event that computed a block, or reused one without an event."""
-    stored_blocks: int = 0
-    """Number of announced blocks at the last check."""
 
-    def count_events(self, stored_blocks: int) -> None:
-        """Start to count unannounced requests anew if the worker has announced blocks since the last call.
+class _DeviationAlarm:
+    """Alarm that is raised if too large a share of the predictions for a worker's last requests was wrong."""
 
-        `stored_blocks` is the number of blocks that the worker has announced in all.
-        """
-        if stored_blocks != self.stored_blocks:
-            self.stored_blocks = stored_blocks
+    def __init__(self, name: str, share_max: float, message_template: str) -> None:
+        self._name = name
+        self._share_max = share_max
+        """Share of wrong predictions above which the alarm is raised."""
+        self._message_template = message_template
+        self._deviations: deque[_Deviation] = deque(maxlen=WINDOW)
+
+    def add(self, wrong: int, compared: int) -> None:
+        """Add what was compared for one request, and how much of that was wrong."""
+        self._deviations.append(_Deviation(wrong, compared))
+
+    def describe(self) -> list[str]:
+        """Return [] or the one text "name: ..." of the alarm."""
+        wrong = sum(deviation.wrong for deviation in self._deviations)
+        compared = sum(deviation.compared for deviation in self._deviations)
+        request_count = len(self._deviations)
+        if request_count < REQUESTS_MIN or wrong <= self._share_max * compared:
+            return []
+        message = self._message_template.format(part=wrong, count=request_count, percent=100 * wrong // compared)
+        return [f"{self._name}: {message}"]
+
+
+class _WorkerAlarms:
+    """Alarms of one worker, from its last requests."""
+
+    def __init__(self) -> None:
+        self.prompt_lengths = _DeviationAlarm(
+            "prompt_tokens",
+            0.25,
+            "{part} of {count} prompts have another length than the worker says: its chat template or tokenizer "
+            "differs from the router's",
+        )
+        self.cached_tokens = _DeviationAlarm(
+            "cached_tokens",
+            0.5,
+            "{percent} % of the cached tokens of {count} requests were predicted wrongly: other tokens, another salt, "
+            "or lost events",
+        )
+        self.missing_tokens = _DeviationAlarm(
+            "promised",
+            0.1,
+            "{part} tokens of {count} requests were predicted to be cached and were not, {percent} % of their tokens: "
+            "its cache is too small for what it gets",
+        )
+        self.unannounced_requests = 0
+        """Requests since the last announced block that filled or reused a block without an event about that block."""
+        self.announced_blocks = 0
+        """Number of blocks that the worker's events have announced, at the last check."""
+
+    def compare_cached_tokens(self, predicted_tokens: int, reported_tokens: int, prompt_tokens: int) -> None:
+        """Add the predicted and the reported cached tokens of a prompt."""
+        if predicted_tokens or reported_tokens:
+            self.cached_tokens.add(abs(predicted_tokens - reported_tokens), max(predicted_tokens, reported_tokens))
+        self.missing_tokens.add(max(predicted_tokens - reported_tokens, 0), prompt_tokens)
+
+    def update_announced_blocks(self, announced_blocks: int) -> None:
+        """Start to count unannounced requests anew if the worker has announced blocks since the last call."""
+        if announced_blocks != self.announced_blocks:
+            self.announced_blocks = announced_blocks
             self.unannounced_requests = 0
+
+    def describe_missing_events(self) -> list[str]:
+        """Return [] or the one text "events: ..." if requests filled or reused blocks of which no event told."""
+        if self.unannounced_requests < REQUESTS_MIN:
+            return []
+        return [
+            f"events: {self.unannounced_requests} prompts filled or reused blocks since the last block was announced: "
+            "the worker's events are off or do not arrive"
+        ]
 
 
 class Watchdog:
     """Alarms of all workers, from the usage of every finished request."""
 
     def __init__(self, count_stored_blocks: Callable[[str], int] = lambda worker_id: 0) -> None:
-        self._windows: dict[str, _WorkerWindow] = {}
+        self._alarms: dict[str, _WorkerAlarms] = {}
         self.count_stored_blocks = count_stored_blocks
         """Function that returns the number of blocks that a worker has announced since it was first followed."""
         self.list_unreachable_endpoints: Callable[[str], list[str]] = lambda worker_id: []
@@ -147,16 +170,13 @@ class Watchdog:
         None: not counted, or not reported. Of the predicted cached tokens, events of the worker confirm
         `resident_tokens`. `block_tokens` is the worker's block length.
         """
-        window = self._windows.get(worker_id)
-        if window is None:
-            window = self._windows[worker_id] = _WorkerWindow()
+        alarms = self._alarms.get(worker_id)
+        if alarms is None:
+            alarms = self._alarms[worker_id] = _WorkerAlarms()
         if counted_tokens is not None and prompt_tokens is not None:
-            window.deviations["prompt_tokens"].append((int(counted_tokens != prompt_tokens), 1))
+            alarms.prompt_lengths.add(int(counted_tokens != prompt_tokens), 1)
         if counted_tokens is not None and cached_tokens is not None:
-            if predicted_cached_tokens or cached_tokens:
-                wrong_tokens = abs(predicted_cached_tokens - cached_tokens)
-                window.deviations["cached_tokens"].append((wrong_tokens, max(predicted_cached_tokens, cached_tokens)))
-            window.deviations["promised"].append((max(predicted_cached_tokens - cached_tokens, 0), counted_tokens))
+            alarms.compare_cached_tokens(predicted_cached_tokens, cached_tokens, counted_tokens)
         prompt_length = prompt_tokens if prompt_tokens is not None else counted_tokens
         uncached_tokens = 0 if prompt_length is None else prompt_length - (cached_tokens or 0)
         has_new_block = uncached_tokens >= (block_tokens or BLOCK_TOKENS)
@@ -164,39 +184,25 @@ class Watchdog:
             counted_tokens is not None and resident_tokens is not None and (cached_tokens or 0) > resident_tokens
         )
         if has_new_block or has_reused_block:  # events announce such blocks, if the worker publishes any
-            window.count_events(self.count_stored_blocks(worker_id))
-            window.unannounced_requests += 1
+            alarms.update_announced_blocks(self.count_stored_blocks(worker_id))
+            alarms.unannounced_requests += 1
 
     def forget(self, worker_id: str) -> None:
         """Forget a worker that was removed."""
-        self._windows.pop(worker_id, None)
+        self._alarms.pop(worker_id, None)
 
     def alarms(self, worker_id: str, *, expects_events: bool = True) -> list[str]:
         """Return the present alarms of a worker, such as "events: 50 prompts ..."; each begins with its stable name.
 
-        An alarm is raised if predictions for its last requests were wrong too often. With `expects_events`, another is
-        raised if its requests filled cache blocks and no event named a new block since.
+        With `expects_events`, the worker is known to announce its cached blocks by events.
         """
-        window = self._windows.get(worker_id)
-        if window is None:
+        alarms = self._alarms.get(worker_id)
+        if alarms is None:
             return []
-        window.count_events(self.count_stored_blocks(worker_id))
-        alarms = []
-        for name, share, text in _DEVIATION_ALARMS:
-            deviations = window.deviations[name]
-            wrong_total = sum(wrong_amount for wrong_amount, _ in deviations)
-            compared_total = sum(compared_amount for _, compared_amount in deviations)
-            if len(deviations) >= REQUESTS_MIN and wrong_total > share * compared_total:
-                alarms.append(
-                    f"{name}: "
-                    + text.format(part=wrong_total, count=len(deviations), percent=100 * wrong_total // compared_total)
-                )
-        if expects_events and window.unannounced_requests >= REQUESTS_MIN:
-            alarms.append(
-                f"events: {window.unannounced_requests} prompts filled or reused blocks since the last block was "
-                "announced: the worker's events are off or do not arrive"
-            )
-        return alarms
+        alarms.update_announced_blocks(self.count_stored_blocks(worker_id))
+        deviation_alarms = (alarms.prompt_lengths, alarms.cached_tokens, alarms.missing_tokens)
+        texts = [text for alarm in deviation_alarms for text in alarm.describe()]
+        return texts + alarms.describe_missing_events() if expects_events else texts
 
     def event_alarms(self, worker_id: str) -> list[str]:
         """Return an alarm if the events of a worker, which is up, cannot be read."""

@@ -90,39 +90,37 @@ class PoolSpeed:
         return self._prefill_ratio * times.prefill_s + self._step_ratio * times.steps_s
 
     def observe(self, times: PriorTimes, *, is_decode: bool) -> bool:
-        """Add an interval and fit the pool's two ratios to the last intervals; return whether the model has changed.
+        """Learn from an interval of one target, and return whether the pool's model has changed.
 
-        A prefill ratio of 2.0 means that prefills take twice the time of the prior; the step ratio says the same of
-        decode steps. After the first 32 intervals, only every 32nd renews the fit. `times.elapsed_s` is already divided
-        by the target's factor, so that a slow target does not slow its pool.
+        After the first intervals, only every `_LEARN_EVERY`-th renews what was learned. `times.elapsed_s` is the time
+        that the pool would have taken: half of the measured time if the target takes twice as long as its pool.
         """
         intervals_of_kind = self._steps if is_decode else self._prefills
         intervals_of_kind.append(times)
         self.observation_count += 1
         if len(intervals_of_kind) > _EARLY_INTERVALS and self.observation_count % _LEARN_EVERY:
             return False
+        self.own = self._learn_own_speed()
+        return self._refresh_model()
+
+    def _learn_own_speed(self) -> SharedSpeed:
+        """Return the speed by which the last intervals are explained best.
+
+        An interval that spends 70 % of its time in prefill has a weight of 0.7 for the prefill time, and 0.3 for steps.
+        """
         prefill_ratio, step_ratio = fit_ratios(
             [*self._take_middle_half(self._prefills), *self._take_middle_half(self._steps)]
         )
-        prefill_weight, step_weight = self._compute_weights()
-        self.own = SharedSpeed(
-            prefill_s_per_token=self._prior.prefill_s_per_token * prefill_ratio,
-            prefill_weight=prefill_weight,
-            step_s=self._prior_step_s * step_ratio,
-            step_weight=step_weight,
-        )
-        return self._refresh_model()
-
-    def _compute_weights(self) -> tuple[float, float]:
-        """Return how many intervals count for the prefill ratio, and how many for the step ratio.
-
-        An interval that is expected to spend 70 % of its time in prefill counts 0.7 for prefill and 0.3 for steps.
-        """
         intervals = [*self._prefills, *self._steps]
         prefill_weight = sum(
             self._prefill_ratio * interval.prefill_s / self.predict_s(interval) for interval in intervals
         )
-        return prefill_weight, len(intervals) - prefill_weight
+        return SharedSpeed(
+            prefill_s_per_token=self._prior.prefill_s_per_token * prefill_ratio,
+            prefill_weight=prefill_weight,
+            step_s=self._prior_step_s * step_ratio,
+            step_weight=len(intervals) - prefill_weight,
+        )
 
     def _take_middle_half(self, intervals: Iterable[PriorTimes]) -> list[PriorTimes]:
         """Return the intervals without the quarter that was fastest, and the quarter that was slowest.
@@ -254,9 +252,8 @@ class Speed:
     def observe(self, observation: Observation) -> list[Speed]:
         """Learn from one interval of this target; return the speeds that changed and need a call of `refresh`.
 
-        For example, an interval took 0.6 s. By the prior it takes 0.2 s, and by the ratios of the pool, which is twice
-        as slow as the prior, 0.4 s. The pool learns from 0.6 / 0.2, and the factor of this target from 0.6 / 0.4. Each
-        call also checks the factor of another member in turn, as a target without requests would keep an old one.
+        For example, an interval took 0.6 s, and its work takes the pool 0.4 s. The ratio of 1.5 is one of those whose
+        median is the factor of this target. The pool learns from the interval too.
         """
         pool = self.pool
         times = pool.compute_prior_times(observation)
@@ -267,27 +264,27 @@ class Speed:
         times_at_pool_speed = times._replace(elapsed_s=times.elapsed_s / max(self.factor, 1.0))
         has_pool_changed = pool.observe(times_at_pool_speed, is_decode=observation.is_decode)
         self._last_observation_number = pool.observation_count
-        next_member = pool.members[pool.observation_count % len(pool.members)]
-        changed_members = [speed for speed in dict.fromkeys((self, next_member)) if speed._update_factor()]
-        return pool.members if has_pool_changed else changed_members
+        previous_factor, self.factor = self.factor, self._choose_factor()
+        changed_speeds = [self] if self.factor != previous_factor else []
+        # Members that are no longer observed are found by checking one member at each observation, all in turn.
+        checked_member = pool.members[pool.observation_count % len(pool.members)]
+        if checked_member._forget_old_factor():
+            changed_speeds.append(checked_member)
+        return pool.members if has_pool_changed else changed_speeds
 
-    def _update_factor(self) -> bool:
-        """Recompute this target's factor, 2.0 if work takes it twice as long as its pool; return whether it changed."""
-        previous_factor = self.factor
-        self._forget_old_ratios()
-        self.factor = self._choose_factor()
-        return self.factor != previous_factor
-
-    def _forget_old_ratios(self) -> None:
-        """Drop most ratios of a target that was not observed for long, so that it is taken to be as fast as its pool.
+    def _forget_old_factor(self) -> bool:
+        """Take a target for as fast as its pool again if it was not observed for long; return whether that changed it.
 
         A target that is thought slow gets few requests, so it could not show that it is fast again. _PROBES new ratios
         are then enough for a factor of its own.
         """
         unheard_count = self.pool.observation_count - self._last_observation_number
-        if self.factor != 1.0 and unheard_count > _FORGOTTEN_AFTER * len(self.pool.members):
-            while len(self._recent_ratios) > _TARGET_INTERVALS_MIN - _PROBES:
-                self._recent_ratios.popleft()
+        if self.factor == 1.0 or unheard_count <= _FORGOTTEN_AFTER * len(self.pool.members):
+            return False
+        while len(self._recent_ratios) > _TARGET_INTERVALS_MIN - _PROBES:
+            self._recent_ratios.popleft()
+        self.factor = 1.0
+        return True
 
     def _choose_factor(self) -> float:
         """Return how many times as long as its pool this target takes: the median of its recent intervals, or 1.0.
