@@ -164,7 +164,7 @@ class _ObjectWatch:
             except (FetchError, DecodeError) as error:
                 if time.monotonic() - self.watched_since_s > RETRY_S_MAX:
                     failure_pause_s = RETRY_S  # the watch has worked until now
-                if isinstance(error, DecodeError) or failure_pause_s >= RETRY_S_MAX:
+                if isinstance(error, DecodeError | VersionGoneError) or failure_pause_s >= RETRY_S_MAX:
                     self.cache.version = ""
                 log.warning("%s: %s; the workers stay as they are; next try in %g s", self.path, error, failure_pause_s)
                 await asyncio.sleep(failure_pause_s)

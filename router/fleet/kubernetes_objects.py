@@ -140,7 +140,7 @@ def read_pool(raw: bytes) -> PoolSelection:
     return PoolSelection(labels, tuple(port.number for port in spec.target_ports))
 
 
-class VersionGoneError(DecodeError):
+class VersionGoneError(FetchError):
     """The API server no longer has the version from which a watch was to continue (410)."""
 
 

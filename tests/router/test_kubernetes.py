@@ -20,6 +20,7 @@ from router.fleet.kubernetes_objects import (
     EndpointReadiness,
     ObjectCache,
     PoolSelection,
+    VersionGoneError,
     read_pod,
     read_pool,
     read_slice,
@@ -114,7 +115,7 @@ def test_a_watch_goes_on_from_its_list_and_by_bookmarks() -> None:
     assert cache.merge_addresses() == {"10.0.0.1:8000": True}  # in both: it takes requests
     assert cache.apply_event(encode_json({"type": "DELETED", "object": make_slice("a", version=11)}))
     assert cache.merge_addresses() == {"10.0.0.1:8000": False}
-    with pytest.raises(DecodeError, match=r"410.*too old"):
+    with pytest.raises(VersionGoneError, match=r"410.*too old"):
         cache.apply_event(encode_json({"type": "ERROR", "object": {"code": 410, "message": "too old"}}))
     assert cache.merge_addresses() == {"10.0.0.1:8000": False}
     with pytest.raises(DecodeError):
