@@ -79,8 +79,7 @@ class CacheState:
         target.capacity.kv_tokens = (
             target.capacity.observed_kv_tokens if cache_tokens is None else cache_tokens // spec.ranks
         )
-        if spec.max_num_seqs is not None:
-            target.capacity.max_num_seqs, target.capacity.has_reported_max_num_seqs = spec.max_num_seqs, True
+        target.capacity.set_reported_max_num_seqs(spec.max_num_seqs)
         target.set_step_tokens(spec.step_tokens)
         target.recompute_decode_load()
         host_tokens = (spec.host_tokens or 0) // spec.ranks
@@ -90,10 +89,9 @@ class CacheState:
         if target.prefill_queue.is_shortest_first is not spec.is_shortest_first:
             target.prefill_queue.is_shortest_first = spec.is_shortest_first
             target.recompute_queue()
-        if spec.cache_view is CacheView.APPROXIMATE and target.name not in self._approximate_caches:
-            self._approximate_caches[target.name] = ApproximateCache(
-                (cache_tokens or APPROXIMATE_CACHE_TOKENS) // spec.ranks
-            )
+        if spec.cache_view is CacheView.APPROXIMATE:
+            approximate_cache = self._approximate_caches.setdefault(target.name, ApproximateCache(0))
+            approximate_cache.set_capacity((cache_tokens or APPROXIMATE_CACHE_TOKENS) // spec.ranks)
 
     def remove_target(self, target: Target) -> None:
         """Forget a target. Its pins end with its holder in the index."""
@@ -357,11 +355,15 @@ class ApproximateCache:
 
     def __init__(self, capacity_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.chunk_tokens = chunk_tokens
-        self.max_chunks = max(1, capacity_tokens // chunk_tokens)
+        self.set_capacity(capacity_tokens)
         self._chunks: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._chunks)
+
+    def set_capacity(self, capacity_tokens: int) -> None:
+        """Set how many tokens the cache holds; chunks over that are evicted with the next prompt."""
+        self.max_chunks = max(1, capacity_tokens // self.chunk_tokens)
 
     def count_cached_tokens(self, keys: Sequence[int]) -> int:
         """Return the tokens of the longest cached prefix of a prompt with these chunk keys."""

@@ -40,6 +40,12 @@ class Capacity:
     _slot_count_votes: deque[int] = field(default_factory=lambda: deque(maxlen=SLOT_VOTES))
     """Number of decoding requests at each of the last first tokens that seem to have waited for a slot."""
 
+    def set_reported_max_num_seqs(self, max_num_seqs: int | None) -> None:
+        """Set the sequence slots that the worker reports; None: it reports none, so that they are learned."""
+        if max_num_seqs is not None or self.has_reported_max_num_seqs:
+            self.max_num_seqs = max_num_seqs or MAX_NUM_SEQS_PRIOR
+        self.has_reported_max_num_seqs = max_num_seqs is not None
+
     def learn_max_num_seqs(self, decode_request_count: int, *, has_waited_for_slot: bool) -> None:
         """Learn the number of sequence slots from a first token that came beside `decode_request_count` requests.
 

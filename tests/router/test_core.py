@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from router.decide.config import (
     TransferConfig,
 )
 from router.decide.core import TENANTS_MAX, RetryBudget
+from router.decide.load import MAX_NUM_SEQS_PRIOR
 from router.decide.messages import Enqueue, FailureKind, Forward, Refuse, ReportedUsage, TransferKind, WorkerLost
 from router.decide.target import RequestPhase
 from router.decide.workers import CacheView, ServedModel, TransferFacts, WorkerState
@@ -386,6 +388,22 @@ def test_a_worker_without_events_is_known_by_what_was_sent_there() -> None:
     assert not isinstance(explanation, Refuse)
     by_worker = {t.worker: t.cached_tokens for t in explanation.candidates}
     assert by_worker[chosen_worker(first)] < 64 * 30, "the older prompt was evicted in part"
+
+
+def test_sizes_that_a_worker_tells_later_replace_the_earlier_ones() -> None:
+    """An engine that came back smaller, or told nothing at first: its caches and slots are of the new size."""
+    core, _ = make_core("a", cache_view=CacheView.APPROXIMATE, cache_tokens=64 * 40, max_num_seqs=8)
+    capacity = core.registry.get_targets("a")[0].capacity
+    assert capacity.max_num_seqs == 8
+    spec = dataclasses.replace(core.workers["a"].spec, cache_tokens=64 * 10, max_num_seqs=None)
+    core.add_worker(spec, 0.0)
+    assert (capacity.max_num_seqs, capacity.has_reported_max_num_seqs) == (MAX_NUM_SEQS_PRIOR, False)
+    prompt = list(range(64 * 30 + 1))
+    core.route(request("r0", prompt), 0.0)
+    core.finish_request("r0", None, 1.0)
+    later = core.route(request("r2", prompt), 200.0)
+    assert isinstance(later, Forward)
+    assert later.decision.predicted_cached_tokens == 64 * 10
 
 
 def test_data_parallel_ranks_are_candidates_of_their_own() -> None:
