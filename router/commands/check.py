@@ -228,7 +228,7 @@ class WorkerCheck:
     async def _is_listening(self, source: EventSource) -> bool:
         """Return whether the address of a source accepts connections; only TCP addresses can be tried."""
         parts = urlsplit(source.endpoint)
-        return parts.scheme != "tcp" or await self._prober.is_listening(parts.hostname or "", parts.port or 0)
+        return parts.scheme != "tcp" or bool(await self._prober.is_listening(parts.hostname or "", parts.port or 0))
 
     def _make_stream_sources(self, sources: Sequence[EventSource], join: StartMode) -> list[StreamSource]:
         """Return the sources to follow, with all topics, so that a wrong topic is seen."""

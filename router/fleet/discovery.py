@@ -73,22 +73,28 @@ class WorkerFacts:
     """Event sources, one for each data-parallel rank; empty: the worker publishes none."""
     roots: Mapping[str, str] = field(default_factory=dict)
     """Folder, or name on a hub, from which the worker loaded each model, by model name."""
-    is_asleep: bool = False
     sizes: EngineSizes = UNKNOWN_SIZES
     """Sizes that the engine told in this probe, or else in an earlier one."""
+    engine_ids: tuple[str, ...] | None = None
+    """Names of the engine's ranks for Mooncake's transfers; empty: there are none, None: the worker has not told."""
+    is_asleep: bool | None = field(default=None, compare=False)
+    """Whether the engine sleeps; None: as before, because it does not say."""
 
-    @property
-    def names_process(self) -> bool:
-        """Whether the event sources change with each start of the worker, as those with an `epoch` do."""
-        return bool(self.sources) and all(source.epoch for source in self.sources)
+    def is_same_engine(
+        self, served: ModelList, sources: tuple[EventSource, ...], engine_ids: tuple[str, ...] | None
+    ) -> bool:
+        """Return whether a later answer of the worker may come from the same start of its engine.
 
-    def is_same_engine(self, served: ModelList, sources: tuple[EventSource, ...]) -> bool:
-        """Return whether a later answer is that of the same engine: LoRA adapters may have come and gone."""
+        This is the only rule for facts that an earlier probe found and a later one does not tell: they stand if it
+        holds, and are discarded if not. LoRA adapters may have come and gone. To have been down, or not to answer some
+        questions, is no sign of another engine.
+        """
         models, served_models = (
             {(model, roots.get(model.name)) for model in models if model.lora is None}
             for models, roots in ((self.spec.models, self.roots), (served.models, served.roots))
         )
-        return (self.spec.engine, models, self.sources) == (served.engine, served_models, sources)
+        has_other_ids = None not in (self.engine_ids, engine_ids) and self.engine_ids != engine_ids
+        return (self.spec.engine, models, self.sources) == (served.engine, served_models, sources) and not has_other_ids
 
     def without_events(self) -> WorkerFacts:
         """Return the facts of a worker with a cache that is estimated, because its events are not followed."""
@@ -133,21 +139,26 @@ def make_configured_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
 
 
 def make_transfer_facts(
-    flag: WorkerFlag, models: Sequence[ServedModel], sources: Sequence[EventSource], block_size: int | None
+    flag: WorkerFlag,
+    models: Sequence[ServedModel],
+    sources: Sequence[EventSource],
+    block_size: int | None,
+    engine_ids: tuple[str, ...],
 ) -> TransferFacts:
     """Return how a worker moves KV: as its operator says, else as the worker offers.
 
     Workers of the operator's dialect are taken as compatible if they serve equal models in equal blocks. SGLang's
-    decoding workers need not tell their blocks.
+    decoding workers need not tell their blocks. A worker of Mooncake gives KV only if its engines' names are known.
     """
     if flag.kv:
         return TransferFacts(
             group=f"{flag.kv} {models[0].base}" + ("" if flag.kv == SGLANG else f" {block_size}"),
             kinds=KINDS_BY_DIALECT[flag.kv],
-            can_give=_may_give_kv(flag),
+            can_give=_may_give_kv(flag) and (bool(engine_ids) or flag.kv != MOONCAKE),
             can_take=DECODE_ROLE in flag.roles or PREFILL_ROLE not in flag.roles,
             dialect=flag.kv,
-            address="" if flag.kv == NIXL else flag.bootstrap or _make_bootstrap_address(flag.url),
+            address="" if flag.kv == NIXL else _get_bootstrap_address(flag),
+            engine_ids=engine_ids,
             needs_partner=flag.kv == SGLANG,
         )
     offer = sources[0].kv_transfer if sources else None
@@ -167,8 +178,8 @@ def _may_give_kv(flag: WorkerFlag) -> bool:
     return PREFILL_ROLE in flag.roles or DECODE_ROLE not in flag.roles
 
 
-def _make_bootstrap_address(url: str) -> str:
-    return f"{bracket_host(urlsplit(url).hostname or '')}:{BOOTSTRAP_PORT}"
+def _get_bootstrap_address(flag: WorkerFlag) -> str:
+    return flag.bootstrap or f"{bracket_host(urlsplit(flag.url).hostname or '')}:{BOOTSTRAP_PORT}"
 
 
 async def _is_same_host(host: str, worker_host: str) -> bool:
@@ -221,32 +232,50 @@ class Prober:
     async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
         """Find out a worker's models, event sources and cache size. Raises FetchError, DecodeError.
 
-        `known`: facts of an earlier probe. Its event sources stand if the worker is too busy to say, and so do the
-        sizes of the same engine.
+        `known`: facts of an earlier probe. Those that the worker does not tell now stand if it `is_same_engine`.
         """
         served = await self.fetch_models(flag)
-        sources = await self.discover_sources(flag, () if known is None else known.sources)
+        sources = await self._find_sources(flag, () if known is None else known.sources)
+        if flag.reannounces:
+            sources = tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
+        rank_count = max(1, len(sources))
+        engine_ids = await self._fetch_engine_ids(flag, rank_count, known)
         metrics = await self._fetch_metrics(flag)
         sizes = await self._find_sizes(flag, served.engine, metrics)
-        if sizes == UNKNOWN_SIZES and known is not None and known.is_same_engine(served, sources):
-            sizes = known.sizes
-        rank_count = max(1, len(sources))
+        is_asleep = are_ranks_asleep(read_loads(metrics, rank_count))
+        if known is not None and known.is_same_engine(served, sources, engine_ids):
+            sizes = known.sizes if sizes == UNKNOWN_SIZES else sizes
+            engine_ids = known.engine_ids if engine_ids is None else engine_ids
+        else:
+            is_asleep = bool(is_asleep)
+        spec = self._make_spec(flag, served, sources, sizes, engine_ids or ())
+        return WorkerFacts(spec, sources, served.roots, sizes, engine_ids, is_asleep)
+
+    def _make_spec(
+        self,
+        flag: WorkerFlag,
+        served: ModelList,
+        sources: tuple[EventSource, ...],
+        sizes: EngineSizes,
+        engine_ids: tuple[str, ...],
+    ) -> WorkerSpec:
+        """Return the description of a worker for the core: as its operator says, else as the worker tells."""
         block_size = flag.block_size
         if sources and block_size is None:
             block_size = sources[0].block_size or sizes.block_size
-        transfer = make_transfer_facts(flag, served.models, sources, block_size)
+        transfer = make_transfer_facts(flag, served.models, sources, block_size, engine_ids)
         if not flag.url or transfer.dialect not in self._kv_dialects:
             transfer = NO_TRANSFERS
         is_own_engine = served.engine == BLOCKCAST  # vLLM's label of the host tier's name is of its swap space
         is_shortest_first = flag.is_shortest_first
         if is_shortest_first is None:
             is_shortest_first = is_own_engine and sizes.is_shortest_first
-        spec = WorkerSpec(
+        return WorkerSpec(
             worker_id=flag.worker_id,
             url=flag.url,
             models=served.models,
             roles=flag.roles,
-            ranks=rank_count,
+            ranks=max(1, len(sources)),
             engine=served.engine,
             cache_view=CacheView.EVENTS if sources else CacheView.APPROXIMATE,
             cache_tokens=flag.cache_tokens or sizes.cache_tokens,
@@ -255,10 +284,8 @@ class Prober:
             step_tokens=sizes.step_tokens,
             block_size=block_size,
             is_shortest_first=is_shortest_first,
-            transfer=await self.name_engines(flag, transfer, rank_count),
+            transfer=transfer,
         )
-        is_asleep = are_ranks_asleep(read_loads(metrics, rank_count)) is True
-        return WorkerFacts(spec, sources, served.roots, is_asleep, sizes)
 
     async def fetch_models(self, flag: WorkerFlag) -> ModelList:
         """Return the models that a worker serves, at least one. Raises FetchError, DecodeError."""
@@ -272,15 +299,6 @@ class Prober:
         if not served.models:
             raise DecodeError("/v1/models lists no model")
         return served
-
-    async def discover_sources(
-        self, flag: WorkerFlag, known_sources: tuple[EventSource, ...]
-    ) -> tuple[EventSource, ...]:
-        """Return where a worker publishes events; empty if it does not."""
-        sources = await self._find_sources(flag, known_sources)
-        if not flag.reannounces:
-            return sources
-        return tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
 
     async def _find_sources(self, flag: WorkerFlag, known_sources: tuple[EventSource, ...]) -> tuple[EventSource, ...]:
         """Return where a worker publishes its events, one source for each rank; none if it publishes nothing.
@@ -298,10 +316,12 @@ class Prober:
             if not self._trusts_endpoints:
                 await self._check_hosts(flag, sources)
             return sources
-        if status not in NOT_OFFERED and known_sources:
+        host, is_listening = urlsplit(flag.url).hostname or "127.0.0.1", None
+        if status in NOT_OFFERED or not known_sources:
+            is_listening = await self.is_listening(host, DEFAULT_PORT)
+        if is_listening is None:
             return known_sources  # a worker that is busy or behind a busy proxy publishes where it did
-        host = urlsplit(flag.url).hostname or "127.0.0.1"
-        return (make_default_source(host, flag.topic),) if await self.is_listening(host, DEFAULT_PORT) else ()
+        return (make_default_source(host, flag.topic),) if is_listening else ()
 
     async def _check_hosts(self, flag: WorkerFlag, sources: tuple[EventSource, ...]) -> None:
         """Raise DecodeError if a worker names an event endpoint on another host.
@@ -341,14 +361,15 @@ class Prober:
         return b"\n".join(metric_chunks).decode("utf-8", "replace")
 
     async def _find_sizes(self, flag: WorkerFlag, engine: str, metrics: str) -> EngineSizes:
-        """Return the sizes that a worker's metrics tell, or else, of SGLang, its `/server_info`. Raises FetchError."""
+        """Return the sizes that a worker's metrics tell, or else, of SGLang, its `/server_info`."""
         sizes = read_engine_sizes(metrics, reserved_blocks=int(engine == VLLM))  # vLLM keeps a block of each rank
-        if sizes.cache_tokens:
+        if sizes.cache_tokens or engine in (VLLM, BLOCKCAST):
             return sizes
-        status, body = await self._get(flag, "/server_info")
-        if status != 200:
+        try:
+            status, body = await self._get(flag, "/server_info")
+            server_info = read_server_info(body) if status == 200 else UNKNOWN_SIZES
+        except (FetchError, DecodeError):
             return sizes
-        server_info = read_server_info(body)
         return sizes._replace(
             cache_tokens=server_info.cache_tokens, step_tokens=sizes.step_tokens or server_info.step_tokens
         )
@@ -362,29 +383,33 @@ class Prober:
             self._session, f"{flag.url}{path}", headers=headers, seconds=self._timeout_s, bytes_max=bytes_max
         )
 
-    async def name_engines(self, flag: WorkerFlag, transfer: TransferFacts, rank_count: int) -> TransferFacts:
-        """Return the facts of a Mooncake worker with the present names of its engines, and those of others as they are.
+    async def _fetch_engine_ids(
+        self, flag: WorkerFlag, rank_count: int, known: WorkerFacts | None
+    ) -> tuple[str, ...] | None:
+        """Return the names that a Mooncake worker's bootstrap server has for its engines, one for each rank.
 
-        A worker that does not name them gives no KV.
+        Empty: it has none. None: it does not answer, or the worker gives no KV through Mooncake.
         """
-        if transfer.dialect != MOONCAKE or not _may_give_kv(flag):
-            return transfer
+        if flag.kv != MOONCAKE or not flag.url or MOONCAKE not in self._kv_dialects or not _may_give_kv(flag):
+            return None
+        url = f"http://{_get_bootstrap_address(flag)}/query"
         try:
-            status, body = await fetch(
-                self._session, f"http://{transfer.address}/query", seconds=self._timeout_s, bytes_max=BODY_BYTES_MAX
-            )
-            engine_ids = read_bootstrap(status, body, rank_count)
+            status, body = await fetch(self._session, url, seconds=self._timeout_s, bytes_max=BODY_BYTES_MAX)
+            if status != 200 and status not in NOT_OFFERED:
+                raise FetchError(f"/query answers {status}")
+            return read_bootstrap(status, body, rank_count)
         except (FetchError, DecodeError) as error:
-            if transfer.can_give:
-                log.warning("worker %s gives no KV: %s", flag.worker_id, error)
-            return dataclasses.replace(transfer, can_give=False, engine_ids=())
-        return dataclasses.replace(transfer, can_give=True, engine_ids=engine_ids)
+            if known is None or known.engine_ids:
+                log.warning("worker %s does not name its engines for KV: %s", flag.worker_id, error)
+            return () if isinstance(error, DecodeError) else None
 
-    async def is_listening(self, host: str, port: int) -> bool:
-        """Return whether an address accepts connections."""
+    async def is_listening(self, host: str, port: int) -> bool | None:
+        """Return whether an address accepts connections; None if that is not known, as no answer came in time."""
         try:
             _, writer = await asyncio.wait_for(asyncio.open_connection(host, port), min(1.0, self._timeout_s))
-        except (OSError, asyncio.TimeoutError):
+        except ConnectionRefusedError:
             return False
+        except (OSError, asyncio.TimeoutError):
+            return None
         writer.close()
         return True

@@ -12,17 +12,17 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from events.types import DecodeError, EventsError
+from events.types import DecodeError
 from options import ConfigError
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
-from router.decide.workers import WorkerSpec
+from router.decide.workers import Worker, WorkerSpec
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, suggest_remedy
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
@@ -31,7 +31,7 @@ from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.peer_snapshots import PeerClient
 from router.fleet.worker_flag import WorkerFlag, parse_worker_flag, parse_worker_settings
 from router.fleet.worker_lists import read_workers_file, watch_file, watch_host_name
-from router.fleet.worker_responses import UNKNOWN_SIZES, are_ranks_asleep
+from router.fleet.worker_responses import are_ranks_asleep
 from router.http_client import FetchError
 from router.prompting.model_tokenizers import ModelTokenizers
 
@@ -82,8 +82,8 @@ class _Member:
     next_loads_poll_at_s: float = 0.0
     """Time from which the worker may be asked for its load again."""
     loads_pause_s: float = 0.0
-    sources_polled_s: float = -math.inf
-    """Time when the worker was last asked for its event sources."""
+    probed_s: float = -math.inf
+    """Time when the worker was last asked for all its facts."""
     lacks_room: bool = False
     """Whether the worker has more event streams than can be followed."""
     restart_s: float = 0.0
@@ -328,7 +328,7 @@ class Fleet:
         while not await self._join(member):
             if await self._pause(member, member.starting_pause_s):
                 member.starting_pause_s = 0.0
-        member.sources_polled_s = self._now()
+        member.probed_s = self._now()
         while True:
             await self._check_worker(member)
 
@@ -341,12 +341,13 @@ class Fleet:
         if problem is not None:
             self._record_failed_check(member, problem, is_suspected=is_suspected)
             return
-        member.failures, member.problem = 0, ""
+        member.failures = 0
         if not was_down:
+            member.problem = ""
             await self._poll_models(member)
-        if was_down or is_suspected or self._now() - member.sources_polled_s >= self._config.sources_s:
-            member.sources_polled_s = self._now()
-            await self._poll_sources(member, was_down=was_down)
+        if was_down or is_suspected or self._now() - member.probed_s >= self._config.sources_s:
+            member.probed_s = self._now()
+            await self._join(member)
         await self._fetch_missing_snapshots(member)
         if self._now() >= member.next_loads_poll_at_s:
             member.next_loads_poll_at_s = math.inf  # until it is answered, which may take longer than the next check
@@ -427,32 +428,46 @@ class Fleet:
             await self._join(member)
 
     async def _join(self, member: _Member) -> bool:
-        """Probe a worker and register it; return False if it does not answer yet, or was removed meanwhile."""
-        worker_id = member.flag.worker_id
-        known, worker = member.facts, self._core.workers.get(worker_id)
-        if known is not None and worker is not None and worker.is_down and not known.names_process:
-            known = replace(known, sizes=UNKNOWN_SIZES)  # the worker may have been restarted with other sizes
+        """Probe a worker, and register it if it was down or its facts are others than before.
+
+        Return False if it does not answer yet, or was removed meanwhile.
+        """
+        worker_id, known = member.flag.worker_id, member.facts
+        worker = self._core.workers.get(worker_id)
+        was_down = worker is not None and worker.is_down
         try:
             facts = await self._prober.probe(member.flag, known)
         except (FetchError, DecodeError) as error:
-            self._record_failed_probe(member, str(error)[:REASON_CHARS_MAX])
+            self._record_failed_probe(member, str(error)[:REASON_CHARS_MAX], was_up=known is not None and not was_down)
             return False
         member.problem, member.failures = "", 0
-        await self._read_tokenizers(member, facts)
+        if facts != known:
+            await self._read_tokenizers(member, facts)
         is_new = worker_id not in self._core.workers
         snapshots: Mapping[int, PeerSnapshot] = {}
         if is_new and self._peers is not None:
             snapshots = await self._peers.fetch_snapshots(worker_id, facts.sources)
         if self._members.get(worker_id) is not member:
             return False
-        facts = self._limit_streams(member, facts)
-        self._register(member, facts, snapshots)
+        has_lacked_room, followed_facts = member.lacks_room, self._limit_streams(member, facts)
+        if was_down or facts != known or member.lacks_room != has_lacked_room:
+            worker = self._register(followed_facts, snapshots)
+            if not worker.is_down:
+                self._log_joined(member, followed_facts, is_new=is_new)
+        member.facts = facts
+        if facts.is_asleep is not None:
+            self._set_asleep(worker_id, asleep=facts.is_asleep)
         member.restart_s = 0.0
-        self._log_joined(member, facts, is_new=is_new)
         return True
 
-    def _record_failed_probe(self, member: _Member, reason: str) -> None:
-        """Count a probe that failed, and lengthen the pause before the next one. Another kind of failure is logged."""
+    def _record_failed_probe(self, member: _Member, reason: str, *, was_up: bool) -> None:
+        """Record why a probe failed. A worker that is up stays as it is.
+
+        Otherwise another kind of failure is logged, and the pause before the next probe grows.
+        """
+        if was_up:
+            self._record_problem(member, reason)
+            return
         if reason.partition(":")[0] != member.problem.partition(":")[0]:
             remedy = suggest_remedy(member.flag, reason)
             log.warning("worker %s does not answer yet: %s: %s", member.flag.worker_id, reason, remedy)
@@ -487,15 +502,14 @@ class Fleet:
                 member.flag.worker_id, EVENTS_FLAG, member.flag.url,
             )  # fmt: skip
 
-    def _register(self, member: _Member, facts: WorkerFacts, snapshots: Mapping[int, PeerSnapshot]) -> None:
+    def _register(self, facts: WorkerFacts, snapshots: Mapping[int, PeerSnapshot]) -> Worker:
         """Tell the core and the feed about a worker that has answered its probe. `snapshots`: by rank."""
         spec = facts.spec
         worker = self._core.add_worker(spec, self._now(), is_up=True)
-        member.facts = facts
         self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots, blocks_max=compute_max_blocks(spec))
         if worker.health_reason not in TRAFFIC_ONLY_RECOVERY:
             self._perform(self._core.mark_worker_up(spec.worker_id, self._now()))
-        self._set_asleep(spec.worker_id, asleep=facts.is_asleep)
+        return worker
 
     async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
         """Load the tokenizers of the worker's models before it gets its first request."""
@@ -503,28 +517,6 @@ class Fleet:
             await _run_with_timeout(
                 TOKENIZER_S_MAX, self._tokenizers.discover(base, facts.roots.get(base), member.flag)
             )
-
-    async def _poll_sources(self, member: _Member, *, was_down: bool) -> None:
-        """Check whether a worker has restarted, and if so let it join again.
-
-        Joining asks the worker for all that the router knows of it (`facts`: models, event sources, KV transfer). A
-        restarted worker shows itself by other event sources or other names of its engines. One that was down joins
-        again in any case.
-        """
-        facts = member.facts
-        if was_down or facts is None:
-            await self._join(member)
-            return
-        try:
-            sources = await self._prober.discover_sources(member.flag, facts.sources)
-        except (FetchError, EventsError, ConfigError) as error:
-            self._record_problem(member, f"event sources: {error}")
-            return
-        transfer = await self._prober.name_engines(member.flag, facts.spec.transfer, max(1, len(sources)))
-        if (sources, transfer) != (facts.sources, facts.spec.transfer):
-            log.info("worker %s publishes elsewhere or was restarted", member.flag.worker_id)
-            member.facts = replace(facts, sizes=UNKNOWN_SIZES)
-            await self._join(member)
 
     def _record_failed_check(self, member: _Member, problem: str, *, is_suspected: bool) -> None:
         """Count a failed check; mark the worker as down after one if a request failed too, else after several."""

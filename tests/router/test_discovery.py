@@ -16,7 +16,7 @@ from events.types import DecodeError
 from options import ConfigError
 from prompts.tokenizer import find_checkpoint_folder
 from router.decide.messages import TransferKind
-from router.decide.workers import KINDS_BY_DIALECT, NO_TRANSFERS, CacheView, ServedModel
+from router.decide.workers import KINDS_BY_DIALECT, NO_TRANSFERS, CacheView, ServedModel, WorkerSpec
 from router.fleet.discovery import Prober, WorkerFacts
 from router.fleet.worker_flag import parse_worker_flag
 from router.fleet.worker_responses import (
@@ -469,6 +469,23 @@ def test_a_bad_minute_of_the_sources_changes_nothing() -> None:
         read_sources(b"[" * 100_000, "http://h:1")
 
 
+def test_a_default_port_that_answers_too_late_changes_nothing(monkeypatch: Any) -> None:
+    """A machine too busy to accept a connection publishes where it did; a refusal says that it does not."""
+
+    def probe_default_port(is_listening: bool | None, known: WorkerFacts | None) -> WorkerFacts:
+        async def answer(*_: object) -> bool | None:
+            return is_listening
+
+        monkeypatch.setattr(Prober, "is_listening", answer)
+        return probe({"/v1/models": MODELS}, known=known)
+
+    known = probe_default_port(is_listening=True, known=None)
+    assert len(known.sources) == 1
+    assert probe_default_port(is_listening=None, known=known).sources == known.sources
+    assert not probe_default_port(is_listening=False, known=known).sources
+    assert not probe_default_port(is_listening=None, known=None).sources
+
+
 SIZES = (
     'vllm:cache_config_info{block_size="16",num_gpu_blocks="101",num_cpu_blocks="10",max_num_seqs="8",'
     'max_num_batched_tokens="512",prefill_order="shortest"} 1.0'
@@ -496,6 +513,21 @@ def test_the_sizes_of_an_engine_stay_while_it_is_too_busy_for_metrics(engine: st
     new_sizes = SIZES.replace("512", "256").replace(',prefill_order="shortest"', "")
     retold = probe({**routes(), "/metrics": (200, new_sizes)}, known=known).spec
     assert (retold.step_tokens, retold.is_shortest_first) == (256, False), "what is told now counts"
+
+
+@pytest.mark.parametrize(
+    ("known_ids", "told_ids", "is_same"),
+    [
+        (("a",), ("a",), True), (("a",), ("b",), False), (("a",), (), False), (("a",), None, True),
+        (None, ("a",), True), ((), ("a",), False), ((), None, True), (None, None, True),
+    ],
+)  # fmt: skip
+def test_the_names_of_engines_tell_a_start_from_another(
+    known_ids: tuple[str, ...] | None, told_ids: tuple[str, ...] | None, is_same: bool
+) -> None:
+    served = read_models(MODELS[1].encode())
+    facts = WorkerFacts(WorkerSpec("w", "http://w", served.models), engine_ids=known_ids)
+    assert facts.is_same_engine(served, (), told_ids) is is_same
 
 
 def test_a_redirect_is_not_followed() -> None:

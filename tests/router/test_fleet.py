@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from router.decide.messages import Refuse
 from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerState
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import Prober, WorkerFacts
+from router.fleet.feed import IndexFeed
 from router.fleet.members import (
     BLOCKS_FACTOR,
     BLOCKS_MAX_DEFAULT,
@@ -34,9 +35,10 @@ from router.fleet.members import (
     compute_max_blocks,
 )
 from router.fleet.worker_flag import WorkerFlag, normalise_url, parse_worker_flag
-from router.fleet.worker_responses import EngineSizes, ModelList
+from router.fleet.worker_responses import ModelList
 from router.http_client import FetchError
 from router.index import make_index
+from router.index.protocol import PrefixIndex
 
 
 @pytest.mark.parametrize(
@@ -277,7 +279,9 @@ class Page:
     """A vLLM worker's pages over HTTP, which a test changes."""
 
     def __init__(self) -> None:
-        self.names = ["base"]
+        self.names, self.owner = ["base"], "vllm"
+        self.answers: dict[str, tuple[int, str] | None] = {}
+        """Status and text by path, in place of the usual ones; None: it does not answer."""
         self.metrics = ""
         self.request_counts: Counter[str] = Counter()
         self.status = 200
@@ -286,8 +290,14 @@ class Page:
 
     async def answer(self, request: web.Request) -> web.Response:
         self.request_counts[request.path] += 1
+        if request.path in self.answers:
+            answer = self.answers[request.path]
+            if answer is None:
+                await asyncio.sleep(3600.0)
+                raise AssertionError("a test that takes an hour")
+            return web.Response(status=answer[0], text=answer[1])
         if request.path == "/v1/models":
-            cards = [{"id": name, "owned_by": "vllm", "parent": "base" if name != "base" else None}
+            cards = [{"id": name, "owned_by": self.owner, "parent": "base" if name != "base" else None}
                      for name in self.names]  # fmt: skip
             return web.json_response({"data": cards}, status=self.status)
         if request.path == "/metrics":
@@ -296,26 +306,39 @@ class Page:
             return web.json_response({"0": {"engine_id": self.engine_id}})
         return web.Response(status=200 if request.path == "/health" else 404)
 
+    async def wait_for_requests(self, path: str, count: int) -> None:
+        """Wait until a path was asked for so many times more."""
+        target_count = self.request_counts[path] + count
+        await wait_until(lambda: self.request_counts[path] >= target_count)
+
 
 @contextlib.asynccontextmanager
 async def watching(
-    page: Page, config: FleetConfig, feed: Any, *, is_mooncake: bool = False
+    page: Page,
+    config: FleetConfig,
+    feed: Any,
+    *,
+    is_mooncake: bool = False,
+    events: str | None = "none",
+    index: PrefixIndex | None = None,
 ) -> AsyncIterator[tuple[Fleet, RouterCore, str]]:
     """A fleet that knows the worker of this page; and the worker's id."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", page.answer)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     async with aiohttp.ClientSession() as session:
-        core = RouterCore(make_index(seed=1), CoreConfig())
+        core = RouterCore(index or make_index(seed=1), CoreConfig())
         prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None)
         now = asyncio.get_running_loop().time
-        fleet = Fleet(core, Prober(session, kv_dialects=("mooncake",)), feed, prompts, lambda _: None, config, now=now)
+        prober = Prober(session, timeout_s=0.3, kv_dialects=("mooncake",))
+        fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=now)
         address = f"127.0.0.1:{runner.addresses[0][1]}"
         kv_settings = {"kv": "mooncake", "bootstrap": address} if is_mooncake else {}
-        name = await fleet.add({"url": f"http://{address}", "events": "none", **kv_settings})
+        event_settings = {} if events is None else {"events": events}
+        name = await fleet.add({"url": f"http://{address}", **event_settings, **kv_settings})
         await wait_until(lambda: name in core.workers)
         yield fleet, core, name
         await fleet.close()
@@ -381,7 +404,7 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
         for streams in (3, 3, 2):
             prober.streams = streams
             assert await fleet._join(member)
-        assert [count for count, _ in follow_calls] == [0, 0, 2]
+        assert [count for count, _ in follow_calls] == [0, 2]
         assert follow_calls[-1][1] == BLOCKS_MIN + BLOCKS_FACTOR * 5
         assert (core.workers[name].spec.cache_view, core.workers[name].spec.ranks) == (CacheView.EVENTS, 2)
         assert sum("room for 2" in record.message for record in caplog.records) == 1
@@ -390,45 +413,109 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(("epoch", "is_known_after_a_fault"), [("e", True), (None, False)])
-def test_sizes_count_until_a_worker_may_have_been_restarted(epoch: str | None, is_known_after_a_fault: bool) -> None:
-    """A worker that was down may be another process, unless its event sources name the process."""
+SIZES = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="101",max_num_seqs="8",max_num_batched_tokens="512"} 1.0'
 
-    class SizesProber:
-        def __init__(self) -> None:
-            self.known_sizes: list[EngineSizes | None] = []
 
-        async def probe(self, flag: WorkerFlag, known: WorkerFacts | None) -> WorkerFacts:
-            self.known_sizes.append(known and known.sizes)
-            spec = WorkerSpec(flag.worker_id, flag.url, (ServedModel("m", "m"),))
-            return WorkerFacts(spec, (EventSource(endpoint="tcp://a:1", epoch=epoch),), sizes=EngineSizes(16))
+def list_sources(count: int) -> str:
+    """Body of `/kv_event_sources` of a worker with this many ranks, at ports where nobody listens."""
+    return json.dumps([{"data_parallel_rank": rank, "endpoint": f"tcp://*:{rank + 1}"} for rank in range(count)])
 
-        async def discover_sources(self, flag: WorkerFlag, known_sources: Any) -> Any:
-            return known_sources
 
-        async def name_engines(self, flag: WorkerFlag, transfer: Any, rank_count: int) -> Any:
-            return dataclasses.replace(transfer, engine_ids=("of another process",))
+def test_a_worker_without_room_for_its_streams_keeps_what_is_known_of_it(caplog: Any) -> None:
+    """It is the same engine at each poll. Its streams are followed as soon as there is room for them."""
 
     async def run() -> None:
-        prober = SizesProber()
-        core = RouterCore(make_index(seed=1), CoreConfig())
-        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None)
-        feed = feed_of(count_free_streams=lambda _: 9, follow=lambda *_, **__: None)
-        now = asyncio.get_running_loop().time
-        fleet: Any = Fleet(core, prober, feed, prompts, lambda _: None, FleetConfig(), now=now)  # type: ignore[arg-type]
-        member = fleet._members[name := await fleet.add({"url": "http://a:1"})]
-        member.cancel()
-        for _ in range(2):
-            assert await fleet._join(member)
-        core.mark_worker_down(name, now(), "a fault")
-        assert await fleet._join(member)
-        told = EngineSizes(16)
-        assert prober.known_sizes == [None, told, told if is_known_after_a_fault else EngineSizes()]
-        await fleet._poll_sources(member, was_down=False)
-        assert prober.known_sizes[3:] == [EngineSizes()]
-        await fleet.close()
+        page, config = Page(), FleetConfig(health_s=0.001, sources_s=0.001)
+        page.metrics, page.answers["/kv_event_sources"] = SIZES, (200, list_sources(2))
+        index = make_index(seed=1)
+        feed = IndexFeed(index, streams_max=1)
+        feed.start()
+        async with watching(page, config, feed, events=None, index=index) as (_, core, name):
+            first_spec = core.workers[name].spec
+            assert (first_spec.cache_view, first_spec.ranks) == (CacheView.APPROXIMATE, 1)
+            assert (first_spec.cache_tokens, first_spec.max_num_seqs) == (1600, 8)
+            holders = list(core.workers[name].holders)
+            page.metrics = ""
+            await page.wait_for_requests("/kv_event_sources", 5)
+            assert core.workers[name].spec == first_spec
+            assert core.workers[name].holders == holders
+            assert sum("serves" in record.getMessage() for record in caplog.records) == 1
+            feed._max_streams = 2
+            await wait_until(lambda: core.workers[name].spec.cache_view is CacheView.EVENTS)
+            assert core.workers[name].spec.cache_tokens == 1600
+            assert len(feed.describe_streams(name)["streams"]) == 2
+        feed.close()
 
-    asyncio.run(run())
+    caplog.set_level("INFO")
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/query", "/kv_event_sources", "/server_info"])
+@pytest.mark.parametrize("fault", ["hangs", "503", "HTML", "10 MB"])
+def test_a_question_that_a_worker_does_not_answer_for_a_while_is_no_restart(path: str, fault: str, caplog: Any) -> None:
+    """Its facts, its targets and its holders stay, and its KV is asked for by the same name."""
+    answers = {"hangs": None, "503": (503, "busy"), "HTML": (200, "<html>"), "10 MB": (200, "#" * 10**7)}
+
+    async def run() -> None:
+        page, config = Page(), FleetConfig(health_s=0.001, sources_s=0.001)
+        page.metrics, page.engine_id, page.answers["/kv_event_sources"] = SIZES, "first", (200, list_sources(1))
+        if path == "/server_info":
+            page.owner, page.metrics = "sglang", ""
+            page.answers[path] = (200, '{"max_total_num_tokens": 1600}')
+        async with watching(page, config, feed_of(), is_mooncake=True, events=None) as (_, core, name):
+            first_spec, holders = core.workers[name].spec, list(core.workers[name].holders)
+            assert (first_spec.cache_tokens, first_spec.cache_view) == (1600, CacheView.EVENTS)
+            assert (first_spec.transfer.engine_ids, first_spec.transfer.can_give) == (("first",), True)
+            page.answers[path] = answers[fault]
+            await page.wait_for_requests(path, 4)
+            await page.wait_for_requests("/health", 1)
+            worker = core.workers[name]
+            assert worker.state is WorkerState.UP
+            assert worker.holders == holders
+            if (path, fault) == ("/query", "HTML"):
+                assert worker.spec.transfer.engine_ids == (), "it is another server that has no engine"
+                return
+            assert worker.spec == first_spec
+            assert sum("serves" in record.getMessage() for record in caplog.records) == 1
+            core.mark_worker_down(name, asyncio.get_running_loop().time(), "a fault of its health check")
+            if path != "/kv_event_sources":
+                await wait_until(lambda: worker.state is WorkerState.UP)
+                assert (worker.spec, worker.holders) == (first_spec, holders)
+
+    caplog.set_level("INFO")
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_sizes_that_a_worker_told_too_late_for_its_first_probe_are_learned() -> None:
+    async def run() -> None:
+        page = Page()
+        page.answers["/metrics"] = (500, "not yet")
+        async with watching(page, FleetConfig(health_s=0.001, sources_s=0.001), feed_of()) as (_, core, name):
+            assert core.workers[name].spec.cache_tokens is None
+            del page.answers["/metrics"]
+            page.metrics = SIZES
+            await wait_until(lambda: core.workers[name].spec.cache_tokens == 1600)
+            assert core.snapshot(0.0).workers[0].cache_tokens == 1600
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_worker_that_was_down_and_is_not_ready_says_so_once(caplog: Any) -> None:
+    async def run() -> None:
+        page, config = Page(), FleetConfig(health_s=0.001, starting_s=0.001)
+        async with watching(page, config, feed_of()) as (fleet, core, name):
+            page.status, page.answers["/health"] = 500, (503, "")
+            fleet.check_soon(name)
+            await wait_until(lambda: core.workers[name].is_down)
+            del page.answers["/health"]
+            await page.wait_for_requests("/v1/models", 8)
+            assert core.workers[name].is_down
+            assert fleet._members[name].problem == "/v1/models answers 500"
+            page.status = 200
+            await wait_until(lambda: core.workers[name].state is WorkerState.UP)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert sum("does not answer yet" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_what_a_worker_may_announce_hangs_on_its_cache() -> None:
