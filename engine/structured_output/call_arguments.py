@@ -1,0 +1,254 @@
+"""Write the arguments of a call as a grammar in Lark, for models whose calls are not JSON. No I/O.
+
+Qwen3-Coder writes arguments as XML, other models as those of a Python call. The grammar follows the tool's schema.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.output.json_calls import NAME_PATTERN
+from engine.output.schema_types import Property, get_definitions, list_properties, list_values, resolve, schema_types
+from engine.output.xml_calls import encode_as_types
+from engine.structured_output.lark_rules import ANY_TEXT, GrammarRules, json_directive, quote, slash_regex
+from prompts import RequestError
+from prompts.schemas import Json
+
+SCHEMA_DEPTH_MAX = 64
+"""Most schemas inside each other that are followed. Deeper ones allow any value of their type."""
+PYTHON_OPTIONS = {"json_allowed_escapes": 'nrbtf\\"'}
+"""Option of llguidance: escapes of JSON strings that mean the same in Python."""
+_XML_NAME = re.compile(r"(?! )[^<>\n]+(?<! )")
+_XML_END = "\n</parameter>\n"
+_ANNOTATIONS = frozenset(("title", "description", "default", "examples", "$schema", "$id", "$comment", "$defs",
+                          "definitions", "deprecated", "readOnly", "writeOnly"))  # fmt: skip
+"""Keywords of a JSON schema that restrict no value."""
+_DATE, _TIME = r"[0-9]{4}-[0-9]{2}-[0-9]{2}", r"[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?(Z|[+-][0-9]{2}:[0-9]{2})"
+TEXT_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "uuid": r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+}
+"""`format` of a string schema -> its regular expression, for strings without quotation marks."""
+
+
+class ArgumentWriter:
+    """Writes the arguments that one schema allows, as expressions of a grammar."""
+
+    def __init__(self, rules: GrammarRules, param: str, schema: Json, options: Mapping[str, Any]) -> None:
+        """`rules`: rules of the grammar, to which those of the arguments are added.
+
+        `schema`: schema of all arguments together, with its definitions. `param`: its field in the request, for errors.
+        `options`: llguidance's options for values in JSON.
+        """
+        self._rules = rules
+        self._param = param
+        self._root = schema
+        self._options = options
+
+    def write_xml(self) -> str:
+        """Return an expression of the arguments of a call as Qwen3-Coder writes them, by their schema.
+
+        Each argument is a line `<parameter=NAME>`, its value and a line `</parameter>`. Strings have no quotation
+        marks, other values are JSON.
+        """
+        properties = self._list_writable_properties(lambda name: _XML_NAME.fullmatch(name) is not None)
+        if properties is None:  # any parameters
+            name = self._rules.add_terminal('/[^>\\n]+/ ">\\n"')
+            value = self._rules.add_rule(f"{ANY_TEXT} {quote(_XML_END)}", "[lazy]")
+            return f'("<parameter=" {name} {value})*'
+        parts = []
+        for argument in properties:
+            begin = f"<parameter={argument.name}>\n"
+            value = self._write_xml_value(argument.schema)
+            parameter = self._rules.add_rule(f"{quote(begin)} {value}")
+            parts.append(parameter if argument.is_required else f"{parameter}?")
+        return " ".join(parts) or '""'
+
+    def _write_xml_value(self, schema: Json) -> str:
+        """Return an expression of a parameter's value and its end marker.
+
+        The value is one of those that the schema lists, plain text if it must be a string, or JSON.
+        """
+        values = list_values(schema, self._root)
+        if values is not None:
+            types = schema_types(schema, self._root)
+            texts = (_write_listed_value(value, types) for value in values)
+            return f"({' | '.join(map(self._rules.write_text, texts))}) {quote(_XML_END)}"
+        if schema_types(schema, self._root) == ("string",) and resolve(schema, self._root) is not None:
+            return self._rules.add_rule(f"{self._write_plain_text(schema, 0)} {quote(_XML_END)}", "[lazy]")
+        return f"{self._rules.add_rule(json_directive(schema, self._options))} {quote(_XML_END)}"
+
+    def _write_plain_text(self, schema: Json, depth: int) -> str:
+        """Return a terminal of the texts that a schema of strings allows, without quotation marks.
+
+        `depth`: number of schemas around this one.
+        """
+        schema = resolve(schema, self._root)
+        if not isinstance(schema, dict) or depth > SCHEMA_DEPTH_MAX:
+            return ANY_TEXT
+        values = list_values(schema, self._root)
+        if values is not None:
+            return self._rules.add_terminal(" | ".join(quote(value) for value in values if isinstance(value, str)))
+        parts = []
+        min_length, max_length = _get_length(schema.get("minLength")), _get_length(schema.get("maxLength"))
+        if min_length is not None or max_length is not None:
+            parts.append(f"/(?s:.{{{min_length or 0},{'' if max_length is None else max_length}}})/")
+        if isinstance(schema.get("pattern"), str):
+            parts.append(_make_search_regex(schema["pattern"]))
+        if schema.get("format") in TEXT_FORMATS:
+            parts.append(slash_regex(TEXT_FORMATS[schema["format"]]))
+        for name, operator in (("anyOf", " | "), ("oneOf", " | "), ("allOf", " & ")):
+            branches = schema.get(name)
+            if isinstance(branches, list) and branches:
+                texts = [self._write_plain_text(branch, depth + 1) for branch in branches]
+                parts.append(self._rules.add_terminal(operator.join(texts)))
+        if not parts:
+            return ANY_TEXT
+        return parts[0] if len(parts) == 1 else self._rules.add_terminal(" & ".join(parts))
+
+    def write_python(self) -> str:
+        """Return an expression of the arguments of a Python call, such as `a=1, b="x"`. Nested values are JSON."""
+        properties = self._list_writable_properties(lambda name: True)
+        if properties is None:  # any arguments
+            name = self._rules.add_terminal("/[A-Za-z_][A-Za-z_0-9]*/")
+            argument = self._rules.add_rule(f'{name} "=" {self._write_python_literal()}')
+            return f'({argument} (", " {argument})*)?'
+        arguments = []
+        for property in properties:
+            key = property.name if NAME_PATTERN.fullmatch(property.name) else quote(property.name)
+            value = self._write_python_value(property.schema, 0)
+            arguments.append(self._rules.add_rule(f"{quote(key + '=')} {value}"))
+        return self._join_arguments(arguments, [property.is_required for property in properties])
+
+    def _join_arguments(self, arguments: list[str], is_required: list[bool]) -> str:
+        """Return an expression of arguments in their order, of which those that are not required may be missing.
+
+        A comma stands between two arguments, so only the first one that is written has none before it. The expression
+        is a choice of that first argument: for `a` (optional), `b` (required) and `c` (optional) it is
+        `a ", " b (", " c)? | b (", " c)?`. It ends with the first required argument, which nothing can skip.
+        """
+        alternatives = []
+        tail = '""'  # rule of all arguments after the one at hand, each with its comma
+        for argument, must_come in zip(reversed(arguments), reversed(is_required)):
+            alternatives.append(f"{argument} {tail}")
+            with_comma = f'", " {argument}' if must_come else f'(", " {argument})?'
+            tail = self._rules.add_rule(f"{with_comma} {tail}")
+        alternatives.reverse()
+        if True in is_required:
+            return " | ".join(alternatives[: is_required.index(True) + 1])
+        return " | ".join([*alternatives, '""'])
+
+    def _write_python_value(self, schema: Json, depth: int) -> str:
+        """Return an expression of an argument's value: Python's constants, and JSON for all other values.
+
+        `depth`: number of schemas around this one.
+        """
+        values = list_values(schema, self._root)
+        if values is not None:
+            texts = (json.dumps(v, ensure_ascii=False) if isinstance(v, str) else repr(v) for v in values)
+            return f"({' | '.join(map(quote, texts))})"
+        resolved_schema = resolve(schema, self._root)
+        if not isinstance(resolved_schema, dict):
+            resolved_schema = schema if isinstance(schema, dict) else {}
+        value_type = resolved_schema.get("type")
+        if value_type == "boolean":
+            return '("True" | "False")'
+        if value_type == "null":
+            return '"None"'
+        keywords = set(resolved_schema) - _ANNOTATIONS
+        if not keywords:
+            return self._write_python_literal()
+        branches = resolved_schema.get("anyOf") if keywords == {"anyOf"} else None
+        if isinstance(value_type, list) and value_type:
+            branches = [{**resolved_schema, "type": branch_type} for branch_type in value_type]
+        if isinstance(branches, list) and branches and depth < SCHEMA_DEPTH_MAX:
+            return f"({' | '.join(self._write_python_value(branch, depth + 1) for branch in branches)})"
+        return self._rules.add_rule(json_directive({**get_definitions(self._root), **resolved_schema}, self._options))
+
+    def _write_python_literal(self) -> str:
+        """Return a rule of any Python literal that JSON can hold."""
+        name = f"r{len(self._rules.lines)}"
+        plain = json_directive({"type": ["string", "number"]}, self._options)
+        self._rules.lines.append(
+            f'{name}: "True" | "False" | "None" | {name}_plain | "[" ({name} (", " {name})*)? "]" '
+            f'| "{{" ({name}_pair (", " {name}_pair)*)? "}}"'
+        )
+        self._rules.lines.append(f"{name}_plain: {plain}")
+        self._rules.lines.append(f'{name}_pair: {name}_key ": " {name}')
+        self._rules.lines.append(f"{name}_key: {json_directive({'type': 'string'}, self._options)}")
+        return name
+
+    def _list_writable_properties(self, can_write: Callable[[str], bool]) -> list[Property] | None:
+        """Return the properties that arguments may have; None: any.
+
+        `can_write`: returns whether the markup can hold a property's name. Raises RequestError for the schema of a
+        strict tool that only calls in JSON could follow.
+        """
+        properties = list_properties(self._root)
+        if properties is not None and all(can_write(property.name) for property in properties):
+            return properties
+        keywords = (
+            set(self._root if isinstance(self._root, dict) else ()) - _ANNOTATIONS - {"type", "additionalProperties"}
+        )
+        if properties is None and not keywords:
+            return [] if self._root.get("additionalProperties") is False else None
+        if self._options.get("lenient"):
+            return None
+        raise RequestError(
+            f"{self._param}: calls of this model are not JSON and cannot follow this schema, expected an object with "
+            'properties, without anyOf, oneOf, allOf and patternProperties; or "strict": false',
+            param=self._param,
+        )
+
+
+def _write_listed_value(value: Json, types: tuple[str, ...]) -> str:
+    """Return the text that the parser reads as a listed value: "5" among numbers needs quotation marks."""
+    value_json = json.dumps(value, ensure_ascii=False)
+    is_plain = isinstance(value, str) and (types == ("string",) or encode_as_types(value, types) == value_json)
+    return value if is_plain else value_json
+
+
+def _get_length(value: Json) -> int | None:
+    return value if type(value) is int and 0 <= value < 2**31 else None
+
+
+_ESCAPE = re.compile(r"\\.", re.S)
+_PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.S)
+
+
+def _make_search_regex(pattern: str) -> str:
+    """Return a regular expression, between slashes, for texts in which a pattern of JSON Schema is found.
+
+    Anchors inside of an alternative stay, and the compiler refuses them.
+    """
+    alternatives: list[list[str]] = [[]]
+    depth = 0
+    for part in _PATTERN_PARTS.findall(pattern):
+        if part == "(":
+            depth += 1
+        elif part == ")":
+            depth -= 1
+        if part == "|" and depth == 0:
+            alternatives.append([])
+        elif part.startswith("["):
+            alternatives[-1].append(_ESCAPE.sub(_use_ascii_digits, part))
+        else:
+            alternatives[-1].append("[0-9]" if part == r"\d" else part)
+    return slash_regex("|".join(map(_anchor_alternative, alternatives)))
+
+
+def _use_ascii_digits(escape: re.Match[str]) -> str:
+    """Return an escape inside of a character class, with ASCII digits for `\\d`, as in JavaScript."""
+    return "0-9" if escape[0] == r"\d" else escape[0]
+
+
+def _anchor_alternative(parts: list[str]) -> str:
+    """Return a regular expression that matches a whole text in which the alternative is found."""
+    has_start, has_end = parts[:1] == ["^"], parts[-1:] == ["$"]
+    inner = "".join(parts[has_start : len(parts) - has_end])
+    return f"{'' if has_start else '(?s:.*)'}(?:{inner}){'' if has_end else '(?s:.*)'}"

@@ -1,0 +1,73 @@
+"""The rules of a grammar in Lark, and the notation of texts, patterns and JSON schemas in it. No I/O."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from prompts.schemas import Json
+
+ANY_TEXT = "/(?s:.*)/"
+"""Pattern of any text."""
+
+
+class GrammarRules:
+    """Collects the rules and terminals of one grammar, and gives them their names."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        """`tokens`: text -> id of the token that stands for it."""
+        self.lines: list[str] = []
+        self._tokens = tokens
+        texts = sorted(tokens, key=len, reverse=True)
+        self._token_pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
+
+    def add_rule(self, body: str, options: str = "") -> str:
+        name = f"r{len(self.lines)}"
+        self.lines.append(f"{name}{options}: {body}")
+        return name
+
+    def add_terminal(self, body: str) -> str:
+        name = f"T{len(self.lines)}"
+        self.lines.append(f"{name}: {body}")
+        return name
+
+    def write_text(self, text: str) -> str:
+        """Return an expression that matches a text.
+
+        Parts of it that are one added token of the vocabulary become that token: "a<think>" is `"a" <[7]>`, if 7 is the
+        id of <think>.
+        """
+        parts = []
+        text_start = 0
+        token_matches = () if self._token_pattern is None else self._token_pattern.finditer(text)
+        for match in token_matches:
+            parts += [quote(text[text_start : match.start()]), f"<[{self._tokens[match[0]]}]>"]
+            text_start = match.end()
+        parts.append(quote(text[text_start:]))
+        return " ".join(part for part in parts if part != '""') or '""'
+
+
+def json_directive(schema: Json, options: Mapping[str, Any]) -> str:
+    """Return an expression of a schema. Our options replace options in the client's schema."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"enum": []}
+    return "%json " + json.dumps({**schema, "x-guidance": dict(options)})
+
+
+def slash_regex(pattern: str) -> str:
+    """Return a regular expression between slashes."""
+    return "/" + re.sub(r"\\.|/|\n", lambda match: _SLASH_ESCAPES.get(match[0], match[0]), pattern, flags=re.S) + "/"
+
+
+_SLASH_ESCAPES = {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}
+
+
+def escape_literal(text: str) -> str:
+    """Return a text as part of a regular expression between slashes."""
+    return slash_regex(re.escape(text))[1:-1]
+
+
+def quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
