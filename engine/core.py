@@ -328,22 +328,25 @@ class EngineCore:
         if not prepared_ids and not self.scheduler.has_work and not self.transfers.has_copies:
             self._wait_for_preparation()
             prepared_ids = self._find_prepared_ids()
-        rejected_outputs = []
-        for request_id in prepared_ids:
-            request, arrival_s, futures = self._preparing_requests.pop(request_id)
-            self.transfers.stop_waiting(request_id)
-            error = next((error for future in futures if (error := future.exception()) is not None), None)
-            if error is None:
-                try:
-                    self.scheduler.add(request, arrival_s)
-                except ValueError as refusal:
-                    error = refusal
-            if isinstance(error, ValueError):
-                rejected_outputs.append(make_refusal(request_id, error))
-            elif error is not None:  # such as a panic of llguidance, which is no Exception
-                log.error("a request could not be prepared", exc_info=error)
-                rejected_outputs.append(_make_preparation_failure(request_id, error))
-        return rejected_outputs
+        outputs = (self._queue_prepared(request_id) for request_id in prepared_ids)
+        return [output for output in outputs if output is not None]
+
+    def _queue_prepared(self, request_id: str) -> SequenceOutput | None:
+        """Queue a prepared request; if it cannot be served, return its last output instead."""
+        request, arrival_s, futures = self._preparing_requests.pop(request_id)
+        self.transfers.stop_waiting(request_id)
+        error = next((error for future in futures if (error := future.exception()) is not None), None)
+        if error is None:
+            try:
+                self.scheduler.add(request, arrival_s)
+            except ValueError as refusal:
+                error = refusal
+        if error is None:
+            return None
+        if isinstance(error, ValueError):
+            return make_refusal(request_id, error)
+        log.error("a request could not be prepared", exc_info=error)  # such as a panic of llguidance, no Exception
+        return _make_preparation_failure(request_id, error)
 
     def _wait_for_preparation(self) -> None:
         """Wait a moment for a grammar or for blocks of a peer."""
