@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 from prompts.chat_rendering import BILLING_LINE, render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError, bad_value
-from prompts.provider_history import MEDIA_PART, convert_block, find_media_kind, is_hosted_block
+from prompts.provider_history import convert_block, find_media_kind, is_hosted_block
 from prompts.schemas import (
     COUNT_MAX,
     MAX_STOPS,
@@ -333,30 +333,18 @@ def _join_system_texts(content: str | list[MessageBlock]) -> str:
 
 def _add_turn(messages: list[Message], role: str, blocks: list[MessageBlock]) -> None:
     """Append what a turn's blocks say: a message for each result of a tool, then one message for the other blocks."""
-    content_parts: list[Message] = []
-    tool_calls: list[Message] = []
-    reasoning_texts: list[str] = []
-    for block in blocks:
-        if block.type == "text" and block.text:
-            content_parts.append({"type": "text", "text": block.text})
-        elif block.type == "image" and block.source:
-            content_parts.append({"type": "image_url", "image_url": {}})
-        elif block.type == "thinking" and block.thinking is not None:
-            reasoning_texts.append(block.thinking)
-        elif block.type == "tool_use":
-            function = {"name": block.name or "", "arguments": block.input or {}}
-            tool_calls.append({"id": block.id or "", "type": "function", "function": function})
-        elif block.type == "tool_result" and role == "user":
-            _add_tool_result(messages, block)
-        elif block.type == "tool_result":
-            content_parts.append({"type": "text", "text": f"Tool result: {block.content or ''}"})
-        elif block.type in ("document", "search_result") or is_hosted_block(block.type):
-            content_parts.append(convert_block(msgspec.structs.asdict(block)))
+    if role == "user":
+        for block in blocks:
+            if block.type == "tool_result":
+                _add_tool_result(messages, block)
     message: Message = {"role": role}
+    reasoning_texts = [block.thinking for block in blocks if block.type == "thinking" and block.thinking is not None]
     if reasoning_texts:
         message["reasoning"] = "".join(reasoning_texts)
+    tool_calls = [_convert_call(block) for block in blocks if block.type == "tool_use"]
     if tool_calls:
         message["tool_calls"] = tool_calls
+    content_parts = [part for block in blocks if (part := _convert_content_block(role, block)) is not None]
     if content_parts:
         is_one_text = len(content_parts) == 1 and content_parts[0]["type"] == "text"
         message["content"] = content_parts[0]["text"] if is_one_text else content_parts
@@ -364,37 +352,58 @@ def _add_turn(messages: list[Message], role: str, blocks: list[MessageBlock]) ->
         messages.append(message)
 
 
+def _convert_call(block: MessageBlock) -> Message:
+    """Return a block `tool_use` as chats have calls."""
+    function = {"name": block.name or "", "arguments": block.input or {}}
+    return {"id": block.id or "", "type": "function", "function": function}
+
+
+def _convert_content_block(role: str, block: MessageBlock) -> Message | None:
+    """Return a block as a part of its message's content; None if it has no place there, such as a call."""
+    if block.type == "text" and block.text:
+        return {"type": "text", "text": block.text}
+    if block.type == "image" and block.source:
+        return {"type": "image_url", "image_url": {}}
+    if block.type == "tool_result" and role != "user":
+        return {"type": "text", "text": f"Tool result: {block.content or ''}"}
+    if block.type in ("document", "search_result") or is_hosted_block(block.type):
+        return convert_block(msgspec.structs.asdict(block))
+    return None
+
+
 def _add_tool_result(messages: list[Message], block: MessageBlock) -> None:
     """Append the messages for the result of a tool: its text, then its images, then the tools that it refers to.
 
     The images are in a message of the user, because templates expect none in a message of a tool.
     """
-    texts = list[str]()
-    media_parts = list[Message]()
-    reference_parts = list[Message]()
-    for result_block in block.content if isinstance(block.content, list) else ():
-        block_type = result_block.get("type")
-        if block_type == "text":
-            texts.append(_read_block_text(result_block))
-        elif block_type == "image":
-            media_parts.append({"type": "image_url", "image_url": {}})
-        elif block_type == "tool_reference":
-            name = result_block.get("tool_name") or result_block.get("name")
-            if name:
-                reference_parts.append({"type": "tool_reference", "name": name})
-        else:
-            part = convert_block(result_block)
-            if part is MEDIA_PART:
-                media_parts.append(part)
-            else:
-                texts.append(part["text"])
+    result_blocks = block.content if isinstance(block.content, list) else []
+    parts = [part for result_block in result_blocks if (part := _convert_result_block(result_block)) is not None]
+    text = block.content if isinstance(block.content, str) else "\n".join(_select_texts(parts))
+    reference_parts = [part for part in parts if part["type"] == "tool_reference"]
+    media_parts = [part for part in parts if part["type"] not in ("text", "tool_reference")]
     tool_message = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
-    text = block.content if isinstance(block.content, str) else "\n".join(texts)
     messages.append({**tool_message, "content": text})
     if media_parts:
         messages.append({"role": "user", "content": media_parts})
     if reference_parts:
         messages.append({**tool_message, "content": reference_parts})
+
+
+def _select_texts(parts: list[Message]) -> list[str]:
+    return [part["text"] for part in parts if part["type"] == "text"]
+
+
+def _convert_result_block(block: dict[str, Any]) -> Message | None:
+    """Return a block of a tool's result as a part of a chat's content; None for a reference without a name."""
+    block_type = block.get("type")
+    if block_type == "text":
+        return {"type": "text", "text": _read_block_text(block)}
+    if block_type == "image":
+        return {"type": "image_url", "image_url": {}}
+    if block_type == "tool_reference":
+        name = block.get("tool_name") or block.get("name")
+        return {"type": "tool_reference", "name": name} if name else None
+    return convert_block(block)
 
 
 def _read_block_text(block: dict[str, Any]) -> str:
@@ -420,10 +429,11 @@ def _convert_tools(request: CountRequest) -> list[Message] | None:
     for block in change_blocks:
         assert block.tool is not None
         name = _get_changed_tool_name(block.tool)
-        if block.tool.get("type") == "tool_definition":
-            tools_by_name[name] = _read_tool_definition(block.tool["definition"])
-        elif name not in tools_by_name:
+        is_definition = block.tool.get("type") == "tool_definition"
+        if not is_definition and name not in tools_by_name:
             raise RequestError(f"{block.type} names the tool {name!r}, which is not in tools", param="tools")
+        if is_definition:
+            tools_by_name[name] = _read_tool_definition(block.tool["definition"])
         elif block.type == "tool_addition":  # the tool was deferred: unknown to the model until it is added
             tools_by_name[name] = msgspec.structs.replace(tools_by_name[name], defer_loading=None)
         if block.type == "tool_removal":

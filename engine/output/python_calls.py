@@ -51,42 +51,62 @@ def read_python_call(source: GrowingText, delta: DeltaBuilder, types: ParameterT
 
 
 def _read_arguments(source: GrowingText) -> Steps[list[_Argument] | None]:
-    """Take arguments and the parenthesis after them. Return the arguments; None if another bracket ends them.
-
-    Only quotes, brackets, commas and "=" are looked at; the values are parsed later.
-    """
-    arguments: list[_Argument] = []
-    name: str | None = None
-    parts: list[str] = []
-    depth, quote = 1, ""
+    """Take arguments and the parenthesis after them. Return the arguments; None if another bracket ends them."""
+    splitter = _ArgumentSplitter()
     while (yield from source.peek()):
-        match = _PUNCTUATION_PATTERN_BY_QUOTE[quote].search(source.text, source.position)
-        piece = source.take(len(source.text) if match is None else match.start())
-        parts.append(piece.translate(_STRING_ESCAPES) if quote else piece)
+        match = _PUNCTUATION_PATTERN_BY_QUOTE[splitter.quote].search(source.text, source.position)
+        splitter.add_text(source.take(len(source.text) if match is None else match.start()))
         if match is None:
             continue
         char = source.take(match.end())
         if char == "\\":
             escaped_char = yield from source.peek()
-            parts.append(char + source.take(source.position + len(escaped_char)))
+            splitter.add_escape(char + source.take(source.position + len(escaped_char)))
             continue
-        if char in "\"'":
-            quote = "" if quote else char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        is_argument_end = depth == 0 or (depth == 1 and char == ",")
-        if is_argument_end:
-            arguments.append(_Argument(name, "".join(parts)))
-            name, parts = None, []
-        elif depth == 1 and char == "=" and name is None:
-            name, parts = "".join(parts), []
-        else:
-            parts.append(char)
-        if depth == 0:
-            return arguments if char == ")" else None
+        splitter.add_punctuation(char)
+        if splitter.depth == 0:
+            return splitter.arguments if char == ")" else None
     return None
+
+
+class _ArgumentSplitter:
+    """Splits the text of a call's arguments, such as `a=1, b=[2, 3])`, at commas and "=" outside of inner brackets.
+
+    Only quotes, brackets, commas and "=" are looked at; the values are parsed later.
+    """
+
+    def __init__(self) -> None:
+        self.arguments: list[_Argument] = []
+        self.depth = 1
+        """Number of brackets that are open; 0 after the end of the arguments."""
+        self.quote = ""
+        """Quotation mark of the string that is open; empty outside of strings."""
+        self._name: str | None = None
+        self._parts: list[str] = []
+        """Pieces of the name or value that is being read."""
+
+    def add_text(self, text: str) -> None:
+        self._parts.append(text.translate(_STRING_ESCAPES) if self.quote else text)
+
+    def add_escape(self, escape: str) -> None:
+        self._parts.append(escape)
+
+    def add_punctuation(self, char: str) -> None:
+        """Add a quotation mark, a bracket, a comma or "="."""
+        if char in "\"'":
+            self.quote = "" if self.quote else char
+        elif char in "([{":
+            self.depth += 1
+        elif char in ")]}":
+            self.depth -= 1
+        is_argument_end = self.depth == 0 or (self.depth == 1 and char == ",")
+        if is_argument_end:
+            self.arguments.append(_Argument(self._name, "".join(self._parts)))
+            self._name, self._parts = None, []
+        elif self.depth == 1 and char == "=" and self._name is None:
+            self._name, self._parts = "".join(self._parts), []
+        else:
+            self._parts.append(char)
 
 
 def _encode_arguments(arguments: list[_Argument]) -> str | None:
