@@ -292,7 +292,14 @@ class LLM:
         check_prompt(prompt.token_ids, self._limits, f"prompts[{prompt_index}]")
         params = fit_max_tokens(params, self._limits, len(prompt.token_ids))
         request_id = str(next(self._request_numbers))
-        requests = make_sample_requests(request_id, 0, prompt.token_ids, params, prompt.salt, prompt.priority)
+        request = Request(
+            request_id=request_id,
+            token_ids=prompt.token_ids,
+            params=params,
+            cache_salt=prompt.salt,
+            priority=prompt.priority,
+        )
+        requests = make_sample_requests(request, request_id, 0)
         choices = [
             make_choice(i, request.params, self._detokenizer_factory, keeps_text=True, keeps_logprobs=True)
             for i, request in enumerate(requests)

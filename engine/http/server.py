@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from engine.http.generate import STATE
 from engine.http.state import RETRY_AFTER_S, ServerState, make_not_running_error, make_unavailable_error
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDeadError
+from events.sources import EventSource
 from options.addresses import bracket_host
 from options.system import raise_file_limit
 from options.tls import make_server_context
@@ -346,26 +347,18 @@ def print_startup(
     engine_config: EngineConfig, config: ServerConfig, state: ServerState, listener: socket.socket
 ) -> None:
     """Print what was started. A script may wait for the last line."""
-    info = state.info
+    info, limits = state.info, state.limits
     host, port = listener.getsockname()[:2]
-    url_host = bracket_host(host)
     print(f"model     {', '.join(state.model_names)} ({info.dtype} on {info.device}, {info.max_model_len} tokens)")
     if engine_config.simulate is not None:
         scale = "" if engine_config.time_scale == 1 else f", {engine_config.time_scale:g} times as long"
         print(f"          simulated: nothing is computed, steps take the time of {info.device}{scale}")
     elif engine_config.model is None:
         print("          no MODEL was given: this is the built-in random model, its text means nothing")
-    print(
-        f"answers   tool calls: {state.limits.call_format or 'none'}, "
-        f"reasoning: {state.limits.reasoning_format or 'none'}"
-    )
+    print(f"answers   tool calls: {limits.call_format or 'none'}, reasoning: {limits.reasoning_format or 'none'}")
     host_memory = f", and {info.num_host_blocks} in host memory" if info.num_host_blocks else ""
     print(f"cache     {info.num_blocks} blocks of {info.block_size} tokens{host_memory}")
-    for source in info.event_sources:
-        replay = f", replay {source.replay_endpoint}" if source.replay_endpoint else ""
-        print(f"events    {source.endpoint}{replay}")
-    if not info.event_sources:
-        print("events    off (--kv-events-config without enable_kv_cache_events: true)")
+    _print_event_sources(info.event_sources)
     if info.kv_transfer_port is not None:
         print(f"transfers {engine_config.kv_transfer.host}:{info.kv_transfer_port}")
     if is_loopback(host):
@@ -373,7 +366,16 @@ def print_startup(
     elif not config.api_keys:
         print("reach     the network, without an API key (--api-key, or keep the network private)")
     scheme = "http" if config.tls_cert is None else "https"
-    print(f"ready     {scheme}://{url_host}:{port}", flush=True)
+    print(f"ready     {scheme}://{bracket_host(host)}:{port}", flush=True)
+
+
+def _print_event_sources(sources: Sequence[EventSource]) -> None:
+    """Print where the cache's events are published."""
+    for source in sources:
+        replay = f", replay {source.replay_endpoint}" if source.replay_endpoint else ""
+        print(f"events    {source.endpoint}{replay}")
+    if not sources:
+        print("events    off (--kv-events-config without enable_kv_cache_events: true)")
 
 
 def _report_failure(message: str) -> int:

@@ -97,6 +97,13 @@ class Choice:
         delta = self._decode(output)
         if output.prompt_logprobs is not None:
             delta.prompt_logprobs = output.prompt_logprobs
+            if self.keeps_logprobs:
+                self.prompt_logprobs = [*(self.prompt_logprobs or ()), *output.prompt_logprobs]
+        self._add_delta(delta)
+        return delta
+
+    def _add_delta(self, delta: ChoiceDelta) -> None:
+        """Add what is new to what the choice has so far: counts, calls, and text and logprobs if they are kept."""
         self.completion_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -111,9 +118,6 @@ class Choice:
             self.token_ids.extend(delta.token_ids)
         if self.keeps_logprobs:
             self.logprobs.extend(delta.logprobs)
-            if output.prompt_logprobs is not None:
-                self.prompt_logprobs = [*(self.prompt_logprobs or ()), *output.prompt_logprobs]
-        return delta
 
     def _decode(self, output: SequenceOutput) -> ChoiceDelta:
         """Return what an output adds to the choice: its text, and its tokens up to the first stop string.

@@ -119,20 +119,19 @@ def make_generation(
     not allow a parameter.
     """
     body, prompts, parser_config = parsed_request.body, parsed_request.prompts, parsed_request.parser_config
-    requests: list[Request] = []
     answered_tokens = read_answered_tokens(body, prompts)
+    requests: list[Request] = []
     for prompt in prompts:
-        params = make_sampling_params(body, limits, len(prompt) - answered_tokens, parsed_request.constraint)
-        requests += make_sample_requests(
-            request_prefix,
-            len(requests),
-            prompt,
-            params,
-            body.cache_salt,
-            body.priority or 0,
-            answered_tokens,
-            kv_source,
+        request = Request(
+            request_id=request_prefix,
+            token_ids=prompt,
+            params=make_sampling_params(body, limits, len(prompt) - answered_tokens, parsed_request.constraint),
+            cache_salt=body.cache_salt,
+            priority=body.priority or 0,
+            resumed_output_len=answered_tokens,
+            kv_source=kv_source,
         )
+        requests += make_sample_requests(request, request_prefix, len(requests))
     choices = [
         make_choice(
             index,
@@ -145,9 +144,7 @@ def make_generation(
         for index, request in enumerate(requests)
     ]
     if answered_tokens:  # then there is one prompt and one choice
-        choices[0].resume(prompts[0][-answered_tokens:])
-        if choices[0].finish_reason is not None:
-            raise bad_value("answered_tokens", answered_tokens, "tokens of an answer that no stop string has ended")
+        _resume_answer(choices[0], prompts[0][-answered_tokens:])
         prompts = [prompts[0][:-answered_tokens]]
     return Generation(
         id=id,
@@ -162,34 +159,26 @@ def make_generation(
     )
 
 
-def make_sample_requests(
-    request_prefix: str,
-    first_choice_index: int,
-    prompt: list[int],
-    params: SamplingParams,
-    cache_salt: str | None,
-    priority: int,
-    answered_tokens: int = 0,
-    kv_source: KVSource | None = None,
-) -> list[Request]:
-    """Return the engine's requests for the n samples of one prompt.
+def _resume_answer(choice: Choice, token_ids: list[int]) -> None:
+    """Continue an answer that another engine began with `token_ids`. Raises RequestError if they end it."""
+    choice.resume(token_ids)
+    if choice.finish_reason is not None:
+        raise bad_value("answered_tokens", len(token_ids), "tokens of an answer that no stop string has ended")
+
+
+def make_sample_requests(request: Request, id_prefix: str, first_choice_index: int) -> list[Request]:
+    """Return the engine's requests for the n samples of one prompt: copies of `request`, each with its own id.
 
     With the prefix "a7", n = 2 and `first_choice_index` = 4 their ids are "a7-4" and "a7-5". If the client gives a
     seed, sample i has seed + i, so that the samples differ.
-
-    `answered_tokens`: number of the prompt's last tokens that another engine has already generated.
     """
     return [
-        Request(
-            request_id=f"{request_prefix}-{first_choice_index + sample}",
-            token_ids=prompt,
-            params=_offset_seed(params, sample),
-            cache_salt=cache_salt,
-            priority=priority,
-            resumed_output_len=answered_tokens,
-            kv_source=kv_source,
+        msgspec.structs.replace(
+            request,
+            request_id=f"{id_prefix}-{first_choice_index + sample}",
+            params=_offset_seed(request.params, sample),
         )
-        for sample in range(params.n)
+        for sample in range(request.params.n)
     ]
 
 

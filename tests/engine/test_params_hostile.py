@@ -53,7 +53,8 @@ ASKED = st.dictionaries(st.sampled_from(SamplingParams.__struct_fields__), VALUE
 
 def arrives(params: SamplingParams, salt: str | None = None, priority: int = 0) -> None:
     """What the check let through is read by the core as it was sent."""
-    message = AddRequests(make_sample_requests("r", 0, [1], params, salt, priority))
+    request = Request(request_id="r", token_ids=[1], params=params, cache_salt=salt, priority=priority)
+    message = AddRequests(make_sample_requests(request, "r", 0))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Command) == message
 
 
