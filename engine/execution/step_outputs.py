@@ -32,14 +32,9 @@ def _add_samples(result: StepResult, step: PreparedStep, outputs: list[list[Any]
     belongs to chunk `plan_indices[i]` of the plan. A chunk that ends within a prompt draws no token.
     """
     assert step.sampling_inputs is not None
-    tokens = outputs.pop(0)
     plan_indices = [step.order[chunk_index] for chunk_index in step.batch_state.sampled_chunks]
-    is_decode_step = len(tokens) == step.batch.token_count  # a token was drawn after each one
-    if is_decode_step:  # its chunks are in the plan's order
-        result.sampled_tokens = tokens
-    else:
-        for plan_index, token in zip(plan_indices, tokens, strict=True):
-            result.sampled_tokens[plan_index] = token
+    for plan_index, token in zip(plan_indices, outputs.pop(0), strict=True):
+        result.sampled_tokens[plan_index] = token
     result.failure_by_chunk = {plan_indices[i]: reason for i, reason in failures.items()}
     logprob_rows = step.sampling_inputs.batch.logprobs
     if logprob_rows is not None:

@@ -38,21 +38,21 @@ from engine.execution.sizing import (
 from engine.messages import FrameReader, encode_frame
 from engine.models import Shard
 from engine.models.loader import load_model
-from engine.parallel.messages import BlockParts, CopyBlocks, PlanDecoder, ReadBlocks, WriteBlocks
-from engine.parallel.ranks import (
-    GRACE_S,
-    LOOPBACK,
+from engine.parallel.collectives import all_reduce_min, all_reduce_sum, gather_columns, join_process_group
+from engine.parallel.messages import (
+    BlockParts,
+    CopyBlocks,
     FollowerReply,
     LeaderMessage,
     LoadFailed,
     LoadModel,
+    PlanDecoder,
     RankLoaded,
+    ReadBlocks,
     StartRunner,
-    all_reduce_min,
-    all_reduce_sum,
-    gather_columns,
-    join_process_group,
+    WriteBlocks,
 )
+from engine.parallel.ranks import GRACE_S, LOOPBACK
 
 log = logging.getLogger("engine.follower")
 

@@ -1,4 +1,4 @@
-"""Messages between the ranks: a step's plan, and commands to copy, read and write blocks, of which each has a part.
+"""Messages between the ranks: a step's plan, and commands to load the model, and to copy, read and write blocks.
 
 Followers need less of a plan than the leader: they sample no tokens. For a sequence of the previous plan only changes
 are sent: a few numbers in a decode step, however long the context. Both ends remember exactly the sequences of the last
@@ -11,10 +11,24 @@ from typing import NamedTuple
 
 import msgspec
 
+from engine.config import EngineConfig
 from engine.types import BlockCopy, BlockId, BlockPlace, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
 
 
 # leader -> follower
+class LoadModel(msgspec.Struct, tag="load", array_like=True, frozen=True):
+    """Command to load the model. The reply is `RankLoaded` or `LoadFailed`."""
+
+    config: EngineConfig
+    folder: str
+
+
+class StartRunner(msgspec.Struct, tag="start", array_like=True, frozen=True):
+    """Command to make the runner and its cache. Plans follow."""
+
+    unit_count: int
+
+
 class CopyBlocks(msgspec.Struct, tag="copy", array_like=True, frozen=True):
     """Command to do copies within the device and to and from host memory, in order."""
 
@@ -35,6 +49,16 @@ class WriteBlocks(msgspec.Struct, tag="write", array_like=True, frozen=True):
 
 
 # follower -> leader
+class RankLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
+    """The rank has loaded its part. Next it joins the process group, and takes part in sizing the cache."""
+
+
+class LoadFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
+    """The rank cannot load its part. The message gives the reason."""
+
+    message: str
+
+
 class BlockParts(msgspec.Struct, tag="parts", array_like=True, frozen=True):
     """This rank's parts of the blocks that were read, one after the other."""
 
@@ -72,6 +96,10 @@ class PlanMessage(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     state_resets: list[UnitId]
     state_checkpoints: list[tuple[UnitId, UnitId]]
     block_copies: list[BlockCopy]
+
+
+LeaderMessage = LoadModel | StartRunner | PlanMessage | CopyBlocks | ReadBlocks | WriteBlocks
+FollowerReply = RankLoaded | LoadFailed | BlockParts
 
 
 class _SentChunk(NamedTuple):

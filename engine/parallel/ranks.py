@@ -12,10 +12,8 @@ for whatever reason. One machine; gloo between CPUs, NCCL between GPUs.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import logging
-import os
 import signal
 import socket
 import subprocess
@@ -35,12 +33,22 @@ from engine.core import Runner
 from engine.execution.block_copier import BlockCopier
 from engine.messages import FrameReader, encode_frame
 from engine.models import Shard
-from engine.parallel.messages import BlockParts, CopyBlocks, PlanEncoder, PlanMessage, ReadBlocks, WriteBlocks
+from engine.parallel.collectives import all_reduce_min, all_reduce_sum, gather_columns, join_process_group
+from engine.parallel.messages import (
+    BlockParts,
+    CopyBlocks,
+    FollowerReply,
+    LeaderMessage,
+    LoadFailed,
+    LoadModel,
+    PlanEncoder,
+    ReadBlocks,
+    StartRunner,
+    WriteBlocks,
+)
 from engine.types import BlockCopy, BlockPlace, RunnerLostError, StepPlan, StepResult
 
 LOOPBACK = "127.0.0.1"
-COLLECTIVE_TIMEOUT_S = 300.0
-"""Longest wait of one rank for another inside a step. The first step compiles kernels."""
 GRACE_S = 5.0
 """Time for a process to end, or for a step to fail after a rank is lost, before the process is killed."""
 
@@ -50,76 +58,6 @@ _BOOTSTRAP = (
 )
 
 log = logging.getLogger("engine.ranks")
-
-
-# leader -> follower
-class LoadModel(msgspec.Struct, tag="load", array_like=True, frozen=True):
-    """Command to load the model. The reply is `RankLoaded` or `LoadFailed`."""
-
-    config: EngineConfig
-    folder: str
-
-
-class StartRunner(msgspec.Struct, tag="start", array_like=True, frozen=True):
-    """Command to make the runner and its cache. Plans follow."""
-
-    unit_count: int
-
-
-LeaderMessage = LoadModel | StartRunner | PlanMessage | CopyBlocks | ReadBlocks | WriteBlocks
-
-
-# follower -> leader
-class RankLoaded(msgspec.Struct, tag="loaded", array_like=True, frozen=True):
-    """The rank has loaded its part. Next it joins the process group, and takes part in sizing the cache."""
-
-
-class LoadFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
-    """The rank cannot load its part. The message gives the reason."""
-
-    message: str
-
-
-FollowerReply = RankLoaded | LoadFailed | BlockParts
-
-
-def join_process_group(rank: int, size: int, store: TCPStore, device: torch.device) -> None:
-    """Join the process group of all ranks; blocks until all have joined."""
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        device_id=device if device.type == "cuda" else None,  # connects now instead of in the first step
-        store=store,
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-    )
-
-
-def all_reduce_sum(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of x over all ranks, on every rank. Overwrites x."""
-    x = x.contiguous()
-    dist.all_reduce(x)
-    return x
-
-
-def gather_columns(x: torch.Tensor) -> torch.Tensor | None:
-    """Put the x of all ranks, [rows, n] each, side by side: [rows, ranks * n] on rank 0, None elsewhere."""
-    x = x.contiguous()
-    if dist.get_rank():
-        dist.gather(x, dst=0)
-        return None
-    parts = x.new_empty(dist.get_world_size(), *x.shape)
-    dist.gather(x, list(parts), dst=0)
-    return parts.transpose(0, 1).reshape(x.shape[0], -1)
-
-
-def all_reduce_min(count: int, device: torch.device) -> int:
-    """Return the smallest number of all ranks, on every rank. Each rank waits for the others."""
-    minimum = torch.tensor(count, dtype=torch.int64, device=device)
-    dist.all_reduce(minimum, op=dist.ReduceOp.MIN)
-    return int(minimum.item())
 
 
 class _FollowerHandle:
