@@ -62,8 +62,8 @@ PackedMatrix = NativeMatrix | BlockedMatrix
 
 
 @cache
-def has_fast_bf16() -> bool:
-    """Return whether this CPU, and this build of torch, multiply bf16 in hardware."""
+def _has_onednn_bf16() -> bool:
+    """Return whether oneDNN, in this build of torch, multiplies bf16 with instructions of this CPU."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -99,7 +99,7 @@ def pack_matrix(weight: Tensor) -> PackedMatrix | None:
     can_be_native = _has_native_products() and weight.shape[1] % 2 == 0
     if can_be_native and should_use_native_products():
         return _pack_native(weight)
-    if not has_fast_bf16():
+    if not _has_onednn_bf16():
         return None
     native_copy = _pack_native(weight) if can_be_native and weight.numel() <= SMALL_PRODUCT_MAX else None
     with torch.inference_mode():

@@ -100,6 +100,11 @@ void in_threads(i64 threads, const Work& work) {
     for (std::thread& other : others) other.join();
 }
 
+// Memory that its user writes before reading it. Writing zeros first took 6 % of the attention of 16 tokens.
+std::unique_ptr<float[]> allocate_scratch(i64 floats) {
+    return std::unique_ptr<float[]>(new float[static_cast<std::size_t>(floats)]);
+}
+
 // Panels are taken in pieces, some for each thread.
 void multiply(const Product& p, i64 threads) {
     const i64 panels = (p.outputs + kPanel - 1) / kPanel;
@@ -107,8 +112,7 @@ void multiply(const Product& p, i64 threads) {
     const i64 piece = threads == 1 ? panels : std::max<i64>(panels / (4 * threads), 1);
     std::atomic<i64> next{0};
     in_threads(threads, [&] {
-        const auto floats = static_cast<std::size_t>(product_scratch_floats(p.rows, p.inputs));
-        const std::unique_ptr<float[]> scratch(new float[floats]);
+        const auto scratch = allocate_scratch(product_scratch_floats(p.rows, p.inputs));
         for (i64 begin = next.fetch_add(piece); begin < panels; begin = next.fetch_add(piece)) {
             chosen->bf16.product(p, begin, std::min(begin + piece, panels), scratch.get());
         }
@@ -272,11 +276,11 @@ private:
         }
         std::atomic<i64> next{0};
         in_threads(threads, [&] {
-            std::vector<float> scratch(static_cast<std::size_t>(span_scratch_floats(group, layout_.dim)));
+            const auto scratch = allocate_scratch(span_scratch_floats(group, layout_.dim));
             for (i64 i = next++; i < static_cast<i64>(parts.size()) * layout_.kv_heads; i = next++) {
                 const auto [shared, begin] = parts[static_cast<std::size_t>(i / layout_.kv_heads)];
                 const i64 end = std::min(begin + some, shared->count);
-                ops(bf16_).attend_shared(attention, *shared, i % layout_.kv_heads, begin, end, scratch.data());
+                ops(bf16_).attend_shared(attention, *shared, i % layout_.kv_heads, begin, end, scratch.get());
             }
         });
     }
@@ -295,19 +299,19 @@ private:
         const i64 items = of_spans + static_cast<i64>(queries_.size()) * heads_parts;
         std::atomic<i64> next{0};
         const auto work = [&] {
-            std::vector<float> scratch(static_cast<std::size_t>(std::max(
-                parts.empty() ? 0 : span_scratch_floats(group, layout_.dim), scratch_floats(attention.heads, layout_.dim))));
+            const auto scratch = allocate_scratch(std::max(
+                parts.empty() ? 0 : span_scratch_floats(group, layout_.dim), scratch_floats(attention.heads, layout_.dim)));
             for (i64 i = next++; i < items; i = next++) {
                 if (i < of_spans) {
                     const auto [span, begin] = parts[static_cast<std::size_t>(i / layout_.kv_heads)];
                     const i64 end = std::min(begin + some, span->count);
-                    ops(bf16_).attend_span(attention, *span, i % layout_.kv_heads, begin, end, scratch.data());
+                    ops(bf16_).attend_span(attention, *span, i % layout_.kv_heads, begin, end, scratch.get());
                 } else {
                     const auto index = static_cast<std::size_t>((i - of_spans) / heads_parts);
                     const i64 head = (i - of_spans) % heads_parts;
                     const bool last = threads > 1 || index + 1 == queries_.size();
                     ops(bf16_).attend(attention, queries_[index], last ? nullptr : &queries_[index + 1], head,
-                                      head + heads_each, scratch.data());
+                                      head + heads_each, scratch.get());
                 }
             }
         };
