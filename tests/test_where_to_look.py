@@ -49,6 +49,9 @@ def test_the_symbol_is_in_its_file(behaviour: str, file: str, symbol: str) -> No
             for target in node.targets
             if isinstance(target, ast.Name)
         }
+        symbols |= {
+            node.target.id for node in nodes if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
         assert symbol in symbols, f"{behaviour}: {file} defines {sorted(symbols)}"
     else:
         definition = rf"(?:class|struct)\s+{symbol}\b|\b{symbol}\s*\("

@@ -132,6 +132,8 @@ class Session:
         elif program == "pip" or words[1:3] == ["-m", "venv"]:
             assert program != "pip" or words[1] == "install", words
             self._check([sys.executable, "-m", "pip" if program == "pip" else "venv", "--help"])
+        elif program == "openssl":
+            self._check(words)
         elif program.startswith(("scripts/", "benchmarks/", "python")):
             self._check_options(words[1:] if program.startswith("python") else words)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match, Scope
 
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = CostConfig()
 
 
@@ -101,6 +103,21 @@ def test_every_term_by_hand() -> None:
     assert first.cost == pytest.approx(slow0 * (q0 + (1 + beta) * p0) + 0.1 * u0)
     assert second.cost == pytest.approx(slow1 * (1 + beta) * p1)
     assert pick(prices, 0) == 1
+
+
+def test_the_price_that_a_page_adds_up_is_right() -> None:
+    page = (ROOT / "docs" / "how-to" / "explain-a-decision.md").read_text()
+    rows = re.findall(r"^(\w+) += (\S.*?) += ([\d.]+)\b.*$", page, re.MULTILINE)
+    tracker, targets = tracker_of(2)
+    cached, uncached = price(tracker, targets, [768, 0], 789, 0.0, expected=16)
+    for name, terms, result in rows:
+        arithmetic = re.sub(r"[a-z_]+ ", "", terms).replace("^", "**")
+        assert eval(arithmetic) == pytest.approx(float(result), abs=6e-6), name
+        tie_break_s = 0.00011 if name in ("tie_break_s", "cost") else 0.0
+        assert getattr(cached, name) + tie_break_s == pytest.approx(float(result), abs=6e-6), name
+    assert len(rows) == 7
+    (prefill_s,), (cost,) = re.findall(r"`prefill_s` is ([\d.]+\d)", page), re.findall(r"`cost` ([\d.]+\d)", page)
+    assert (uncached.prefill_s, uncached.cost) == pytest.approx((float(prefill_s), float(cost)), abs=6e-6)
 
 
 def test_the_rest_of_the_answer_by_hand() -> None:
