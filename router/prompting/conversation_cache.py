@@ -65,21 +65,57 @@ class Boundary(msgspec.Struct, frozen=True, eq=False):
     """Messages after it in the body for which it was made."""
 
 
+class OtherInputs(NamedTuple):
+    """Inputs of a chat template besides the messages in the body's array, such as tools and options."""
+
+    digest: bytes
+    system_message_count: int
+    """Messages of the chat that are not from the array: 1 if the body has a system text beside it."""
+
+
+class ChatFields(msgspec.Struct, frozen=True, eq=False):
+    """Fields of a chat's body besides its messages, which another body has too if it ends with the same bytes.
+
+    For example, `{"model": "m", "messages": [...], "stream": true}` ends with `], "stream": true}`.
+    """
+
+    request: RoutingRequest
+    """The request without its messages."""
+    end_bytes: int
+    """Bytes of the body after its messages, the closing bracket included."""
+    end_digest: int
+    """Digest of those bytes."""
+    keeps_messages_as_sent: bool
+    """Value of `ChatTemplate.keeps_messages_as_sent` when the body was read."""
+
+    @classmethod
+    def make(cls, chat: RoutingRequest, body: bytes, messages_end: int, *, keeps_messages_as_sent: bool) -> ChatFields:
+        """Make the fields of a body with the closing bracket of its messages at `messages_end`."""
+        digest = _digest_from(body, messages_end)
+        return cls(chat.replace(messages=None), len(body) - messages_end, digest, keeps_messages_as_sent)
+
+    def find_messages_end(self, body: bytes, start: int) -> int | None:
+        """Return where the messages of a body end if it has these fields, and its messages end after `start`."""
+        end = len(body) - self.end_bytes
+        return end if start <= end and _digest_from(body, end) == self.end_digest else None
+
+
+def _digest_from(body: bytes, start: int) -> int:
+    return xxhash.xxh3_64_intdigest(memoryview(body)[start:])
+
+
 class CachedConversation(msgspec.Struct, eq=False):
     """Cache entry of one conversation: the token ids of its last prompt, and its boundaries.
 
     A boundary is a place between two messages. A later body that is equal up to a boundary uses the ids before it, and
-    only its further messages are tokenised. The other fields tell whether the template's other inputs are equal too. An
-    entry is not changed once it is in the cache.
+    only its further messages are tokenised, if it gives the template the same other inputs. An entry is not changed
+    once it is in the cache.
     """
 
     kind: ApiKind
     messages_start: int
     """Offset in the body of its array of messages."""
-    template_digest: bytes
-    """Digest of the template's inputs besides the messages of that array."""
-    system_message_count: int
-    """Messages of the chat that are not from the array: 1 if the body has a system text beside it."""
+    other_inputs: OtherInputs
     first_message: Message
     """The chat's first message, which templates may write late if it is the system's."""
     outline: Outline | None
@@ -88,14 +124,8 @@ class CachedConversation(msgspec.Struct, eq=False):
     """Boundaries in the order of their offsets."""
     token_ids: array[int]
     """Token ids of the prompt, at least up to the last boundary."""
-    end_bytes: int
-    """Bytes of the body after its messages, the closing bracket included."""
-    end_digest: int
-    """Digest of those bytes."""
-    bare_request: RoutingRequest | None
-    """The request without its messages; None if the body is not a chat."""
-    keeps_messages_as_sent: bool
-    """Value of `ChatTemplate.keeps_messages_as_sent` when the conversation was read."""
+    chat_fields: ChatFields | None
+    """The body's other fields; None if the body is not a chat."""
     model: str = ""
     """Base model whose tokenizer and template read the conversation."""
     first_message_digest: int | None = None
@@ -113,8 +143,8 @@ class CachedConversation(msgspec.Struct, eq=False):
         if self.outline is not None:
             size_bytes += len(self.outline.messages) + len(self.outline.tools)
         size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.rendered.text) for boundary in self.boundaries])
-        if self.bare_request is not None:
-            size_bytes += _DECODED_BYTES_PER_BYTE * (self.messages_start + self.end_bytes)
+        if self.chat_fields is not None:
+            size_bytes += _DECODED_BYTES_PER_BYTE * (self.messages_start + self.chat_fields.end_bytes)
         return size_bytes + len(str(self.first_message.get("content")))
 
 

@@ -14,7 +14,6 @@ from itertools import takewhile
 from typing import Any
 
 import msgspec
-import xxhash
 
 from prompts.anthropic import MessagesRequest, depends_on_template
 from prompts.chat_template import ChatTemplate
@@ -29,13 +28,15 @@ from prompts.routing import (
 )
 from prompts.schemas import Message
 from prompts.tokenizer import ID_TYPE
-from router.prompting.boundary_rendering import BoundaryRenderer, RenderedMessages, TemplateInputs
+from router.prompting.boundary_rendering import BoundaryRenderer, Cut, RenderedMessages, TemplateInputs
 from router.prompting.conversation_cache import (
     BODY_BYTES_MAX,
     BODY_BYTES_MIN,
     BOUNDARIES_MAX,
     Boundary,
     CachedConversation,
+    ChatFields,
+    OtherInputs,
 )
 from router.prompting.encode import RenderedPrompt, has_more_objects
 from router.prompting.outline import FINGERPRINT_BYTES, Outline, fingerprint_messages
@@ -90,7 +91,7 @@ class _WholeConversation(msgspec.Struct, frozen=True, eq=False):
     message_ends: list[int]
     """Offsets in the body at which its messages end."""
     inputs: TemplateInputs
-    system_message_count: int
+    other_inputs: OtherInputs
     messages: list[Message]
     """Messages of the chat that was rendered."""
     text: str
@@ -115,8 +116,7 @@ class _BodyTail(msgspec.Struct, frozen=True, eq=False):
     """The chat that is rendered; it differs from `request` in Anthropic's format."""
     new_messages: list[Message]
     """Messages of the chat after the boundary."""
-    system_message_count: int
-    template_digest: bytes
+    other_inputs: OtherInputs
     messages_array: _MessagesArray
     """The body's array of messages, of which a first one stands for all before the boundary."""
 
@@ -176,15 +176,14 @@ def cache_conversation(
     if messages_array is None:
         return None
     has_system_field = request.kind != "chat" and bool(getattr(request.source, "system", None))
-    system_message_count = int(has_system_field and is_system_message(messages[0]))
-    template_digest = _digest_template_inputs(renderer.template, chat, system_message_count)
+    other_inputs = _read_other_inputs(renderer.template, chat, int(has_system_field and is_system_message(messages[0])))
     whole = _WholeConversation(
         kind=request.kind,
         body=body,
         messages_start=messages_array.start,
         message_ends=messages_array.find_message_ends(),
-        inputs=TemplateInputs(chat, template_digest, messages[0]),
-        system_message_count=system_message_count,
+        inputs=TemplateInputs(chat, other_inputs.digest, messages[0]),
+        other_inputs=other_inputs,
         messages=messages,
         text=prompt.text,
         token_ids=prompt_ids if isinstance(prompt_ids, array) else array(ID_TYPE, prompt_ids),
@@ -192,19 +191,19 @@ def cache_conversation(
     boundaries = _make_first_boundaries(whole, renderer)
     if not boundaries:
         return None
+    chat_fields = None
+    if request.kind == "chat":
+        as_sent = renderer.template.keeps_messages_as_sent
+        chat_fields = ChatFields.make(chat, body, messages_array.end, keeps_messages_as_sent=as_sent)
     return CachedConversation(
         kind=request.kind,
         messages_start=messages_array.start,
-        template_digest=template_digest,
-        system_message_count=system_message_count,
+        other_inputs=other_inputs,
         first_message=messages[0],
         outline=_extend_outline(outline, boundaries[-1], []),
         boundaries=boundaries,
         token_ids=whole.token_ids,
-        end_bytes=len(body) - messages_array.end,
-        end_digest=_digest_end(body, messages_array.end),
-        bare_request=chat.replace(messages=None) if request.kind == "chat" else None,
-        keeps_messages_as_sent=renderer.template.keeps_messages_as_sent,
+        chat_fields=chat_fields,
     )
 
 
@@ -229,28 +228,38 @@ def _make_first_boundaries(whole: _WholeConversation, renderer: BoundaryRenderer
         if extended is None:  # no placeholder can stand for one of the messages, and later boundaries include it
             break
         placeholders, placeholder_count = extended, message_count
-        tail_messages = messages[message_count:]
-        cut = renderer.cut(placeholders, whole.inputs, tail_messages, whole.text, has_late_system=has_late_system)
+        cut = renderer.cut(
+            placeholders, whole.inputs, messages[message_count:], whole.text, has_late_system=has_late_system
+        )
         if cut is None:
             continue
         has_late_system = cut.rendered.has_late_system
-        tail_ids = renderer.tokenizer.encode_array(whole.text[cut.position :], add_special_tokens=False)
-        token_count = len(whole.token_ids) - len(tail_ids)
-        if whole.token_ids[token_count:] != tail_ids:
-            continue  # the text after the boundary has other tokens if it is encoded on its own
-        body_end = whole.message_ends[-trailing_count - 1]
-        boundaries.append(
-            Boundary(
-                body_end=body_end,
-                message_count=message_count,
-                token_count=token_count,
-                char_count=cut.position,
-                rendered=cut.rendered,
-                starts_turn=tail_messages[0].get("role") == "user",
-                trailing_count=trailing_count,
-            )
-        )
+        boundary = _make_boundary(whole, message_count, trailing_count, cut, renderer)
+        if boundary is not None:
+            boundaries.append(boundary)
     return boundaries
+
+
+def _make_boundary(
+    whole: _WholeConversation, message_count: int, trailing_count: int, cut: Cut, renderer: BoundaryRenderer
+) -> Boundary | None:
+    """Make the boundary after the first `message_count` messages of a chat, where the text of its prompt can be cut.
+
+    Return None if the text after the cut has other tokens when it is encoded on its own.
+    """
+    tail_ids = renderer.tokenizer.encode_array(whole.text[cut.position :], add_special_tokens=False)
+    token_count = len(whole.token_ids) - len(tail_ids)
+    if whole.token_ids[token_count:] != tail_ids:
+        return None
+    return Boundary(
+        body_end=whole.message_ends[-trailing_count - 1],
+        message_count=message_count,
+        token_count=token_count,
+        char_count=cut.position,
+        rendered=cut.rendered,
+        starts_turn=whole.messages[message_count].get("role") == "user",
+        trailing_count=trailing_count,
+    )
 
 
 def _choose_trailing_counts(whole: _WholeConversation) -> list[int]:
@@ -276,7 +285,7 @@ def _count_messages_before(whole: _WholeConversation, trailing_count: int, templ
         return len(whole.message_ends) - trailing_count
     body_end = whole.message_ends[-trailing_count - 1]
     tail = _read_tail(whole.kind, whole.messages_start, body_end, whole.body, template)
-    if tail is None or tail.system_message_count != whole.system_message_count:
+    if tail is None or tail.other_inputs.system_message_count != whole.other_inputs.system_message_count:
         return None
     return _count_before_tail(whole.messages, tail)
 
@@ -309,20 +318,18 @@ def continue_conversation(
     )
     if tail is None or not _has_same_inputs(conversation, tail):
         return None
-    inputs = TemplateInputs(tail.chat, tail.template_digest, conversation.first_message)
+    inputs = TemplateInputs(tail.chat, tail.other_inputs.digest, conversation.first_message)
     new_messages = renderer.render_new(boundary.rendered, inputs, tail.new_messages)
     if new_messages is None:
         return None
     next_boundary = _find_next_boundary(
         conversation, boundary, tail, new_messages, body, further_differs=further_differs
     )
-    text = new_messages.text
-    text_ids, next_token_count = array(ID_TYPE), boundary.token_count
-    next_position = 0
+    text, text_ids, next_position = new_messages.text, array(ID_TYPE), 0
     if next_boundary is not None:  # the text is encoded in two parts to count the tokens before the next boundary
         next_position = next_boundary.char_count - boundary.char_count
-        text_ids += renderer.tokenizer.encode_array(text[:next_position], add_special_tokens=False)
-        next_token_count += len(text_ids)
+        text_ids = renderer.tokenizer.encode_array(text[:next_position], add_special_tokens=False)
+    next_token_count = boundary.token_count + len(text_ids)
     text_ids += renderer.tokenizer.encode_array(text[next_position:], add_special_tokens=False)
     token_ids = conversation.token_ids[: boundary.token_count + len(text_ids)]  # often the final length: no copy later
     token_ids[boundary.token_count :] = text_ids
@@ -337,10 +344,7 @@ def _has_same_inputs(conversation: CachedConversation, tail: _BodyTail) -> bool:
     """Whether a template gets the same tools, options and system text as it got for the cached conversation."""
     if conversation.kind == "messages" and not tail.new_messages:
         return False  # a last message of the assistant would be continued, and a cached one was not the last
-    return (
-        tail.template_digest == conversation.template_digest
-        and tail.system_message_count == conversation.system_message_count
-    )
+    return tail.other_inputs == conversation.other_inputs
 
 
 def _find_next_boundary(
@@ -370,11 +374,7 @@ def _find_next_boundary(
     body_end = message_ends[body_message_count - 1]
     new_count: int | None = body_message_count
     if conversation.kind != "chat":
-        template = new_messages.renderer.template
-        last_tail = _read_tail(conversation.kind, conversation.messages_start, body_end, body, template)
-        if last_tail is None or not _has_same_inputs(conversation, last_tail):
-            return None
-        new_count = _count_before_tail(tail.new_messages, last_tail)
+        new_count = _count_new_before(conversation, tail, body_end, body, new_messages.renderer.template)
     if not new_count:
         return None
     cut = new_messages.cut(new_count)
@@ -389,6 +389,19 @@ def _find_next_boundary(
         starts_turn=tail.new_messages[new_count].get("role") == "user",
         trailing_count=trailing_count,
     )
+
+
+def _count_new_before(
+    conversation: CachedConversation, tail: _BodyTail, body_end: int, body: bytes, template: ChatTemplate
+) -> int | None:
+    """Count the new messages of a chat that were made from the body up to `body_end`.
+
+    Return None if a message was made from both sides of that place, so that the chat cannot be cut there.
+    """
+    last_tail = _read_tail(conversation.kind, conversation.messages_start, body_end, body, template)
+    if last_tail is None or not _has_same_inputs(conversation, last_tail):
+        return None
+    return _count_before_tail(tail.new_messages, last_tail)
 
 
 def _choose_next_trailing_count(conversation: CachedConversation, boundary: Boundary, *, further_differs: bool) -> int:
@@ -411,14 +424,16 @@ def _make_successor(continuation: Continuation, next_boundary: Boundary, body: b
         is_first_needed = bool(turn_starts) and turn_starts[-1] == 0
         boundaries.pop(1 if is_first_needed else 0)
     new_count = next_boundary.message_count - boundary.message_count
+    fields = conversation.chat_fields
+    if fields is not None and tail.chat is not fields.request:  # the body had to be parsed: it may have other fields
+        as_sent = fields.keeps_messages_as_sent
+        fields = ChatFields.make(tail.chat, body, tail.messages_array.end, keeps_messages_as_sent=as_sent)
     return msgspec.structs.replace(
         conversation,
         outline=_extend_outline(conversation.outline, boundary, tail.new_messages[:new_count]),
         boundaries=[*boundaries, next_boundary],
         token_ids=continuation.token_ids,
-        end_bytes=len(body) - tail.messages_array.end,
-        end_digest=_digest_end(body, tail.messages_array.end),
-        bare_request=tail.chat.replace(messages=None) if conversation.kind == "chat" else None,
+        chat_fields=fields,
     )
 
 
@@ -430,16 +445,16 @@ def _extend_outline(outline: Outline | None, boundary: Boundary, new_messages: l
     return outline._replace(messages=cached_fingerprints + fingerprint_messages(new_messages))
 
 
-def _digest_template_inputs(template: ChatTemplate, chat: RoutingRequest, system_message_count: int) -> bytes:
-    """Return a digest of all inputs of the template but the messages of the body's array.
+def _read_other_inputs(template: ChatTemplate, chat: RoutingRequest, system_message_count: int) -> OtherInputs:
+    """Return all inputs of a template but the messages of the body's array, as a digest.
 
-    Two bodies with equal digests differ only in those messages.
+    The first `system_message_count` messages of the chat are not from that array.
     """
     inputs = (
         chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.add_generation_prompt,
         template.keeps_messages_as_sent, (chat.messages or [])[:system_message_count],
     )  # fmt: skip
-    return blake2b(msgspec.json.encode(inputs), digest_size=16).digest()
+    return OtherInputs(blake2b(msgspec.json.encode(inputs), digest_size=16).digest(), system_message_count)
 
 
 def _is_supported(request: RoutingRequest, chat: RoutingRequest) -> bool:
@@ -462,17 +477,14 @@ def _read_chat_tail(
 ) -> _BodyTail | None:
     """Read a chat's messages after a boundary without parsing its other fields, of which tools may be most of a body.
 
-    That is possible if the bytes after the messages are those of the cached body, which then means the same fields.
-    Else, and for other APIs, return None, and `_read_tail` reads the body, which costs a request of 4 KB without tools
-    a tenth more instructions.
+    Return None if the body is no chat, if its other fields are not those of the cached body, or if its messages cannot
+    be read here. For a request of 4 KB without tools, parsing the whole body costs a tenth more instructions.
     """
-    bare_request, start, end = conversation.bare_request, boundary.body_end, len(body) - conversation.end_bytes
-    if bare_request is None:  # the API is not that of chats
+    fields, start = conversation.chat_fields, boundary.body_end
+    if fields is None or template.keeps_messages_as_sent != fields.keeps_messages_as_sent:
         return None
-    if template.keeps_messages_as_sent != conversation.keeps_messages_as_sent:  # cached before workers were compared
-        return None
-    has_equal_end = start <= end and _digest_end(body, end) == conversation.end_digest
-    if not has_equal_end or end - start > TAIL_BYTES_MAX:
+    end = fields.find_messages_end(body, start)
+    if end is None or end - start > TAIL_BYTES_MAX:
         return None
     # The body has a comma after the boundary: an empty object before it completes the array.
     array_start = b"[{}"
@@ -486,11 +498,10 @@ def _read_chat_tail(
     if has_media(messages):
         return None
     return _BodyTail(
-        request=bare_request,
-        chat=bare_request,
+        request=fields.request,
+        chat=fields.request,
         new_messages=messages[1:],
-        system_message_count=conversation.system_message_count,
-        template_digest=conversation.template_digest,
+        other_inputs=conversation.other_inputs,
         messages_array=_MessagesArray(start - len(array_start), array_json),
     )
 
@@ -525,8 +536,7 @@ def _read_tail(
         request=request,
         chat=chat,
         new_messages=messages[system_message_count + 1 :],
-        system_message_count=system_message_count,
-        template_digest=_digest_template_inputs(template, chat, system_message_count),
+        other_inputs=_read_other_inputs(template, chat, system_message_count),
         messages_array=_MessagesArray(messages_array.start + removed_bytes, messages_array.json),
     )
 
@@ -545,7 +555,3 @@ def _locate_messages(body: bytes, messages_start: int | None = None) -> _Message
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
     return _MessagesArray(messages_start, array_json)
-
-
-def _digest_end(body: bytes, end: int) -> int:
-    return xxhash.xxh3_64_intdigest(memoryview(body)[end:])

@@ -27,6 +27,7 @@ from router.prompting.conversation_cache import (
     Boundary,
     CachedConversation,
     ConversationCache,
+    OtherInputs,
 )
 from router.prompting.conversation_reader import CHECK_BYTES_PER_S, ConversationReader
 from router.prompting.conversation_reading import Continuation, cache_conversation
@@ -346,7 +347,7 @@ def make_conversation(*body_ends: int, token_count: int = 0) -> CachedConversati
     """An entry with boundaries, of which nothing else is looked at."""
     boundaries = [Boundary(end, 0, 3, 0, NO_PLACEHOLDERS, True, 1) for end in body_ends]
     ids = array("I", range(token_count))
-    return CachedConversation("chat", 0, b"", 0, {}, Outline(b""), boundaries, ids, 0, 0, None, False)
+    return CachedConversation("chat", 0, OtherInputs(b"", 0), {}, Outline(b""), boundaries, ids, None)
 
 
 def test_the_cache_is_bounded() -> None:
