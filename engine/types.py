@@ -6,8 +6,11 @@ No tensors, no sockets, no clock. Intervals are half-open: a chunk computes the 
 from __future__ import annotations
 
 import enum
+import struct
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Annotated, NamedTuple, NewType
 
 import msgspec
@@ -147,19 +150,38 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Peer from which blocks are pulled before the request is queued."""
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
+_TOP_LOGPROB = struct.Struct("<id")
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Logprobs of one position: of its token, and of the likeliest tokens, best first."""
 
     token_id: int
     logprob: float
     rank: int
     """1 = the likeliest token of the vocabulary."""
-    top_logprobs: list[tuple[int, float]]
+    packed_top_logprobs: bytes
+    """`top_logprobs` in 12 bytes a pair, in place of 110, because an answer may have a million of them unread."""
+
+    @classmethod
+    def pack(cls, token_id: int, logprob: float, rank: int, top_logprobs: Iterable[tuple[int, float]]) -> TokenLogprobs:
+        """Make the logprobs of a position. `top_logprobs`: (token id, logprob) of the likeliest tokens, best first."""
+        return cls(token_id, logprob, rank, b"".join(starmap(_TOP_LOGPROB.pack, top_logprobs)))
+
+    @property
+    def top_logprobs(self) -> list[tuple[int, float]]:
+        """(token id, logprob) of the likeliest tokens, best first."""
+        return list(_TOP_LOGPROB.iter_unpack(self.packed_top_logprobs))
+
+    @property
+    def pair_count(self) -> int:
+        """Number of (token, logprob) pairs, with that of the position's own token."""
+        return 1 + len(self.packed_top_logprobs) // _TOP_LOGPROB.size
 
 
 def count_logprobs(positions: Items[TokenLogprobs | None]) -> int:
     """Count the (token, logprob) pairs of these positions."""
-    return sum(1 if position is None else 1 + len(position.top_logprobs) for position in positions)
+    return sum(1 if position is None else position.pair_count for position in positions)
 
 
 class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):

@@ -28,6 +28,6 @@ def compute_token_logprobs(logits: Tensor, tokens: Tensor, top_count: int) -> li
 def read_logprobs(columns: Rows[list[Any]], counts: Rows[int]) -> list[TokenLogprobs]:
     """Build each row's logprobs from the columns of `compute_token_logprobs`, with its `counts[i]` likeliest tokens."""
     return [
-        TokenLogprobs(token, value, rank, list(zip(top_ids[:count], top_logprobs[:count], strict=True)))
+        TokenLogprobs.pack(token, value, rank, zip(top_ids[:count], top_logprobs[:count], strict=True))
         for token, value, rank, top_logprobs, top_ids, count in zip(*columns, counts, strict=True)
     ]

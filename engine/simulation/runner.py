@@ -180,8 +180,8 @@ def _add_logprobs(result: StepResult, index: int, chunk: Chunk) -> None:
     params, token_ids = chunk.seq.request.params, chunk.seq.token_ids
     token = result.sampled_tokens[index]
     if params.logprobs is not None and token is not None:
-        result.logprobs_by_chunk[index] = TokenLogprobs(token, 0.0, 1, [(token, 0.0)] * min(params.logprobs, 1))
+        result.logprobs_by_chunk[index] = TokenLogprobs.pack(token, 0.0, 1, [(token, 0.0)] * min(params.logprobs, 1))
     if params.prompt_logprobs is not None:
         result.prompt_logprobs_by_chunk[index] = [
-            TokenLogprobs(token_id, 0.0, 1, []) for token_id in token_ids[chunk.start + 1 : chunk.end + 1]
+            TokenLogprobs.pack(token_id, 0.0, 1, []) for token_id in token_ids[chunk.start + 1 : chunk.end + 1]
         ]

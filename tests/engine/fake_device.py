@@ -215,10 +215,10 @@ class FakeDevice:
         if request.params.logprobs is not None and samples:
             token = result.sampled_tokens[index]
             assert token is not None
-            result.logprobs_by_chunk[index] = TokenLogprobs(token, -1.0, 1, [])
+            result.logprobs_by_chunk[index] = TokenLogprobs.pack(token, -1.0, 1, [])
         if request.params.prompt_logprobs is not None:
             tokens = request.token_ids[start + 1 : end + 1]
-            result.prompt_logprobs_by_chunk[index] = [TokenLogprobs(token, -2.0, 1, []) for token in tokens]
+            result.prompt_logprobs_by_chunk[index] = [TokenLogprobs.pack(token, -2.0, 1, []) for token in tokens]
 
 
 class EventChecker:

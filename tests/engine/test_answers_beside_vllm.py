@@ -55,7 +55,7 @@ class RecordedServer:
         if not pieces:  # vLLM hides tokens with the thought
             pieces = [[i] for i in self.tokenizer.encode(exchange["text"]).ids] + [[min(self.ends)]]
         for number, ids in enumerate(pieces):
-            scores = [TokenLogprobs(i, 0.0, 1, [(i, 0.0)]) for i in ids]
+            scores = [TokenLogprobs.pack(i, 0.0, 1, [(i, 0.0)]) for i in ids]
             output = SequenceOutput(request_id="u-0", token_ids=ids, logprobs=scores)
             if number == len(pieces) - 1:
                 output.finish_reason = FinishReason.STOP if ids[-1] in self.ends else FinishReason.LENGTH

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import tracemalloc
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.http.generate import LOGPROBS_PER_PAUSE, format_logprobs
-from engine.messages import PROMPT_LOGPROBS_MAX, split_output
+from engine.messages import PROMPT_LOGPROBS_MAX, StepOutputs, split_output
 from engine.output.detokenizer import DetokenizerFactory
 from engine.process.client import EngineClient, OutputStream, merge_outputs
 from engine.process.logprob_budget import LogprobBudget, LogprobShare
@@ -33,7 +35,7 @@ PROMPT = [5, 6, 7]
 logprobs = st.one_of(st.floats(-20, 0, width=32), st.just(-math.inf))
 token_ids = st.integers(0, 1023)
 positions = st.builds(
-    TokenLogprobs, token_ids, logprobs, st.integers(1, 99), st.lists(st.tuples(token_ids, logprobs), max_size=3)
+    TokenLogprobs.pack, token_ids, logprobs, st.integers(1, 99), st.lists(st.tuples(token_ids, logprobs), max_size=3)
 )
 
 
@@ -137,7 +139,7 @@ def test_a_completions_logprobs_begin_with_the_echoed_prompt(
 
 
 def score(top: int) -> TokenLogprobs:
-    return TokenLogprobs(9, -1.0, 1, [(i, -2.0) for i in range(top)])
+    return TokenLogprobs.pack(9, -1.0, 1, [(i, -2.0) for i in range(top)])
 
 
 @pytest.mark.parametrize(("samples", "tokens", "prompt"), [(16, 200, 0), (1, 1, 3000), (2, 500, 1000)])
@@ -170,7 +172,7 @@ def test_the_loop_goes_on_while_many_logprobs_are_formatted(samples: int, tokens
 
 @given(st.integers(0, 4 * PROMPT_LOGPROBS_MAX))
 def test_the_logprobs_of_a_long_prompt_come_in_parts(count: int) -> None:
-    scores: list[TokenLogprobs | None] = [TokenLogprobs(i, -1.0, 1, []) for i in range(count)]
+    scores: list[TokenLogprobs | None] = [TokenLogprobs.pack(i, -1.0, 1, []) for i in range(count)]
     full_output = SequenceOutput(request_id="r", token_ids=[4], cached_tokens=0, prompt_logprobs=scores)
     first, *later_parts = split_output(full_output)
     assert all(len(part.prompt_logprobs or ()) <= PROMPT_LOGPROBS_MAX for part in (first, *later_parts))
@@ -221,3 +223,19 @@ def test_too_many_prompt_logprobs_are_refused_before_anything_is_computed() -> N
     with pytest.raises(RequestError, match=r"prompt_logprobs: asks for 36 .* at most 35") as error_info:
         client.submit(generation.requests)
     assert (error_info.value.param, error_info.value.status) == ("prompt_logprobs", 400)
+
+
+def test_logprobs_that_nobody_reads_take_little_memory() -> None:
+    """They took 115 bytes a pair, and 900 MB up to the bound."""
+    reports = msgspec.msgpack.Decoder(StepOutputs)
+    output = SequenceOutput(
+        request_id="u", token_ids=[9], logprobs=[TokenLogprobs.pack(9, -1.0, 1, [(700, -2.0)] * 20)]
+    )
+    message = msgspec.msgpack.encode(StepOutputs([output]))
+    count, unread_output = 2000, reports.decode(message).outputs[0]
+    tracemalloc.start()
+    for _ in range(count):
+        merge_outputs(unread_output, reports.decode(message).outputs[0])
+    pair_bytes = tracemalloc.get_traced_memory()[0] / (count * 21)
+    tracemalloc.stop()
+    assert pair_bytes < 25

@@ -48,7 +48,9 @@ def ids_of(text: str) -> list[int]:
 
 def outputs(ids: list[int], cuts: Sequence[int], reason: FinishReason | None) -> list[SequenceOutput]:
     new_outputs = [
-        SequenceOutput(request_id="r", token_ids=ids[a:b], logprobs=[TokenLogprobs(i, -1.0, 1, []) for i in ids[a:b]])
+        SequenceOutput(
+            request_id="r", token_ids=ids[a:b], logprobs=[TokenLogprobs.pack(i, -1.0, 1, []) for i in ids[a:b]]
+        )
         for a, b in zip([0, *cuts], [*cuts, len(ids)])
         if a < b
     ] or [SequenceOutput(request_id="r", token_ids=[])]

@@ -70,7 +70,7 @@ def split_outputs(ids: list[int], cuts: list[int], finish: FinishReason) -> list
         end = min(len(ids), start + cut)
         if start == end:
             break
-        scores = [TokenLogprobs(token_id, -1.0, 1, []) for token_id in ids[start:end]]
+        scores = [TokenLogprobs.pack(token_id, -1.0, 1, []) for token_id in ids[start:end]]
         outputs.append(SequenceOutput(request_id="r", token_ids=ids[start:end], logprobs=scores))
         start = end
     outputs[0].cached_tokens = 3
