@@ -95,8 +95,7 @@ class RouterCore:
         if worker_id not in self.workers:
             return []
         self.watchdog.forget(worker_id)
-        self.clear_worker_cache(worker_id, now)
-        self._forget_links(worker_id)
+        self._lose_worker(worker_id, now)
         self.registry.remove_worker(worker_id)
         return self._place_queued(now)
 
@@ -386,7 +385,7 @@ class RouterCore:
         # An avoided worker is a candidate only if all are avoided.
         if isinstance(candidates, Refuse) or candidates[0].worker_id in self.registry.avoided_workers:
             return False
-        return not self._placer.is_queue_full(active_request)
+        return not self._placer.queue.is_full(active_request.queue_position)
 
     def tick(self, now: float) -> list[Instruction]:
         """Apply deadlines, queue tries, pins and pauses that are due. Call at `next_tick()` or a little later."""
@@ -480,12 +479,10 @@ class RouterCore:
         self.registry.apply_worker_changes()
         return [self._lose_worker(worker.worker_id, now)] if went_down and is_fatal else []
 
-    def _forget_links(self, worker_id: str) -> None:
+    def _lose_worker(self, worker_id: str, now: float) -> WorkerLost:
+        """Forget what a worker had cached, and the transfers with it."""
         for target in self.registry.get_targets(worker_id):
             self._links.forget_target(target.name)
-
-    def _lose_worker(self, worker_id: str, now: float) -> WorkerLost:
-        self._forget_links(worker_id)
         self.clear_worker_cache(worker_id, now)
         return WorkerLost(worker_id)
 

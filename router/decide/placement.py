@@ -82,6 +82,12 @@ class ActiveRequest(msgspec.Struct, eq=False):
     """Workers that this request may have crashed."""
 
     @property
+    def queue_position(self) -> QueuePosition:
+        """The place that the request has in the queue, or would have."""
+        request = self.request
+        return QueuePosition(request.tenant, self.is_background, request.priority, self.arrived_s)
+
+    @property
     def excluded_sources(self) -> frozenset[str]:
         """Workers that no KV of this request may come from."""
         return self.tried_workers | self.tried_sources
@@ -148,7 +154,7 @@ class RequestPlacer:
             return self._enqueue(active_request, choice, now)
         if self.queue.requests:
             if config.fair:
-                self.queue.charge(self._make_queue_position(active_request), choice.charge_s / request.share)
+                self.queue.charge(active_request.queue_position, choice.charge_s / request.share)
             self.queue.remove(request.request_id)
         return self._begin_attempt(active_request, choice, now)
 
@@ -158,10 +164,6 @@ class RequestPlacer:
         choice = self._choose_worker(self.make_active_request(request, now, wants_explanation=True), now)
         self._rng.setstate(rng_state)
         return choice if isinstance(choice, Refuse) else self.chooser.make_decision(request, choice, now, explain=True)
-
-    def is_queue_full(self, active_request: ActiveRequest) -> bool:
-        """Return whether the queue has no place for a request."""
-        return self.queue.is_full(self._make_queue_position(active_request))
 
     def _choose_worker(
         self,
@@ -194,8 +196,8 @@ class RequestPlacer:
             excluded_sources=active_request.excluded_sources,
         )
         if waits_behind_queue and queued_ahead_s is None and self._queues_when_busy and self.queue.requests:
-            position = self._make_queue_position(active_request)
-            self.chooser.rechoose_behind_queue(choice, self.queue.compute_prefill_ahead(position))
+            queued_ahead_s = self.queue.compute_prefill_ahead(active_request.queue_position)
+            self.chooser.rechoose_behind_queue(choice, queued_ahead_s)
         # A worker that only decodes needs another one that computes the prompt; the choice may have none yet.
         if not choice.winner.is_missing_source:
             return choice
@@ -254,10 +256,6 @@ class RequestPlacer:
         if target.estimate_queue_s(now) > 0.0 or target.slot_wait_s > 0.0 or target.prefill_queue.requests:
             return False
         return target.load.background_request_count < self._config.queue.background_running
-
-    def _make_queue_position(self, active_request: ActiveRequest) -> QueuePosition:
-        request = active_request.request
-        return QueuePosition(request.tenant, active_request.is_background, request.priority, active_request.arrived_s)
 
     # Attempts ----------------------------------------------------------------------------------------------------
     def _begin_attempt(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
@@ -447,7 +445,7 @@ class RequestPlacer:
     def _enqueue(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
         """Queue a request, or update its place in the queue."""
         request, config = active_request.request, self._config.queue
-        is_queued, position = request.request_id in self.queue.requests, self._make_queue_position(active_request)
+        is_queued, position = request.request_id in self.queue.requests, active_request.queue_position
         if not is_queued and self.queue.is_full(position):
             return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, max(1.0, choice.wait_s))
         max_wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max

@@ -2,8 +2,7 @@
 
 The state has four parts: `Capacity`, `Load` and `PeerLoad` (router/decide/load.py), and `Speed`
 (router/decide/speed/). `PrefillQueue` has the prompts without a first token. Only the tracker changes a target, and
-the cache state its capacity. `recompute_decode_load` and `recompute_queue` bring derived values (slowdown, Q) up to
-date.
+the cache state its capacity. `recompute` brings derived values (slowdown, Q) up to date.
 """
 
 from __future__ import annotations
@@ -326,27 +325,28 @@ class Target:
         """Time that one more request would wait for a free sequence slot."""
         self.free_kv_tokens = math.inf
         """Tokens of the KV cache that no running request holds."""
-        self.recompute_decode_load()
-        self.recompute_queue()
+        self.recompute()
 
     def set_service_model(self, service: ServiceModel) -> None:
         """Replace the learned speed of the target."""
         self.speed.set_service_model(service)
         self.prefill_queue.reprice(self.speed)
-        self.recompute_decode_load()
-        self.recompute_queue()
+        self.recompute()
 
     def set_step_tokens(self, step_tokens: int | None) -> None:
         """Replace the most tokens of the engine's steps. None: as configured."""
         if step_tokens != self.speed.reported_step_tokens:
             self.speed.reported_step_tokens = step_tokens
             self.speed.refresh()
-            self.recompute_decode_load()
-            self.recompute_queue()
+            self.recompute()
 
     def set_peer_load(self, peer_load: PeerLoad) -> None:
         """Replace the load that others have on the target."""
         self.peer_load = peer_load
+        self.recompute()
+
+    def recompute(self) -> None:
+        """Recompute everything that is derived, after a change of speed, loads, capacity or queue."""
         self.recompute_decode_load()
         self.recompute_queue()
 
@@ -430,10 +430,9 @@ class Target:
 
     def estimate_prefilled_s(self, start: WorkTotals) -> float:
         """Return the time of the prefills that ended here since `start`, a copy of the work totals."""
-        totals = self.speed.work_totals
-        return self.speed.predict_prefill_s(
-            totals.uncached_tokens - start.uncached_tokens, totals.quadratic_work - start.quadratic_work
-        )
+        speed, totals = self.speed, self.speed.work_totals
+        prefill_s = speed.prefill_rate * (totals.uncached_tokens - start.uncached_tokens)
+        return prefill_s + speed.quadratic_rate * (totals.quadratic_work - start.quadratic_work)
 
     def compute_overdue_ratio(self, now: float) -> float:
         """Return the time that the current prefill has taken so far, divided by its expected time."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -169,8 +170,7 @@ class LoadTracker:
         load.request_count += 1
         load.pending_prompt_tokens += prompt_tokens
         load.remaining_output_tokens += expected_output_tokens
-        target.recompute_decode_load()
-        target.recompute_queue()
+        target.recompute()
         self._add_utilisation(target, request.prefill_s, now, arrivals=1)
         return request
 
@@ -240,8 +240,7 @@ class LoadTracker:
             load.decode_request_count -= 1
             load.decode_context_tokens -= request.context_tokens
         request.phase = RequestPhase.ENDED
-        target.recompute_decode_load()
-        target.recompute_queue()
+        target.recompute()
         if not is_computed:
             self._add_utilisation(target, -request.prefill_s, request.sent_at_s)
         if reported_cached_tokens is not None:
@@ -351,8 +350,7 @@ class LoadTracker:
         totals.quadratic_work += float(request.prompt_tokens**2 - request.cached_tokens**2)
         if request.is_streaming:
             request.observed_totals = msgspec.structs.replace(totals)
-        target.recompute_decode_load()
-        target.recompute_queue()
+        target.recompute()
 
     # Utilisation -------------------------------------------------------------------------------------------------
     def compute_utilisation_decay(self, now: float) -> float:
@@ -483,8 +481,8 @@ class LoadTracker:
             excess_s = observation.elapsed_s - speed.predict_interval_s(observation)
             speed.tier_load.observe(interval.tier_load_s, excess_s, interval.end_s)
             tier_load_s = interval.tier_load_s * speed.tier_load.get(interval.end_s)
-            tier_load_s = min(tier_load_s, 0.9 * observation.elapsed_s)
-            observation = interval.to_observation(speed.step_tokens, tier_load_s)
+            computing_s = observation.elapsed_s - min(tier_load_s, 0.9 * observation.elapsed_s)
+            observation = replace(observation, elapsed_s=computing_s)
         self._apply_learned_speeds(speed.observe(observation))
 
     def _apply_learned_speeds(self, speeds: Collection[Speed]) -> None:
@@ -630,21 +628,12 @@ def _check_prefill_queue(target: Target, requests: Collection[InFlightRequest]) 
 
 def _check_derived_values(target: Target) -> None:
     """Assert that the values that are derived from the counts are up to date, by deriving them again."""
-    cached_values = _get_derived_values(target)
-    target.recompute_decode_load()
-    target.recompute_queue()
-    fresh_values = _get_derived_values(target)
-    assert cached_values == fresh_values, (
-        f"{target.name}: {cached_values} was not brought up to date, it should be {fresh_values}"
-    )
 
+    def get_values() -> list[float]:
+        queue = target.prefill_queue
+        queue_values = [queue.total_prefill_s, queue.busy_since_s, queue.oldest_prefill_s]
+        return [*queue_values, target.slowdown, target.mutual_step_delay_s]
 
-def _get_derived_values(target: Target) -> list[float]:
-    queue = target.prefill_queue
-    return [
-        target.slowdown,
-        queue.total_prefill_s,
-        queue.busy_since_s,
-        queue.oldest_prefill_s,
-        target.mutual_step_delay_s,
-    ]
+    cached_values = get_values()
+    target.recompute()
+    assert cached_values == get_values(), f"{target.name}: {cached_values} should be {get_values()}"

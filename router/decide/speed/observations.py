@@ -135,14 +135,10 @@ class PrefillInterval:
         self.decode_context_tokens += (decode_context_tokens - self.decode_context_tokens) / step_count
         self.step_count = step_count
 
-    def to_observation(self, step_tokens: int, tier_load_s: float = 0.0) -> Observation:
-        """Return the interval as an observation.
-
-        `step_tokens`: prefill tokens of a full step. `tier_load_s`: time for loads from slower tiers, which is
-        subtracted.
-        """
+    def to_observation(self, step_tokens: int) -> Observation:
+        """Return the interval as an observation. `step_tokens`: prefill tokens of a full step."""
         return Observation(
-            elapsed_s=self.end_s - self.start_s - tier_load_s,
+            elapsed_s=self.end_s - self.start_s,
             uncached_tokens=self.uncached_tokens,
             quadratic_work=self.quadratic_work,
             steps=max(float(self.step_count), self.uncached_tokens / step_tokens) + self.waited_steps,

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from router.decide.config import LearnConfig, ServiceModel
 from router.decide.speed.observations import Observation, PrefillInterval, WorkTotals
-from router.decide.speed.ratios import RATIO_MAX, PriorTimes, TimeFactor, combine_ratios, fit_ratios, is_within
+from router.decide.speed.ratios import RATIO_MAX, IntervalTimes, TimeFactor, combine_ratios, fit_ratios, is_within
 
 _INTERVALS_MAX: Final = 192
 """Last intervals of each kind to which the ratios of a pool are fitted."""
@@ -56,11 +56,11 @@ class PoolSpeed:
     """Speed of the targets that serve one model, as this router and its peers learned it."""
 
     def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
-        self._prior = prior
+        self.prior = prior
         self._prior_step_s = prior.step_s + prior.decode_request_s
         self.is_enabled = config.enabled
-        self._prefills: deque[PriorTimes] = deque(maxlen=_INTERVALS_MAX)
-        self._steps: deque[PriorTimes] = deque(maxlen=_INTERVALS_MAX)
+        self._prefills: deque[IntervalTimes] = deque(maxlen=_INTERVALS_MAX)
+        self._steps: deque[IntervalTimes] = deque(maxlen=_INTERVALS_MAX)
         self.own = SharedSpeed(prior.prefill_s_per_token, 0.0, self._prior_step_s, 0.0)
         """Speed that this router learned itself."""
         self._shared_by_router: dict[str, SharedSpeed] = {}
@@ -77,19 +77,11 @@ class PoolSpeed:
         """Time between two observations of a target's steps."""
         return _STEP_INTERVAL_EARLY_S if len(self._steps) < _INTERVALS_MAX else _STEP_INTERVAL_LATE_S
 
-    def compute_prior_times(self, observation: Observation) -> PriorTimes:
-        """Return the times that the parts of an interval take by the prior."""
-        prior = self._prior
-        work_tokens = observation.uncached_tokens + observation.quadratic_work / (2.0 * prior.quadratic_tokens)
-        step_s = prior.step_s + prior.decode_request_s * observation.decode_requests
-        step_s += prior.decode_context_s * observation.decode_context_tokens
-        return PriorTimes(observation.elapsed_s, prior.prefill_s_per_token * work_tokens, step_s * observation.steps)
-
-    def predict_s(self, times: PriorTimes) -> float:
+    def predict_s(self, times: IntervalTimes) -> float:
         """Return the time that an interval takes by the learned ratios."""
         return self._prefill_ratio * times.prefill_s + self._step_ratio * times.steps_s
 
-    def observe(self, times: PriorTimes, *, is_decode: bool) -> bool:
+    def observe(self, times: IntervalTimes, *, is_decode: bool) -> bool:
         """Learn from an interval of one target, and return whether the pool's model has changed.
 
         After the first intervals, only every `_LEARN_EVERY`-th renews what was learned. `times.elapsed_s` is the time
@@ -116,13 +108,13 @@ class PoolSpeed:
             self._prefill_ratio * interval.prefill_s / self.predict_s(interval) for interval in intervals
         )
         return SharedSpeed(
-            prefill_s_per_token=self._prior.prefill_s_per_token * prefill_ratio,
+            prefill_s_per_token=self.prior.prefill_s_per_token * prefill_ratio,
             prefill_weight=prefill_weight,
             step_s=self._prior_step_s * step_ratio,
             step_weight=len(intervals) - prefill_weight,
         )
 
-    def _take_middle_half(self, intervals: Iterable[PriorTimes]) -> list[PriorTimes]:
+    def _take_middle_half(self, intervals: Iterable[IntervalTimes]) -> list[IntervalTimes]:
         """Return the intervals without the quarter that was fastest, and the quarter that was slowest.
 
         They are compared with their predictions. Some held work that the router does not know of, and spoil the fit.
@@ -149,7 +141,7 @@ class PoolSpeed:
 
         The prior of the step ratio is the prefill ratio: a target that computes prompts slowly also writes slowly.
         """
-        prior_s = self._prior.prefill_s_per_token
+        prior_s = self.prior.prefill_s_per_token
         prefill_ratios = [(speed.prefill_s_per_token / prior_s, speed.prefill_weight) for speed in learned_speeds]
         self._step_ratio = self._prefill_ratio = combine_ratios(self._prior_ratio, prefill_ratios)
         if self._prior_step_s > 0.0:
@@ -162,11 +154,19 @@ class PoolSpeed:
         has_learned = any(speed.prefill_weight or speed.step_weight for speed in learned_speeds)
         self.is_silent = self.is_enabled and not has_learned
         self._combine_ratios(learned_speeds)
-        model = _scale_model(self._prior, self._prefill_ratio, self._step_ratio)
+        model = _scale_model(self.prior, self._prefill_ratio, self._step_ratio)
         if not self.is_enabled or _is_near(model, self.model):
             return False
         self.model = model
         return True
+
+
+def predict_times(model: ServiceModel, observation: Observation) -> IntervalTimes:
+    """Return the times that a model predicts for the prefill of an observation and for its steps."""
+    work_tokens = observation.uncached_tokens + observation.quadratic_work / (2.0 * model.quadratic_tokens)
+    step_s = model.step_s + model.decode_request_s * observation.decode_requests
+    step_s += model.decode_context_s * observation.decode_context_tokens
+    return IntervalTimes(observation.elapsed_s, model.prefill_s_per_token * work_tokens, step_s * observation.steps)
 
 
 def _scale_model(model: ServiceModel, prefill_factor: float, step_factor: float) -> ServiceModel:
@@ -235,19 +235,10 @@ class Speed:
         quadratic_work = prompt_tokens * prompt_tokens - cached_tokens * cached_tokens
         return self.prefill_rate * (prompt_tokens - cached_tokens) + self.quadratic_rate * quadratic_work
 
-    def predict_prefill_s(self, uncached_tokens: float, quadratic_work: float) -> float:
-        """Return the time of several prefills at the rates in use, by the sums of their work."""
-        return self.prefill_rate * uncached_tokens + self.quadratic_rate * quadratic_work
-
-    def predict_step_s(self, observation: Observation) -> float:
-        """Return the time of a decode step beside the decoding requests of an observation."""
-        step_s = self.step_s + self.decode_request_s * observation.decode_requests
-        return step_s + self.decode_context_s * observation.decode_context_tokens
-
     def predict_interval_s(self, observation: Observation) -> float:
         """Return the time that the work of an observation takes at the rates in use."""
-        prefill_s = self.predict_prefill_s(observation.uncached_tokens, observation.quadratic_work)
-        return prefill_s + self.predict_step_s(observation) * observation.steps
+        times = predict_times(self.service, observation)
+        return times.prefill_s + times.steps_s
 
     def observe(self, observation: Observation) -> list[Speed]:
         """Learn from one interval of this target; return the speeds that changed and need a call of `refresh`.
@@ -256,7 +247,7 @@ class Speed:
         median is the factor of this target. The pool learns from the interval too.
         """
         pool = self.pool
-        times = pool.compute_prior_times(observation)
+        times = predict_times(pool.prior, observation)
         if not pool.is_enabled or times.elapsed_s <= 0.0 or times.prefill_s + times.steps_s <= 0.0:
             return []
         self._recent_ratios.append(times.elapsed_s / pool.predict_s(times))

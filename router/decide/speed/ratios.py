@@ -22,15 +22,15 @@ RATIO_VALID_S: Final = 300.0
 """Age at which a ratio is forgotten. Otherwise a worker or a pair that was slow once would never be tried again."""
 
 
-class PriorTimes(NamedTuple):
-    """Time that an interval took, and times that its parts take by the prior."""
+class IntervalTimes(NamedTuple):
+    """Time that an interval took, and the predicted times of its prefill and of its steps."""
 
     elapsed_s: float
     prefill_s: float
     steps_s: float
 
 
-def fit_ratios(intervals: Sequence[PriorTimes]) -> tuple[float, float]:
+def fit_ratios(intervals: Sequence[IntervalTimes]) -> tuple[float, float]:
     """Return two ratios of observed to prior time: for the prefill of these intervals, and for their steps.
 
     The fit begins with one ratio for both, the median, and is refined a few times. So two parts that always come in the
@@ -43,7 +43,7 @@ def fit_ratios(intervals: Sequence[PriorTimes]) -> tuple[float, float]:
     return prefill_ratio, step_ratio
 
 
-def _refine_ratios(intervals: Sequence[PriorTimes], prefill_ratio: float, step_ratio: float) -> tuple[float, float]:
+def _refine_ratios(intervals: Sequence[IntervalTimes], prefill_ratio: float, step_ratio: float) -> tuple[float, float]:
     """Return the ratios, each multiplied by the factor that lets them explain the intervals best.
 
     For example, an interval took 1.0 s. By the given ratios, its prefill takes 0.6 s (a share of 0.6) and its steps
