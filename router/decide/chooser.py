@@ -220,11 +220,7 @@ class Chooser:
         return self._registry.find_sources(request, excluded_sources)
 
     def _plan_transfers(
-        self,
-        choice: RoutingChoice,
-        sources: list[Target],
-        best_sources: list[Target],
-        matches: dict[HolderId, Match],
+        self, choice: RoutingChoice, sources: list[Target], best_sources: list[Target], matches: dict[HolderId, Match]
     ) -> list[Candidate]:
         """Return ways to serve a request in which KV moves between two targets.
 

@@ -409,12 +409,7 @@ class RequestPlacer:
         self._output_lengths.record(active_request.request, output_tokens)
 
     def end_attempt(
-        self,
-        active_request: ActiveRequest,
-        now: float,
-        *,
-        is_computed: bool,
-        reported_cached_tokens: int | None = None,
+        self, active_request: ActiveRequest, now: float, *, is_computed: bool, reported_cached_tokens: int | None = None
     ) -> None:
         """End the present attempt of a request. What it computed stays pinned until the events about it have come."""
         request, attempt = active_request.request, active_request.attempt

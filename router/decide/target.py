@@ -231,8 +231,7 @@ class PrefillQueue:
         The prompts are not compared: of several that are long enough, the first in the order is taken.
         """
         return next(
-            (r for r in self.order.order_s_by_request if r.cached_tokens < prefix_tokens <= r.prompt_tokens),
-            None,
+            (r for r in self.order.order_s_by_request if r.cached_tokens < prefix_tokens <= r.prompt_tokens), None
         )
 
     def add(self, request: InFlightRequest, awaited_request: InFlightRequest | None = None) -> None:

@@ -25,12 +25,7 @@ from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.config import PromptWorkerConfig
 from router.prompting.conversation_reading import cache_conversation, is_cacheable
-from router.prompting.encode import (
-    build_tokenize_request,
-    count_further_tokens,
-    is_within_bounds,
-    read_large_request,
-)
+from router.prompting.encode import build_tokenize_request, count_further_tokens, is_within_bounds, read_large_request
 from router.prompting.fields import FieldSpans, locate_fields
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.outline import outline_chat

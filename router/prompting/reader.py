@@ -19,11 +19,7 @@ from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing_of_kind
 from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
-from router.prompting.conversation_reader import (
-    INLINE_BYTES_MAX,
-    ConversationReader,
-    is_worth_caching,
-)
+from router.prompting.conversation_reader import INLINE_BYTES_MAX, ConversationReader, is_worth_caching
 from router.prompting.conversation_reading import Continuation, cache_conversation
 from router.prompting.encode import (
     CHARS_PER_TOKEN_MAX,

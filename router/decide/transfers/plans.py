@@ -95,11 +95,7 @@ class TransferPlanner:
         )
 
     def plan_prefills(
-        self,
-        candidates: Sequence[Candidate],
-        priced_sources: Sequence[Candidate],
-        *,
-        uses_paused_pairs: bool = False,
+        self, candidates: Sequence[Candidate], priced_sources: Sequence[Candidate], *, uses_paused_pairs: bool = False
     ) -> list[Candidate]:
         """Return the plans in which one target computes the prompt and another one the answer, the best sources first.
 
