@@ -70,14 +70,13 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
     shard_paths = _list_shard_paths(folder)
     for shard_number, path in enumerate(shard_paths, 1):
         log.info("loading %s (%d of %d, %.1f GB)", path.name, shard_number, len(shard_paths), path.stat().st_size / 1e9)
-        with _open_safetensors(path) as tensors:
-            for stored_name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                name = _rename_tensor(stored_name, model)
-                if name in targets_by_name:
-                    missing_names.discard(name)
-                    _copy_tensor(tensors.get_tensor(stored_name), targets_by_name[name], path)
-                elif not name.startswith(tuple(model.ignored_prefixes)):
-                    unused_names.append(stored_name)
+        stored_name_by_name = _copy_tensors(path, model, targets_by_name)
+        missing_names -= stored_name_by_name.keys()
+        unused_names += [
+            stored_name
+            for name, stored_name in stored_name_by_name.items()
+            if name not in targets_by_name and not name.startswith(model.ignored_prefixes)
+        ]
     if missing_names:
         raise ModelError(f"{folder}: tensors missing from the checkpoint: {_format_names(missing_names)}")
     if unused_names:
@@ -86,6 +85,23 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
         )
     for weight in model.weights:
         weight.pack()
+
+
+def _copy_tensors(
+    path: Path, model: CausalLM, targets_by_name: dict[str, list[tuple[Weight, CheckpointTensor]]]
+) -> dict[str, str]:
+    """Copy the tensors of one file to the weights that need them.
+
+    Returns, for each tensor of the file, its name in the model -> its name in the file.
+    """
+    stored_name_by_name = {}
+    with _open_safetensors(path) as tensors:
+        for stored_name in tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            name = _rename_tensor(stored_name, model)
+            stored_name_by_name[name] = stored_name
+            if name in targets_by_name:
+                _copy_tensor(tensors.get_tensor(stored_name), targets_by_name[name], path)
+    return stored_name_by_name
 
 
 @contextmanager

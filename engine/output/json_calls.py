@@ -226,27 +226,30 @@ def read_named_call(source: GrowingText, delta: DeltaBuilder, types: ParameterTy
     Returns whether the call is complete.
     """
     name = yield from read_name(source)
-    if name is None:
+    if name is None or not (yield from _skip_markers(source)):
         return False
+    source.stop_holding()
+    delta.begin_call(name)
+    is_complete = yield from read_json_value(source, delta.add_arguments)
+    return is_complete
+
+
+def _skip_markers(source: GrowingText) -> Steps[bool]:
+    """Take white space, markers and a call id up to the `{` of a call's arguments. Return False if none comes."""
     expects_id = False
-    while char := (yield from source.peek()):
+    while (char := (yield from source.peek())) and char != "{":
         id_match = NAME_PATTERN.match(source.text, source.position)
         if id_match is not None and expects_id:
             source.take(id_match.end())
         elif char in SPACE:
             source.take_spaces()
-        elif char == "{":
-            source.stop_holding()
-            delta.begin_call(name)
-            is_complete = yield from read_json_value(source, delta.add_arguments)
-            return is_complete
         else:
             marker = yield from source.peek_any((ARGUMENTS_MARKER, ID_MARKER))
             if not marker:
                 return False
             expects_id = marker == ID_MARKER
             source.take(source.position + len(marker))
-    return False
+    return char == "{"
 
 
 def _decode_string(value_json: str) -> str | None:
