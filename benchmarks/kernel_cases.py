@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import Kernels, PagedKV, RaggedBatch, sampling
+from kernels.interface import make_block_table
 from kernels.reference.backend import ReferenceKernels
 
 BLOCK_SIZE = 16
@@ -94,7 +95,7 @@ class Bench:
         kv = PagedKV(self.random(count * blocks * unit), unit, 1, BLOCK_SIZE, 1, s.kv_heads, s.dim)
         table = np.random.default_rng(0).permutation(count * blocks).reshape(count, blocks)
         batch = RaggedBatch.from_positions([context_before] * count, [context] * count)
-        plan = ops.plan_attention(batch, table, kv, None)
+        plan = ops.plan_attention(batch, make_block_table(table, kv), kv, None)
         q = self.random(count * queries, s.heads, s.dim)
         k, v = self.random(count * queries, s.kv_heads, s.dim), self.random(count * queries, s.kv_heads, s.dim)
         pairs = count * (queries * context_before + queries * (queries + 1) / 2)

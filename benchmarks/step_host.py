@@ -242,7 +242,7 @@ def watch(engine: HostEngine, core: EngineCore) -> Parts:
     for tables in runner._tables:
         for name in ("update", "host_table", "device_table"):
             parts.watch("tables", tables, name)
-    for name in ("plan_attention", "plan_with_device_table", "refill_decode_plan", "plan_state", "refill_state_plan"):
+    for name in ("plan_attention", "refill_decode_plan", "plan_state", "refill_state_plan"):
         if hasattr(runner._ops, name):
             parts.watch("upload", runner._ops, name)
     parts.watch("sampling inputs", sampler, "prepare")

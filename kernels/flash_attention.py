@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import DeviceBlockTable, IntArray, PagedKV, RaggedBatch, count_context_blocks
+from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch
 from kernels.transfer import copy_to_device
 from kernels.triton.backend import TritonKernels
 from kernels.triton.plan import AttendPrompts, AttentionPlan
@@ -33,7 +33,7 @@ MAX_HEAD_DIM = 256
 class PromptAttention(Protocol):
     """Interface of FlashAttention's versions: the causal attention of prompts, after their K and V are stored."""
 
-    def plan(self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, plan: AttentionPlan) -> AttendPrompts:
+    def plan(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, plan: AttentionPlan) -> AttendPrompts:
         """Return a function that computes the attention of the batch's prompts in any layer. `plan`: Triton's plan."""
         ...
 
@@ -83,7 +83,7 @@ class FlashAttention3:
         """Import the package. Raises ValueError if it is not installed."""
         self._function = _import_function("flash_attn_interface", "flash_attn_with_kvcache")
 
-    def plan(self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, plan: AttentionPlan) -> AttendPrompts:
+    def plan(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, plan: AttentionPlan) -> AttendPrompts:
         """Describe each prompt by its context length, [prompts], and its pages, [prompts, width]."""
         first = batch.decode_count
         arguments = make_query_arguments(batch, plan)
@@ -108,7 +108,7 @@ class FlashAttention2:
         self._function = _import_function("flash_attn", "flash_attn_varlen_func")
         self._device = device
 
-    def plan(self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, plan: AttentionPlan) -> AttendPrompts:
+    def plan(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, plan: AttentionPlan) -> AttendPrompts:
         """Find the rows of the prompts' contexts in the pool once a step, because every layer has the same ones."""
         context_lens = batch.context_lens[batch.decode_count :]
         context_starts = np.concatenate(([0], np.cumsum(context_lens))).astype(np.int32)
@@ -129,10 +129,10 @@ class FlashAttention2:
         return out
 
 
-def find_context_rows(batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> IntArray:
+def find_context_rows(batch: RaggedBatch, table: BlockTable, kv: PagedKV) -> IntArray:
     """Return the pool row of each token of the prompts' contexts, one prompt after another: its K in layer 0."""
     first = batch.decode_count
-    blocks = table.host_blocks[table.table_rows[first:], : count_context_blocks(batch, kv)]
+    blocks = table.select_blocks(batch, kv)[first:]
     offsets = np.arange(kv.block_size)
     return np.concatenate(
         [
@@ -159,11 +159,9 @@ class FlashAttentionKernels(TritonKernels):
         super().__init__(device)
         self._prompt_attention = prompt_attention
 
-    def plan_with_device_table(
-        self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None
-    ) -> AttentionPlan:
+    def plan_attention(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, window: int | None) -> AttentionPlan:
         """Plan the attention of a step. FlashAttention computes its prompts, if it can read such a pool."""
-        plan = super().plan_with_device_table(batch, table, kv, window)
+        plan = super().plan_attention(batch, table, kv, window)
         has_prompts = batch.decode_count < len(batch.context_lens)
         if not has_prompts or not _supports(kv):
             return plan

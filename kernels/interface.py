@@ -157,8 +157,8 @@ def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceBlockTable:
-    """Block tables of one attention group, on the device and on the host. They stay there from step to step.
+class BlockTable:
+    """Block tables of one attention group. They stay on the host, and on the device, from step to step.
 
     A table row lists the blocks of one sequence. A running sequence keeps its table row. So a step uploads only new
     blocks.
@@ -166,23 +166,18 @@ class DeviceBlockTable:
 
     host_blocks: IntArray
     """[table rows, blocks]: block numbers. After the last block of a sequence come valid numbers without meaning."""
-    block_start_rows: Tensor
+    block_start_rows: Tensor | None
     """[blocks, table rows] int32: row of the pool's buffer where each block begins, with its first K of layer 0.
 
-    The axis of blocks comes first, so that the leading blocks of all sequences are contiguous.
+    The axis of blocks comes first, so that the leading blocks of all sequences are contiguous. None: the kernels read
+    tables on the host.
     """
     table_rows: IntArray
     """[sequences]: table row of each sequence of the step's batch."""
 
-    @staticmethod
-    def from_block_table(block_table: IntArray, kv: PagedKV, device: torch.device) -> DeviceBlockTable:
-        """Upload the tables of one step, [sequences, blocks]. Block numbers outside the pool are clipped to it."""
-        block_count = kv.buffer.numel() // kv.elems_per_unit * kv.blocks_per_unit
-        host_blocks = np.clip(block_table, 0, block_count - 1)
-        (block_start_rows,) = upload([kv.compute_block_rows(host_blocks).T], device)
-        return DeviceBlockTable(
-            host_blocks, block_start_rows.view(host_blocks.shape[1], -1), np.arange(len(host_blocks))
-        )
+    def select_blocks(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
+        """Return [sequences, blocks]: a copy of the batch's tables, up to the longest context."""
+        return self.host_blocks[self.table_rows, : count_context_blocks(batch, kv)]
 
     def compute_slot_rows(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
         """Return [tokens]: row of the pool's buffer for the K of each token of the batch in layer 0."""
@@ -190,6 +185,14 @@ class DeviceBlockTable:
         is_decode = batch.decode_count == len(batch.context_lens)
         rows = self.table_rows if is_decode else self.table_rows[batch.compute_sequence_indices()]
         return kv.compute_block_rows(self.host_blocks[rows, block_index]) + offset
+
+
+def make_block_table(blocks: IntArray, kv: PagedKV) -> BlockTable:
+    """Make the table of one step from [sequences, blocks]. Entries past a context may be outside the pool."""
+    block_count = kv.buffer.numel() // kv.elems_per_unit * kv.blocks_per_unit
+    start_rows = kv.compute_block_rows(np.clip(blocks, 0, block_count - 1))
+    (block_start_rows,) = upload([start_rows.T], kv.buffer.device)
+    return BlockTable(blocks, block_start_rows.view(blocks.shape[1], -1), np.arange(len(blocks)))
 
 
 def count_context_blocks(batch: RaggedBatch, kv: PagedKV) -> int:
@@ -201,21 +204,15 @@ def count_context_blocks(batch: RaggedBatch, kv: PagedKV) -> int:
 class FixedPlanKernels(Protocol):
     """Operations that a backend may add so that decode steps can be recorded, as CUDA graphs.
 
-    Their plans have a fixed shape and are refilled in place; block tables stay on the device. A new plan holds only
-    padding: sequences without context, slot or state, which change nothing.
+    Their plans have a fixed shape and are refilled in place. They read block tables on the device. A new plan
+    holds only padding: sequences without context, slot or state, which change nothing.
     """
-
-    def plan_with_device_table(
-        self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None
-    ) -> Any:
-        """Plan the attention of this batch as `plan_attention` does, from a table on the device."""
-        ...
 
     def make_fixed_decode_plan(self, max_sequences: int, blocks: int, kv: PagedKV, window: int | None) -> Any:
         """Make a plan for `attention` of up to `max_sequences` decoding sequences of up to `blocks` blocks."""
         ...
 
-    def refill_decode_plan(self, plan: Any, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> None:
+    def refill_decode_plan(self, plan: Any, batch: RaggedBatch, table: BlockTable, kv: PagedKV) -> None:
         """Write a batch of decoding sequences into a fixed plan, the rest padding. The host does not wait."""
         ...
 

@@ -12,9 +12,8 @@ from collections.abc import Sequence as Items
 import numpy as np
 import torch
 
-from engine.cache.spec import ceil_div
 from engine.types import BlockId, Chunk, Sequence
-from kernels.interface import DeviceBlockTable, IntArray, PagedKV
+from kernels.interface import BlockTable, IntArray, PagedKV
 from kernels.transfer import upload
 
 INITIAL_ROWS = 16
@@ -119,14 +118,9 @@ class BlockTables:
             )
             self._device_tables.view(-1).index_copy_(0, device_indices.long(), device_blocks)
 
-    def device_table(self, rows: IntArray) -> DeviceBlockTable:
-        """Return the tables in these rows, for kernels that read them on the device."""
-        assert self._device_tables is not None
-        return DeviceBlockTable(self._host_tables, self._device_tables, rows)
-
-    def host_table(self, ends: IntArray, rows: IntArray) -> IntArray:
-        """Return a copy of the tables in these rows, [rows, blocks]. Entries past the end of a context mean nothing."""
-        return self._host_tables[rows, : ceil_div(int(ends.max()), self._kv.block_size)]
+    def view_rows(self, rows: IntArray) -> BlockTable:
+        """Return the tables in these rows, as the kernels take them."""
+        return BlockTable(self._host_tables, self._device_tables, rows)
 
     def _extend(self, row_count: int) -> None:
         """Enlarge the tables to at least `row_count` rows."""

@@ -23,7 +23,7 @@ from engine.models import CausalLM
 from engine.models.layers import ForwardContext, LayerState
 from engine.models.rope import RopeTable
 from kernels import Kernels, PagedKV, RaggedBatch
-from kernels.interface import DeviceBlockTable, FixedPlanKernels, IntArray
+from kernels.interface import BlockTable, FixedPlanKernels, IntArray
 from kernels.transfer import overwrite
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class DecodeGraphs:
         self,
         token_ids: Tensor,
         batch: RaggedBatch,
-        tables: Sequence[DeviceBlockTable],
+        tables: Sequence[BlockTable],
         units: IntArray | None,
     ) -> Tensor | None:
         """Replay the recorded step of the next size that holds a batch of decodes, and return its hidden states.

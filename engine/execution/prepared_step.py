@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.execution.sampler import SamplingBatch, SamplingInputs
 from engine.types import Chunk, Sequence, StepPlan
 from kernels import RaggedBatch
-from kernels.interface import IntArray
+from kernels.interface import BlockTable, IntArray
 
 Order = Items[int]
 
@@ -80,8 +80,8 @@ class PreparedStep:
     batch: RaggedBatch
     token_ids: Tensor
     """[tokens]; a token that only the device knows is 0 here."""
-    tables: list[Any]
-    """Block table of each group: [chunks, blocks], or a DeviceBlockTable."""
+    tables: list[BlockTable]
+    """Block tables of each attention group."""
     units: IntArray | None
     """[chunks]: units of their recurrent states; None for a model without state."""
     selected: SelectedTokens

@@ -208,7 +208,7 @@ class ModelRunner:
             order=order,
             batch=batch,
             token_ids=token_ids,
-            tables=self._get_block_tables(context_ends, state.rows),
+            tables=[tables.view_rows(state.rows) for tables in self._tables],
             units=list_state_units(chunks) if self._states else None,
             selected=self._select_tokens(chunks, batch.query_starts, prompt_logprob_chunks, state.sampled_chunks),
             batch_state=state,
@@ -228,12 +228,6 @@ class ModelRunner:
             last_indices = copy_to_device(starts[1:][sampled_chunks] - 1, self.device)
         device_indices = None if indices is None else copy_to_device(indices, self.device)
         return SelectedTokens(device_indices, starts, last_indices)
-
-    def _get_block_tables(self, ends: IntArray, rows: IntArray) -> list[Any]:
-        """Return the block table of each group in the form that the kernels take. `ends`: context lengths."""
-        if self._fixed_plans is None:
-            return [tables.host_table(ends, rows) for tables in self._tables]
-        return [tables.device_table(rows) for tables in self._tables]
 
     def _update_batch_state(self, chunks: Items[Chunk]) -> tuple[BatchState, list[int]]:
         """Return the inputs that depend on a step's sequences alone, and the table rows of new sequences."""
@@ -368,15 +362,13 @@ class ModelRunner:
             hidden = self._graphs.forward(step.token_ids, batch, step.tables, step.units)
             if hidden is not None:
                 return hidden if step.selected.indices is None else hidden[step.selected.indices]
-        fixed_plans = self._fixed_plans
-        plan_attention = self._ops.plan_attention if fixed_plans is None else fixed_plans.plan_with_device_table
         positions = copy_to_device(batch.positions, self.device)
         layers = ForwardContext(
             ops=self._ops,
             rotary_by_rope=[rope.look_up(positions) for rope in self._ropes],
             kv_by_group=self.pool.kv,
             plan_by_group=[
-                plan_attention(batch, table, kv, window)
+                self._ops.plan_attention(batch, table, kv, window)
                 for table, kv, window in zip(step.tables, self.pool.kv, self._windows, strict=True)
             ],
             state_by_layer=self._states,

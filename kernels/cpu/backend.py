@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.cpu import _native
-from kernels.interface import IntArray, PagedKV, RaggedBatch
+from kernels.interface import BlockTable, PagedKV, RaggedBatch
 from kernels.reference.backend import ReferenceKernels, ReferencePlan
 
 _IS_BF16_BY_DTYPE = {torch.bfloat16: True, torch.float32: False}
@@ -27,18 +27,19 @@ class CpuKernels(ReferenceKernels):
     name = "cpu"
     scans_by_chunks = True
 
-    def plan_attention(self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None) -> Any:
+    def plan_attention(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, window: int | None) -> Any:
         """Plan by the native code, or by a `ReferencePlan` for dtypes and sizes that it does not take."""
         is_bf16 = _IS_BF16_BY_DTYPE.get(kv.buffer.dtype)
         if is_bf16 is None or kv.head_dim % 16:
-            return super().plan_attention(batch, block_table, kv, window)
+            return super().plan_attention(batch, table, kv, window)
         elems_per_row = kv.elems_per_row
         layout = _native.Layout(
             kv.buffer.numel() // elems_per_row, kv.elems_per_unit // elems_per_row, kv.blocks_per_unit, kv.block_size,
             kv.num_layers,
             kv.num_kv_heads, kv.head_dim,
         )  # fmt: skip
-        return _native.AttentionPlan(batch.query_starts, batch.context_lens, block_table, layout, is_bf16, window)
+        blocks = table.select_blocks(batch, kv)
+        return _native.AttentionPlan(batch.query_starts, batch.context_lens, blocks, layout, is_bf16, window)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: _native.AttentionPlan | ReferencePlan,

@@ -14,17 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.interface import IntArray, PagedKV, RaggedBatch, StatePlan, get_accumulation_dtype
+from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch, StatePlan, get_accumulation_dtype
 from kernels.reference.recurrent import causal_conv, gated_delta, state_space
 from kernels.sampling import draw
 
 
 @dataclass(frozen=True, slots=True)
 class ReferencePlan:
-    """A batch and its block tables, as they are."""
+    """A batch and its block tables."""
 
     batch: RaggedBatch
     block_table: IntArray
+    """[sequences, blocks]: blocks of each sequence in order; entries past a sequence's context are ignored."""
     window: int | None
 
 
@@ -38,13 +39,12 @@ class ReferenceKernels:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def plan_attention(self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None) -> Any:
+    def plan_attention(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, window: int | None) -> Any:
         """Plan the attention of a batch, once a step for each group.
 
-        `block_table`: [sequences, blocks], the blocks of each sequence in order; entries past a sequence's context are
-        ignored. `window`: number of last positions that a query sees, its own included; None: all.
+        `window`: number of last positions that a query sees, its own included; None: all.
         """
-        return ReferencePlan(batch, block_table, window)
+        return ReferencePlan(batch, table.select_blocks(batch, kv), window)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: Any, scale: float) -> Tensor:
         """Store k and v of the whole batch in the cache's layer, then attend causally over the cached context.

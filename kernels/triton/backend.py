@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.interface import DeviceBlockTable, IntArray, PagedKV, RaggedBatch
+from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch
 from kernels.reference.backend import ReferenceKernels
 from kernels.sampling import DrawSettings
 from kernels.triton import attention as attention_kernels
@@ -64,16 +64,7 @@ class TritonKernels(ReferenceKernels):
 
     # attention
 
-    def plan_attention(
-        self, batch: RaggedBatch, block_table: IntArray, kv: PagedKV, window: int | None
-    ) -> AttentionPlan:
-        return self.plan_with_device_table(
-            batch, DeviceBlockTable.from_block_table(block_table, kv, self.device), kv, window
-        )
-
-    def plan_with_device_table(
-        self, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None
-    ) -> AttentionPlan:
+    def plan_attention(self, batch: RaggedBatch, table: BlockTable, kv: PagedKV, window: int | None) -> AttentionPlan:
         split_count = self._choose_split_count(batch.decode_count, kv)
         return plan_attention(batch, table, kv, window, self.device, split_count)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import DeviceBlockTable, IntArray, PagedKV, RaggedBatch, count_context_blocks
+from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch, count_context_blocks
 from kernels.transfer import ALIGNED_INTS, overwrite, upload
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -103,11 +103,12 @@ def make_query_tiles(batch: RaggedBatch, size: int) -> tuple[IntArray, IntArray]
 
 
 def plan_attention(
-    batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV, window: int | None, device: torch.device, split_count: int
+    batch: RaggedBatch, table: BlockTable, kv: PagedKV, window: int | None, device: torch.device, split_count: int
 ) -> AttentionPlan:
     """Upload a batch for the attention kernels. `split_count`: parts into which contexts of decodes are cut."""
     arrays = [table.compute_slot_rows(batch, kv), batch.query_starts, batch.context_lens, table.table_rows]
     slots, starts, lens, rows = upload(arrays, device)
+    assert table.block_start_rows is not None
     batch_table = table.block_start_rows[: count_context_blocks(batch, kv)].index_select(1, rows)
     return AttentionPlan(slots, starts, lens, batch_table, batch, batch.decode_count, split_count, window)
 
@@ -137,7 +138,7 @@ def make_fixed_decode_plan(
     )
 
 
-def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: DeviceBlockTable, kv: PagedKV) -> None:
+def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: BlockTable, kv: PagedKV) -> None:
     """Write a batch of at most as many decoding sequences into a fixed plan; the rest becomes padding.
 
     Slots, lengths and table rows go to the device in one transfer; the block table is gathered there from `table`.
@@ -146,6 +147,7 @@ def refill_decode_plan(plan: AttentionPlan, batch: RaggedBatch, table: DeviceBlo
     assert sequence_count == len(batch.context_lens) <= max_sequences, "only decoding sequences fit a fixed plan"
     assert width <= plan.block_table.shape[0], f"{width} blocks in a table of {plan.block_table.shape[0]}"
     assert plan.refill_buffer is not None, "not a fixed plan"
+    assert table.block_start_rows is not None
     host_buffer = np.zeros(plan.refill_buffer.shape, np.int32)
     host_buffer[0] = -1
     host_buffer[0, :sequence_count] = table.compute_slot_rows(batch, kv)

@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from kernels import PagedKV, RaggedBatch
+from kernels.interface import make_block_table
 from kernels.sampling import DrawSettings
 from kernels.triton.backend import TritonKernels
 
@@ -101,7 +102,13 @@ def attention(ops: TritonKernels, dtype: torch.dtype, heads: int, kv_heads: int,
         qkv = torch.empty(sum(ends) - sum(starts), heads + 2 * kv_heads, dim, dtype=dtype)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         ops.attention(
-            q, k, v, kv, 0, ops.plan_attention(RaggedBatch.from_positions(starts, ends), table, kv, window), 0.1
+            q,
+            k,
+            v,
+            kv,
+            0,
+            ops.plan_attention(RaggedBatch.from_positions(starts, ends), make_block_table(table, kv), kv, window),
+            0.1,
         )
     fixed = ops.make_fixed_decode_plan(256, 256, kv, window)  # no split
     ops.attention(*(torch.empty(256, n, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)), kv, 0, fixed, 0.1)

@@ -18,6 +18,7 @@ import torch
 
 from kernels import PagedKV, RaggedBatch, backends, select_kernels
 from kernels.flash_attention import view_overlapping_pages
+from kernels.interface import make_block_table
 from kernels.reference.backend import ReferenceKernels, attend
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -145,8 +146,8 @@ def test_prompts_are_attended_by_what_is_borrowed(lent, rng, monkeypatch, versio
     batch, exact_kv = RaggedBatch.from_positions(starts, lens), replace(kv, buffer=kv.buffer.double())
     count = batch.token_count
     for window in (None, 11, None):
-        plan = ops.plan_attention(batch, table, kv, window)
-        exact_plan = exact.plan_attention(batch, table, exact_kv, window)
+        plan = ops.plan_attention(batch, make_block_table(table, kv), kv, window)
+        exact_plan = exact.plan_attention(batch, make_block_table(table, exact_kv), exact_kv, window)
         for layer in (0, 2):
             q, k, v = (torch.randn(count, heads, 16).bfloat16() for heads in (4, 2, 2))
             found = ops.attention(q, k, v, kv, layer, plan, 0.25)
@@ -175,7 +176,11 @@ def test_what_a_package_does_not_take_is_computed_here(lent, rng, monkeypatch, b
     kv, table = pool(lens, block_size, 1, dim, dtype)
     q, k, v = (torch.randn(40, heads, dim).to(dtype) for heads in (4, 2, 2))
     batch = RaggedBatch.from_positions([0], lens)
-    assert ops.attention(q, k, v, kv, 1, ops.plan_attention(batch, table, kv, None), 0.25).isfinite().all()
+    assert (
+        ops.attention(q, k, v, kv, 1, ops.plan_attention(batch, make_block_table(table, kv), kv, None), 0.25)
+        .isfinite()
+        .all()
+    )
 
 
 @pytest.mark.parametrize(("major", "installed", "chosen"), [

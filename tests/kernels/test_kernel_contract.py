@@ -13,6 +13,7 @@ import torch
 from kernels import Kernels, PagedKV, RaggedBatch, select_kernels
 from kernels.cpu import packed
 from kernels.cpu.packed import BlockedMatrix, NativeMatrix, multiply_packed, pack_matrix, should_use_native_products
+from kernels.interface import make_block_table
 from kernels.reference.backend import ReferenceKernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -91,10 +92,12 @@ def test_attention(ops, dtype, rng, window, block_size, per_unit):
         # q, k and v are views into one wider tensor, as after a fused projection
         qkv = torch.randn(batch.token_count, heads + 2 * kv_heads, dim).to(dtype)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
-        output = ops.attention(q, k, v, kv, layer, ops.plan_attention(batch, rows, kv, window), dim**-0.5)
+        output = ops.attention(
+            q, k, v, kv, layer, ops.plan_attention(batch, make_block_table(rows, kv), kv, window), dim**-0.5
+        )
         expected = exact.attention(
             q.double(), k.double(), v.double(), exact_kv, layer,
-            exact.plan_attention(batch, rows, exact_kv, window), dim**-0.5,
+            exact.plan_attention(batch, make_block_table(rows, exact_kv), exact_kv, window), dim**-0.5,
         )  # fmt: skip
         return output, expected
 
@@ -122,8 +125,8 @@ def test_decode_buckets_of_very_different_lengths(ops, rng):
     exact, exact_kv = ReferenceKernels(ops.device), twin(kv)
     batch = RaggedBatch.from_positions([n - 1 for n in lens], lens)
     q, k, v = torch.randn(8, 4, 16), torch.randn(8, 2, 16), torch.randn(8, 2, 16)
-    output = ops.attention(q, k, v, kv, 0, ops.plan_attention(batch, table, kv, None), 0.25)
-    plan = exact.plan_attention(batch, table, exact_kv, None)
+    output = ops.attention(q, k, v, kv, 0, ops.plan_attention(batch, make_block_table(table, kv), kv, None), 0.25)
+    plan = exact.plan_attention(batch, make_block_table(table, exact_kv), exact_kv, None)
     expected = exact.attention(q.double(), k.double(), v.double(), exact_kv, 0, plan, 0.25)
     assert relative_error(output, expected) < 1e-5
 
@@ -161,8 +164,10 @@ def test_prefixes_that_a_batch_shares(ops, dtype, rng):
     exact_kv = twin(kv)
     q, k, v = (torch.randn(batch.token_count, n, dim).to(dtype) for n in (heads, kv_heads, kv_heads))
     for window in (None, 600):
-        output = ops.attention(q, k, v, kv, 1, ops.plan_attention(batch, table, kv, window), dim**-0.5)
-        plan = exact.plan_attention(batch, table, exact_kv, window)
+        output = ops.attention(
+            q, k, v, kv, 1, ops.plan_attention(batch, make_block_table(table, kv), kv, window), dim**-0.5
+        )
+        plan = exact.plan_attention(batch, make_block_table(table, exact_kv), exact_kv, window)
         expected = exact.attention(q.double(), k.double(), v.double(), exact_kv, 1, plan, dim**-0.5)
         assert relative_error(output, expected) < TOLERANCE[dtype]
 

@@ -12,6 +12,7 @@ import torch
 from kernels import PagedKV, RaggedBatch
 from kernels.cpu import _native
 from kernels.cpu.backend import CpuKernels
+from kernels.interface import make_block_table
 from kernels.reference.backend import ReferenceKernels
 
 CPU = torch.device("cpu")
@@ -67,11 +68,17 @@ def compare(ops, kv, table, starts, ends, heads, layer, window, scale):
     batch, exact, exact_kv = RaggedBatch.from_positions(starts, ends), ReferenceKernels(CPU), twin(kv)
     qkv = torch.randn(batch.token_count, heads + 2 * kv.num_kv_heads, kv.head_dim).to(kv.buffer.dtype)
     q, k, v = qkv.split([heads, kv.num_kv_heads, kv.num_kv_heads], 1)
-    plan = ops.plan_attention(batch, table, kv, window)
+    plan = ops.plan_attention(batch, make_block_table(table, kv), kv, window)
     assert isinstance(plan, _native.AttentionPlan)
     output = ops.attention(q, k, v, kv, layer, plan, scale)
     expected = exact.attention(
-        q.double(), k.double(), v.double(), exact_kv, layer, exact.plan_attention(batch, table, exact_kv, window), scale
+        q.double(),
+        k.double(),
+        v.double(),
+        exact_kv,
+        layer,
+        exact.plan_attention(batch, make_block_table(table, exact_kv), exact_kv, window),
+        scale,
     )
     assert torch.equal(kv.buffer.double().nan_to_num(7.0), exact_kv.buffer.nan_to_num(7.0))
     assert output.dtype == q.dtype
@@ -176,9 +183,9 @@ def test_blocks_outside_the_pool_are_refused(rng):
     for bad in (-1, 10**6):
         table[0, 1] = bad
         with pytest.raises(ValueError, match=f"block {bad}: expected one inside the pool"):
-            ops.plan_attention(RaggedBatch.from_positions([39], [40]), table, kv, None)
+            ops.plan_attention(RaggedBatch.from_positions([39], [40]), make_block_table(table, kv), kv, None)
     with pytest.raises(ValueError, match=r"sequence 0 of 90 tokens: expected .* all its blocks"):
-        ops.plan_attention(RaggedBatch.from_positions([89], [90]), table, kv, None)
+        ops.plan_attention(RaggedBatch.from_positions([89], [90]), make_block_table(table, kv), kv, None)
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 33, 96])
@@ -218,7 +225,7 @@ def test_long_contexts_lose_nothing(ops, rng):
     kv, table = filled_pool(rng, torch.float32, lens, 16, 1, 1, 1, 16)
     kv.view_layer(0)[1].fill_(0.75)
     q, k = torch.randn(1, 2, 16), torch.randn(1, 1, 16)
-    plan = ops.plan_attention(RaggedBatch.from_positions([19_999], lens), table, kv, None)
+    plan = ops.plan_attention(RaggedBatch.from_positions([19_999], lens), make_block_table(table, kv), kv, None)
     output = ops.attention(q, k, torch.full((1, 1, 16), 0.75), kv, 0, plan, 0.25)
     assert relative_error(output, torch.full_like(output, 0.75)) < 1e-5
 
@@ -228,7 +235,9 @@ def plan_of(tables: list[list[int]], lens: list[int], window: int | None = None)
     kv = PagedKV(torch.zeros(2000 * 512), 512, 1, 16, 1, 1, 16)
     width = max(map(len, tables))
     table = np.array([[*row, *[0] * (width - len(row))] for row in tables])
-    return CpuKernels(CPU).plan_attention(RaggedBatch.from_positions([n - 1 for n in lens], lens), table, kv, window)
+    return CpuKernels(CPU).plan_attention(
+        RaggedBatch.from_positions([n - 1 for n in lens], lens), make_block_table(table, kv), kv, window
+    )
 
 
 def test_which_prefixes_are_attended_once():

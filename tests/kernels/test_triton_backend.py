@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels import PagedKV, RaggedBatch, select_kernels
-from kernels.interface import DeviceBlockTable
+from kernels.interface import make_block_table
 from kernels.reference.backend import ReferenceKernels
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -66,11 +66,17 @@ def test_decode_over_split_contexts(rng, window):
     kv, table = filled_pool(torch.float32, lens, 2, 16)
     q, k, v = torch.randn(3, 6, 16), torch.randn(3, 2, 16), torch.randn(3, 2, 16)
     batch, exact, exact_kv = RaggedBatch.from_positions([n - 1 for n in lens], lens), ReferenceKernels(DEVICE), twin(kv)
-    plan = ops.plan_attention(batch, table, kv, window)
+    plan = ops.plan_attention(batch, make_block_table(table, kv), kv, window)
     assert plan.split_count > 1
     output = ops.attention(q, k, v, kv, 1, plan, 0.3)
     expected = exact.attention(
-        q.double(), k.double(), v.double(), exact_kv, 1, exact.plan_attention(batch, table, exact_kv, window), 0.3
+        q.double(),
+        k.double(),
+        v.double(),
+        exact_kv,
+        1,
+        exact.plan_attention(batch, make_block_table(table, exact_kv), exact_kv, window),
+        0.3,
     )
     assert relative_error(output, expected) < 1e-5
 
@@ -84,14 +90,14 @@ def test_a_fixed_plan_is_refilled_and_padded(rng):
         before = kv.buffer.clone()
         some = [lens[i] for i in members]
         batch = RaggedBatch.from_positions([n - 1 for n in some], some)
-        kept = DeviceBlockTable.from_block_table(table, kv, DEVICE)
+        kept = make_block_table(table, kv)
         kept = replace(kept, table_rows=np.array(members))
         q, k, v = torch.randn(4, 4, 16), torch.randn(4, 2, 16), torch.randn(4, 2, 16)
         exact_kv = twin(kv)
         ops.refill_decode_plan(fixed, batch, kept, kv)
         output = ops.attention(q, k, v, kv, 0, fixed, 0.25)
         n = len(members)
-        plan = exact.plan_attention(batch, table[members], exact_kv, None)
+        plan = exact.plan_attention(batch, make_block_table(table[members], exact_kv), exact_kv, None)
         expected = exact.attention(q[:n].double(), k[:n].double(), v[:n].double(), exact_kv, 0, plan, 0.25)
         assert relative_error(output[:n], expected) < 1e-5
         assert torch.equal(output[n:], torch.zeros_like(output[n:]))  # padding attends to nothing
@@ -139,7 +145,7 @@ def test_sequences_without_queries_change_nothing(rng):
     kv, table = filled_pool(torch.float32, lens, 2, 16)
     batch = RaggedBatch.from_positions([6, 20], lens)  # the second computes nothing in this step
     q, k, v = torch.randn(1, 4, 16), torch.randn(1, 2, 16), torch.randn(1, 2, 16)
-    out = ops.attention(q, k, v, kv, 0, ops.plan_attention(batch, table, kv, None), 0.25)
+    out = ops.attention(q, k, v, kv, 0, ops.plan_attention(batch, make_block_table(table, kv), kv, None), 0.25)
     assert out.isfinite().all()
     tails = torch.randn(4, 3, 20)
     before = tails.clone()
@@ -206,9 +212,9 @@ def test_keys_and_values_far_into_a_large_pool(rng):
     far, table = PagedKV(buffer, unit, 1, 16, 1, 2, 16), np.array([[5, 3, 0], [1, 6, 7]])
     batch = RaggedBatch.from_positions([40, 20], [41, 48])  # one decodes, one is a prompt
     q, k, v = torch.randn(29, 4, 16), torch.randn(29, 2, 16), torch.randn(29, 2, 16)
-    plan = exact.plan_attention(batch, table, twin(near), None)
+    plan = exact.plan_attention(batch, make_block_table(table, twin(near)), twin(near), None)
     expected = exact.attention(q.double(), k.double(), v.double(), twin(near), 0, plan, 0.25)
-    plan = ops.plan_attention(batch, table + FAR // unit, far, None)
+    plan = ops.plan_attention(batch, make_block_table(table + FAR // unit, far), far, None)
     output = ops.attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), far, 0, plan, 0.25)
     assert relative_error(output, expected) < 1e-2
     slots = [table[0, 2] * 32 + 8, table[1, 1] * 32 + 4]  # of the first key that each sequence stored
