@@ -12,6 +12,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 import torch
 
+from engine.cache.spec import ceil_div
 from engine.types import BlockId, Chunk, Sequence
 from kernels.interface import BlockTable, IntArray, PagedKV
 from kernels.transfer import upload
@@ -118,9 +119,15 @@ class BlockTables:
             )
             self._device_tables.view(-1).index_copy_(0, device_indices.long(), device_blocks)
 
-    def view_rows(self, rows: IntArray) -> BlockTable:
-        """Return the tables in these rows, as the kernels take them."""
-        return BlockTable(self._host_tables, self._device_tables, rows)
+    def make_step_table(self, rows: IntArray, ends: IntArray) -> BlockTable:
+        """Return the tables of a step's sequences, which have these rows and contexts of `ends` tokens.
+
+        Tables on the host are copied: a thread may read them while the next step already changes these.
+        """
+        if self._device_tables is not None:
+            return BlockTable(self._host_tables, self._device_tables, rows)
+        block_count = ceil_div(int(ends.max()), self._kv.block_size)
+        return BlockTable(self._host_tables[rows, :block_count], None, np.arange(len(rows)))
 
     def _extend(self, row_count: int) -> None:
         """Enlarge the tables to at least `row_count` rows."""

@@ -208,7 +208,7 @@ class ModelRunner:
             order=order,
             batch=batch,
             token_ids=token_ids,
-            tables=[tables.view_rows(state.rows) for tables in self._tables],
+            tables=[tables.make_step_table(state.rows, context_ends) for tables in self._tables],
             units=list_state_units(chunks) if self._states else None,
             selected=self._select_tokens(chunks, batch.query_starts, prompt_logprob_chunks, state.sampled_chunks),
             batch_state=state,

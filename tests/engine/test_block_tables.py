@@ -33,6 +33,7 @@ def test_tables_are_those_of_this_step() -> None:
     print("seed", seed)
     rng = random.Random(seed)
     row_allocator, groups = RowAllocator(), [BlockTables(group, POOL, 80, CPU) for group in range(2)]
+    host_groups = [BlockTables(group, POOL, 80, None) for group in range(2)]
     seqs = [sequence(rng) for _ in range(INITIAL_ROWS + 9)]
     for _ in range(300):
         calm = rng.random() < 0.5  # tables only grow
@@ -58,9 +59,12 @@ def test_tables_are_those_of_this_step() -> None:
         chunks = [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(step_seqs, ends)]
         rows, new = row_allocator.assign(step_seqs)
         assert len(set(rows.tolist())) == len(chunks)
-        for group, tables in enumerate(groups):
-            tables.update(chunks, np.array(ends), rows, new, row_allocator.row_count)
-            kept_tables, table_rows = tables.device_table(rows), tables.host_table(np.array(ends), rows)
+        for group, tables in enumerate(zip(groups, host_groups, strict=True)):
+            for table in tables:
+                table.update(chunks, np.array(ends), rows, new, row_allocator.row_count)
+            kept_tables, host_table = (table.make_step_table(rows, np.array(ends)) for table in tables)
+            table_rows = host_table.host_blocks
+            assert kept_tables.block_start_rows is not None
             assert len(table_rows) == len(chunks)
             for row, row_table, chunk in zip(rows, table_rows, chunks, strict=True):
                 width = -(-chunk.end // 4)
