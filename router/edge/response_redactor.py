@@ -21,7 +21,7 @@ REDACTED_KEYS: Final = (
 KEY_START_BYTES_MAX: Final = 64
 """Longest end of a read that may be the beginning of such a key."""
 _KEY_START_PATTERN = re.compile(rb'"(?:[a-z_]{0,24}|[a-z_]{1,24}"[ \t]*:?[ \t]*)\Z')
-_KEY_START_ENDS: Final = b'"abcdefghijklmnopqrstuvwxyz_: \t'
+_KEY_START_ENDS: Final = frozenset(b"%c" % byte for byte in b'"abcdefghijklmnopqrstuvwxyz_: \t')
 """Last bytes of what `_KEY_START_PATTERN` finds: a whole event ends with none of them."""
 _NUMBER: Final = b"0123456789+-.eE"
 _OPENING, _CLOSING, _QUOTE, _BACKSLASH = b"{[", b"}]", ord('"'), ord("\\")
@@ -134,8 +134,6 @@ def build_key_pattern(allowed_fields: frozenset[str]) -> re.Pattern[bytes] | Non
     names = [name for name in REDACTED_KEYS if name not in allowed_fields]
     if not names:
         return None
-    # Most keys of an answer begin with another letter, which is looked at once and not for every name.
-    first_letters = "".join(sorted({name[0] for name in names}))
-    return re.compile(
-        rb'"(?=[%b])(?:%b)"[ \t]*:[ \t]*(?=[^ \t\r\n])' % (first_letters.encode(), "|".join(names).encode())
-    )
+    # Each name has an underscore, and few other keys of an answer do: the search stops only there, then looks back.
+    pattern = "|".join(f'{name.partition("_")[2]}(?<="{name})' for name in names)
+    return re.compile(rb'_(?:%b)"[ \t]*:[ \t]*(?=[^ \t\r\n])' % pattern.encode())
