@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import os
 import pickle
 import resource
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
+from options.system import start_child
 from prompts.errors import RequestError
 
 T = TypeVar("T")
@@ -31,10 +31,6 @@ WorkerSetup = tuple[Callable[..., Any], tuple[Any, ...]]
 
 NICE = 5
 """Niceness of the processes: large bodies wait for small ones."""
-_BOOTSTRAP = (
-    f"import os; os.nice({NICE}); import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from prompts.worker_pool import main; sys.exit(main(int(sys.argv[2])))"
-)
 
 
 class WorkerProcessError(Exception):
@@ -95,13 +91,8 @@ class WorkerProcess:
 
     def _start(self) -> None:
         self._close_stream()
-        parent_socket, child_socket = socket.socketpair()
-        with child_socket, parent_socket:
-            self.child = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(child_socket.fileno())],
-                pass_fds=[child_socket.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
+        self.child, parent_socket = start_child("prompts.worker_pool")
+        with parent_socket:
             self._stream = parent_socket.makefile("rwb")
         pickle.dump(self._setup_message, self._stream)
 
@@ -203,6 +194,7 @@ def main(fd: int) -> int:
 
     The first message on the socket has the memory limit and the setup function; each later one is a task.
     """
+    os.nice(NICE)
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, signal.SIG_IGN)  # the server handles them
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb", buffering=1 << 20) as stream:

@@ -12,12 +12,10 @@ for whatever reason. One machine; gloo between CPUs, NCCL between GPUs.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -47,15 +45,11 @@ from engine.parallel.messages import (
     WriteBlocks,
 )
 from engine.types import BlockCopy, BlockPlace, RunnerLostError, StepPlan, StepResult
+from options.system import start_child
 
 LOOPBACK = "127.0.0.1"
 GRACE_S = 5.0
 """Time for a process to end, or for a step to fail after a rank is lost, before the process is killed."""
-
-_BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from engine.parallel.follower import main; sys.exit(main(*map(int, sys.argv[2:])))"
-)
 
 log = logging.getLogger("engine.ranks")
 
@@ -65,16 +59,9 @@ class _FollowerHandle:
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         self.rank = rank
-        self._sock, follower_sock = socket.socketpair()
+        self.process, self._sock = start_child("engine.parallel.follower", rank, size, port)
         self._frame_reader = FrameReader()
         self._decoder: msgspec.msgpack.Decoder[FollowerReply] = msgspec.msgpack.Decoder(FollowerReply)
-        with follower_sock:
-            arguments = [str(number) for number in (follower_sock.fileno(), rank, size, port)]
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), *arguments],
-                pass_fds=[follower_sock.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
 
     def send(self, data: bytes) -> None:
         """Send bytes. Raises OSError if the follower has ended."""

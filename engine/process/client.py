@@ -7,11 +7,8 @@ are merged, so that the buffer of a request is bounded by the tokens that it may
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, cast
@@ -36,12 +33,8 @@ from engine.messages import (
 from engine.process.logprob_budget import LogprobBudget, LogprobShare
 from engine.types import Request, SequenceOutput, count_logprobs
 from events.publisher import PublisherStats
+from options.system import start_child
 from prompts import RequestError
-
-_BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from engine.process.core_process import main; sys.exit(main(int(sys.argv[2])))"
-)
 
 log = logging.getLogger("engine.client")
 
@@ -188,13 +181,7 @@ class EngineClient(asyncio.Protocol):
 
         `on_death` is called once, with the reason, if the core process ends before `close`.
         """
-        client_sock, core_sock = socket.socketpair()
-        with core_sock:
-            core_process = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(core_sock.fileno())],
-                pass_fds=[core_sock.fileno()],
-                stdin=subprocess.DEVNULL,
-            )
+        core_process, client_sock = start_child("engine.process.core_process")
         client_sock.sendall(encode_frame(msgspec.msgpack.encode(config)))
         client_sock.setblocking(False)
         _, client = await asyncio.get_running_loop().create_unix_connection(
