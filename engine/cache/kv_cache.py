@@ -264,7 +264,7 @@ class KVCache:
         new_blocks: list[tuple[int, Block]] = []
         for group in self._groups:
             for _ in range(missing_count):
-                block = self.pool.allocate(group) or self._allocate(group)  # the pool alone is the common case
+                block = self._allocate(group)
                 if block is None:
                     for _, new_block in reversed(new_blocks):
                         self.pool.release(new_block)

@@ -59,13 +59,11 @@ class CudaCapture:
         self.reset()
 
     def reset(self) -> None:
-        """Free the memory of all graphs. None of them may be replayed after this."""
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        """Record a computation. Returns (function that repeats it, its result, which every repetition overwrites)."""
         outer_stream = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer_stream)
         graph = torch.cuda.CUDAGraph()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from tokenizers import Tokenizer as HFTokenizer
 from tokenizers import decoders
@@ -16,16 +15,6 @@ from tokenizers import decoders
 REPLACEMENT = "\ufffd"
 PENDING_TOKENS_MAX = 32
 """Most tokens that wait for the rest of a character."""
-
-
-class Detokenizer(Protocol):
-    """Decoder of one sequence. The results of all `push` calls and of `flush` join to the text of all ids."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Add the next ids. Return the text that has become final."""
-
-    def flush(self) -> str:
-        """Return the text that was held back. Nothing may be pushed afterwards."""
 
 
 class TokenBytes(dict[int, bytes]):
@@ -58,6 +47,7 @@ class ByteLevelDetokenizer:
         """Beginning of a character."""
 
     def push(self, token_ids: Sequence[int]) -> str:
+        """Add the next ids. Return the text that has become final."""
         table = self._table
         data = self._pending_bytes + b"".join([table[token_id] for token_id in token_ids])
         text, decoded_bytes = codecs.utf_8_decode(data, "replace", False)
@@ -65,6 +55,7 @@ class ByteLevelDetokenizer:
         return text
 
     def flush(self) -> str:
+        """Return the text that was held back. Nothing may be pushed afterwards."""
         return self._pending_bytes.decode("utf-8", "replace")
 
 
@@ -108,6 +99,10 @@ class WindowDetokenizer:
         text = self._decode(self._context_ids + self._new_ids)
         self._new_ids = []
         return text[len(self._context_text) :]
+
+
+Detokenizer = ByteLevelDetokenizer | WindowDetokenizer
+"""Decoder of one sequence. The results of all `push` calls and of `flush` join to the text of all ids."""
 
 
 class DetokenizerFactory:
