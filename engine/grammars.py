@@ -34,6 +34,9 @@ _POSITION_PREFIX = re.compile(r"^at \d+\(\d+\): ")
 """Position in the generated grammar, which means nothing to a client."""
 _EXCERPT = re.compile(r"\s*(\d+ \||\^+\s*$|$)")
 """Lines of an error that quote the grammar, or point at a place in it."""
+_NO_STATE = " <non-verbose/>"
+"""Mark of llguidance where `verbose_errors` would show its state."""
+_NO_TOKEN_ALLOWED = "NoExtensionBias"
 _ERROR_PREFIX = "failed to compile JSON schema: "
 ERROR_CHARS_MAX = 400
 WALK_TOKENS = 96
@@ -202,7 +205,10 @@ def summarize_error(matcher: LLMatcher) -> str:
     """Return the matcher's error in one line, without the excerpts of the grammar."""
     lines = _POSITION_PREFIX.sub("", matcher.get_error()).splitlines()
     message = " ".join(line.strip() for line in lines if not _EXCERPT.match(line))
-    return message.removeprefix(_ERROR_PREFIX)[:ERROR_CHARS_MAX] or "unknown error"
+    message = message.removeprefix(_ERROR_PREFIX).removesuffix(_NO_STATE)
+    if message == _NO_TOKEN_ALLOWED:
+        return "no text can match it"
+    return message[:ERROR_CHARS_MAX] or "unknown error"
 
 
 def _draw_allowed_token(mask: bytes, rng: random.Random) -> int:

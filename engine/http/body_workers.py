@@ -111,7 +111,7 @@ class BodyReader:
             except TemplateLimitError as error:
                 log.warning("a body of %d bytes is parsed in a process: %s", size, error.message)
                 self._slow_size.record_slow(size, time.monotonic())
-        return await _finish_uncancelled(self._read_in_process(parse, data))
+        return await finish_uncancelled(self._read_in_process(parse, data))
 
     async def _read_in_process(self, parse: BodyParser[T], data: bytes) -> T:
         """Parse a body in another process, which is ended if it takes too much time or memory. Raises RequestError."""
@@ -126,7 +126,7 @@ class BodyReader:
         digest = blake2b(constraint.lark_grammar.encode(), digest_size=16).digest()
         lark = self._checked_grammars.get(digest)
         if lark is None:
-            checked_constraint = await _finish_uncancelled(self._check_in_process(constraint))
+            checked_constraint = await finish_uncancelled(self._check_in_process(constraint))
             lark = self._checked_grammars[digest] = checked_constraint.lark_grammar
             if len(self._checked_grammars) > CHECKED_GRAMMARS_MAX:
                 self._checked_grammars.popitem(last=False)
@@ -156,10 +156,10 @@ class BodyReader:
         self._thread_pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def _finish_uncancelled(work: Coroutine[Any, Any, T]) -> T:
+async def finish_uncancelled(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`, which goes on if its waiter is cancelled because the client leaves.
 
-    A process that parses a body finishes it in any case, and `work` gives the process back to the pool afterwards.
+    A process that parses a body, for example, finishes it in any case, and `work` gives the process back to the pool.
     """
     task = asyncio.ensure_future(work)
     # Nobody may be left to take the error of the task. Taking it here keeps asyncio from logging it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
+from engine.http.body_workers import finish_uncancelled
 from engine.http.generate import STATE
 from engine.http.state import ServerState
 from prompts import RequestError, bad_value
@@ -37,7 +37,7 @@ async def sleep(request: web.Request) -> web.Response:
         raise bad_value("level", level, "1 or 2")
     if mode != "wait":
         raise bad_value("mode", mode, "wait")
-    await asyncio.shield(_change_weights(state, "sleep", asleep_after=True, level=int(level)))
+    await finish_uncancelled(_change_weights(state, "sleep", asleep_after=True, level=int(level)))
     return web.json_response({"status": "sleeping", "level": int(level)})
 
 
@@ -45,7 +45,7 @@ async def wake_up(request: web.Request) -> web.Response:
     state = request.app[STATE]
     if "tags" in request.query:
         raise bad_value("tags", request.query["tags"], "none: all wakes up at once")
-    await asyncio.shield(_change_weights(state, "wake", asleep_after=False))
+    await finish_uncancelled(_change_weights(state, "wake", asleep_after=False))
     return web.json_response({"status": "awake", "tags": None})
 
 
@@ -70,7 +70,7 @@ async def collective_rpc(request: web.Request) -> web.Response:
         path = resolve_weights_folder(path, (*state.config.weights_folders, state.info.model_path))
     if state.is_asleep:
         raise RequestError("reload: the engine is asleep", param=None, code="conflict", status=409)
-    await asyncio.shield(_change_weights(state, "reload", asleep_after=False, path=path))
+    await finish_uncancelled(_change_weights(state, "reload", asleep_after=False, path=path))
     return web.json_response({"results": [None]})
 
 
@@ -90,7 +90,7 @@ async def _change_weights(
     """Wait until running requests have ended, and then change the weights. No request is admitted meanwhile.
 
     `asleep_after`: whether the engine sleeps after the change. A failed change leaves it as it was: asleep or awake.
-    Callers shield this coroutine, so that it finishes even if the client leaves.
+    Callers wait for it by `finish_uncancelled`, so that it finishes even if the client leaves.
     """
     async with state.weights_change_lock:
         final_is_asleep = state.is_asleep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import resource
 from collections import Counter
@@ -16,11 +17,11 @@ from aiohttp import ClientSession, web
 from engine.config import ServerConfig
 from engine.http import server
 from engine.http.api_keys import ApiKeys
-from engine.http.generate import DeltaStream
+from engine.http.generate import STATE, DeltaStream
 from engine.http.metrics import ServerMetrics
 from engine.http.server import LimitedProtocolFactory, build_app, compute_max_connections, make_runner
 from engine.http.state import ServerState
-from engine.http.weights import resolve_weights_folder
+from engine.http.weights import resolve_weights_folder, wake_up
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import make_generation
 from engine.protocol.params import ModelLimits
@@ -128,6 +129,29 @@ def test_weights_come_from_named_folders_only(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match=r"kwargs.weights_path: got .*--allowed-weights-path") as error_info:
             resolve_weights_folder(str(path), roots)
         assert error_info.value.status == 403
+
+
+class RefusingClient(Client):
+    """Refuses each change of weights after a moment."""
+
+    async def change_weights(self, action: str, **options: Any) -> None:
+        await asyncio.sleep(0.01)
+        raise ValueError("no")
+
+
+def test_an_operator_who_leaves_before_a_refusal_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        state = make_state(RefusingClient())
+        request = SimpleNamespace(app={STATE: state}, query={})
+        leaving = asyncio.ensure_future(wake_up(request))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.sleep(0.05)
+        assert not state.is_asleep
+
+    asyncio.run(play())
+    gc.collect()
+    assert caplog.text == ""
 
 
 def test_connections_beyond_the_limit_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
