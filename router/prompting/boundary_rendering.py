@@ -8,6 +8,7 @@ text, so that its ids do not depend on the text before it.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -78,24 +79,25 @@ class BoundaryRenderer:
         few plain texts. None if the template refuses the messages, or may have written the text before the boundary in
         another way.
         """
-        turn = None
-        if not rendered.has_late_system:
-            template_source = self._select_source(inputs.chat)
-            turn = read_plain_turn(
-                messages,
-                find_template_markers(template_source),
-                prefix_digest=rendered.digest,
-                inputs_digest=inputs.digest,
-                clock=self.template.read_clock(template_source),
-            )
-        text = None if turn is None else self.memo.fill(turn)
-        if text is None:
-            text = self.render_after(rendered, inputs, messages)
-            if text is not None and turn is not None:
-                self.memo.add(turn, text, lambda others: self.render_after(rendered, inputs, others))
+        render = partial(self.render_after, rendered, inputs)
+        turn = None if rendered.has_late_system else self._read_plain_turn(rendered, inputs, messages)
+        text = render(messages) if turn is None else self.memo.fill_or_render(turn, messages, render)
         if text is None or not self.tokenizer.cut_tokens.starts_with_cut(text):
             return None
         return RenderedMessages(self, rendered, inputs, messages, turn, text)
+
+    def _read_plain_turn(
+        self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
+    ) -> PlainTurn | None:
+        """Return messages as the memo takes them; None if the template may change their texts."""
+        template_source = self._select_source(inputs.chat)
+        return read_plain_turn(
+            messages,
+            find_template_markers(template_source),
+            prefix_digest=rendered.digest,
+            inputs_digest=inputs.digest,
+            clock=self.template.read_clock(template_source),
+        )
 
     def cut(
         self,
@@ -217,7 +219,7 @@ class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
         renderer, inputs = self.renderer, self.inputs
         renderer.memo.add_next_placeholders(turn.key, count, cut.rendered)
         tail_turn, tail_text = turn.after(count, cut.rendered.digest), self.text[cut.position :]
-        renderer.memo.add(tail_turn, tail_text, lambda others: renderer.render_after(cut.rendered, inputs, others))
+        renderer.memo.add(tail_turn, tail_text, partial(renderer.render_after, cut.rendered, inputs))
 
 
 def _count_common_end(first: str, second: str) -> int:

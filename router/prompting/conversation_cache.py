@@ -11,7 +11,6 @@ import secrets
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -148,12 +147,8 @@ class CachedConversation(msgspec.Struct, eq=False):
         return size_bytes + len(str(self.first_message.get("content")))
 
 
-Match = tuple[CachedConversation, Boundary]
-"""A cached conversation, and a boundary of it before which a body is equal."""
-
-
-class _Location(NamedTuple):
-    """A boundary and the digests by which it is found."""
+class BoundaryLocation(NamedTuple):
+    """A boundary of a cached conversation, and the digests by which it is found."""
 
     conversation: CachedConversation
     boundary: Boundary
@@ -163,15 +158,12 @@ class _Location(NamedTuple):
     """Digest of the bytes between that prefix and the boundary."""
 
 
-_GET_BODY_END: Final = attrgetter("boundary.body_end")
-
-
 class _Entry(NamedTuple):
     """A conversation in the cache, with what is to be undone when it is dropped."""
 
     conversation: CachedConversation
     size_bytes: int
-    locations: list[_Location]
+    locations: list[BoundaryLocation]
 
 
 class ConversationCache:
@@ -185,7 +177,7 @@ class ConversationCache:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._seed = secrets.randbits(64)
-        self._locations_by_key: dict[int, list[_Location]] = {}
+        self._locations_by_key: dict[int, list[BoundaryLocation]] = {}
         """Digest of the start of a body -> boundaries after it, the newest last."""
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         """`id` of a conversation -> its entry, the least recently used first."""
@@ -195,11 +187,11 @@ class ConversationCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, kind: ApiKind, body: bytes, max_matches: int) -> list[Match]:
+    def find(self, kind: ApiKind, body: bytes, max_matches: int) -> list[BoundaryLocation]:
         """Find cached boundaries before which a body is equal to the cached one, the furthest first."""
+        matches: list[BoundaryLocation] = []
+        compared_prefixes = 0
         keys = self._digest_prefixes(body, len(body))
-        matches: list[Match] = []
-        known_count = 0
         for i in reversed(range(len(keys))):
             locations = self._locations_by_key.get(keys[i])
             if locations is None:
@@ -210,10 +202,10 @@ class ConversationCache:
                 if location.conversation.kind == kind
                 and location.digest == self._digest_rest(body, i, location.boundary)
             ]
-            equal_locations.sort(key=_GET_BODY_END)
-            matches += [(location.conversation, location.boundary) for location in reversed(equal_locations)]
-            known_count += 1
-            if len(matches) >= max_matches or known_count == KEYS_MAX:
+            equal_locations.sort(key=lambda location: location.boundary.body_end)
+            matches += reversed(equal_locations)
+            compared_prefixes += 1
+            if len(matches) >= max_matches or compared_prefixes == KEYS_MAX:
                 break
         return matches[:max_matches]
 
@@ -268,7 +260,7 @@ class ConversationCache:
             if entry.conversation.model == model:
                 self._drop(entry.conversation)
 
-    def _locate(self, conversation: CachedConversation, body: bytes) -> list[_Location]:
+    def _locate(self, conversation: CachedConversation, body: bytes) -> list[BoundaryLocation]:
         """Return the boundaries of a conversation with the digests under which a look-up finds them."""
         keys = self._digest_prefixes(body, conversation.boundaries[-1].body_end)
         locations = []
@@ -276,7 +268,7 @@ class ConversationCache:
             prefix_index = bisect_right(PREFIX_LENGTHS, boundary.body_end) - 1
             if prefix_index >= 0:
                 digest = self._digest_rest(body, prefix_index, boundary)
-                locations.append(_Location(conversation, boundary, keys[prefix_index], digest))
+                locations.append(BoundaryLocation(conversation, boundary, keys[prefix_index], digest))
         return locations
 
     def _drop(self, conversation: CachedConversation) -> None:

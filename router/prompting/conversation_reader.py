@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from prompts.routing import ApiKind, RoutingRequest
 from router.prompting.boundary_rendering import BoundaryRenderer
-from router.prompting.conversation_cache import BOUNDARIES_MAX, ConversationCache, Match
+from router.prompting.conversation_cache import BOUNDARIES_MAX, BoundaryLocation, ConversationCache
 from router.prompting.conversation_reading import Continuation, continue_conversation, is_cacheable
 
 log = logging.getLogger("router")
@@ -64,24 +64,24 @@ class ConversationReader:
         """Whether a body of this size may continue a cached conversation."""
         return bool(self._renderers) and is_cacheable(kind, body_bytes)
 
-    def find(self, kind: ApiKind, body: bytes) -> list[Match]:
+    def find(self, kind: ApiKind, body: bytes) -> list[BoundaryLocation]:
         """Find cached boundaries up to which a body is equal, the furthest first; count a miss if there are none."""
         matches = self.cache.find(kind, body, BOUNDARIES_MAX)
         self.cache.misses += not matches
         return matches
 
-    def read(self, matches: Sequence[Match], body: bytes) -> Continuation | None:
+    def read(self, matches: Sequence[BoundaryLocation], body: bytes) -> Continuation | None:
         """Read a body after the furthest boundary that can be used; None if it must be read whole. Thread-safe."""
-        model = matches[0][0].model
+        model = matches[0].conversation.model
         renderer = self.renderer_of(model)
         if renderer is None:
             return None
         further_differs = True  # no boundary further than the first match was found
-        for conversation, boundary in matches:
-            if conversation.model != model:
+        for match in matches:
+            if match.conversation.model != model:
                 continue
             continuation = continue_conversation(
-                conversation, boundary, body, renderer, further_differs=further_differs
+                match.conversation, match.boundary, body, renderer, further_differs=further_differs
             )
             if continuation is not None:
                 return continuation

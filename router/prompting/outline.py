@@ -114,10 +114,8 @@ class _MessageFingerprint(NamedTuple):
 def _fingerprint_message(message: Mapping[str, Any]) -> _MessageFingerprint:
     role, content = message.get("role"), message.get("content")
     role_number = _ROLES.get(role, 4) if isinstance(role, str) else 4
-    is_system = role_number == 0
-    has_billing_line = is_system and BILLING_LINE in str(content)
-    has_only_text = len(message) == 2 and "role" in message and not has_billing_line
-    if has_only_text and isinstance(content, str) and "<think>" not in content:
+    is_system, has_two_fields = role_number == 0, len(message) == 2 and "role" in message
+    if has_two_fields and isinstance(content, str) and not _has_hidden_text(content, is_system=is_system):
         digest = _digest_text(content)  # most messages come here
         return _MessageFingerprint(digest, digest, digest, role_number, len(content))
     text = _read_text(content, is_system=is_system)
@@ -129,24 +127,33 @@ def _fingerprint_message(message: Mapping[str, Any]) -> _MessageFingerprint:
     if fields.get("tool_calls"):
         kind_bits |= HAS_TOOL_CALLS
         fields["tool_calls"] = _decode_call_arguments(fields["tool_calls"])
-    visible_text = text
-    if is_system and BILLING_LINE in text:
-        visible_text = _BILLING_LINE.sub("", text)
-        if visible_text != text:
-            kind_bits |= HAS_BILLING_LINE
-    if "<think>" in visible_text:
-        visible_text = _remove_thoughts(visible_text)
-        kind_bits |= HAS_THOUGHTS
+    visible_text, hidden_bits = _remove_hidden_text(text, is_system=is_system)
     visible_fields = {name: value for name, value in fields.items() if name not in _THINKING_FIELDS}
     if len(visible_fields) < len(fields):
-        kind_bits |= HAS_THOUGHTS
+        hidden_bits |= HAS_THOUGHTS
     return _MessageFingerprint(
         raw_digest=raw_digest,
         normalized_digest=_digest_fields(fields, text_digest),
         visible_digest=_digest_fields(visible_fields, _digest_text(visible_text)),
-        kind_bits=kind_bits,
+        kind_bits=kind_bits | hidden_bits,
         length=len(text) + len(encoded_fields),
     )
+
+
+def _has_hidden_text(text: str, *, is_system: bool) -> bool:
+    return "<think>" in text or (is_system and BILLING_LINE in text)
+
+
+def _remove_hidden_text(text: str, *, is_system: bool) -> tuple[str, int]:
+    """Return a message's text without billing lines and thoughts, and the kind bits that tell which of these it had."""
+    visible_text, hidden_bits = text, 0
+    if is_system and BILLING_LINE in text:
+        visible_text = _BILLING_LINE.sub("", text)
+        hidden_bits |= HAS_BILLING_LINE if visible_text != text else 0
+    if "<think>" in visible_text:
+        visible_text = _remove_thoughts(visible_text)
+        hidden_bits |= HAS_THOUGHTS
+    return visible_text, hidden_bits
 
 
 def _digest_text(text: str) -> int:

@@ -207,17 +207,17 @@ class PromptReader:
         Raises RequestError for a malformed body.
         """
         body_to_read = _BodyToRead(body, kind, make_target, is_wanted, tenant)
-        if may_continue and kind is not None and self.conversations.may_have(kind, body.body_bytes):
-            data = body.body
-            matches = self.conversations.find(kind, data)
-            if matches:
-                read_continuation = partial(self._run_timed, partial(self.conversations.read, matches, data))
-                if len(data) - matches[0][1].body_end > INLINE_BYTES_MAX:
-                    return self._continue_in_thread(read_continuation, data, body_to_read)
-                read = self._finish_continuation(*read_continuation(), data, make_target)
-                if read is not None:
-                    return read
-        return self._begin_whole_read(body_to_read)
+        if not may_continue or kind is None or not self.conversations.may_have(kind, body.body_bytes):
+            return self._begin_whole_read(body_to_read)
+        data = body.body
+        matches = self.conversations.find(kind, data)
+        if not matches:
+            return self._begin_whole_read(body_to_read)
+        read_continuation = partial(self._run_timed, partial(self.conversations.read, matches, data))
+        if len(data) - matches[0].boundary.body_end > INLINE_BYTES_MAX:
+            return self._continue_in_thread(read_continuation, data, body_to_read)
+        read = self._finish_continuation(*read_continuation(), data, make_target)
+        return read or self._begin_whole_read(body_to_read)
 
     def _begin_whole_read(
         self, body_to_read: _BodyToRead[Target]

@@ -99,6 +99,15 @@ class TurnMemo:
         pieces = self._pieces_by_key.get(turn.key)
         return None if pieces is None else pieces.fill(turn.texts)
 
+    def fill_or_render(self, turn: PlainTurn, messages: list[Message], render: Render) -> str | None:
+        """Return what the template writes for the messages of a turn; None if it refuses them. Remember what is new."""
+        text = self.fill(turn)
+        if text is None:
+            text = render(messages)
+            if text is not None:
+                self.add(turn, text, render)
+        return text
+
     def add(self, turn: PlainTurn, text: str, render: Render) -> None:
         """Remember what the template writes around the texts of a turn; `text` is what it wrote for the turn.
 

@@ -358,7 +358,7 @@ def test_the_cache_is_bounded() -> None:
         bodies.append(body)
         cache.store(conversation, body)
         cache.check_invariants()
-        assert cache.find("chat", body + b" and more", 4)[0] == (conversation, conversation.boundaries[0])
+        assert cache.find("chat", body + b" and more", 4)[0][:2] == (conversation, conversation.boundaries[0])
         assert cache.find("messages", body, 4) == []
     assert 0 < len(cache) < 30
     assert cache.find("chat", bodies[0], 4) == []
@@ -387,7 +387,7 @@ def test_the_furthest_boundary_is_found_first() -> None:
         cache.store(make_conversation(len(body)), body)
     for tail, ends in ((b"a", [2148, 1024]), (b"b", [1024])):
         matches = cache.find("chat", shared + tail * 200, 4)
-        assert [boundary.body_end for _, boundary in matches] == ends
+        assert [match.boundary.body_end for match in matches] == ends
     assert cache.find("messages", shared + b"a" * 200, 4) == []
     many = make_conversation(*range(2000, 2000 + 20 * BOUNDARIES_MAX, 20))
     reader = ConversationReader(1 << 20)
@@ -403,8 +403,8 @@ def test_a_change_of_any_byte_before_a_boundary_is_found() -> None:
     for _ in range(200):
         at = rng.randrange(20_000, 29_000)
         changed_body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
-        assert [boundary.body_end for _, boundary in cache.find("chat", changed_body, 4)] == [20_000], at
-    assert [boundary.body_end for _, boundary in cache.find("chat", body, 4)] == [29_000, 20_000]
+        assert [match.boundary.body_end for match in cache.find("chat", changed_body, 4)] == [20_000], at
+    assert [match.boundary.body_end for match in cache.find("chat", body, 4)] == [29_000, 20_000]
 
 
 def test_a_prompt_of_which_the_end_counts_is_not_cached(tokenizer: Tokenizer) -> None:
