@@ -151,7 +151,9 @@ class Fleet:
         existing = self._members.get(flag.worker_id)
         if existing is not None:
             if existing.flag == flag:
-                existing.wake.set()  # whoever names it again expects it to be there
+                worker = self._core.workers.get(flag.worker_id)
+                if worker is None or worker.is_down:
+                    existing.wake.set()  # a list or an operator that names it expects it to be there
                 return
             existing.cancel()
         member = self._members[flag.worker_id] = _Member(flag, origin)
@@ -160,7 +162,8 @@ class Fleet:
     def _record_problem(self, member: _Member, problem: str) -> None:
         """Count a failed check or probe of a worker, and keep the reason for `/workers`."""
         member.problem = problem[:REASON_CHARS_MAX]
-        self.failed_checks[member.flag.worker_id] += 1
+        if self._members.get(member.flag.worker_id) is member:
+            self.failed_checks[member.flag.worker_id] += 1
 
     async def remove(self, worker_id: str) -> None:
         """Forget a worker, if it is there. Its running answers are not cut off."""

@@ -45,14 +45,18 @@ def read_workers_file(path: Path) -> list[WorkerFlag]:
 
 
 async def watch_file(path: Path, update: WorkerListCallback) -> None:
-    """Call `update` with the workers of a file whenever the file has changed. An unreadable file changes nothing."""
-    signature = _get_file_signature(path)
+    """Call `update` with the workers of a file when it has changed and then stayed the same for FILE_POLL_S.
+
+    Before that it may be half written. An unreadable file changes nothing.
+    """
+    applied: tuple[int, int, int] | None = None
+    seen = applied
     while True:
         await asyncio.sleep(FILE_POLL_S)
-        latest = _get_file_signature(path)
-        if latest == signature:
+        previous, seen = seen, _get_file_signature(path)
+        if seen != previous or seen == applied:
             continue
-        signature = latest
+        applied = seen
         try:
             update(read_workers_file(path))
         except ConfigError as error:

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from router.decide.core import RouterCore
 from router.decide.load import EngineLoad
 from router.decide.messages import Refuse
 from router.decide.workers import CacheView, ServedModel, WorkerSpec, WorkerState
+from router.fleet import worker_lists
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import Prober, WorkerFacts
 from router.fleet.feed import IndexFeed
@@ -577,6 +579,56 @@ def test_a_client_that_asks_for_an_unknown_model_has_workers_asked_but_not_every
             assert not core.workers
 
     asyncio.run(run())
+
+
+def test_a_list_that_names_a_worker_again_has_it_checked_only_if_it_is_not_up() -> None:
+    """A change of one endpoint names all others of its list again: 200 workers are not probed for it."""
+
+    async def run() -> None:
+        page = Page()
+        async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
+            member = fleet._members[name]
+            fleet.watch(member.flag, origin="service vllm")
+            assert not member.wake.is_set()
+            core.mark_worker_down(name, 0.0, "a fault")
+            fleet.watch(member.flag, origin="service vllm")
+            await wait_until(lambda: core.workers[name].state is WorkerState.UP)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_worker_that_is_removed_while_it_is_asked_is_counted_no_more() -> None:
+    async def run() -> None:
+        page = Page()
+        async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, _, name):
+            page.answers["/v1/models"] = None
+            asking = asyncio.create_task(fleet.discover_model("unknown"))
+            await page.wait_for_requests("/v1/models", 1)
+            await fleet.remove(name)
+            await asking
+            assert not fleet.failed_checks
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_workers_file_counts_when_it_is_written_to_its_end(monkeypatch: Any, tmp_path: Path) -> None:
+    """An operator's editor or script may write it in steps, and each step would remove workers that stay."""
+    path = tmp_path / "workers"
+    path.write_text("http://a:1\nhttp://b:1\n")
+    texts = iter(["", "http://a:1\nhttp://b", "http://a:1\nhttp://b:1\nhttp", "http://a:1\nhttp://b:1\nhttp://c:1\n"])
+
+    async def write_more(_: float) -> None:
+        text = next(texts, None)
+        if text is not None:
+            path.write_text(text)
+        elif lists and len(lists[-1]) == 3:
+            raise asyncio.CancelledError
+
+    lists: list[list[str]] = []
+    monkeypatch.setattr(worker_lists, "asyncio", SimpleNamespace(sleep=write_more))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(worker_lists.watch_file(path, lambda flags: lists.append([flag.worker_id for flag in flags])))
+    assert lists == [["a:1", "b:1", "c:1"]]
 
 
 def test_one_that_is_removed_while_it_is_looked_at_stays_away() -> None:
