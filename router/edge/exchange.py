@@ -330,7 +330,7 @@ class Exchange:
         return self.context.request.keep_alive and is_delimited and not self._filter.is_http_1_0
 
     def attempt_received(self, head: ResponseHead, data: bytes, client_head: bytes = b"") -> None:
-        """Forward the next bytes of the answer, after `client_head`. Record its first byte, its progress and its end.
+        """Forward the next bytes of the answer, after `client_head`. Record its progress and its end.
 
         A worker may send more than its answer: these surplus bytes are dropped.
         """
@@ -342,16 +342,10 @@ class Exchange:
         has_surplus = body_bytes != len(data)
         if has_surplus:
             data = data[:body_bytes]
-        if data and progress.first_byte_at_s is None:
-            progress.first_byte_at_s = now
-        is_first_output = bool(data) and not progress.has_started and progress.is_output(data, context.request.path)
-        if is_first_output:
-            progress.has_started = True
-            if context.is_streaming and head.status == 200:
-                self._proxy.record_first_token(context, now)
+        is_first_output = not progress.has_started and self._record_start(head, data, now)
         data = response_filter.convert(data if content is None else bytes(content), is_last=body.is_complete)
         if client_head or data:
-            self.client.write(client_head + data if client_head else data)
+            self.client.write(client_head + data)
         if is_first_output and head.status == 200:
             self._proxy.notify_first_byte(context)
         progress.record(data, now)
@@ -361,6 +355,20 @@ class Exchange:
             self._end_body(head, reusable=head.keep_alive and not has_surplus)
         elif progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
             self._proxy.core.record_progress(context.request_id, progress.read_count, now)
+
+    def _record_start(self, head: ResponseHead, data: bytes, now: float) -> bool:
+        """Record the first byte of an answer, and its first output. Return whether `data` has the first output."""
+        context, progress = self.context, self.context.progress
+        if not data:
+            return False
+        if progress.first_byte_at_s is None:
+            progress.first_byte_at_s = now
+        if not progress.is_output(data, context.request.path):
+            return False
+        progress.has_started = True
+        if context.is_streaming and head.status == 200:
+            self._proxy.record_first_token(context, now)
+        return True
 
     def _end_body(self, head: ResponseHead, *, reusable: bool) -> None:
         """End the answer with its body, unless events are missing in a stream. `reusable`: the worker's connection."""
@@ -530,27 +538,33 @@ class Exchange:
         and its tokens follow in the same stream to the client. Return False if no worker can do that. `is_move`: the
         worker's connection is intact, so without another worker the answer stays where it is.
         """
-        proxy, context, head, route = self._proxy, self.context, self._response_head, self.context.route
-        if head is None or route is None or not proxy.is_in_core(context) or context.is_done:
+        context, head, route = self.context, self._response_head, self.context.route
+        if head is None or route is None or context.is_done or not self._proxy.is_in_core(context):
             return False
-        stream = context.continuation if is_readable_stream(head) else None
-        if stream is not None and self._write_missing_end(stream, head, reason):
+        if not is_readable_stream(head):
+            return False
+        if self._write_missing_end(head, reason):
             return True
-        continuation_route = self._build_continuation_route(stream, head, route)
+        continuation_route = self._build_continuation_route(route)
         if continuation_route is None:
             return False
         instructions = self._choose_other_worker(continuation_route, kind, is_move=is_move)
         if instructions is None:
             return False
+        self._leave_worker(continuation_route, reason, kind)
+        self._proxy.perform(instructions)
+        return True
+
+    def _leave_worker(self, continuation_route: RouteRequest, reason: str, kind: FailureKind) -> None:
+        """Close the attempt in the middle of its answer, and prepare the request for the rest of the answer."""
+        context, stream = self.context, self.context.continuation
         self.close()
-        proxy.record_failed_attempt(context.decision, kind, reason)
-        proxy.record_broken_stream(context, "continued", reason)
+        self._proxy.record_failed_attempt(context.decision, kind, reason)
+        self._proxy.record_broken_stream(context, "continued", reason)
         if stream is not None and stream.recorder is not None:
-            stream.start_continuation(continuation_route, self._model_tokens_max(route))
+            stream.start_continuation(continuation_route, context.model_tokens_max)
         context.route, self._attempt = continuation_route, None
         context.progress.restart()
-        proxy.perform(instructions)
-        return True
 
     def _choose_other_worker(
         self, continuation_route: RouteRequest, kind: FailureKind, *, is_move: bool
@@ -570,42 +584,42 @@ class Exchange:
             return None
         return instructions
 
-    def _write_missing_end(self, stream: StreamContinuation, head: ResponseHead, reason: str) -> bool:
+    def _write_missing_end(self, head: ResponseHead, reason: str) -> bool:
         """Send the end of a stream of which the client has the last token; return False if tokens are missing."""
-        is_usage_sent = self.context.progress.find_reported_usage() is not None
+        context, stream = self.context, self.context.continuation
+        if stream is None:
+            return False
+        is_usage_sent = context.progress.find_reported_usage() is not None
         missing_end = stream.build_missing_end(is_usage_sent=is_usage_sent)
         if missing_end is None:
             return False
-        self._proxy.record_broken_stream(self.context, "completed", reason)
+        self._proxy.record_broken_stream(context, "completed", reason)
         self.client.write(encode_chunk(missing_end) + LAST_CHUNK)
         self._complete(head, reusable=False)
         return True
 
-    def _build_continuation_route(
-        self, stream: StreamContinuation | None, head: ResponseHead, route: RouteRequest
-    ) -> RouteRequest | None:
-        """Return the core's request for the rest of the answer; None if no worker can continue it."""
-        decision, workers = self.context.decision, self._proxy.workers
-        if stream is None or stream.recorder is None:
-            # The tokens are not recorded, but the client has the head only, so the request can be repeated. Only once,
-            # as the request may be what kills the workers.
-            has_started = self.context.progress.first_byte_at_s is not None
-            is_first_attempt = not has_started and decision is not None and not decision.attempt
-            return route if is_first_attempt and is_readable_stream(head) else None
-        continuation_route = stream.build_continuation_route(route, self._model_tokens_max(route))
+    def _build_continuation_route(self, route: RouteRequest) -> RouteRequest | None:
+        """Return the core's request for the rest of a streamed answer; None if no worker can continue it."""
+        decision, stream = self.context.decision, self.context.continuation
+        if stream is None or stream.recorder is None:  # the tokens that the client has are unknown
+            return route if self._may_repeat() else None
+        continuation_route = stream.build_continuation_route(route, self.context.model_tokens_max)
         if continuation_route is None or continuation_route is route or decision is None:
             return continuation_route
-        same_engine_workers = workers.find_workers_by_engine(workers.get_engine(decision.worker))
+        same_engine_workers = self._proxy.workers.find_workers_of_same_engine(decision.worker)
         if not same_engine_workers:
             return continuation_route
-        if continuation_route.allowed_workers is not None:
-            same_engine_workers &= continuation_route.allowed_workers
+        if route.allowed_workers is not None:
+            same_engine_workers &= route.allowed_workers
         return continuation_route.replace(allowed_workers=same_engine_workers)
 
-    def _model_tokens_max(self, route: RouteRequest) -> int | None:
-        """Return the longest context of the model; None if it is unknown."""
-        model = self._proxy.core.resolve_model(route.model)
-        return model.max_model_len if model is not None else None
+    def _may_repeat(self) -> bool:
+        """Return whether the whole request may be sent again although the client has the head of its answer.
+
+        It may if the client has nothing else. It may only once, because the request may be what kills the workers.
+        """
+        decision, has_body_begun = self.context.decision, self.context.progress.first_byte_at_s is not None
+        return not has_body_begun and decision is not None and not decision.attempt
 
     def close(self) -> None:
         """Close the connections to workers, or stop opening them."""

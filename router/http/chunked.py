@@ -33,15 +33,8 @@ class ChunkedBody:
     """Parser of one chunked body. It finds the end of the body, and collects the content if the caller wants it."""
 
     __slots__ = (
-        "_content_bytes",
-        "_framing_bytes",
-        "_is_in_trailers",
-        "_max_content_bytes",
-        "_max_framing_bytes",
-        "_partial_line",
-        "_trailer_bytes",
-        "is_complete",
-        "remaining_bytes",
+        "_content_bytes", "_framing_bytes", "_is_in_trailers", "_max_content_bytes", "_max_framing_bytes",
+        "_partial_line", "_trailer_bytes", "is_complete", "remaining_bytes",
     )  # fmt: skip
 
     def __init__(self, max_content_bytes: int | None = None, max_framing_bytes: int = 0) -> None:

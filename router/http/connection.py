@@ -143,26 +143,10 @@ class ClientConnection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_app",
-        "_charge",
-        "_has_unread_input",
-        "_is_busy",
-        "_is_handling",
-        "_is_lingering",
-        "_is_reading_paused",
-        "_is_writing_paused",
-        "_keep_alive",
-        "_open_connections",
-        "_parser",
-        "_queued_request",
-        "_request",
-        "_send_progress",
-        "_transport",
-        "_waiting_since_s",
-        "cors_headers",
-        "has_response_started",
-        "peer",
-        "responder",
+        "_app", "_charge", "_has_unread_input", "_is_busy", "_is_handling", "_is_lingering",
+        "_is_reading_paused", "_is_writing_paused", "_keep_alive", "_open_connections", "_parser",
+        "_queued_request", "_request", "_send_progress", "_transport", "_waiting_since_s", "cors_headers",
+        "has_response_started", "peer", "responder",
     )  # fmt: skip
 
     def __init__(self, app: Application, open_connections: set[ClientConnection]) -> None:

@@ -81,17 +81,8 @@ class RequestParser:
     """Parser of the requests on one connection. `feed` takes received bytes; then call `next_request` until None."""
 
     __slots__ = (
-        "_body",
-        "_body_remaining_bytes",
-        "_chunked_body",
-        "_has_new_head",
-        "_head_buffer",
-        "_is_continue_expected",
-        "_is_finished",
-        "_limits",
-        "_position",
-        "_request",
-        "_unread_data",
+        "_body", "_body_remaining_bytes", "_chunked_body", "_has_new_head", "_head_buffer",
+        "_is_continue_expected", "_is_finished", "_limits", "_position", "_request", "_unread_data",
     )  # fmt: skip
 
     def __init__(self, limits: HttpLimits) -> None:
