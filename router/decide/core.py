@@ -198,10 +198,7 @@ class RouterCore:
         return None if attempt is None else attempt.in_flight.prompt
 
     def find_fallback_workers(self, request_id: str, count: int, now: float) -> list[str]:
-        """Return up to `count` workers that could take over a request in flight, the least busy first.
-
-        They are the least busy ones of a random sample.
-        """
+        """Return up to `count` workers that could take over a request in flight: the least busy of a random sample."""
         attempt = self._get_attempt(request_id)
         if attempt is None or not count:
             return []

@@ -207,10 +207,7 @@ def merge_peer_loads(loads: Sequence[PeerLoad], prefill_rate: float) -> PeerLoad
         return NO_PEER_LOAD
     scales = [prefill_rate / load.prefill_rate if load.prefill_rate else 1.0 for load in loads]
     busy_loads = [(load.prefills, scale) for load, scale in zip(loads, scales) if load.prefills.prefill_s > 0.0]
-    if busy_loads:
-        oldest, oldest_scale = min(busy_loads, key=lambda pair: pair[0].oldest_sent_at_s)
-    else:
-        oldest, oldest_scale = loads[0].prefills, 1.0
+    oldest, oldest_scale = min(busy_loads, key=lambda pair: pair[0].oldest_sent_at_s, default=(loads[0].prefills, 1.0))
     prefills = PeerPrefills(
         prefill_s=sum(prefills.prefill_s * scale for prefills, scale in busy_loads),
         request_count=sum(load.prefills.request_count for load in loads),

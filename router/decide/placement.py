@@ -310,12 +310,12 @@ class RequestPlacer:
 
     def _remember_placement(self, request: RouteRequest, target: Target, now: float) -> None:
         """Store a placement for the next request of the session or of the conversation with media."""
-        has_affinity = request.session is not None and self._config.session_affinity
-        if not has_affinity and request.media_conversation is None:
+        session = request.session if self._config.session_affinity else None
+        if session is None and request.media_conversation is None:
             return
         placement = Placement(target.name, request.prompt_tokens, now)
-        if has_affinity and request.session is not None:
-            self.chooser.session_placements.put(request.session, placement)
+        if session is not None:
+            self.chooser.session_placements.put(session, placement)
         if request.media_conversation is not None:
             self.chooser.media_placements.put((request.media_conversation, request.scope), placement)
 
@@ -387,10 +387,7 @@ class RequestPlacer:
             self._links.learn_speed(source.name, target.name, estimate, attempt.observed_transfer_s, now)
 
     def fail_transfer(self, attempt: Attempt, now: float, *, is_pair_fault: bool = True) -> None:
-        """Count that the target of an attempt computes its prompt itself.
-
-        `is_pair_fault`: avoid the pair for a while.
-        """
+        """Have the target of an attempt compute its prompt itself. `is_pair_fault`: avoid the pair for a while."""
         in_flight, decision = attempt.in_flight, attempt.decision
         if in_flight.source is None or attempt.has_transfer_failed:
             return

@@ -83,9 +83,7 @@ def choose_round_robin(targets: Sequence[Target], rotation: int) -> int:
 def choose_least_requests(targets: Sequence[Target], rotation: int) -> int:
     """Return the index of the target with the fewest requests in flight, other routers' included; ties in turn."""
     request_counts = [target.load.request_count + target.peer_load.request_count for target in targets]
-    lowest_count = min(request_counts)
-    tied_indices = [i for i, count in enumerate(request_counts) if count == lowest_count]
-    return tied_indices[rotation % len(tied_indices)]
+    return choose_cheapest(request_counts, rotation)
 
 
 def choose_random(targets: Sequence[Target], rng: random.Random) -> int:

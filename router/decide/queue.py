@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Final
 
 from router.decide.config import QueueConfig
@@ -49,8 +50,7 @@ class QueuedRequest:
     charge_s: float
 
 
-def _get_sort_key(request: QueuedRequest) -> SortKey:
-    return request.sort_key
+_get_sort_key = attrgetter("sort_key")
 
 
 class _Lane:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from typing import Final
 
 WINDOW: Final = 40
 REQUESTS_MIN: Final = 20
@@ -27,10 +27,7 @@ BLOCK_TOKENS: Final = 256
 
 
 class StallDetector:
-    """Detects that all streams of a worker have stopped moving while streams of other workers move.
-
-    The detector has no clock: its caller passes the time.
-    """
+    """Detects that all streams of a worker have stopped moving while streams of other workers move."""
 
     def __init__(self, stall_s: float) -> None:
         self.stall_s = stall_s
@@ -62,13 +59,6 @@ class StallDetector:
         return [] if last_s is None else [f"stalled: none of its streams has moved for {now - last_s:.0f} s"]
 
 
-class _Deviation(NamedTuple):
-    """Amount that was predicted wrongly for one request, of the amount that was compared."""
-
-    wrong: int
-    compared: int
-
-
 class _DeviationAlarm:
     """Alarm that is raised if too large a share of the predictions for a worker's last requests was wrong."""
 
@@ -77,16 +67,17 @@ class _DeviationAlarm:
         self._share_max = share_max
         """Share of wrong predictions above which the alarm is raised."""
         self._message_template = message_template
-        self._deviations: deque[_Deviation] = deque(maxlen=WINDOW)
+        self._deviations: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+        """(wrong amount, compared amount) of each of the last requests."""
 
     def add(self, wrong: int, compared: int) -> None:
         """Add what was compared for one request, and how much of that was wrong."""
-        self._deviations.append(_Deviation(wrong, compared))
+        self._deviations.append((wrong, compared))
 
     def describe(self) -> list[str]:
         """Return [] or the one text "name: ..." of the alarm."""
-        wrong = sum(deviation.wrong for deviation in self._deviations)
-        compared = sum(deviation.compared for deviation in self._deviations)
+        wrong = sum(wrong for wrong, _ in self._deviations)
+        compared = sum(compared for _, compared in self._deviations)
         request_count = len(self._deviations)
         if request_count < REQUESTS_MIN or wrong <= self._share_max * compared:
             return []
