@@ -72,6 +72,10 @@ class KubernetesSource:
             raise ConfigError(f"--kubernetes: got {text!r}, expected a port's number")
         return cls(match[2] or "service", match[3], match[1], match[4])
 
+    def __str__(self) -> str:
+        path = "/".join(filter(None, (self.namespace, self.kind, self.name)))
+        return path if self.port is None else f"{path}:{self.port}"
+
 
 async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) -> None:
     """Call `update` with all addresses at the start and after each change, until cancelled.

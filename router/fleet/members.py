@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from events.types import DecodeError
 from options import ConfigError
@@ -66,8 +65,8 @@ class _Member:
     """One worker and the state of its task."""
 
     flag: WorkerFlag
-    origin: str
-    """List that the worker comes from: `operator`, `file`, or a name that was resolved."""
+    origins: set[str]
+    """Lists that name the worker: `operator`, `file`, a host name or an object of Kubernetes."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have the worker checked now."""
     task: asyncio.Task[None] | None = None
@@ -151,12 +150,13 @@ class Fleet:
         existing = self._members.get(flag.worker_id)
         if existing is not None:
             if existing.flag == flag:
+                existing.origins.add(origin)
                 worker = self._core.workers.get(flag.worker_id)
                 if worker is None or worker.is_down:
                     existing.wake.set()  # a list or an operator that names it expects it to be there
                 return
             existing.cancel()
-        member = self._members[flag.worker_id] = _Member(flag, origin)
+        member = self._members[flag.worker_id] = _Member(flag, {origin})
         member.task = asyncio.get_running_loop().create_task(self._watch_worker(member))
 
     def _record_problem(self, member: _Member, problem: str) -> None:
@@ -247,8 +247,7 @@ class Fleet:
 
     def follow_name(self, flag: WorkerFlag) -> None:
         """Add a worker for each address that the host of `flag` resolves to, and follow changes."""
-        origin = f"dns {urlsplit(flag.url).hostname}"
-        update = partial(self._update_origin, origin)
+        update = partial(self._update_origin, f"dns {flag.url}")
         self._spawn(self._watch_forever(lambda: watch_host_name(flag, self._config.names_s, update)))
 
     def follow_kubernetes(self, source: KubernetesSource) -> None:
@@ -256,8 +255,7 @@ class Fleet:
 
         Endpoints that are not ready get no new requests.
         """
-        origin = f"{source.kind} {source.name}"
-        apply_endpoints = partial(self._apply_endpoints, origin, set())
+        apply_endpoints = partial(self._apply_endpoints, str(source), set())
         self._spawn(self._watch_forever(lambda: watch_kubernetes(source, apply_endpoints)))
 
     def _apply_endpoints(self, origin: str, drained_ids: set[str], is_ready_by_address: Mapping[str, bool]) -> None:
@@ -296,12 +294,14 @@ class Fleet:
             await asyncio.sleep(pause_s)
 
     def _update_origin(self, origin: str, flags: list[WorkerFlag]) -> None:
-        """Watch the workers of a list, and remove those that came from `origin` and are not in it any more."""
+        """Watch the workers of a list, and remove those that only `origin` has named and names no more."""
         listed_ids = {flag.worker_id for flag in flags}
-        for worker_id in [key for key, member in self._members.items() if member.origin == origin]:
-            if worker_id not in listed_ids:
-                log.info("worker %s left %s", worker_id, origin)
-                self._spawn(self.remove(worker_id))
+        for worker_id, member in self._members.items():
+            if origin in member.origins and worker_id not in listed_ids:
+                member.origins.discard(origin)
+                if not member.origins:
+                    log.info("worker %s left %s", worker_id, origin)
+                    self._spawn(self.remove(worker_id))
         for flag in flags:
             self.watch(flag, origin=origin)
 

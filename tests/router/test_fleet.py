@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -28,6 +29,7 @@ from router.fleet import worker_lists
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import Prober, WorkerFacts
 from router.fleet.feed import IndexFeed
+from router.fleet.kubernetes import KubernetesSource
 from router.fleet.members import (
     BLOCKS_FACTOR,
     BLOCKS_MAX_DEFAULT,
@@ -124,7 +126,7 @@ def test_one_that_never_answers_is_asked_less_and_less_often() -> None:
             DeadWorkerProber(*connect_errors, "/v1/models answers 503", "/v1/models answers 503"),
             FleetConfig(starting_s=0.5, starting_s_max=5.0),
         )
-        member = _Member(parse_worker_flag("http://h:1"), "operator")
+        member = _Member(parse_worker_flag("http://h:1"), {"operator"})
         fleet._members["h:1"] = member
         assert fleet.list_starting_reasons() == {"h:1": "not tried yet"}
         pauses = []
@@ -609,6 +611,62 @@ def test_a_worker_that_is_removed_while_it_is_asked_is_counted_no_more() -> None
             assert not fleet.failed_checks
 
     asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_two_ports_of_one_name_are_two_lists(monkeypatch: Any) -> None:
+    """Neither list removes the workers of the other: pods with an engine at each of two ports, two namespaces."""
+
+    async def list_addresses(_: str, port: int, **__: Any) -> Any:
+        return [(None, None, None, "", (host, port)) for host in ("10.0.0.1", "10.0.0.2", "10.0.0.1", "fe80::1")]
+
+    async def watch_pods(source: KubernetesSource, update: Callable[[dict[str, bool]], None]) -> None:
+        for _ in range(3):
+            update({f"10.0.{len(source.namespace or '')}.1:{source.port}": True})
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr("router.fleet.members.watch_kubernetes", watch_pods)
+
+    async def run() -> None:
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", list_addresses)
+        removed_ids: list[str] = []
+        fleet = fleet_of(RecordingProber(), dataclasses.replace(RARELY, names_s=0.01))
+
+        async def record_removal(worker_id: str) -> None:
+            removed_ids.append(worker_id)
+
+        fleet.remove = record_removal  # type: ignore[method-assign]
+        for port in (8000, 8001):
+            fleet.follow_name(parse_worker_flag(f"http://engines:{port}"))
+            fleet.follow_kubernetes(KubernetesSource.parse(f"ab/service/vllm:{port}"))
+        fleet.follow_kubernetes(KubernetesSource.parse("abc/service/vllm:8000"))
+        await asyncio.sleep(0.2)
+        assert len(fleet._members) == 6 + 3
+        assert removed_ids == []
+        await fleet.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_worker_stays_until_no_list_names_it() -> None:
+    async def run() -> None:
+        fleet, flag = fleet_of(RecordingProber(), RARELY), parse_worker_flag("http://a:1")
+        removed_ids: list[str] = []
+
+        async def record_removal(worker_id: str) -> None:
+            removed_ids.append(worker_id)
+
+        fleet.remove = record_removal  # type: ignore[method-assign]
+        for origin in ("service a", "service b"):
+            fleet._update_origin(origin, [flag])
+        fleet._update_origin("service a", [])
+        await asyncio.sleep(0)
+        assert removed_ids == []
+        fleet._update_origin("service b", [])
+        await asyncio.sleep(0)
+        assert removed_ids == ["a:1"]
+        await fleet.close()
+
+    asyncio.run(run())
 
 
 def test_a_workers_file_counts_when_it_is_written_to_its_end(monkeypatch: Any, tmp_path: Path) -> None:

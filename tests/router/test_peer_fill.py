@@ -168,7 +168,9 @@ def test_peers_are_asked_again_less_and_less_often(answer: PeerSnapshot | None) 
             peers=cast(Any, incomplete_feed),
         )
         member = _Member(
-            parse_worker_flag("http://h:1"), "operator", facts=WorkerFacts(WorkerSpec("h:1", "http://h:1"), (REPLAYS,))
+            parse_worker_flag("http://h:1"),
+            {"operator"},
+            facts=WorkerFacts(WorkerSpec("h:1", "http://h:1"), (REPLAYS,)),
         )
         fetch_seconds = []
         for second in range(200):
