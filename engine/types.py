@@ -128,10 +128,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVSource(msgspec.Struct, frozen=True):
-    """Address of a peer that may have the KV of a prompt."""
+    """Peer that may have the KV of a prompt."""
 
     host: str
     port: int
+    cached_tokens: int | None = None
+    """Tokens of the prompt that the peer has, as far as a router knows; None: the peer is asked."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,7 +29,9 @@ class RemoteKVSource(msgspec.Struct, frozen=True, kw_only=True):
     remote_host: _PrintableText
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
     signature: Annotated[str, Meta(max_length=64)] = ""
-    """Hexadecimal HMAC-SHA256 of the other fields under the fleet's key."""
+    """Hexadecimal HMAC-SHA256 of the fields above under the fleet's key."""
+    cached_tokens: Annotated[int, Meta(ge=0)] | None = None
+    """Tokens of the prompt that the source has cached as far as the sender knows: no more need be pulled."""
 
     def sign(self, fleet_key: bytes) -> RemoteKVSource:
         """Return this source with its signature."""

@@ -91,7 +91,7 @@ class ServerState:
         if remote_source is None or self._fleet_key is None:
             return None
         remote_source.check_signature(self._fleet_key)
-        return KVSource(remote_source.remote_host, remote_source.remote_port)
+        return KVSource(remote_source.remote_host, remote_source.remote_port, remote_source.cached_tokens)
 
     def submit(self, requests: Sequence[Request]) -> OutputStream:
         """Submit all sequences of a request, or none of them. Raises RequestError 503, 429 or 400."""

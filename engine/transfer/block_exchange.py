@@ -126,9 +126,12 @@ class BlockExchange:
     # ------------------------------------------------------------------ what a peer has sent
 
     def list_keys(self, request: Request) -> PulledPrompt:
-        """Return the names of the blocks of a prompt that need not be computed."""
+        """Return the names of the blocks of a prompt that need not be computed, and that its source may have."""
         seq = EngineSequence(request, request.token_ids, len(request.token_ids), arrival_s=0.0)
-        return PulledPrompt(self._cache.list_prompt_keys(seq))
+        keys, source = self._cache.list_prompt_keys(seq), request.kv_source
+        if source is not None and source.cached_tokens is not None:
+            keys = keys[: source.cached_tokens // self._cache.spec.block_size]
+        return PulledPrompt(keys)
 
     def store(self, prompt: PulledPrompt, items: Sequence[PullItem], contents: memoryview) -> int:
         """Copy blocks of a prompt, which a peer has sent, into the cache, and announce them.

@@ -46,7 +46,8 @@ RETRY_AFTER_S = 2.0
 """Seconds for which a source that has failed is not asked."""
 FAILED_SOURCES_MAX = 1024
 
-
+Address = tuple[str, int]
+"""Host and port of a source."""
 AnswerType = TypeVar("AnswerType", BlocksLocated, BlocksSent)
 
 
@@ -73,9 +74,9 @@ class Puller:
         self._stats = stats
         self._link = link
         self._pull_slots = asyncio.Semaphore(PULLS_AT_ONCE_MAX)
-        self._locks: WeakValueDictionary[tuple[KVSource, int], asyncio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[tuple[Address, int], asyncio.Lock] = WeakValueDictionary()
         """Lock of the pulls from a source for prompts with the same first block, by source and hash."""
-        self._retry_s_by_source: dict[KVSource, float] = {}
+        self._retry_s_by_source: dict[Address, float] = {}
         """Time from which on a source that has failed may be asked again."""
 
     async def pull(self, source: KVSource, prompt: PulledPrompt) -> None:
@@ -98,9 +99,9 @@ class Puller:
         log.warning("no more blocks from %s:%d: %s", source.host, source.port, message)
 
     async def _pull_in_turn(self, source: KVSource, prompt: PulledPrompt) -> None:
-        lock = self._locks.setdefault((source, prompt.keys[0].hash), asyncio.Lock())
+        lock = self._locks.setdefault((source.address, prompt.keys[0].hash), asyncio.Lock())
         async with lock, self._pull_slots:
-            if time.monotonic() < self._retry_s_by_source.get(source, 0.0):
+            if time.monotonic() < self._retry_s_by_source.get(source.address, 0.0):
                 raise TransferError("recent", f"failed less than {RETRY_AFTER_S:g} s ago")
             try:
                 connection = await _connect(source, self._settings.fleet_key)
@@ -119,7 +120,7 @@ class Puller:
             self._retry_s_by_source = {
                 failed: retry_s for failed, retry_s in self._retry_s_by_source.items() if retry_s > now_s
             }
-        self._retry_s_by_source[source] = now_s + RETRY_AFTER_S
+        self._retry_s_by_source[source.address] = now_s + RETRY_AFTER_S
 
     async def _transfer(self, connection: Connection, prompt: PulledPrompt) -> None:
         """Ask the source which blocks it has, and fetch those that are useful and not cached here."""

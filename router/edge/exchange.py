@@ -244,7 +244,7 @@ class Exchange:
         """Return the fields by which the chosen worker gets KV; None if it computes the prompt itself."""
         proxy, transfer = self._proxy, decision.transfer
         if transfer is not None and transfer.kind is TransferKind.PULL:
-            return proxy.workers.make_pull_fields(transfer)
+            return proxy.workers.make_pull_fields(transfer, decision.predicted_cached_tokens)
         if self._prefill is None:
             return None
         kv_fields = self._prefill.take_decode_fields(proxy.now())

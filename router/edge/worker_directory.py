@@ -48,11 +48,13 @@ class WorkerDirectory:
             return None
         return Handover(uuid4().hex, worker.spec.transfer, transfer.rank, worker.spec.ranks, self.fleet_key)
 
-    def make_pull_fields(self, transfer: Transfer) -> Fields | None:
+    def make_pull_fields(self, transfer: Transfer, cached_tokens: int) -> Fields | None:
         """Return the fields by which a worker pulls a cached prefix; None if its source no longer gives KV."""
         handover = self.make_handover(transfer)
         make_fields = None if handover is None else DIALECTS[handover.source.dialect].make_pull_fields
-        return None if handover is None or make_fields is None else make_fields(handover)
+        if handover is None or make_fields is None:
+            return None
+        return make_fields(handover._replace(cached_tokens=cached_tokens))
 
     def get_engine(self, worker_id: str) -> str:
         """Return the engine that a worker reports; empty if it reports none."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from transfer_peers import BLOCK_SIZE, RECIPES, Engine, prompt
 
 from engine.transfer.messages import WantedBlock
@@ -157,18 +158,20 @@ def test_requests_for_the_same_blocks_share_a_pull_and_its_end() -> None:
         assert "0" not in consumer.outputs
 
 
-def test_blocks_that_several_prompts_begin_with_are_sent_once() -> None:
+@pytest.mark.parametrize(("cached_tokens", "pulls"), [(None, 3), (160, 1)])
+def test_blocks_that_several_prompts_begin_with_are_sent_once(cached_tokens: int | None, pulls: int) -> None:
+    """Prompts share one pull, and its end, if the requests say up to where the source has them."""
     texts = [prompt("common", 160) + prompt(index, 42) for index in range(3)]
     with Engine(prefix_caching=False) as plain:
         expected = [plain.answer(f"{index}", text) for index, text in enumerate(texts)]
     with Engine() as source, Engine() as consumer:
         source.answer("a", prompt("common", 160) + [1])
         for index, text in enumerate(texts):
-            consumer.add(f"{index}", text, source.source)
+            consumer.add(f"{index}", text, replace(source.source, cached_tokens=cached_tokens))
         source.serve()
         consumer.run()
         source.pause()
-        check_no_failure(consumer, pulls=3)
+        check_no_failure(consumer, pulls=pulls)
         assert [consumer.tokens(f"{index}") for index in range(3)] == expected
         assert [consumer.cached_tokens(f"{index}") for index in range(3)] == [160] * 3
         assert source.transfers.stats.sent_blocks == 40

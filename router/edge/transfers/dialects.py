@@ -31,6 +31,8 @@ class Handover(NamedTuple):
     rank_count: int = 1
     fleet_key: bytes | None = None
     """Key under which engines of this project expect the source to be signed."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that the source of a pull has cached."""
 
     @property
     def host(self) -> str:
@@ -77,7 +79,10 @@ class _NixlAnswer(msgspec.Struct):
 def _make_blockcast_pull_fields(handover: Handover) -> Fields:
     assert handover.fleet_key is not None
     source = RemoteKVSource(
-        kv_request_id=handover.transfer_id, remote_host=handover.host, remote_port=handover.port
+        kv_request_id=handover.transfer_id,
+        remote_host=handover.host,
+        remote_port=handover.port,
+        cached_tokens=handover.cached_tokens,
     ).sign(handover.fleet_key)
     return {KV_PARAMS_FIELD: {"remote_kv_source": msgspec.to_builtins(source)}}
 

@@ -39,6 +39,7 @@ def plan(edge: Any, kind: TransferKind, source: str = "p", worker: str = "d") ->
 
 def add_transfer(decision: Decision, kind: TransferKind, source: str) -> None:
     decision.terms = msgspec.structs.replace(decision.terms, transfer=Transfer(kind, source, None, 128, 0.01))
+    decision.predicted_cached_tokens = 128
 
 
 async def split_pair(edge: Any, **workers: Any) -> tuple[NixlWorkers, Any, Any]:
@@ -255,7 +256,7 @@ def test_a_pull_names_its_source_under_the_fleets_key(edge: Any, make_post: Any)
         assert b"200 OK" in await edge.exchange(make_post(raw, b"/v1/completions"))
         (request,) = worker.received
         source = json.loads(request.body)["kv_transfer_params"]["remote_kv_source"]
-        assert (source["remote_host"], source["remote_port"]) == ("::1", 7001)
+        assert (source["remote_host"], source["remote_port"], source["cached_tokens"]) == ("::1", 7001, 128)
         text = "\n".join(["kv-source", source["kv_request_id"], "::1", "7001"])  # as docs/concepts/moving-kv.md says
         assert source["signature"] == hmac.new(FLEET_KEY, text.encode(), "sha256").hexdigest()
         assert request.body.endswith(raw[1:])
