@@ -190,7 +190,8 @@ def _start_transfers(config: EngineConfig, folder: Path, cache: KVCache, executo
         folder,
         cache,
         executor.model.get_block_memory(),
-        arithmetic=f"{executor.dtype} on {executor.device.partition(':')[0]}",
+        dtype=executor.dtype,
+        device=executor.device.partition(":")[0],
         simulated_link=executor.simulated_link,
     )
 

@@ -30,6 +30,11 @@ class PulledPrompt:
         self.is_abandoned = False
         """Nothing more is stored for the prompt: nobody waits for it, or the cache was reset."""
 
+    def begins_with(self, other: PulledPrompt) -> bool:
+        """Whether the other prompt's blocks are the first ones of this prompt."""
+        count = len(other.keys)
+        return count <= len(self.keys) and self.keys[count - 1].hash == other.keys[-1].hash
+
     def parent_hash(self, index: int) -> int | None:
         return self.keys[index - 1].hash if index else None
 

@@ -20,7 +20,7 @@ from engine.transfer.block_server import BlockServer
 from engine.transfer.interface import Transfers
 from engine.transfer.pull_plan import PulledPrompt
 from engine.transfer.puller import Puller
-from engine.transfer.settings import GB_S, TransferSettings, TransferStats
+from engine.transfer.settings import TransferSettings, TransferStats
 from engine.transfer.simulated_link import SimulatedLink
 from engine.transfer.step_jobs import StepJobs
 from engine.types import KVSource, Request
@@ -74,7 +74,6 @@ class KVTransfers(Transfers):
         self.stats = TransferStats()
         self._host, self.port = listener.getsockname()[:2]
         self.settings = settings
-        self._gb_s = GB_S if link is None else link.bytes_per_s / 1e9
         self._jobs = StepJobs()
         self._exchange = exchange
         self._compute_fingerprint = compute_fingerprint
@@ -92,7 +91,7 @@ class KVTransfers(Transfers):
             endpoint=resolve_endpoint(f"tcp://*:{self.port}", self._host),
             group=self.settings.fingerprint.hex(),
             bytes_per_token=max(1, self.settings.block_bytes_by_kind[FULL_KIND] // block_tokens),
-            gb_s=self._gb_s,
+            gb_s=self.settings.gb_s,
         )
 
     # ------------------------------------------------------------------ copies between steps
@@ -123,14 +122,29 @@ class KVTransfers(Transfers):
         """Begin to fetch the cached blocks of a request's prompt from the worker that it names as their source.
 
         The future ends when the request should wait no longer. None if there is nothing to fetch: no source, all
-        blocks here already, or too many pulls. Requests with the same prompt and source share one pull.
+        blocks here already, or too many pulls. Requests with the same prompt and source share one pull. A request
+        without a source waits for a pull of its prompt's first blocks: to compute them, too, would waste both.
         """
         source = request.kv_source
-        if source is None:
+        if source is None and not self._pull_by_key:
             return None
         prompt = self._exchange.list_keys(request)
         if not prompt.keys or self._exchange.is_cached(prompt):
             return None
+        pull = self._find_pull(prompt) if source is None else self._begin_or_join_pull(prompt, source)
+        if pull is None:
+            return None
+        pull.request_ids.add(request.request_id)
+        self._pull_by_request_id[request.request_id] = pull
+        return pull.end
+
+    def _find_pull(self, prompt: PulledPrompt) -> _Pull | None:
+        """Return the longest pull of blocks that a prompt begins with; None if there is none."""
+        pulls = (pull for pull in self._pull_by_key.values() if prompt.begins_with(pull.prompt))
+        return max(pulls, key=lambda pull: len(pull.prompt.keys), default=None)
+
+    def _begin_or_join_pull(self, prompt: PulledPrompt, source: KVSource) -> _Pull | None:
+        """Return the pull of a prompt, which begins if there is none yet; None if there are too many pulls."""
         key = (source, prompt.keys[-1].hash)
         pull = self._pull_by_key.get(key)
         if pull is None:
@@ -139,9 +153,7 @@ class KVTransfers(Transfers):
                 return None
             pull = self._pull_by_key[key] = _Pull(prompt, key)
             self._loop.call_soon_threadsafe(self._begin, pull, source)
-        pull.request_ids.add(request.request_id)
-        self._pull_by_request_id[request.request_id] = pull
-        return pull.end
+        return pull
 
     def stop_waiting(self, request_id: str) -> None:
         pull = self._pull_by_request_id.pop(request_id, None)

@@ -14,7 +14,9 @@ BATCH_BLOCKS_MAX = 4096
 HASHES_MAX = 1 << 18
 """Blocks of one prompt that a source looks up."""
 GB_S = 0.5
-"""Rate of a pull between idle engines, in 1e9 bytes a second: one thread on each side hashes all bytes."""
+"""Rate of a pull between engines on GPUs, in 1e9 bytes a second: one thread on each side hashes all bytes."""
+CPU_GB_S = 0.12
+"""Rate of a pull between engines on CPUs, where threads that hash and copy share the cores of the steps."""
 CONNECT_S_MAX = 2.0
 """Seconds for a connection, and again for its greeting."""
 
@@ -28,6 +30,8 @@ class TransferSettings:
     """Bytes of a block as they count; a simulated block has no content."""
     fingerprint: bytes
     """Fingerprint of the weights that are loaded now, and of the cache."""
+    gb_s: float = GB_S
+    """Rate at which peers get blocks from this engine, as routers are told."""
 
 
 class TransferStats(msgspec.Struct, kw_only=True):

@@ -10,7 +10,7 @@ from engine.cache.kv_cache import KVCache
 from engine.config import EngineConfig
 from engine.transfer.block_exchange import BlockExchange, BlockMemory
 from engine.transfer.service import KVTransfers
-from engine.transfer.settings import TransferSettings
+from engine.transfer.settings import CPU_GB_S, TransferSettings
 from engine.transfer.simulated_link import SimulatedLink, SimulatedLinkSpec
 from options import ConfigError
 
@@ -61,10 +61,11 @@ def start_transfers(
     cache: KVCache,
     block_memory: BlockMemory | None,
     *,
-    arithmetic: str,
+    dtype: str,
+    device: str,
     simulated_link: SimulatedLinkSpec | None,
 ) -> KVTransfers:
-    """Listen for peers. `folder`: of the model that was loaded. `arithmetic`: type and device it is computed with.
+    """Listen for peers. `folder`: of the model that was loaded. `dtype`, `device`: what it is computed with.
 
     `block_memory`: the model's. Raises ConfigError.
     """
@@ -76,13 +77,19 @@ def start_transfers(
     exchange = BlockExchange(cache, block_memory)
     kinds = range(len(cache.spec.block_bytes_by_kind()))
     content_bytes = tuple(exchange.get_block_bytes(kind) for kind in kinds)
-    model = _LoadedModel(folder, (cache.spec, content_bytes, arithmetic, config.tensor_parallel_size, config.simulate))
+    model = _LoadedModel(
+        folder, (cache.spec, content_bytes, f"{dtype} on {device}", config.tensor_parallel_size, config.simulate)
+    )
     settings = TransferSettings(
         fleet_key=transfer_config.read_key(),
         timeout_s=transfer_config.timeout_s,
         block_bytes_by_kind=content_bytes if simulated_link is None else (simulated_link.block_bytes,) * len(kinds),
         fingerprint=model.compute_fingerprint(None),
     )
+    if simulated_link is not None:
+        settings.gb_s = simulated_link.bytes_per_s / 1e9
+    elif device == "cpu":
+        settings.gb_s = CPU_GB_S
     return KVTransfers(
         _listen(transfer_config.host or DEFAULT_HOST, transfer_config.port or 0),
         exchange,

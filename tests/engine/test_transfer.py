@@ -177,6 +177,22 @@ def test_blocks_that_several_prompts_begin_with_are_sent_once(cached_tokens: int
         assert source.transfers.stats.sent_blocks == 40
 
 
+def test_a_prompt_whose_beginning_is_being_pulled_waits_for_it() -> None:
+    text, other = (prompt("common", 160) + prompt(name, 42) for name in "ab")
+    with Engine() as source, Engine() as consumer:
+        source.answer("a", prompt("common", 160) + [1])
+        consumer.add("pulling", text, replace(source.source, cached_tokens=160))
+        consumer.add("without a source", other)
+        consumer.add("unlike", prompt("unlike", 42))
+        source.serve()
+        consumer.run()
+        source.pause()
+        check_no_failure(consumer)
+        names = ["pulling", "without a source", "unlike"]
+        assert [consumer.cached_tokens(name) for name in names] == [160, 160, 0]
+        assert consumer.tokens("without a source") == plain_answer("qwen3", "other", other)
+
+
 def test_a_small_cache_keeps_what_fits_and_computes_the_others() -> None:
     text = prompt("large", 302)
     with Engine() as source, Engine(units=100) as consumer:
