@@ -215,7 +215,9 @@ class CacheState:
         if request.prompt is None:
             return
         target, keys = request.target, request.prompt.get_chunk_keys(self._chunk_tokens)
-        self._add_duplicate_chunks(target, -self._running_chunks.remove_prompt(target, keys))
+        running_chunk_count = self._running_chunks.remove_prompt(target, keys)
+        self._add_duplicate_chunks(target, -running_chunk_count)
+        self.working_sets.end_prompt(target.name, keys[running_chunk_count:])
         if ended_session is not None:
             self.working_sets.end_session(keys, ended_session)
         pin = request.pin

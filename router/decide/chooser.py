@@ -316,8 +316,7 @@ class Chooser:
             candidates = [Candidate(target) for target in targets]
         else:
             candidates = self._cache_state.find_cache_hits(prompt, targets, matches, facts.now)
-            if self._cache_state.working_sets.may_overflow(prompt.prompt_tokens, facts.now):
-                self._add_pressures(prompt, candidates)
+            self._add_pressures(prompt, candidates, facts.now)
             self._add_memory_waits(prompt, facts.output_tokens, candidates)
             # Nobody can say how long a prefix takes that is still being computed, so no request waits for one while a
             # worker has nothing to compute.
@@ -383,12 +382,19 @@ class Chooser:
             return None
         return next((c for c in candidates if c.target.name == placement.target_name), None)
 
-    def _add_pressures(self, prompt_query: PromptQuery, candidates: list[Candidate]) -> None:
+    def _add_pressures(self, prompt_query: PromptQuery, candidates: list[Candidate], now: float) -> None:
         """Set the prefill that each target will compute again because it lacks room for the prompt."""
         working_sets, prompt_tokens = self._cache_state.working_sets, prompt_query.prompt_tokens
+        held_tokens = [candidate.target.held_kv_tokens for candidate in candidates]
+        if not prompt_tokens or not working_sets.may_overflow(prompt_tokens + max(held_tokens), now):
+            return
         overflow_shares = working_sets.compute_overflow_shares(
             [candidate.target.name for candidate in candidates],
             [candidate.cached_tokens / prompt_tokens for candidate in candidates],
+            [
+                held - self._cache_state.count_running_tokens(prompt_query, candidate.target)
+                for held, candidate in zip(held_tokens, candidates)
+            ],
             prompt_query.get_chunk_keys(working_sets.chunk_tokens),
             prompt_tokens,
         )

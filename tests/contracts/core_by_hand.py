@@ -157,4 +157,4 @@ def used_tokens(sets: WorkingSets, target: str, now: float) -> int | None:
     """Tokens that live at the target and were used before. None where its capacity is not known."""
     sets._expire(now)
     usage = sets._usage_by_target.get(target)
-    return None if usage is None else usage.reused_chunk_count * sets.chunk_tokens
+    return None if usage is None else usage.idle_chunk_count * sets.chunk_tokens

@@ -33,6 +33,8 @@ class NaiveWorkingSet:
     def __init__(self, capacity: dict[str, int], live_s: float) -> None:
         self.capacity, self.live_s = capacity, live_s
         self.last_uses: dict[tuple[int, ...], tuple[str, float, bool]] = {}
+        self.running: list[tuple[str, list[int]]] = []
+        """Target and token ids of each running prompt."""
 
     @staticmethod
     def paths(ids: list[int]) -> list[tuple[int, ...]]:
@@ -44,20 +46,24 @@ class NaiveWorkingSet:
     def send(self, target: str, ids: list[int], now: float) -> None:
         self.last_uses.update({path: (target, now, path in self.last_uses) for path in self.paths(ids)})
 
+    def running_paths(self, target: str) -> set[tuple[int, ...]]:
+        return {path for home, ids in self.running if home == target for path in self.paths(ids)}
+
     def needed_tokens(self, target: str, without: list[int] | None = None) -> int:
-        own_paths = set(self.paths(without or []))
+        held_paths = {*self.paths(without or []), *self.running_paths(target)}
         return CHUNK * sum(
-            1 for p, (home, _, is_used) in self.last_uses.items() if home == target and is_used and p not in own_paths
+            1 for p, (home, _, is_used) in self.last_uses.items() if home == target and is_used and p not in held_paths
         )
 
     def overflow_share(self, target: str, ids: list[int], cached_share: float) -> float:
-        overflow_tokens = self.needed_tokens(target, without=ids) + len(ids) - self.capacity[target]
+        held_tokens = CHUNK * len(self.running_paths(target).difference(self.paths(ids)))
+        overflow_tokens = self.needed_tokens(target, without=ids) + held_tokens + len(ids) - self.capacity[target]
         return min(max(overflow_tokens, 0) / len(ids), 1.0 - cached_share)
 
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["send", "send", "send", "ask", "clear"]),
+        st.sampled_from(["send", "send", "send", "end", "end", "ask", "clear"]),
         st.sampled_from(["a", "b"]),
         st.lists(st.integers(0, 2), min_size=0, max_size=6),
         st.integers(1, 5),
@@ -84,20 +90,29 @@ def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
         if operation == "send":
             sets.add_prompt(target, keys, now)
             naive.send(target, ids, now)
+            naive.running.append((target, ids))
+        elif operation == "end" and naive.running:
+            home, ended_ids = naive.running.pop(len(path) % len(naive.running))
+            still_running = naive.running_paths(home)
+            ended_keys = INDEX.chunk_keys(ended_ids, SCOPE, CHUNK)
+            ended_paths = naive.paths(ended_ids)
+            sets.end_prompt(home, [k for k, p in zip(ended_keys, ended_paths, strict=True) if p not in still_running])
         elif operation == "clear":
             sets.clear(target)
             naive.last_uses = {p: use for p, use in naive.last_uses.items() if use[0] != target}
-        else:
+        elif operation == "ask":
             share = tail / 5
             expected = [naive.overflow_share("a", ids, share), naive.overflow_share("b", ids, 0.0)]
-            assert sets.compute_overflow_shares(["a", "b"], [share, 0.0], keys, len(ids)) == pytest.approx(expected)
-            if not sets.may_overflow(len(ids), now):
+            held = [CHUNK * len(naive.running_paths(name).difference(naive.paths(ids))) for name in ("a", "b")]
+            shares = sets.compute_overflow_shares(["a", "b"], [share, 0.0], held, keys, len(ids))
+            assert shares == pytest.approx(expected)
+            if not sets.may_overflow(len(ids) + max(held), now):
                 assert expected == [0.0, 0.0]
         sets.check_invariants()
     sets.set_capacity("a", None)
     sets.check_invariants()
     assert used_tokens(sets, "a", now) is None
-    assert sets.compute_overflow_shares(["a"], [0.0], [], 100) == [0.0]
+    assert sets.compute_overflow_shares(["a"], [0.0], [0.0], [], 100) == [0.0]
 
 
 def pool(*, capacity: int | None) -> RouterCore:
@@ -135,8 +150,8 @@ def test_an_empty_prompt_is_routed_where_no_cache_has_room() -> None:
 
 def test_a_new_prompt_goes_where_there_is_room_for_it() -> None:
     """b is the dearer by a request that waits there; but on a live nearly 11k tokens that were used twice, which 6k
-    more would push out of a cache of 14k. What was used once does not count."""
-    for capacity, expected in ((None, "a"), (100_000, "a"), (14_000, "b")):
+    more would push out of a cache of 15k. What was used once does not count."""
+    for capacity, expected in ((None, "a"), (100_000, "a"), (15_000, "b")):
         core = pool(capacity=capacity)
         sessions(core)
         for turn in range(2):
@@ -150,6 +165,18 @@ def test_a_new_prompt_goes_where_there_is_room_for_it() -> None:
         over = max(0.0, 6784 + 3968 + 6000 - (capacity or 1e9)) / 6000
         prefill_s = core.tracker.targets["a"].estimate_prefill_s(6000, 0)
         assert pressure_s["a"] == pytest.approx(over * prefill_s)
+
+
+def test_what_running_requests_hold_takes_room_until_they_end() -> None:
+    core = pool(capacity=15_000)
+    running_ids, ids = list(range(200_000, 212_000)), list(range(100_000, 106_000))
+    core.route(RouteRequest("running", "m", SCOPE, running_ids, 12_000, worker="a"), 0.0)
+    pressure_s = {t.worker: t.pressure_s for t in send(core, "new", ids, 1.0).decision.candidates or []}
+    prefill_s = core.tracker.targets["a"].estimate_prefill_s(6000, 0)
+    assert pressure_s["a"] == pytest.approx((12_000 + 6000 - 15_000) / 6000 * prefill_s)
+    core.finish_request("running", None, 3.0)
+    later_ids = list(range(400_000, 406_000))
+    assert all(t.pressure_s == 0.0 for t in send(core, "later", later_ids, 4.0).decision.candidates or [])
 
 
 def test_a_dead_session_takes_no_room() -> None:
