@@ -25,6 +25,10 @@ class ApiKeys:
                 status=401,
             )
 
+    def get_tenant(self, headers: Mapping[str, str], address: str | None) -> str:
+        """Return the name under which a client takes turns with others: its key, or its address without keys."""
+        return _read_token(headers) if self._client_keys else address or ""
+
     def check_admin(self, headers: Mapping[str, str]) -> None:
         """Raise RequestError unless the headers have the operator's key: 401 for another key.
 
@@ -49,8 +53,14 @@ class ApiKeys:
 
 
 def _has_key(headers: Mapping[str, str], keys: Sequence[bytes]) -> bool:
-    """Return whether a bearer token, or Anthropic's header if there is none, is one of the keys."""
+    """Return whether the token of a request is one of the keys."""
+    token = _read_token(headers).encode()
+    matches = [hmac.compare_digest(token, key) for key in keys]  # all, so that time reveals nothing
+    return any(matches)
+
+
+def _read_token(headers: Mapping[str, str]) -> str:
+    """Return the bearer token of a request, or Anthropic's header if there is none."""
     scheme, _, credentials = headers.get("Authorization", "").partition(" ")
     token = credentials if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-    matches = [hmac.compare_digest(token.strip().encode(), key) for key in keys]  # all, so that time reveals nothing
-    return any(matches)
+    return token.strip()

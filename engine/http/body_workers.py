@@ -96,10 +96,10 @@ class BodyReader:
         self._checked_grammars: OrderedDict[bytes, str] = OrderedDict()
         """Digest of a grammar -> the checked grammar, in the form that the core compiles."""
 
-    async def read(self, parse: BodyParser[T], data: bytes, *, extra_bytes: int = 0) -> T:
+    async def read(self, parse: BodyParser[T], data: bytes, *, extra_bytes: int = 0, tenant: str = "") -> T:
         """Return the result of `parse` for a body. Raises RequestError, also if it takes too much time or memory.
 
-        `extra_bytes`: size of the other inputs of `parse`.
+        `extra_bytes`: size of the other inputs of `parse`. `tenant`: client, which takes turns with other clients.
         """
         size = len(data) + extra_bytes
         if size <= THREAD_BYTES_MAX and not self._slow_size.may_be_slow(size, time.monotonic()):
@@ -111,29 +111,34 @@ class BodyReader:
             except TemplateLimitError as error:
                 log.warning("a body of %d bytes is parsed in a process: %s", size, error.message)
                 self._slow_size.record_slow(size, time.monotonic())
-        return await finish_uncancelled(self._read_in_process(parse, data))
+        return await finish_uncancelled(self._read_in_process(parse, data, tenant))
 
-    async def _read_in_process(self, parse: BodyParser[T], data: bytes) -> T:
+    async def _read_in_process(self, parse: BodyParser[T], data: bytes, tenant: str) -> T:
         """Parse a body in another process, which is ended if it takes too much time or memory. Raises RequestError."""
         try:
-            return await self._process_pool.run(lambda process: process.call(READ_S_MAX, _parse_body, parse, data))
+            return await self._process_pool.run(
+                lambda process: process.call(READ_S_MAX, _parse_body, parse, data), tenant
+            )
         except WorkerProcessError as error:
             log.warning("a body of %d bytes could not be read: %s", len(data), error)
             raise RequestError("the body takes more time or memory to read than it may", param=None) from error
 
-    async def check(self, constraint: Constraint) -> Constraint:
-        """Return the constraint with a checked grammar. Raises RequestError if it does not compile, or not in time."""
+    async def check(self, constraint: Constraint, tenant: str = "") -> Constraint:
+        """Return the constraint with a checked grammar. Raises RequestError if it does not compile, or not in time.
+
+        `tenant`: client, which takes turns with other clients.
+        """
         digest = blake2b(constraint.lark_grammar.encode(), digest_size=16).digest()
         lark = self._checked_grammars.get(digest)
         if lark is None:
-            checked_constraint = await finish_uncancelled(self._check_in_process(constraint))
+            checked_constraint = await finish_uncancelled(self._check_in_process(constraint, tenant))
             lark = self._checked_grammars[digest] = checked_constraint.lark_grammar
             if len(self._checked_grammars) > CHECKED_GRAMMARS_MAX:
                 self._checked_grammars.popitem(last=False)
         self._checked_grammars.move_to_end(digest)
         return msgspec.structs.replace(constraint, lark_grammar=lark, source_json=b"")
 
-    async def _check_in_process(self, constraint: Constraint) -> Constraint:
+    async def _check_in_process(self, constraint: Constraint, tenant: str) -> Constraint:
         """Compile the grammar of a constraint in another process. Raises RequestError if that fails or takes too
         much.
         """
@@ -142,7 +147,7 @@ class BodyReader:
             raise RequestError(f"{param}: too long, expected at most {GRAMMAR_CHARS_MAX} characters", param=param)
         try:
             checked_constraint: Constraint = await self._compiler_pool.run(
-                lambda process: process.call(GRAMMAR_S_MAX, _check_with_time_limit, constraint)
+                lambda process: process.call(GRAMMAR_S_MAX, _check_with_time_limit, constraint), tenant
             )
         except WorkerProcessError as error:
             log.warning("a grammar of %d characters could not be compiled: %s", len(lark), error)

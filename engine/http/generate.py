@@ -80,7 +80,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
     # Few bodies refer to anything. Looking for the words is much cheaper than parsing the body twice.
     if b'"previous_response_id"' in data or b'"item_reference"' in data:
         with state.reserve_admission():
-            references = await state.reader.read(read_response_references, data)
+            references = await state.reader.read(read_response_references, data, tenant=state.get_tenant(request))
         previous_id = references.previous_response_id
         if previous_id is not None:
             previous_messages = state.response_store.get(previous_id, "previous_response_id").messages
@@ -100,11 +100,12 @@ async def _generate(
     """
     state = request.app[STATE]
     data = await state.read_body(request)
+    tenant = state.get_tenant(request)
     with state.reserve_admission():  # requests that are being parsed count as waiting, until they are submitted
-        parsed_request = await state.reader.read(parse, data, extra_bytes=extra_bytes)
+        parsed_request = await state.reader.read(parse, data, extra_bytes=extra_bytes, tenant=tenant)
         state.check_model(parsed_request.body.model)
         if parsed_request.constraint is not None:  # its grammar is built, which may take long and may fail
-            constraint = await state.reader.check(parsed_request.constraint)
+            constraint = await state.reader.check(parsed_request.constraint, tenant)
             parsed_request = msgspec.structs.replace(parsed_request, constraint=constraint)
         generation = make_generation(
             parsed_request,

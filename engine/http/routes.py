@@ -114,6 +114,6 @@ async def detokenize(request: web.Request) -> web.Response:
 
 async def _read_and_respond(request: web.Request, parse: BodyParser[tuple[str | None, bytes]]) -> web.Response:
     state = request.app[STATE]
-    model, answer = await state.reader.read(parse, await state.read_body(request))
+    model, answer = await state.reader.read(parse, await state.read_body(request), tenant=state.get_tenant(request))
     state.check_model(model)
     return web.Response(body=answer, content_type=_JSON)

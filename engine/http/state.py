@@ -76,6 +76,10 @@ class ServerState:
             error.status, error.code = 404, "model_not_found"
             raise error
 
+    def get_tenant(self, request: web.Request) -> str:
+        """Return the name under which the client of a request takes turns with other clients."""
+        return self.api_keys.get_tenant(request.headers, request.remote)
+
     @contextmanager
     def reserve_admission(self) -> Iterator[None]:
         """Count a request as waiting while its body is parsed, in a `with` block. Raises RequestError 503 or 429."""
