@@ -16,7 +16,7 @@ class FleetConfig:
     """How often workers are checked, and how much of them is followed."""
 
     health_s: Annotated[Seconds, Flag("--health-interval"), "Time between two health checks of a worker."] = 2.0
-    sources_s: Annotated[Seconds, "Time between two requests for a worker's event sources."] = 10.0
+    sources_s: Annotated[Seconds, "Time between two probes of a worker's sources and sizes."] = 10.0
     loads_s: Annotated[Seconds, "Time between two readings of a worker's load in its /metrics."] = 4.0
     """Doubles up to a minute while the worker reports no load."""
     starting_s: Annotated[Seconds, "Time between two checks of a worker that is down or was never reached."] = 0.5
