@@ -188,7 +188,10 @@ class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
     """The prompt's text after the boundary."""
 
     def cut(self, count: int) -> Cut | None:
-        """Find where the text can be cut after the first `count` messages; None if nowhere."""
+        """Find where the text can be cut after the first `count` messages; None if nowhere.
+
+        The memo keeps the place, so that the next conversation with messages of this kind is cut without a rendering.
+        """
         cut = self._cut_by_memo(count)
         if cut is not None:
             return cut
@@ -200,26 +203,20 @@ class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
             placeholders, inputs, self.messages[count:], self.text, has_late_system=rendered.has_late_system
         )
         if cut is not None and self.turn is not None and not cut.rendered.has_late_system:
-            self._remember_cut(self.turn, cut, count)
+            renderer.memo.add_next_placeholders(self.turn.key, count, cut.rendered)
+            tail_turn, tail_text = self.turn.after(count, cut.rendered.digest), self.text[cut.position :]
+            renderer.memo.add(tail_turn, tail_text, partial(renderer.render_after, cut.rendered, inputs))
         return cut
 
     def _cut_by_memo(self, count: int) -> Cut | None:
-        if self.turn is None:
-            return None
         memo = self.renderer.memo
-        next_rendered = memo.find_next_placeholders(self.turn.key, count)
-        if next_rendered is None:
+        next_rendered = None if self.turn is None else memo.find_next_placeholders(self.turn.key, count)
+        if self.turn is None or next_rendered is None:
             return None
         tail_text = memo.fill(self.turn.after(count, next_rendered.digest))
         if tail_text is None or not self.text.endswith(tail_text):
             return None
         return Cut(len(self.text) - len(tail_text), next_rendered)
-
-    def _remember_cut(self, turn: PlainTurn, cut: Cut, count: int) -> None:
-        renderer, inputs = self.renderer, self.inputs
-        renderer.memo.add_next_placeholders(turn.key, count, cut.rendered)
-        tail_turn, tail_text = turn.after(count, cut.rendered.digest), self.text[cut.position :]
-        renderer.memo.add(tail_turn, tail_text, partial(renderer.render_after, cut.rendered, inputs))
 
 
 def _count_common_end(first: str, second: str) -> int:

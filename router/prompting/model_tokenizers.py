@@ -136,12 +136,8 @@ class ModelTokenizers:
         is the folder of every model's tokenizer, and `chat_template` replaces every model's template. `render_s_max`
         limits the CPU time of a rendering; if it is None, templates are not tried.
         """
-        self._executor = executor
-        self._conversations = conversations
-        self._worker_pool = worker_pool
-        self._folder_override = override
-        self._chat_template = chat_template
-        self._render_s_max = render_s_max
+        self._executor, self._conversations, self._worker_pool = executor, conversations, worker_pool
+        self._folder_override, self._chat_template, self._render_s_max = override, chat_template, render_s_max
         self.remote: RemoteTokenizer | None = None
         """Asks workers for token ids if the tokenizer of a model is not on this machine."""
         self.tokenizer_by_model: dict[str, Tokenizer] = {}

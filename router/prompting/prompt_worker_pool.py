@@ -243,11 +243,9 @@ def _load_tokenizer(state: WorkerState, folder: str | None) -> None:
     if folder is None or folder in state.tokenizers:
         return
     try:
-        tokenizer = Tokenizer.load(Path(folder), state.chat_template)
+        state.tokenizers[folder] = Tokenizer.load(Path(folder), state.chat_template)
     except TokenizerError as error:
         state.tokenizers[folder] = error
-    else:
-        state.tokenizers[folder] = tokenizer
 
 
 def _run_task(state: WorkerState, task: ReadTask) -> tuple[float, ReadResult, str | None]:
