@@ -106,13 +106,8 @@ class RequestPlacer:
         rng: random.Random,
         counters: Counter[str],
     ) -> None:
-        self._registry = registry
-        self._tracker = tracker
-        self._cache_state = cache_state
-        self._links = links
-        self._config = config
-        self._rng = rng
-        self._counters = counters
+        self._registry, self._tracker, self._cache_state, self._links = registry, tracker, cache_state, links
+        self._config, self._rng, self._counters = config, rng, counters
         self._output_lengths = OutputLengths()
         self.chooser = Chooser(registry, tracker, cache_state, self._output_lengths, links, config, rng)
         self.queue = RequestQueue(config.queue)

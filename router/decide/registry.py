@@ -51,10 +51,7 @@ class WorkerRegistry:
     def __init__(
         self, index: PrefixIndex, tracker: LoadTracker, cache_state: CacheState, breaker: CircuitBreaker
     ) -> None:
-        self._index = index
-        self._tracker = tracker
-        self._cache_state = cache_state
-        self.breaker = breaker
+        self._index, self._tracker, self._cache_state, self.breaker = index, tracker, cache_state, breaker
         self.on_state_change: Callable[[Worker, WorkerState | None], None] = lambda worker, before: None
         """Called with a worker and its previous state at each change of its state; PROBING counts as DOWN."""
         self._announced_states: dict[str, WorkerState] = {}

@@ -361,10 +361,8 @@ def _find_next_boundary(
     Its number of tokens is not set yet. Return None if the boundary would save little, or if the prompt's text cannot
     be cut there.
     """
-    grown_bytes = len(body) - boundary.body_end
-    if grown_bytes < max(GROWTH_BYTES_MIN, boundary.body_end // 32) or len(tail.new_messages) < 2:
-        return None
-    if _depends_on_template(tail.request):
+    has_grown = len(body) - boundary.body_end >= max(GROWTH_BYTES_MIN, boundary.body_end // 32)
+    if not has_grown or len(tail.new_messages) < 2 or _depends_on_template(tail.request):
         return None
     message_ends = tail.find_message_ends()
     trailing_count = _choose_next_trailing_count(conversation, boundary, further_differs=further_differs)

@@ -112,9 +112,8 @@ class ReadBody(msgspec.Struct, Generic[Target], eq=False):
 
     def digest_first_message(self) -> int:
         """Return the digest of the first user message, which names a conversation that has no other name."""
+        if self.first_message_digest is None and self.continuation is not None:
+            self.first_message_digest = self.continuation.conversation.first_message_digest
         if self.first_message_digest is None:
-            known_digest = None if self.continuation is None else self.continuation.conversation.first_message_digest
-            self.first_message_digest = (
-                digest_first_user_message(self.request) if known_digest is None else known_digest
-            )
+            self.first_message_digest = digest_first_user_message(self.request)
         return self.first_message_digest

@@ -345,8 +345,7 @@ class PromptReader:
         is_too_long = continuation.char_count > ((tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
         if target.base_model != conversation.model or is_too_long:
             return None
-        is_check_due = self.conversations.count_hit(continuation, len(body), time.monotonic())
-        if is_check_due:
+        if self.conversations.count_hit(continuation, len(body), time.monotonic()):
             self._start_check(continuation, body)
         prompt = TokenizedPrompt(
             token_ids=truncate_prompt(token_ids, request, tokens_max),

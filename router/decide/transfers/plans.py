@@ -64,9 +64,7 @@ class TransferPlanner:
     """Makes the plans of one request: candidates with a transfer, from priced candidates without one."""
 
     def __init__(self, links: TransferLinks, prompt_tokens: int, now: float) -> None:
-        self._links = links
-        self._prompt_tokens = prompt_tokens
-        self._now = now
+        self._links, self._prompt_tokens, self._now = links, prompt_tokens, now
 
     def plan_pulls(
         self, candidates: Sequence[Candidate], sources: Sequence[Target], matches: Mapping[HolderId, Match]
