@@ -16,6 +16,7 @@ import resource
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -59,6 +60,9 @@ class WorkerProcess:
         self._executor = executor
         self._stream: Any = None
         self._killed_children: list[subprocess.Popen[bytes]] = []
+        self._start_lock = threading.Lock()
+        """Held while a child is started, so that `kill` finds every child."""
+        self._kill_count = 0
 
     async def call(self, seconds_max: float, work: Callable[..., Any], *arguments: Any) -> Any:
         """Compute `work(setup_result, *arguments)` in the worker process, and return the result.
@@ -68,7 +72,7 @@ class WorkerProcess:
         """
         # A thread sends the arguments and receives the result, because both may be large.
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._executor, self._call, (work, arguments))
+        future = loop.run_in_executor(self._executor, self._call, (work, arguments), self._kill_count)
         try:
             rejection, result, is_reusable = await asyncio.wait_for(future, seconds_max)
         except asyncio.TimeoutError:
@@ -80,43 +84,51 @@ class WorkerProcess:
             raise RequestError(**rejection)
         return result
 
-    def _call(self, task: object) -> _TaskResult:
-        if self.child is None or self.child.poll() is not None:
-            self._start()
-        stream = self._stream
+    def _call(self, task: object, kill_count: int) -> _TaskResult:
+        """Send a task, and wait for its result. Raises EOFError if the call was given up, and another may follow."""
+        with self._start_lock:
+            if kill_count != self._kill_count:
+                raise EOFError("killed before it was started")
+            old_stream, is_new = self._stream, self.child is None or self.child.poll() is not None
+            if is_new:
+                self._start()
+            stream = self._stream
+        if is_new:
+            _close_stream(old_stream)
+            pickle.dump(self._setup_message, stream)
         pickle.dump(task, stream)
         stream.flush()
         task_result: _TaskResult = pickle.load(stream)
         return task_result
 
     def _start(self) -> None:
-        self._close_stream()
         self.child, parent_socket = start_child("prompts.worker_pool")
         with parent_socket:
             self._stream = parent_socket.makefile("rwb")
-        pickle.dump(self._setup_message, self._stream)
-
-    def _close_stream(self) -> None:
-        """Close the socket to a process that has ended."""
-        if self._stream is not None:
-            with contextlib.suppress(OSError):  # a task in the buffer that was never sent
-                self._stream.close()
-            self._stream = None
 
     def kill(self) -> None:
         """Kill the process. It is reaped later, because freeing gigabytes takes time."""
         self._killed_children = [child for child in self._killed_children if child.poll() is None]
-        if self.child is not None:
-            self.child.kill()
-            self._killed_children.append(self.child)
-            self.child = None
+        with self._start_lock:
+            self._kill_count += 1
+            if self.child is not None:
+                self.child.kill()
+                self._killed_children.append(self.child)
+                self.child = None
 
     def reap(self) -> None:
         """Kill the process and wait for its end."""
         self.kill()
         for child in self._killed_children:
             child.wait()
-        self._close_stream()
+        _close_stream(self._stream)
+
+
+def _close_stream(stream: Any) -> None:
+    """Close the socket to a process that has ended; None: there is none."""
+    if stream is not None:
+        with contextlib.suppress(OSError):  # a task in the buffer that was never sent
+            stream.close()
 
 
 class WorkerPool:

@@ -1,0 +1,48 @@
+"""Processes for large bodies: a call that is given up leaves no process, and no result for another call."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import pytest
+
+from prompts import worker_pool
+from prompts.worker_pool import WorkerPool, WorkerProcessError
+
+
+def begin() -> str:
+    return "begun"
+
+
+def get_pid(_: str, name: str) -> tuple[str, int]:
+    return name, os.getpid()
+
+
+def test_a_call_that_is_given_up_before_its_process_starts_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process was not there when it was to be killed, so it started afterwards, for the next call to read from."""
+    start_child, children = worker_pool.start_child, []
+
+    def start_slowly(module: str, *numbers: int) -> Any:
+        time.sleep(0.3)
+        child, sock = start_child(module, *numbers)
+        children.append(child)
+        return child, sock
+
+    monkeypatch.setattr(worker_pool, "start_child", start_slowly)
+
+    async def run() -> None:
+        pool = WorkerPool((begin, ()), 2, 4 << 30)
+        occupied = await pool._acquire("")
+        with pytest.raises(WorkerProcessError, match=r"not done within 0\.05 s"):
+            await pool.run(lambda process: process.call(0.05, get_pid, "first"))
+        name, pid = await pool.run(lambda process: process.call(60.0, get_pid, "second"))
+        assert name == "second"
+        assert [child.pid for child in children if child.poll() is None] == [pid]
+        pool._release(occupied)
+        pool.close()
+        assert all(child.poll() is not None for child in children)
+
+    asyncio.run(asyncio.wait_for(run(), 120))
