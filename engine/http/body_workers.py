@@ -105,13 +105,22 @@ class BodyReader:
         if size <= THREAD_BYTES_MAX and not self._slow_size.may_be_slow(size, time.monotonic()):
             try:
                 if size <= INLINE_BYTES_MAX:
-                    return parse(data, self._tokenizer, self._limits)
+                    return self._parse_here(parse, data, size)
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._thread_pool, parse, data, self._tokenizer, self._limits)
+                return await loop.run_in_executor(self._thread_pool, self._parse_here, parse, data, size)
             except TemplateLimitError as error:
                 log.warning("a body of %d bytes is parsed in a process: %s", size, error.message)
-                self._slow_size.record_slow(size, time.monotonic())
         return await finish_uncancelled(self._read_in_process(parse, data, tenant))
+
+    def _parse_here(self, parse: BodyParser[T], data: bytes, size: int) -> T:
+        """Parse a body in this process. Raises TemplateLimitError if bodies of its size may need too much time."""
+        if self._slow_size.may_be_slow(size, time.monotonic()):  # since a body that came before it in the thread
+            raise TemplateLimitError("another body of this size needed too much time", param="messages")
+        try:
+            return parse(data, self._tokenizer, self._limits)
+        except TemplateLimitError:
+            self._slow_size.record_slow(size, time.monotonic())
+            raise
 
     async def _read_in_process(self, parse: BodyParser[T], data: bytes, tenant: str) -> T:
         """Parse a body in another process, which is ended if it takes too much time or memory. Raises RequestError."""

@@ -337,3 +337,23 @@ def test_slow_chats_of_one_client_hold_the_event_loop_a_few_times_only(monkeypat
     with_reader(use, SLOW_TEMPLATE)
     assert len(renderings) == 3
     assert len(bodies_in_processes) == 26
+
+
+def test_of_many_slow_chats_at_once_each_thread_renders_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that waited for a thread when the first was found to be slow were rendered there too, 0.1 s each."""
+    monkeypatch.setattr(body_workers, "RENDER_S_MAX", 0.02)
+
+    async def read_in_process(reader: BodyReader, parse: Any, data: bytes, tenant: str) -> int:
+        return len(data)
+
+    monkeypatch.setattr(BodyReader, "_read_in_process", read_in_process)
+    renderings = []
+    render = ChatTemplate.render
+    monkeypatch.setattr(ChatTemplate, "render", lambda *args, **more: renderings.append(1) or render(*args, **more))
+
+    async def use(reader: BodyReader) -> None:
+        body = json.dumps({"messages": [{"role": "user", "content": "slow"}], "user": "x" * 10_000}).encode()
+        assert await asyncio.gather(*(reader.read(read_chat, body) for _ in range(12))) == [len(body)] * 12
+
+    with_reader(use, SLOW_TEMPLATE)
+    assert len(renderings) <= 2
