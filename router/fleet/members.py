@@ -328,10 +328,9 @@ class Fleet:
 
     async def _follow_worker(self, member: _Member) -> None:
         """Probe a worker until it answers, then check it again and again."""
-        while not await self._join(member):
+        while member.facts is None and not await self._join(member):
             if await self._pause(member, member.starting_pause_s):
                 member.starting_pause_s = 0.0
-        member.probed_s = self._now()
         while True:
             await self._check_worker(member)
 
@@ -349,7 +348,6 @@ class Fleet:
             member.problem = ""
             await self._poll_models(member)
         if was_down or is_suspected or self._now() - member.probed_s >= self._config.sources_s:
-            member.probed_s = self._now()
             await self._join(member)
         await self._fetch_missing_snapshots(member)
         if self._now() >= member.next_loads_poll_at_s:
@@ -438,13 +436,14 @@ class Fleet:
         worker_id, known = member.flag.worker_id, member.facts
         worker = self._core.workers.get(worker_id)
         was_down = worker is not None and worker.is_down
+        member.probed_s = self._now()
         try:
             facts = await self._prober.probe(member.flag, known)
         except (FetchError, DecodeError) as error:
             self._record_failed_probe(member, str(error)[:REASON_CHARS_MAX], was_up=known is not None and not was_down)
             return False
         member.problem, member.failures = "", 0
-        if facts != known:
+        if was_down or facts != known:
             await self._read_tokenizers(member, facts)
         is_new = worker_id not in self._core.workers
         snapshots: Mapping[int, PeerSnapshot] = {}
@@ -453,7 +452,7 @@ class Fleet:
         if self._members.get(worker_id) is not member:
             return False
         has_lacked_room, followed_facts = member.lacks_room, self._limit_streams(member, facts)
-        if was_down or facts != known or member.lacks_room != has_lacked_room:
+        if was_down or facts != member.facts or member.lacks_room != has_lacked_room:
             worker = self._register(followed_facts, snapshots)
             if not worker.is_down:
                 self._log_joined(member, followed_facts, is_new=is_new)

@@ -522,6 +522,52 @@ def test_a_worker_that_was_down_and_is_not_ready_says_so_once(caplog: Any) -> No
     assert sum("does not answer yet" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_a_worker_whose_watch_failed_is_checked_and_not_probed_without_a_pause(monkeypatch: Any) -> None:
+    """If it did not answer just then, it was probed without a pause, and never found to be down."""
+    monkeypatch.setattr("router.fleet.members.RESTART_S", 0.001)
+
+    async def run() -> None:
+        page = Page()
+        async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
+            page.status, page.answers["/health"] = 500, (503, "")
+            check_health = fleet._prober.check_health
+
+            async def fail_once(flag: WorkerFlag) -> None:
+                fleet._prober.check_health = check_health  # type: ignore[method-assign]
+                raise OverflowError("a number of the worker's")
+
+            fleet._prober.check_health = fail_once  # type: ignore[method-assign]
+            fleet.check_soon(name)
+            await wait_until(lambda: fleet._members[name].restart_s)
+            await asyncio.sleep(0.1)
+            assert page.request_counts["/v1/models"] < 5
+            fleet.check_soon(name)
+            await wait_until(lambda: core.workers[name].is_down)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_tokenizers_are_read_again_when_a_worker_that_was_down_is_back() -> None:
+    """The first reading may have failed: a folder that was not there, or a worker too busy for `/tokenize`."""
+
+    async def run() -> None:
+        page, config = Page(), FleetConfig(health_s=0.001, starting_s=0.001, sources_s=0.001)
+        async with watching(page, config, feed_of()) as (fleet, core, name):
+            readings: list[str] = []
+
+            async def discover(base: str, *_: object) -> None:
+                readings.append(base)
+
+            fleet._tokenizers.discover = discover  # type: ignore[method-assign]
+            await page.wait_for_requests("/metrics", 3)
+            assert readings == []
+            core.mark_worker_down(name, asyncio.get_running_loop().time(), "a fault")
+            await wait_until(lambda: core.workers[name].state is WorkerState.UP)
+            assert readings == ["base"]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_what_a_worker_may_announce_hangs_on_its_cache() -> None:
     def extra_blocks_max(**spec_fields: Any) -> int:
         return compute_max_blocks(WorkerSpec("w", "http://w", (ServedModel("m", "m"),), **spec_fields)) - BLOCKS_MIN
