@@ -240,7 +240,7 @@ def watch(engine: HostEngine, core: EngineCore) -> Parts:
     parts.watch("apply", core.scheduler, "apply")
     parts.watch("events", core, "_publish_events")
     for tables in runner._tables:
-        for name in ("update", "host_table", "device_table"):
+        for name in ("update", "make_step_table"):
             parts.watch("tables", tables, name)
     for name in ("plan_attention", "refill_decode_plan", "plan_state", "refill_state_plan"):
         if hasattr(runner._ops, name):

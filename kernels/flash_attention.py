@@ -132,12 +132,14 @@ class FlashAttention2:
 def find_context_rows(batch: RaggedBatch, table: BlockTable, kv: PagedKV) -> IntArray:
     """Return the pool row of each token of the prompts' contexts, one prompt after another: its K in layer 0."""
     first = batch.decode_count
-    blocks = table.select_blocks(batch, kv)[first:]
+    context_lens = batch.context_lens[first:]
+    # Decodes may have contexts of many more blocks than any prompt.
+    blocks = table.host_blocks[table.table_rows[first:], : -(-int(context_lens.max()) // kv.block_size)]
     offsets = np.arange(kv.block_size)
     return np.concatenate(
         [
             (block_rows[:, None] + offsets).reshape(-1)[:context_len]
-            for block_rows, context_len in zip(kv.compute_block_rows(blocks), batch.context_lens[first:].tolist())
+            for block_rows, context_len in zip(kv.compute_block_rows(blocks), context_lens.tolist())
         ]
     )
 
