@@ -301,9 +301,14 @@ class Fleet:
                 member.origins.discard(origin)
                 if not member.origins:
                     log.info("worker %s left %s", worker_id, origin)
-                    self._spawn(self.remove(worker_id))
+                    self._spawn(self._remove_unnamed(member))
         for flag in flags:
             self.watch(flag, origin=origin)
+
+    async def _remove_unnamed(self, member: _Member) -> None:
+        """Remove a worker, unless a list has named it again or replaced it meanwhile."""
+        if not member.origins and self._members.get(member.flag.worker_id) is member:
+            await self.remove(member.flag.worker_id)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` as a background task until `close`. If it raises, the error is logged."""

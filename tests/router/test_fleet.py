@@ -710,6 +710,14 @@ def test_a_worker_stays_until_no_list_names_it() -> None:
         fleet._update_origin("service b", [])
         await asyncio.sleep(0)
         assert removed_ids == ["a:1"]
+        fleet._update_origin("service a", [flag])
+        removed_ids.clear()
+        fleet._update_origin("service a", [])
+        fleet._update_origin("service b", [flag])
+        fleet._update_origin("service b", [])
+        fleet._update_origin("service b", [parse_worker_flag("url=http://a:1,events=none")])
+        await asyncio.sleep(0)
+        assert removed_ids == [], "another list named it in the same moment"
         await fleet.close()
 
     asyncio.run(run())
