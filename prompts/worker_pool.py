@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import pickle
 import resource
@@ -32,6 +33,9 @@ WorkerSetup = tuple[Callable[..., Any], tuple[Any, ...]]
 
 NICE = 5
 """Niceness of the processes: large bodies wait for small ones."""
+ALARM_MARGIN_S = 2
+"""Seconds after the time limit of a task in which the server may kill the process. Then the process ends by itself, as
+the server has been killed."""
 
 
 class WorkerProcessError(Exception):
@@ -72,7 +76,8 @@ class WorkerProcess:
         """
         # A thread sends the arguments and receives the result, because both may be large.
         loop = asyncio.get_running_loop()
-        future = loop.run_in_executor(self._executor, self._call, (work, arguments), self._kill_count)
+        task = (math.ceil(seconds_max) + ALARM_MARGIN_S, work, arguments)
+        future = loop.run_in_executor(self._executor, self._call, task, self._kill_count)
         try:
             rejection, result, is_reusable = await asyncio.wait_for(future, seconds_max)
         except asyncio.TimeoutError:
@@ -224,12 +229,14 @@ def main(fd: int) -> int:
 
 
 def _serve_task(stream: Any, setup_result: Any, memory_bytes: int) -> None:
-    work, arguments = pickle.load(stream)
+    alarm_s, work, arguments = pickle.load(stream)
     rejection, result = None, None
+    signal.alarm(alarm_s)  # its signal has no handler and ends the process
     try:
         result = work(setup_result, *arguments)
     except RequestError as error:
         rejection = vars(error)
+    signal.alarm(0)
     del arguments
     pickle.dump(_TaskResult(rejection, result, _read_resident_bytes() < memory_bytes // 2), stream)
     stream.flush()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,3 +51,63 @@ def test_a_call_that_is_given_up_before_its_process_starts_leaves_no_process(mon
         assert all(child.poll() is not None for child in children)
 
     asyncio.run(asyncio.wait_for(run(), 120))
+
+
+SERVER = """
+import asyncio
+from prompts.worker_pool import WorkerPool
+from templates_without_end import begin, never_end
+
+async def run():
+    pool = WorkerPool((begin, ()), 1, 4 << 30)
+    await pool.run(lambda process: process.call(60.0, begin))
+    print(pool.processes[0].child.pid, flush=True)
+    await pool.run(lambda process: process.call(1.0, never_end))
+
+asyncio.run(run())
+"""
+TASKS = """
+import pathlib
+
+def begin(*_):
+    return None
+
+def never_end(_):
+    pathlib.Path("begun").touch()
+    while True:
+        pass
+"""
+
+
+def test_a_task_without_an_end_does_not_outlive_a_server_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "templates_without_end.py").write_text(TASKS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), *sys.path))}
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True
+    )
+    with server:
+        assert server.stdout is not None
+        pid = int(server.stdout.readline())
+        wait_until((tmp_path / "begun").exists)
+        server.kill()
+    try:
+        wait_until(lambda: not is_running(pid))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists that is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(is_true: Any) -> None:
+    for _ in range(2400):
+        if is_true():
+            return
+        time.sleep(0.05)
+    raise AssertionError("not within two minutes")
