@@ -182,6 +182,12 @@ def _get_bootstrap_address(flag: WorkerFlag) -> str:
     return flag.bootstrap or f"{bracket_host(urlsplit(flag.url).hostname or '')}:{BOOTSTRAP_PORT}"
 
 
+def _is_refusal(error: FetchError) -> bool:
+    """Return whether nothing listens at the address of a request."""
+    cause = error.__cause__
+    return isinstance(cause, aiohttp.ClientConnectorError) and isinstance(cause.os_error, ConnectionRefusedError)
+
+
 async def _is_same_host(host: str, worker_host: str) -> bool:
     """Return whether a host is that of a worker: it has the same name, or an IP address in common."""
     if host.lower() == worker_host:
@@ -388,7 +394,8 @@ class Prober:
     ) -> tuple[str, ...] | None:
         """Return the names that a Mooncake worker's bootstrap server has for its engines, one for each rank.
 
-        Empty: it has none. None: it does not answer, or the worker gives no KV through Mooncake.
+        Empty: it has none, or nothing listens at its address. None: it does not answer, or the worker gives no KV
+        through Mooncake.
         """
         if flag.kv != MOONCAKE or not flag.url or MOONCAKE not in self._kv_dialects or not _may_give_kv(flag):
             return None
@@ -401,7 +408,7 @@ class Prober:
         except (FetchError, DecodeError) as error:
             if known is None or known.engine_ids:
                 log.warning("worker %s does not name its engines for KV: %s", flag.worker_id, error)
-            return () if isinstance(error, DecodeError) else None
+            return () if isinstance(error, DecodeError) or _is_refusal(error) else None
 
     async def is_listening(self, host: str, port: int) -> bool | None:
         """Return whether an address accepts connections; None if that is not known, as no answer came in time."""

@@ -382,6 +382,20 @@ def test_a_mooncake_process_that_restarted_unseen_has_its_new_name() -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_a_mooncake_server_that_is_gone_gives_no_kv_and_one_that_is_slow_keeps_its_names() -> None:
+    async def run() -> None:
+        async with aiohttp.ClientSession() as session:
+            prober = Prober(session, timeout_s=0.2, kv_dialects=("mooncake",))
+            server = await asyncio.start_server(lambda reader, _: reader.read(), "127.0.0.1", 0)
+            port = server.sockets[0].getsockname()[1]
+            flag = parse_worker_flag(f"url=http://a:1,kv=mooncake,bootstrap=127.0.0.1:{port}")
+            assert await prober._fetch_engine_ids(flag, 1, None) is None
+            server.close()
+            assert await prober._fetch_engine_ids(flag, 1, None) == ()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(caplog: Any) -> None:
     class ManyStreamsProber:
         streams = 3
