@@ -90,8 +90,8 @@ class ActiveRequests:
         """Remove a request from the requests by id, because it ends, and return it; None if there is none."""
         return self._entry_by_id.pop(request_id, None)
 
-    def end_after_its_steps(self, entry: RequestEntry) -> None:
-        """Remove a request now; if a step with it is in flight, mark it as ended, and remove it after the step."""
+    def remove_after_steps(self, entry: RequestEntry) -> None:
+        """Remove a request now, or mark it as ended if steps with it are in flight: the last step removes it."""
         if any(entry in step.entries for step in self._steps_in_flight):
             entry.has_ended, entry.next_check_position = True, 0
             self.ended_sequences.add(entry.seq)
@@ -108,36 +108,39 @@ class ActiveRequests:
             self._waiting.remove(entry)
         self._cache.discard_keys(entry.seq)
 
-    def make_error_output(self, entry: RequestEntry, message: str) -> SequenceOutput:
+    def take_with_error(self, entry: RequestEntry, message: str, *, is_client_error: bool = False) -> SequenceOutput:
         """Remove a request from the requests by id, and return its last output, an error."""
         del self._entry_by_id[entry.request_id]
         return SequenceOutput(
-            request_id=entry.request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=message
+            request_id=entry.request_id,
+            token_ids=[],
+            finish_reason=FinishReason.ERROR,
+            error=message,
+            is_client_error=is_client_error,
         )
 
     def append_tokens(self, step: StepInFlight, result: StepResult) -> list[SequenceOutput]:
-        """Append the token of each chunk that samples one, and end the requests that it finishes.
+        """Append the tokens that a computed step sampled to their requests, and end the requests that are finished.
 
-        Returns the outputs of the step, in the order of its chunks.
+        Returns an output for each chunk that was to sample a token: the token or an error, in the order of the chunks.
         """
         outputs: list[SequenceOutput] = []
         for index, (entry, chunk, token_id) in enumerate(zip(step.entries, step.plan.chunks, result.sampled_tokens)):
-            if entry.has_ended:
-                self.end_after_its_steps(entry)
+            if entry.has_ended:  # while the step was in flight
+                self.remove_after_steps(entry)
                 continue
             if not entry.has_reported_prompt and entry.seq.request.params.prompt_logprobs is not None:
                 entry.prompt_logprobs += result.prompt_logprobs_by_chunk.get(index, ())
             if not chunk.should_sample:
                 continue
             if index in result.failure_by_chunk:
-                self.end_after_its_steps(entry)
-                outputs.append(self.make_error_output(entry, result.failure_by_chunk[index]))
-                outputs[-1].is_client_error = True
-                continue
-            assert token_id is not None, f"chunk {index} samples, but the result holds no token for it"
-            output = self._append_token(entry, token_id)
-            if index in result.logprobs_by_chunk:
-                output.logprobs = [result.logprobs_by_chunk[index]]
+                self.remove_after_steps(entry)
+                output = self.take_with_error(entry, result.failure_by_chunk[index], is_client_error=True)
+            else:
+                assert token_id is not None, f"chunk {index} samples, but the result holds no token for it"
+                output = self._append_token(entry, token_id)
+                if index in result.logprobs_by_chunk:
+                    output.logprobs = [result.logprobs_by_chunk[index]]
             outputs.append(output)
         return outputs
 
@@ -150,7 +153,7 @@ class ActiveRequests:
             entry.add_prompt_results(output)
         may_end = len(token_ids) >= entry.length_max or token_id in entry.stop_token_ids
         if may_end and entry.set_finish_reason(token_id, output):
-            self.end_after_its_steps(entry)
+            self.remove_after_steps(entry)
             self.take(entry.request_id)
             self._totals.finished_requests += 1
         return output

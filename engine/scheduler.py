@@ -106,7 +106,7 @@ class Scheduler:
         entry = self._requests.take(request_id)
         if entry is None:
             return None
-        self._requests.end_after_its_steps(entry)
+        self._requests.remove_after_steps(entry)
         return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ABORT)
 
     def schedule(self) -> StepPlan | None:
@@ -317,9 +317,7 @@ class Scheduler:
         assert plan is failed_step.plan
         self._steps_in_flight.clear()
         self.restart_running(failed_step.entries)
-        return [
-            self._requests.make_error_output(entry, message) for entry in failed_step.entries if not entry.has_ended
-        ]
+        return [self._requests.take_with_error(entry, message) for entry in failed_step.entries if not entry.has_ended]
 
     def restart_running(self, failed_entries: Collection[RequestEntry] = ()) -> None:
         """Empty the cache after a failure that may have left copies of blocks unmade. All running requests wait again.

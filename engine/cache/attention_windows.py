@@ -92,23 +92,21 @@ class AttentionWindows:
     def count_resumable_nodes(self, nodes: Sequence[PrefixBlocks]) -> int:
         """Return the largest number of leading nodes of a cached prefix after which a sequence can resume.
 
-        There, no block of a sliding window may be missing, nor the recurrent state, if the model has one. A shorter
-        prefix has other windows, so both conditions are checked again after each cut.
+        The sequence needs all blocks of the sliding windows at the end of the prefix, and the recurrent state there, if
+        the model has one. If any is missing, the prefix is cut. A cut moves every window, so all is checked again.
         """
-        node_count = len(nodes)
-        while node_count:
-            usable_count = self.count_usable_nodes(nodes, node_count)
-            while self._has_state and usable_count and not _has_state_after(nodes[usable_count - 1]):
-                usable_count -= 1
-            if usable_count == node_count:
-                break
-            node_count = usable_count
+        node_count, checked_count = len(nodes), -1
+        while node_count != checked_count:
+            checked_count = node_count
+            node_count = self.cut_to_cached_windows(nodes, node_count)
+            while self._has_state and node_count and not _has_cached_state(nodes[node_count - 1]):
+                node_count -= 1
         return node_count
 
-    def count_usable_nodes(self, nodes: Sequence[PrefixBlocks], node_count: int) -> int:
-        """Return the largest number of leading nodes, at most `node_count`, after which no window misses a block.
+    def cut_to_cached_windows(self, nodes: Sequence[PrefixBlocks], node_count: int) -> int:
+        """Return `node_count`, lowered for one group after the other until the group's window misses no block.
 
-        If a block is missing in a window, the prefix is cut before it, and the window of the shorter prefix is checked.
+        A window with a missing block is cut before the block. That may open a gap in the window of an earlier group.
         """
         for group in self.sliding_groups:
             while node_count:
@@ -121,5 +119,5 @@ class AttentionWindows:
         return node_count
 
 
-def _has_state_after(node: PrefixBlocks) -> bool:
+def _has_cached_state(node: PrefixBlocks) -> bool:
     return node.can_resume() or node.has_host_block(-1)

@@ -146,7 +146,7 @@ class Masks:
     ) -> TokenMasks:
         """Let the grammar matchers read their rows' new tokens, and make the mask of each row that needs one.
 
-        The last token of a row may still be on the device. Only then does this wait for the previous step.
+        If any row's last token is still on the device, wait for the previous step, which draws that token.
         """
         last_tokens: Mapping[int, int] = {}
         if any(request.has_token_on_device for request in requests):
@@ -156,7 +156,10 @@ class Masks:
             new_tokens = request.new_tokens
             if request.has_token_on_device:
                 new_tokens = [*new_tokens, last_tokens[request.state_row]]
-            if self._advance_matcher(request.state, new_tokens) or request.banned_tokens:
+            constrained_tokens = _skip_reasoning(request.state, new_tokens)
+            if constrained_tokens is not None:
+                self._advance_matcher(request.state, constrained_tokens)
+            if constrained_tokens is not None or request.banned_tokens:
                 masked_requests.append(request)
         word_count = ceil_div(self._grammars.vocabulary.token_count, 32)
         bits = np.full((len(masked_requests), word_count), ALL_ALLOWED, np.uint32)
@@ -169,16 +172,10 @@ class Masks:
         logits_rows = [request.logits_row for request in masked_requests]
         return TokenMasks(logits_rows, bits, failures)
 
-    def _advance_matcher(self, state: _MatcherState, new_tokens: list[int]) -> bool:
-        """Let the row's grammar matcher read the new tokens. Return False while the answer reasons: it needs no mask.
-
-        If the tokens do not match the grammar, set `state.failure` and return True; `_finish_mask` reports it.
-        """
+    def _advance_matcher(self, state: _MatcherState, constrained_tokens: list[int]) -> None:
+        """Let the grammar matcher read tokens. If it fails, set `state.failure`, which `_finish_mask` reports."""
         if state.failure is not None:
-            return True
-        constrained_tokens = _skip_reasoning(state, new_tokens)
-        if constrained_tokens is None:
-            return False
+            return
         try:
             if state.matcher is None:
                 state.matcher = self._grammars.make_matcher(state.constraint.lark_grammar)
@@ -188,9 +185,8 @@ class Masks:
                 if not state.matcher.consume_token(token):
                     state.failure = f"the answer so far does not match: {summarize_error(state.matcher)}"
                     break
-        except BaseException as error:  # noqa: BLE001 - see describe_failure
+        except BaseException as error:  # noqa: BLE001 - a panic of llguidance is no Exception
             state.failure = describe_failure(error)
-        return True
 
     def _fill_bits(self, states: list[_MatcherState], bits: MaskWords) -> None:
         """Write to `bits[i]` the tokens that the matcher of `states[i]` allows next; nothing if it has no live matcher.
@@ -203,14 +199,14 @@ class Masks:
             try:
                 self._fill_bits_in_parallel([(states[index].matcher, index) for index in live_rows], bits)
                 return
-            except BaseException as error:  # noqa: BLE001 - see describe_failure
+            except BaseException as error:  # noqa: BLE001 - a panic of llguidance is no Exception
                 describe_failure(error)
         for index in live_rows:
             matcher = states[index].matcher
             assert matcher is not None
             try:
                 matcher.unsafe_compute_mask_ptr(bits[index].ctypes.data, bits[index].nbytes)
-            except BaseException as error:  # noqa: BLE001 - see describe_failure
+            except BaseException as error:  # noqa: BLE001 - a panic of llguidance is no Exception
                 states[index].failure = describe_failure(error)
 
     def _fill_bits_in_parallel(self, matchers: list[Any], bits: MaskWords) -> None:

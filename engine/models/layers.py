@@ -264,14 +264,15 @@ class GatedMLP:
         intermediate_size: int,
         bias: bool = False,
         activation: Callable[[Tensor, ForwardContext], Tensor] = silu_and_mul,
-        inputs: tuple[str, ...] = ("gate_proj", "up_proj"),
-        output: str = "down_proj",
+        gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj"),
+        down_name: str = "down_proj",
     ) -> None:
-        """Declare the weights. `inputs`: names of gate and up, in this order, or of the one matrix that holds both."""
-        inner_shard = scope.shard.split(intermediate_size, "MLP channels")
-        projection_rows = {name: DimShard.concatenate([inner_shard] * (2 // len(inputs))) for name in inputs}
-        self.gate_up_projection = Linear.declare(scope, projection_rows, hidden_size, bias)
-        self.down_projection = Linear.declare(scope, {output: hidden_size}, inner_shard, bias)
+        """Declare the weights. `gate_up_names`: the checkpoint's gate and up matrices, or the one that stacks both."""
+        channel_shard = scope.shard.split(intermediate_size, "MLP channels")
+        is_stacked = len(gate_up_names) == 1
+        rows = DimShard.concatenate([channel_shard, channel_shard]) if is_stacked else channel_shard
+        self.gate_up_projection = Linear.declare(scope, dict.fromkeys(gate_up_names, rows), hidden_size, bias)
+        self.down_projection = Linear.declare(scope, {down_name: hidden_size}, channel_shard, bias)
         self.activation = activation
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:

@@ -218,16 +218,16 @@ class _ParameterValue:
 
 
 def encode_as_types(value: str, types: tuple[str, ...]) -> str:
-    """Return a parameter's text as JSON of one of its types; as a string if it is none of them.
+    """Return a parameter's text as JSON of one of `types`, the JSON types that the tool's schema allows.
 
-    `types`: JSON types that the tool's schema allows.
+    Text that fits no type becomes a string. If strings are not allowed, JSON of a wrong type stays as it is.
     """
     text = value.strip()
     lowered_text = text.lower()
     if "null" in types and (lowered_text == "null" or text == "None"):
         return "null"
     allows_number = "integer" in types or "number" in types
-    boolean_texts = ("true", "false") if allows_number else ("true", "false", "1", "0")
+    boolean_texts = ("true", "false") if allows_number else ("true", "false", "1", "0")  # 1 and 0 may be numbers
     if "boolean" in types and lowered_text in boolean_texts:
         return "true" if lowered_text in ("true", "1") else "false"
     type_and_json = _decode_value(text, types)
@@ -235,7 +235,8 @@ def encode_as_types(value: str, types: tuple[str, ...]) -> str:
         return encode_json(value)
     type_name, value_json = type_and_json
     is_allowed = type_name in types or (allows_number and type_name in ("integer", "number"))
-    return value_json if is_allowed or "string" not in types else encode_json(value)
+    must_be_string = "string" in types and not is_allowed
+    return encode_json(value) if must_be_string else value_json
 
 
 def _decode_value(text: str, types: tuple[str, ...]) -> tuple[str, str] | None:

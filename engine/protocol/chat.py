@@ -107,27 +107,38 @@ class ChatFormatter(OpenAIFormatter):
         self._logprobs_by_choice: defaultdict[int, list[bytes]] = defaultdict(list)
 
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
-        """Return the chunks of a delta; empty bytes if the delta has no text yet."""
+        """Return the chunks of a delta, before them the role if it is the first; empty bytes if there are none."""
         self._format_all_logprobs(choice, delta)
         if has_only_prompt_logprobs(delta):
             return b""
-        first_chunk = self._format_first_chunk(choice) if self._is_first_delta(choice) else b""
+        role_chunk = self._format_role_chunk(choice) if self._is_first_delta(choice) else b""
         if self._is_text_only and delta.finish_reason is None and not delta.tool_calls:
             if not delta.reasoning and not delta.text:
-                return first_chunk
+                return role_chunk
             if delta.reasoning and delta.text:  # each in a chunk of its own, as some clients read only one field
-                reasoning_delta = Delta(reasoning=delta.reasoning, reasoning_content=delta.reasoning)
-                first_chunk += self._format_chunk(choice, ChatChunkChoice(index=choice.index, delta=reasoning_delta))
-                delta = replace(delta, reasoning="")
-        chunk_choice = ChatChunkChoice(
+                deltas = replace(delta, text=""), replace(delta, reasoning="")
+                chunks = [self._format_chunk(choice, self._make_chunk_choice(choice, part)) for part in deltas]
+                return role_chunk + b"".join(chunks)
+        return role_chunk + self._format_chunk(choice, self._make_chunk_choice(choice, delta))
+
+    def _make_chunk_choice(self, choice: Choice, delta: ChoiceDelta) -> ChatChunkChoice:
+        """Return a delta in the form of a chunk. The content is left out if it is empty and another field is not."""
+        has_other_fields = (
+            delta.reasoning or delta.tool_calls or (choice.parser is not None and delta.finish_reason is not None)
+        )
+        return ChatChunkChoice(
             index=choice.index,
-            delta=_make_chat_delta(delta, choice),
+            delta=Delta(
+                content=UNSET if has_other_fields and not delta.text else delta.text,
+                reasoning=delta.reasoning or UNSET,
+                reasoning_content=delta.reasoning or UNSET,
+                tool_calls=[_make_tool_call(call, is_complete=False) for call in delta.tool_calls] or UNSET,
+            ),
             logprobs=self._flush_logprobs(choice),
             finish_reason=_get_finish_reason(delta.finish_reason, choice),
             stop_reason=UNSET if delta.finish_reason is None else delta.stop_reason,
             token_ids=self._get_visible_ids(delta.token_ids),
         )
-        return first_chunk + self._format_chunk(choice, chunk_choice)
 
     def format_response(self) -> bytes:
         """Return the whole answer."""
@@ -170,7 +181,8 @@ class ChatFormatter(OpenAIFormatter):
             reasoning_content=reasoning if has_reasoning else UNSET,
         )
 
-    def _format_first_chunk(self, choice: Choice) -> bytes:
+    def _format_role_chunk(self, choice: Choice) -> bytes:
+        """Return the first chunk of a choice, which has the role, the echoed text and the prompt's token ids."""
         chunk_choice = ChatChunkChoice(index=choice.index, delta=Delta(role=self._role, content=self._echoed_text))
         return self._format_chunk(
             choice, chunk_choice, prompt_token_ids=self._get_visible_ids(self._generation.prompts[0])
@@ -200,18 +212,6 @@ def _get_role_and_echoed_text(body: ChatRequest) -> tuple[str, str]:
     if body.echo and last_message["role"] == role and isinstance(content, str):
         return role, content
     return role, ""
-
-
-def _make_chat_delta(delta: ChoiceDelta, choice: Choice) -> Delta:
-    has_other_fields = (
-        delta.reasoning or delta.tool_calls or (choice.parser is not None and delta.finish_reason is not None)
-    )
-    return Delta(
-        content=UNSET if has_other_fields and not delta.text else delta.text,
-        reasoning=delta.reasoning or UNSET,
-        reasoning_content=delta.reasoning or UNSET,
-        tool_calls=[_make_tool_call(call, is_complete=False) for call in delta.tool_calls] or UNSET,
-    )
 
 
 def _make_tool_call(call: ToolCallDelta, *, is_complete: bool) -> ToolCall:

@@ -52,7 +52,9 @@ def build_granite_hybrid(config: HfConfig, root: WeightScope) -> CausalLM:
 
     def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
         inner = scope.enter_scope("shared_mlp")
-        return GatedMLP(inner, decoder.hidden_size, intermediate_size, inputs=("input_linear",), output="output_linear")
+        return GatedMLP(
+            inner, decoder.hidden_size, intermediate_size, gate_up_names=("input_linear",), down_name="output_linear"
+        )
 
     return build_alternating_decoder(root, decoder, mixers, make_mlp)
 

@@ -36,7 +36,9 @@ def build_lfm2(config: HfConfig, root: WeightScope) -> CausalLM:
     default = ["full_attention" if i in attention_layers else "conv" for i in range(decoder.num_layers)]
 
     def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
-        return GatedMLP(scope.enter_scope("feed_forward"), decoder.hidden_size, size, inputs=("w1", "w3"), output="w2")
+        return GatedMLP(
+            scope.enter_scope("feed_forward"), decoder.hidden_size, size, gate_up_names=("w1", "w3"), down_name="w2"
+        )
 
     mixers = read_layer_types(config, "layer_types", builder_by_kind, default)
     return build_alternating_decoder(root, decoder, mixers, make_mlp, norms=("operator_norm", "ffn_norm"))
