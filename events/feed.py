@@ -395,10 +395,7 @@ class EventFeed:
         try:
             message = parse_live_message([frame.bytes for frame in frames])
         except DecodeError as error:
-            if isinstance(subscription, BoundSubscription):
-                stream = subscription.stream_by_topic.get(frames[0].bytes)
-            else:
-                stream = subscription.stream
+            stream = subscription.get_stream(frames[0].bytes)
             if stream is None:
                 self.ignored_message_count += 1
             else:

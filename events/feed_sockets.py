@@ -194,6 +194,10 @@ class StreamSubscription(_SubSocket):
         self.stream = stream
         self.open(self.socket.connect, stream.source.endpoint)
 
+    def get_stream(self, topic: bytes) -> FollowedStream | None:
+        """Return the only stream, whatever the topic."""
+        return self.stream
+
 
 class BoundSubscription(_SubSocket):
     """Subscription to publishers that connect to us. The topic of a message identifies its publisher.
@@ -216,6 +220,10 @@ class BoundSubscription(_SubSocket):
         self.publisher_count = 0
         """Upper estimate of the publishers that are connected."""
         self.open(self.socket.bind, endpoint)
+
+    def get_stream(self, topic: bytes) -> FollowedStream | None:
+        """Return the stream of a topic; None if the topic is unclaimed."""
+        return self.stream_by_topic.get(topic)
 
     def unclaim_topics(self, stream: FollowedStream) -> None:
         """Make the topics of a stream unclaimed."""

@@ -59,8 +59,8 @@ class _SentRequest(NamedTuple):
     worker_id: str
     prefill_s: float
     """Predicted seconds of prefill."""
-    seen_at_s: float
-    """Time from which on the router's price has this prefill in it, or the prefill is done."""
+    unpriced_until_s: float
+    """Time from which on the router's prices include this prefill, or at which the prefill is done."""
 
 
 class BlockcastRouter(_Base):  # type: ignore[misc]
@@ -79,8 +79,8 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         self._registered_settings_by_worker: dict[str, Mapping[str, Any]] = {}
         self._registered_at_s = 0.0
         self._registration_task: asyncio.Task[None] | None = None
-        self._prefill_s_by_worker_by_request: dict[str, dict[str, float]] = {}
-        """Predicted seconds of prefill of a request on each worker, until the request is routed."""
+        self._predicted_prefill_s_by_request: dict[str, dict[str, float]] = {}
+        """Request id -> worker -> predicted seconds of prefill, until the request is routed."""
         self._sent_requests: dict[str, _SentRequest] = {}
         """Requests in flight, by their ids."""
         self._last_sent_s_by_worker: dict[str, float] = {}
@@ -102,13 +102,13 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         price_by_worker: dict[str, _WorkerPrice] = {}
         if pending_request is not None:
             price_by_worker = await self._fetch_prices(pending_request)
-        unseen_prefill_s_by_worker = self._sum_unseen_prefill_s()
+        unpriced_prefill_s_by_worker = self._sum_unpriced_prefill_s()
         in_flight_by_worker = Counter(request.worker_id for request in self._sent_requests.values())
 
         def get_sort_key(replica: RunningReplica) -> tuple[bool, float, int, float]:
             worker_id = _get_worker_id(replica)
             price = price_by_worker.get(worker_id)
-            cost = 0.0 if price is None else price.cost + unseen_prefill_s_by_worker.get(worker_id, 0.0)
+            cost = 0.0 if price is None else price.cost + unpriced_prefill_s_by_worker.get(worker_id, 0.0)
             last_sent_s = self._last_sent_s_by_worker.get(worker_id, 0.0)
             return price is None, cost, in_flight_by_worker[worker_id], last_sent_s
 
@@ -117,7 +117,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
     async def _fetch_prices(self, pending_request: PendingRequest) -> dict[str, _WorkerPrice]:
         """Return the prices of a request by worker; none if the router does not answer in time.
 
-        The predicted prefill is kept until the request is routed.
+        Also keeps the predicted prefill in `_predicted_prefill_s_by_request` for `on_request_routed`.
         """
         body = _build_route_query(pending_request, self._model)
         if body is None:
@@ -127,36 +127,38 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
             price_by_worker = await asyncio.wait_for(self._query_route(body), self._timeout_s)
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError, KeyError, TypeError) as error:
             log.warning("%s: not asked: %r", self._admin_url, error)
-        self._prefill_s_by_worker_by_request[_get_request_id(pending_request)] = {
+        self._predicted_prefill_s_by_request[_get_request_id(pending_request)] = {
             worker_id: price.prefill_s for worker_id, price in price_by_worker.items()
         }
         return price_by_worker
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """Count a request that Serve has sent to a replica as load of its worker."""
+        """Count a request that Serve has sent to a replica as load of that replica's worker."""
         request_id = _get_request_id(pending_request)
-        prefill_s_by_worker = self._prefill_s_by_worker_by_request.pop(request_id, {})
+        prefill_s_by_worker = self._predicted_prefill_s_by_request.pop(request_id, {})
         replica = self._replicas.get(replica_id)
         if replica is None:
             return
         worker_id, now = _get_worker_id(replica), time.monotonic()
         prefill_s = prefill_s_by_worker.get(worker_id, 0.0)
         if "url" in (self._get_worker_settings(replica) or {}):
-            seen_at_s = now + METRICS_DELAY_S
-        else:  # the router reads no metrics of it: prefills are assumed to follow each other
-            earlier_ends_s = [sent.seen_at_s for sent in self._sent_requests.values() if sent.worker_id == worker_id]
-            seen_at_s = max([now, *earlier_ends_s]) + prefill_s
-        self._sent_requests[request_id] = _SentRequest(worker_id, prefill_s, seen_at_s)
+            unpriced_until_s = now + METRICS_DELAY_S
+        else:  # The router reads no metrics of this replica, which is assumed to prefill one request after the other.
+            prefill_ends_s = [
+                sent.unpriced_until_s for sent in self._sent_requests.values() if sent.worker_id == worker_id
+            ]
+            unpriced_until_s = max([now, *prefill_ends_s]) + prefill_s
+        self._sent_requests[request_id] = _SentRequest(worker_id, prefill_s, unpriced_until_s)
         self._last_sent_s_by_worker[worker_id] = now
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self._sent_requests.pop(internal_request_id, None)
 
-    def _sum_unseen_prefill_s(self) -> dict[str, float]:
-        """Return the seconds of prefill, by worker, that were sent and that the router cannot know of yet."""
+    def _sum_unpriced_prefill_s(self) -> dict[str, float]:
+        """Return the predicted seconds of prefill, by worker, that the router's prices do not include yet."""
         now, prefill_s_by_worker = time.monotonic(), defaultdict[str, float](float)
         for request in self._sent_requests.values():
-            if request.seen_at_s > now:
+            if request.unpriced_until_s > now:
                 prefill_s_by_worker[request.worker_id] += request.prefill_s
         return prefill_s_by_worker
 

@@ -236,9 +236,9 @@ def convert_source_to_chat(
 ) -> RoutingRequest:
     """Convert a body of the Messages or Responses API to the chat that a template renders.
 
-    Raises RequestError if a worker alone knows the chat: if the body continues a stored response, or if the chat
-    depends on the template and `template` is None. With `keeps_system_in_place`, system messages stay where they are,
-    whatever the template would do. Two such chats can be compared with each other, but are not what a worker renders.
+    Raises RequestError if the body refers to a response that the worker stores, or if the chat depends on the template
+    and `template` is None. With `keeps_system_in_place`, system messages stay where they are even if the template would
+    move them. Such chats serve to compare bodies with each other. A worker may render another chat.
     """
     source = request.source
     if isinstance(source, ResponsesRequest):

@@ -98,13 +98,8 @@ class WorkerRegistry:
         self.apply_worker_changes()
 
     def apply_worker_changes(self) -> None:
-        """Announce new states of workers and have the pools rebuilt when they are next needed."""
-        for worker_id, worker in self.workers.items():
-            state = WorkerState.DOWN if worker.state is WorkerState.PROBING else worker.state
-            previous = self._announced_states.get(worker_id)
-            if state is not previous:
-                self._announced_states[worker_id] = state
-                self.on_state_change(worker, previous)
+        """Announce new states of workers, and discard all that was derived from the workers before the change."""
+        self._announce_states()
         reachable = frozenset(name for name, worker in self.workers.items() if worker.spec.url)
         self.reachable_workers = None if len(reachable) == len(self.workers) else reachable
         self.down_workers = [worker for worker in self.workers.values() if worker.state is WorkerState.DOWN]
@@ -113,6 +108,15 @@ class WorkerRegistry:
         self._load_orders.clear()
         self._tracker.load_orders.clear()
         self._models = None
+
+    def _announce_states(self) -> None:
+        """Report workers with a new state. A PROBING worker stays DOWN to others until a request succeeds there."""
+        for worker_id, worker in self.workers.items():
+            state = WorkerState.DOWN if worker.state is WorkerState.PROBING else worker.state
+            previous = self._announced_states.get(worker_id)
+            if state is not previous:
+                self._announced_states[worker_id] = state
+                self.on_state_change(worker, previous)
 
     def record_answer(self, worker_id: str, now: float) -> None:
         """Record that a worker answered a request: its past failures no longer count."""

@@ -28,7 +28,7 @@ from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import GROUPS, MissExplanation
 from router.miss_reasons.prompt_history import AnalyzedPrompt
 from router.miss_reasons.watched_conversations import WatchedConversations
-from router.prompting.read_body import ReadBody
+from router.prompting.parsed_body import ParsedBody
 from router.prompting.reader import PromptReader
 from router.prompting.sessions import digest_name, shorten_name
 
@@ -272,12 +272,12 @@ class FactsAdapter:
         return worker is not None and worker.spec.cache_view is CacheView.APPROXIMATE
 
 
-def _make_comparison(context: RequestContext, body: ReadBody[ResolvedModel], sampling: Sampling) -> PendingComparison:
+def _make_comparison(context: RequestContext, body: ParsedBody[ResolvedModel], sampling: Sampling) -> PendingComparison:
     is_named = context.route is not None and context.route.session is not None
     return PendingComparison(body, sampling, is_named=is_named)
 
 
-def _get_conversation_keys(route: RouteRequest, body: ReadBody[ResolvedModel]) -> tuple[int, ...]:
+def _get_conversation_keys(route: RouteRequest, body: ParsedBody[ResolvedModel]) -> tuple[int, ...]:
     """Return the keys of a request's conversation: of the session that started it, and its own.
 
     The key of a conversation without a name is the digest of its first message.

@@ -15,7 +15,7 @@ from router.decide.messages import Decision, ReportedUsage, RouteRequest
 from router.edge.response_progress import ResponseProgress
 from router.edge.routing_headers import ResolvedModel, RoutingHeaders
 from router.http.request import HttpRequest
-from router.prompting.read_body import ReadBody
+from router.prompting.parsed_body import ParsedBody
 
 if TYPE_CHECKING:
     from router.edge.continuation import StreamContinuation
@@ -43,10 +43,10 @@ class PendingComparison:
 
     __slots__ = ("first_message_digest", "outline", "sampling")
 
-    def __init__(self, body: ReadBody[ResolvedModel], sampling: Sampling, *, is_named: bool) -> None:
+    def __init__(self, body: ParsedBody[ResolvedModel], sampling: Sampling, *, is_named: bool) -> None:
         """`is_named`: the session of the request has a name."""
         self.sampling = sampling
-        self.outline = body.outline()
+        self.outline = body.get_outline()
         self.first_message_digest = None if is_named or body.request.kind != "chat" else body.digest_first_message()
 
 
@@ -81,7 +81,7 @@ class RequestContext(msgspec.Struct, eq=False):
     """Routing headers; None until the body was read."""
     model: ResolvedModel | None = None
     """Model that the client names; None until the body was read."""
-    body: ReadBody[ResolvedModel] | None = None
+    body: ParsedBody[ResolvedModel] | None = None
     """Body of the request, from its reading until the request is placed."""
     charged_tokens: int | None = None
     """Prompt tokens counted in flight for the tenant; None while the request is not counted."""

@@ -26,7 +26,7 @@ from router.index.protocol import Scope
 from router.prompting.encode import CHARS_PER_TOKEN, PromptSize
 from router.prompting.fields import FieldSpans, apply_edits, locate_fields
 from router.prompting.forms import is_form, read_form
-from router.prompting.read_body import ReadBody, TokenizedPrompt
+from router.prompting.parsed_body import ParsedBody, TokenizedPrompt
 from router.prompting.reader import PromptReader
 from router.prompting.sessions import Session, SessionNames
 from router.tenancy.model_names import ModelNames
@@ -100,7 +100,7 @@ class RequestReader:
             request, kind, partial(self._resolve, context), context.is_wanted, context.tenant,
             may_continue=self.model_names is None or not self.model_names.has_canaries,
         )  # fmt: skip
-        if not isinstance(body, ReadBody):
+        if not isinstance(body, ParsedBody):
             return _await_body(context, body)
         context.body = body
         return None
@@ -119,7 +119,7 @@ class RequestReader:
     ) -> None:
         """Set the body of a request without a prompt."""
         model = self._resolve(context, body_request)
-        context.body = ReadBody(body_request, model, TokenizedPrompt(None, 0.0), spans=spans)
+        context.body = ParsedBody(body_request, model, TokenizedPrompt(None, 0.0), spans=spans)
 
     def rewrite_body(self, context: RequestContext, fields: dict[str, object]) -> None:
         """Set `fields` in the body of a request, and remove the fields by which routers direct workers.
@@ -267,7 +267,7 @@ class RequestReader:
         return scope
 
 
-async def _await_body(context: RequestContext, reading: Coroutine[Any, Any, ReadBody[ResolvedModel]]) -> None:
+async def _await_body(context: RequestContext, reading: Coroutine[Any, Any, ParsedBody[ResolvedModel]]) -> None:
     context.body = await reading
 
 
@@ -281,7 +281,7 @@ def _estimate_tokens(request: HttpRequest, model: ResolvedModel) -> int:
 
 
 def _estimate_prompt_size(
-    request: HttpRequest, body: ReadBody[ResolvedModel], counted_size: PromptSize | None
+    request: HttpRequest, body: ParsedBody[ResolvedModel], counted_size: PromptSize | None
 ) -> PromptSize:
     """Return the estimated size of a prompt that was not tokenised, or that has media, such as images.
 

@@ -24,7 +24,7 @@ _KEY_START_PATTERN = re.compile(rb'"(?:[a-z_]{0,24}|[a-z_]{1,24}"[ \t]*:?[ \t]*)
 _KEY_START_ENDS: Final = frozenset(b"%c" % byte for byte in b'"abcdefghijklmnopqrstuvwxyz_: \t')
 """Last bytes of what `_KEY_START_PATTERN` finds: a whole event ends with none of them."""
 _NUMBER: Final = b"0123456789+-.eE"
-_OPENING, _CLOSING, _QUOTE, _BACKSLASH = b"{[", b"}]", ord('"'), ord("\\")
+_OPENING, _CLOSING, _QUOTE, _BACKSLASH, _SPACE = b"{[", b"}]", ord('"'), ord("\\"), ord(" ")
 
 
 class ResponseRedactor(msgspec.Struct, eq=False):
@@ -44,6 +44,7 @@ class ResponseRedactor(msgspec.Struct, eq=False):
     """Number of open objects and arrays in the value that is being blanked."""
     _is_in_string: bool = False
     _is_escaped: bool = False
+    """Whether the last byte was a backslash in a string, so that the next one cannot end the string."""
     _is_in_number: bool = False
 
     def feed(self, content: bytes, *, ends: bool) -> bytes:
@@ -79,7 +80,7 @@ class ResponseRedactor(msgspec.Struct, eq=False):
 
         `"10.0.0.7"` becomes a quotation mark, spaces and a quotation mark; `{"port": 7}` becomes `{         }`; 5100
         becomes `0   `. true, false and null stay, as they tell nothing. The bytes for the client go to `out`. The value
-        may end in a later part of the answer: the attributes keep what is open, so that `_blank` goes on there.
+        may end in a later part of the answer: `_blank` goes on there, by the attributes that describe the open value.
         """
         first_byte = data[position]
         self._depth = int(first_byte in _OPENING)
@@ -95,29 +96,32 @@ class ResponseRedactor(msgspec.Struct, eq=False):
         """Write a space to `out` for each byte of a value, but keep the byte that closes it; return the end position.
 
         The value began before `position`, perhaps in an earlier part of the answer. If it does not end in `data`, the
-        end is that of `data`, and the next part goes on by the state kept: open brackets, string, escape or number.
+        end is that of `data`, and `_is_blanking` stays set for the next part.
         """
+        if self._is_in_number:
+            end = len(data) - len(data[position:].lstrip(_NUMBER))
+            out += b" " * (end - position)
+            self._is_in_number = self._is_blanking = end == len(data)
+            return end
         while position < len(data) and self._is_blanking:
-            byte = data[position]
-            if self._is_in_number:
-                self._is_in_number = self._is_blanking = byte in _NUMBER
-                if not self._is_blanking:
-                    break  # the byte after a number belongs to the text around it
-            elif self._is_in_string:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif byte == _BACKSLASH:
-                    self._is_escaped = True
-                elif byte == _QUOTE:
-                    self._is_in_string = False
-            elif byte == _QUOTE:
-                self._is_in_string = True
-            else:
-                self._depth += (byte in _OPENING) - (byte in _CLOSING)
-            self._is_blanking = bool(self._depth) or self._is_in_string or self._is_in_number
-            out.append(byte if not self._is_blanking else 0x20)
+            self._update_nesting(data[position])
+            self._is_blanking = self._is_in_string or self._depth > 0
+            out.append(_SPACE if self._is_blanking else data[position])
             position += 1
         return position
+
+    def _update_nesting(self, byte: int) -> None:
+        """Record whether a byte opens or closes a string, an object or an array."""
+        if self._is_escaped:
+            self._is_escaped = False
+        elif self._is_in_string:
+            self._is_escaped, self._is_in_string = byte == _BACKSLASH, byte != _QUOTE
+        elif byte == _QUOTE:
+            self._is_in_string = True
+        elif byte in _OPENING:
+            self._depth += 1
+        elif byte in _CLOSING:
+            self._depth -= 1
 
 
 def _end_before_key(data: bytes, start: int) -> int:

@@ -235,25 +235,26 @@ class Prober:
             return f"/health: {error}"
         return None if status == 200 else f"/health answers {status}"
 
-    async def probe(self, flag: WorkerFlag, known: WorkerFacts | None = None) -> WorkerFacts:
+    async def probe(self, flag: WorkerFlag, earlier_facts: WorkerFacts | None = None) -> WorkerFacts:
         """Find out a worker's models, event sources and cache size. Raises FetchError, DecodeError.
 
-        `known`: facts of an earlier probe. Those that the worker does not tell now stand if it `is_same_engine`.
+        `earlier_facts`: result of the previous probe. Its sizes and engine ids are kept for an engine that does not
+        report them now, if the engine is the same one.
         """
         served = await self.fetch_models(flag)
-        sources = await self._find_sources(flag, () if known is None else known.sources)
+        sources = await self._find_sources(flag, () if earlier_facts is None else earlier_facts.sources)
         if flag.reannounces:
             sources = tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
         rank_count = max(1, len(sources))
-        engine_ids = await self._fetch_engine_ids(flag, rank_count, known)
+        engine_ids = await self._fetch_engine_ids(flag, rank_count, earlier_facts)
         metrics = await self._fetch_metrics(flag)
         sizes = await self._find_sizes(flag, served.engine, metrics)
         is_asleep = are_ranks_asleep(read_loads(metrics, rank_count))
-        if known is not None and known.is_same_engine(served, sources, engine_ids):
-            sizes = known.sizes if sizes == UNKNOWN_SIZES else sizes
-            engine_ids = known.engine_ids if engine_ids is None else engine_ids
-        else:
-            is_asleep = bool(is_asleep)
+        if earlier_facts is not None and earlier_facts.is_same_engine(served, sources, engine_ids):
+            sizes = earlier_facts.sizes if sizes == UNKNOWN_SIZES else sizes
+            engine_ids = earlier_facts.engine_ids if engine_ids is None else engine_ids
+        elif is_asleep is None:
+            is_asleep = False  # a new engine is awake
         spec = self._make_spec(flag, served, sources, sizes, engine_ids or ())
         return WorkerFacts(spec, sources, served.roots, sizes, engine_ids, is_asleep)
 
@@ -390,14 +391,15 @@ class Prober:
         )
 
     async def _fetch_engine_ids(
-        self, flag: WorkerFlag, rank_count: int, known: WorkerFacts | None
+        self, flag: WorkerFlag, rank_count: int, earlier_facts: WorkerFacts | None
     ) -> tuple[str, ...] | None:
-        """Return the names that a Mooncake worker's bootstrap server has for its engines, one for each rank.
+        """Return the engine ids that a Mooncake worker's bootstrap server lists, one for each rank.
 
-        Empty: it has none, or nothing listens at its address. None: it does not answer, or the worker gives no KV
-        through Mooncake.
+        Return an empty tuple if nothing listens there or the answer lacks an id. Return None if no answer comes, or the
+        worker gives no KV through Mooncake.
         """
-        if flag.kv != MOONCAKE or not flag.url or MOONCAKE not in self._kv_dialects or not _may_give_kv(flag):
+        may_give_through_mooncake = flag.kv == MOONCAKE and bool(flag.url) and _may_give_kv(flag)
+        if not may_give_through_mooncake or MOONCAKE not in self._kv_dialects:
             return None
         url = f"http://{_get_bootstrap_address(flag)}/query"
         try:
@@ -406,7 +408,8 @@ class Prober:
                 raise FetchError(f"/query answers {status}")
             return read_bootstrap(status, body, rank_count)
         except (FetchError, DecodeError) as error:
-            if known is None or known.engine_ids:
+            has_warned = earlier_facts is not None and not earlier_facts.engine_ids
+            if not has_warned:
                 log.warning("worker %s does not name its engines for KV: %s", flag.worker_id, error)
             return () if isinstance(error, DecodeError) or _is_refusal(error) else None
 

@@ -32,7 +32,9 @@ class MediaPrompt(NamedTuple):
 
 def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
     """Return the conversation and size of a chat with media; None if it has no media."""
-    messages = _list_media_messages(request, body)
+    if not _may_have_media(request, body):
+        return None
+    messages = _list_messages(request)
     char_count, medium_count = 0, 0
     for part in _iter_parts(messages):
         if isinstance(part, str):
@@ -46,17 +48,18 @@ def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
     return MediaPrompt(_digest_opening(messages), char_count // CHARS_PER_TOKEN + TOKENS_PER_MEDIUM * medium_count)
 
 
-def _list_media_messages(request: RoutingRequest, body: bytes) -> list[Any]:
-    """Return the messages of a body with media as JSON values, the system prompt first.
+def _may_have_media(request: RoutingRequest, body: bytes) -> bool:
+    """Return False if a body certainly has no media. This is quicker than converting its messages."""
+    if request.source is None:  # no body of the Messages or Responses API
+        return request.has_media
+    return any(marker in body for marker in _MEDIA_MARKERS)
 
-    Return an empty list if the body has no media; for the Messages and Responses APIs, which keep their parsed body in
-    `request.source`, only bodies without any word for media are sorted out.
-    """
+
+def _list_messages(request: RoutingRequest) -> list[Any]:
+    """Return the messages of a body as JSON values, the system prompt first."""
     source = request.source
-    if source is None:  # a chat, whose parts were looked at when it was parsed
-        return list(request.messages or ()) if request.has_media else []
-    if not any(marker in body for marker in _MEDIA_MARKERS):
-        return []  # a quick test, so that bodies without media are not converted
+    if source is None:
+        return list(request.messages or ())
     system_prompt: Any
     messages: Any
     if isinstance(source, ResponsesRequest):

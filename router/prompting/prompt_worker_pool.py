@@ -29,7 +29,7 @@ from router.prompting.encode import build_tokenize_request, count_further_tokens
 from router.prompting.fields import FieldSpans, locate_fields
 from router.prompting.media import MediaPrompt, read_media
 from router.prompting.outline import outline_chat
-from router.prompting.read_body import TokenizedPrompt, tokenize_prompt
+from router.prompting.parsed_body import TokenizedPrompt, tokenize_prompt
 from router.prompting.sessions import digest_first_user_message
 from router.prompting.template_trial import find_trial_problem
 

@@ -35,8 +35,8 @@ from router.prompting.fields import locate_raw_fields
 from router.prompting.media import read_media
 from router.prompting.model_tokenizers import RENDER_S_MAX, ModelTokenizers
 from router.prompting.outline import outline_chat
+from router.prompting.parsed_body import ParsedBody, RequestBody, Target, TokenizedPrompt, tokenize_prompt
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
-from router.prompting.read_body import ReadBody, RequestBody, Target, TokenizedPrompt, tokenize_prompt
 
 log = logging.getLogger("router")
 
@@ -45,7 +45,7 @@ WORKER_RENDER_S_MAX = 1.0
 TIMEOUTS_MAX = 3
 """Timeouts of a template in a row after which its model's chats are not read any more."""
 CPU_SAMPLE = 16
-"""One prompt in so many has its CPU time measured, because reading that clock is a system call."""
+"""The CPU time of one in CPU_SAMPLE prompts is measured, because reading that clock is a system call."""
 
 T = TypeVar("T")
 
@@ -81,7 +81,7 @@ class PromptReader:
         """Make a reader without tokenizers: these are loaded when workers join.
 
         `executor`: threads for work that would block the event loop. `worker_pool`: processes that read large bodies,
-        and render templates that may take long. `override`: folder with a tokenizer that replaces every model's own.
+        and render templates that may take long. `override`: folder of a tokenizer that replaces every model's own.
         `chat_template` replaces every model's template. `render_s_max`: most CPU seconds of a template in this process.
         `conversation_bytes`: memory for cached conversations. `makes_outlines`: whether messages are fingerprinted, so
         that the prompts of a conversation can be compared.
@@ -95,15 +95,15 @@ class PromptReader:
             chat_template=chat_template,
             render_s_max=render_s_max,
         )
-        self._checks: set[asyncio.Task[None]] = set()
-        """Tasks that read a continued prompt whole, and compare."""
+        self._check_tasks: set[asyncio.Task[None]] = set()
+        """Background tasks that compare a continued prompt with the same body read whole."""
         self._executor = executor
         self._makes_outlines = makes_outlines
         self.worker_pool = worker_pool
         self._timeouts: dict[str, int] = {}
         """Model -> timeouts of its template in a row."""
         self._timed_runs = 0
-        """Calls of `_run_timed`, of which one in CPU_SAMPLE measures the CPU time."""
+        """Calls of `_run_timed`. Every CPU_SAMPLE-th call measures its CPU time."""
         self.cpu_s = 0.0
         """CPU time of rendering and encoding, estimated from a sample."""
         self.failure_count = 0
@@ -199,7 +199,7 @@ class PromptReader:
     def begin_read(
         self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
         is_wanted: Callable[[], bool] = _always, tenant: str = "", *, may_continue: bool = True,
-    ) -> ReadBody[Target] | Coroutine[Any, Any, ReadBody[Target]]:  # fmt: skip
+    ) -> ParsedBody[Target] | Coroutine[Any, Any, ParsedBody[Target]]:  # fmt: skip
         """Read a body at once and return it, if that is quick; else return a coroutine that reads it.
 
         `kind` is the API of the body's path, None if the body decides. `make_target` chooses the model of the request.
@@ -221,7 +221,7 @@ class PromptReader:
 
     def _begin_whole_read(
         self, body_to_read: _BodyToRead[Target]
-    ) -> ReadBody[Target] | Coroutine[Any, Any, ReadBody[Target]]:
+    ) -> ParsedBody[Target] | Coroutine[Any, Any, ParsedBody[Target]]:
         """Read a body without the conversation cache: at once if that is quick, else by a coroutine.
 
         The coroutine reads it in a thread, in a worker process, or with the help of a worker, which has the tokenizer.
@@ -234,7 +234,7 @@ class PromptReader:
         if body_to_read.kind is None:
             request = request.replace(kind="completion" if request.messages is None else "chat")
         target = body_to_read.make_target(request)
-        read = ReadBody(request, target, TokenizedPrompt(), fields=fields)
+        read = ParsedBody(request, target, TokenizedPrompt(), fields=fields)
         if request.kind == "other":
             return read
         read.media = read_media(request, data)
@@ -264,11 +264,11 @@ class PromptReader:
         return self._await_prompt(read, self.run_in_thread(read_prompt_here))
 
     @staticmethod
-    async def _await_prompt(read: ReadBody[Target], prompt: Awaitable[TokenizedPrompt]) -> ReadBody[Target]:
+    async def _await_prompt(read: ParsedBody[Target], prompt: Awaitable[TokenizedPrompt]) -> ParsedBody[Target]:
         read.prompt = await prompt
         return read
 
-    async def _read_large(self, body_to_read: _BodyToRead[Target]) -> ReadBody[Target]:
+    async def _read_large(self, body_to_read: _BodyToRead[Target]) -> ParsedBody[Target]:
         """Read a large body in a worker process; if a worker has the tokenizer, let it tokenise the prompt."""
         assert self.worker_pool is not None
         body, make_target = body_to_read.body, body_to_read.make_target
@@ -292,7 +292,7 @@ class PromptReader:
             prompt = await self._ask_worker(result.tokenize_request, request, target, result.further_tokens)
             prompt.outline = outline
         prompt.seconds = time.perf_counter() - started_s
-        return ReadBody(
+        return ParsedBody(
             request=request,
             target=target,
             prompt=prompt,
@@ -304,8 +304,8 @@ class PromptReader:
         )
 
     def close(self) -> None:
-        """End the checks that are under way."""
-        for task in self._checks:
+        """Cancel the background checks of continued prompts."""
+        for task in self._check_tasks:
             task.cancel()
 
     # Conversations that return ----------------------------------------------------------------------------------------
@@ -315,14 +315,14 @@ class PromptReader:
         read_continuation: Callable[[], tuple[Continuation | None, float]],
         body: bytes,
         body_to_read: _BodyToRead[Target],
-    ) -> ReadBody[Target]:
+    ) -> ParsedBody[Target]:
         """Continue a cached conversation in a thread, else read the body whole."""
         continuation, read_s = await self.run_in_thread(read_continuation)
         read = self._finish_continuation(continuation, read_s, body, body_to_read.make_target)
         if read is not None:
             return read
         whole = self._begin_whole_read(body_to_read)
-        return whole if isinstance(whole, ReadBody) else await whole
+        return whole if isinstance(whole, ParsedBody) else await whole
 
     def _finish_continuation(
         self,
@@ -330,7 +330,7 @@ class PromptReader:
         read_s: float,
         body: bytes,
         make_target: Callable[[RoutingRequest], Target],
-    ) -> ReadBody[Target] | None:
+    ) -> ParsedBody[Target] | None:
         """Return a body of which only the messages after the cached ones were read.
 
         Return None if the body must be read whole: there is no continuation, its prompt is too long, or the client now
@@ -355,13 +355,13 @@ class PromptReader:
             size=measure_prompts(token_ids, request, tokens_max),
         )
         body_to_cache = b"" if continuation.successor is None else body
-        return ReadBody(request, target, prompt, body_to_cache, continuation=continuation)
+        return ParsedBody(request, target, prompt, body_to_cache, continuation=continuation)
 
     def _start_check(self, continuation: Continuation, body: bytes) -> None:
         """Start a task that reads a body whole and compares its ids with those of the continued conversation."""
         task = asyncio.get_running_loop().create_task(self._check(continuation, body))
-        self._checks.add(task)
-        task.add_done_callback(self._checks.discard)
+        self._check_tasks.add(task)
+        task.add_done_callback(self._check_tasks.discard)
 
     async def _check(self, continuation: Continuation, body: bytes) -> None:
         """Read the whole body in a thread or a worker process, and compare the ids with those of the continuation."""

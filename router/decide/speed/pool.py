@@ -278,10 +278,10 @@ class Speed:
         return True
 
     def _choose_factor(self) -> float:
-        """Return how many times as long as its pool this target takes: the median of its recent intervals, or 1.0.
+        """Return the time that a task takes on this target, as a multiple of the time at its pool's speed.
 
-        It is 1.0 with fewer than 20 intervals, and until the median is 25 % away from 1. Then it is the median, until
-        that is within 12 % of 1 again. Changes of less than 2 % are ignored.
+        This is 1.0 if there are few ratios or their median is near 1.0, else the median. `_RETURNS_TO_POOL_BELOW` is
+        smaller than `_LEAVES_POOL_BEYOND`, so that noise does not change it to and fro. Small changes are ignored.
         """
         ratios = self._recent_ratios
         if len(ratios) < _TARGET_INTERVALS_MIN:
@@ -290,5 +290,5 @@ class Speed:
         tolerance = _LEAVES_POOL_BEYOND if self.factor == 1.0 else _RETURNS_TO_POOL_BELOW
         if is_within(median_ratio, 1.0, tolerance):
             return 1.0
-        is_same = is_within(median_ratio, self.factor, _MODEL_TOLERANCE)
-        return self.factor if is_same else median_ratio
+        is_unchanged = is_within(median_ratio, self.factor, _MODEL_TOLERANCE)
+        return self.factor if is_unchanged else median_ratio

@@ -36,8 +36,8 @@ async def send(edge: Any, make_post: Any, messages: Any) -> int:
 
 
 async def wait_for_checks(edge: Any) -> None:
-    while edge.prompts._checks:
-        await asyncio.wait(edge.prompts._checks, timeout=60)
+    while edge.prompts._check_tasks:
+        await asyncio.wait(edge.prompts._check_tasks, timeout=60)
 
 
 @pytest.mark.parametrize("words", [20, 1000], ids=["light", "large"])

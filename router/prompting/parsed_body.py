@@ -1,4 +1,4 @@
-"""A client's body and its prompt, as router/prompting/reader.py reads them."""
+"""A client's body and its prompt, as router/prompting/reader.py parses them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ Target = TypeVar("Target", bound="PromptTarget")
 
 
 class TokenizedPrompt(msgspec.Struct, eq=False):
-    """The prompt of a body as token ids, and what is known besides."""
+    """The prompt of a body as token ids, and facts that were found when it was read."""
 
     token_ids: Sequence[int] | None = None
     """Token ids of the prompt; None if they are unknown."""
     seconds: float = 0.0
     """Time that reading the prompt took."""
     conversation: CachedConversation | None = None
-    """Conversation to be cached, for when it returns."""
+    """Cache entry that reads the next turn of this conversation faster."""
     predecessor: CachedConversation | None = None
     """Cached conversation that `conversation` replaces."""
     size: PromptSize | None = None
@@ -79,11 +79,11 @@ class PromptTarget(Protocol):
         """Most tokens of a prompt, if known."""
 
 
-class ReadBody(msgspec.Struct, Generic[Target], eq=False):
-    """A client's body after it was read: its request, the target that the caller chose, and its prompt.
+class ParsedBody(msgspec.Struct, Generic[Target], eq=False):
+    """A client's body after it was parsed: its request, the target that the caller chose, and its prompt.
 
-    A body is read in one of three ways. A large one is read by another process, which sends `spans` and the outline of
-    the messages. One that continues a cached conversation has a `continuation`. Others are read here, whole.
+    Only a body that another process parsed has `spans`, and only one that continues a cached conversation has a
+    `continuation`. A body that was parsed whole in this process has neither.
     """
 
     request: RoutingRequest
@@ -92,20 +92,20 @@ class ReadBody(msgspec.Struct, Generic[Target], eq=False):
     """Target that the caller chose for `request`."""
     prompt: TokenizedPrompt
     body: bytes = b""
-    """The whole body, if `prompt.conversation` is to be cached."""
+    """The whole body if `prompt.conversation` is to be cached, else empty."""
     media: MediaPrompt | None = None
     """Conversation and size of a body with images or other media."""
     spans: FieldSpans | None = None
     """Spans of the body's fields, if another process read it."""
     fields: dict[str, msgspec.Raw] | None = None
-    """The body's top-level fields as JSON, if known; they keep the body in memory."""
+    """The body's top-level fields as JSON, if known. They refer to the body, which so stays in memory."""
     first_message_digest: int | None = None
-    """Digest of the first user message, once known."""
+    """Digest of the first user message; None until `digest_first_message` computes it."""
     continuation: Continuation | None = None
     """The prompt as continued from a cached conversation."""
 
-    def outline(self) -> Outline | None:
-        """Outline the messages; None if the body is no chat, or if its messages could not be read."""
+    def get_outline(self) -> Outline | None:
+        """Return the outline of the messages; None if the body is no chat, or if its messages could not be read."""
         if self.continuation is not None:
             return self.continuation.outline()
         return outline_chat(self.request) if self.prompt.outline is None else self.prompt.outline
