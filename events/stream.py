@@ -247,9 +247,10 @@ class StreamState:
         return [*self._clear(reason), *self._start_rebuild(now)]
 
     def on_tick(self, now: float) -> list[Instruction]:
-        """Handle the passing of time: a late reply, a snapshot to request again, or silence of the publisher.
+        """Handle a late reply, a snapshot that is to be requested again, or a publisher that sends nothing.
 
-        Must be called a few times a second.
+        Must be called a few times a second. After `tail_check_s` without a message, the last batches may have been lost
+        without a later one that shows the gap, so a repair asks for them.
         """
         if not self.is_online:
             return []
@@ -263,7 +264,6 @@ class StreamState:
         can_check = self.phase is StreamPhase.LIVE and self._next_seq is not None and self.config.can_replay
         if not (is_silent and can_check):
             return []
-        # The last batches may have been lost without a later one that shows the gap.
         self._silence_began_at = None
         instructions = self._start_repair(now)
         self._is_tail_check = True

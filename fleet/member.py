@@ -67,10 +67,9 @@ class MemberActor:
     def _update_router(
         self, launch: Launch, peer_addresses: Sequence[str]
     ) -> tuple[dict[str, WorkerStatus] | None, list[str]]:
-        """Make the router know the listed workers and these peers.
+        """Register the listed workers and these peers with the router, and remove all others.
 
-        Returns the router's workers afterwards (None if it does not answer), and why calls were refused, a text for
-        each.
+        Return the router's workers afterwards, None if it does not answer, and one text for each refused call.
         """
         status_by_worker = self._fetch_workers(launch)
         if status_by_worker is None:

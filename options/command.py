@@ -90,17 +90,17 @@ class ProgramGroup(click.Group):
 def add_flags(schema: Schema, shown_paths: Collection[str] | None = None) -> Callable[[Any], Any]:
     """Return a decorator that gives a click command the flags of a program's settings, `--config` and `--set`.
 
-    `load_from_command_line` reads the parameters that the command then gets. The command takes all flags, and `--help`
-    shows those of `shown_paths`; None shows all that have a heading.
+    `load_from_command_line` reads the parameters that the command then gets. The command takes all flags. `--help`
+    shows the flags of `shown_paths`, or if that is None, all with a heading, in the order of `schema.help_sections`.
     """
     heading_by_path = {path: heading for heading, paths in schema.help_sections.items() for path in paths}
-    position_by_path = {
+    help_position_by_path = {
         path: position
         for position, path in enumerate(heading_by_path, start=1)
         if shown_paths is None or path in shown_paths
     }
     flag_options = [
-        _make_click_option(setting, heading_by_path.get(path, MAIN_HEADING), position_by_path.get(path))
+        _make_click_option(setting, heading_by_path.get(path, MAIN_HEADING), help_position_by_path.get(path))
         for path, setting in schema.setting_by_path.items()
         if setting.flag is not None
     ]

@@ -145,7 +145,7 @@ def read_value(label: str, value: Any, value_type: Any, *, secret: bool = False)
     except (ValueError, RecursionError, msgspec.MsgspecError):
         base_type = split_annotated(value_type)[0]
         if isinstance(value, tuple) and get_origin(base_type) is tuple:  # values of a repeated flag
-            for list_item in value:  # show only the wrong one
+            for list_item in value:  # raise the error of the wrong value, so that only this one is shown
                 read_value(label, list_item, get_args(base_type)[0], secret=secret)
         shown_value = "a value that is not shown here" if secret else shorten_repr(str(value) if is_text else value)
         raise ConfigError(f"{label}: got {shown_value}, expected {describe_type(value_type)}") from None

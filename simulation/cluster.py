@@ -36,7 +36,7 @@ Placements = Sequence[tuple[int, int] | Placement]
 class Router:
     """Base class of routing policies under test.
 
-    Methods return (request index, worker number) of the requests to forward now, or a `Placement`.
+    Methods that return `Placements` name the requests to forward now, with their workers.
     """
 
     cluster: Cluster
@@ -63,11 +63,11 @@ class Router:
     def on_blocks_removed(self, worker: int, ids: list[int], now: float) -> None:
         """Handle the event that a worker evicted blocks."""
 
-    def on_blocks_moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
-        """Handle the event that blocks moved to host memory (`down`) or back."""
+    def on_blocks_moved(self, worker: int, ids: list[int], to_host: bool, now: float) -> None:
+        """Handle the event that blocks moved to host memory if `to_host`, else back to the GPU."""
 
     def tick_s(self) -> float | None:
-        """Return the time until `tick` is to be called; None: no call is due."""
+        """Return the seconds until `tick` is to be called; None if no call is due."""
         return None
 
     def tick(self, now: float) -> Placements:

@@ -42,8 +42,8 @@ class Residency(Router):
         self.resident[worker].difference_update(ids)
         self.host_blocks[worker].difference_update(ids)
 
-    def on_blocks_moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
-        (self.host_blocks[worker].update if down else self.host_blocks[worker].difference_update)(ids)
+    def on_blocks_moved(self, worker: int, ids: list[int], to_host: bool, now: float) -> None:
+        (self.host_blocks[worker].update if to_host else self.host_blocks[worker].difference_update)(ids)
 
     def prefix_blocks(self, request: SimRequest) -> list[int]:
         """Cached prefix of each worker in blocks, short of the prompt's last token."""

@@ -90,7 +90,7 @@ class RequestDispatcher:
         self._trace_prefix = os.urandom(6).hex()
         self._trace_count = 0
         self._read_tasks: set[asyncio.Task[None]] = set()
-        """Tasks that read prompts. The event loop has weak references only."""
+        """Tasks that read prompts, kept here because the event loop does not keep tasks from garbage collection."""
 
     def dispatch(self, client: Client, request: HttpRequest, make_exchange: ExchangeFactory) -> None:
         """Read and place a request, now or later.

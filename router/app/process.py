@@ -61,7 +61,7 @@ class RouterProcess:
     """
 
     def __init__(self, config: ProcessConfig, version: str) -> None:
-        """Make all parts, with a running event loop. Raises ConfigError."""
+        """Ask other routers for the index's hash seed, and make all parts, in an event loop. Raises ConfigError."""
         self._config = config
         self._version = version
         self._resources = contextlib.AsyncExitStack()

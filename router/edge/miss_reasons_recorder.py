@@ -130,10 +130,10 @@ class MissReasonsRecorder:
         self._record_end(context, request, self._proxy.now())
 
     def _choose_sampling(self, keys: Sequence[int]) -> Sampling:
-        """Decide whether the requests of a conversation are compared: all of them, or none.
+        """Decide whether all requests of a conversation are compared with the ones before them, or none.
 
-        They are if the conversation belongs to the sampled share, or if a client or an operator watches it.
-        `keys`: digests of the names of the session that started it and of its own.
+        All are if the conversation belongs to the sampled share, or if a client or an operator watches it.
+        `keys`: digest of the name of the session that started the conversation, then of the conversation's own name.
         """
         if keys[0] < self._sampling_threshold:
             return Sampling(is_compared=True, is_sampled=True, has_unknown_history=False)

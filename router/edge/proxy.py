@@ -332,9 +332,9 @@ class Proxy:
     # Timers -------------------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
-        """Expire late requests, and move others away from workers that are lost or stalled: up, but sending nothing.
+        """Expire late requests, move others away from lost and stalled workers, and forget removed workers.
 
-        Called several times a second.
+        Called several times a second. A stalled worker is up but has sent nothing on any stream for a while.
         """
         last_byte_s_by_worker: dict[str, float] = {}
         for exchange in list(self.exchanges.values()):
@@ -345,8 +345,8 @@ class Proxy:
             self._migrate_if_needed(exchange, now)
             last_byte_s, decision = exchange.last_progress_at_s, exchange.context.decision
             if last_byte_s is not None and decision is not None:
-                other_streams_s = last_byte_s_by_worker.get(decision.worker, last_byte_s)
-                last_byte_s_by_worker[decision.worker] = max(last_byte_s, other_streams_s)
+                latest_byte_s = last_byte_s_by_worker.get(decision.worker, last_byte_s)
+                last_byte_s_by_worker[decision.worker] = max(last_byte_s, latest_byte_s)
         self._update_stalled_workers(last_byte_s_by_worker, now)
         self.workers.forget_removed()
 

@@ -70,10 +70,10 @@ class IndexFeed:
         index_bytes_max: int = 8 << 30,
     ) -> None:
         """`report` is called with each fact about a worker, in order, on the thread that learns it."""
-        self._max_streams = streams_max
+        self._streams_max = streams_max
         self._index_bytes_max = index_bytes_max
-        self._blocks_stored_since_measured = 0
-        """Blocks stored since the index was last measured."""
+        self._blocks_since_measurement = 0
+        """Blocks stored since the memory of the index was last measured."""
         self._index = index
         self._report = report
         self._lock = threading.Lock()
@@ -144,7 +144,7 @@ class IndexFeed:
     def count_free_streams(self, worker_id: str) -> int:
         """Return how many streams of this worker can be followed beside those of all other workers."""
         other_streams = (streams for name, streams in self._streams_by_worker.items() if name != worker_id)
-        return self._max_streams - sum(map(len, other_streams))
+        return self._streams_max - sum(map(len, other_streams))
 
     def forget(self, worker_id: str) -> None:
         """Stop listening to a worker."""
@@ -242,8 +242,8 @@ class IndexFeed:
     def make_snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
         """Return the state of a stream for another router; None if this router cannot make it.
 
-        The feed's thread writes the snapshot slice by slice, in turn with other streams, while this thread waits. The
-        wait ends with the result, after SNAPSHOT_S_MAX, or when the stream loses its position by a restart.
+        The caller's thread waits while the feed's thread writes the snapshot slice by slice, in turn with other
+        streams. The wait ends with the result, after SNAPSHOT_S_MAX, or when the stream's publisher restarts.
         """
         streams = self._streams_by_worker.get(worker_id, [])
         if rank >= len(streams) or not self.is_synced(worker_id):
@@ -372,9 +372,9 @@ class IndexFeed:
             stream.stored_since_counted = 0
             if self._count_blocks(stream) > stream.blocks_max:
                 self._drop_blocks(stream, f"more than {stream.blocks_max} blocks, which its cache cannot hold")
-        self._blocks_stored_since_measured += stored_blocks
-        if self._blocks_stored_since_measured >= MEASURE_EVERY:
-            self._blocks_stored_since_measured = 0
+        self._blocks_since_measurement += stored_blocks
+        if self._blocks_since_measurement >= MEASURE_EVERY:
+            self._blocks_since_measurement = 0
             if self._index.stats().memory_bytes > self._index_bytes_max:
                 largest_stream = max(self._stream_by_id.values(), key=self._rank_by_size)
                 self._drop_blocks(largest_stream, "most for its cache, and the index is full (--index-memory)")

@@ -291,7 +291,7 @@ class PeerSockets:
     def follow(self, body: bytes) -> list[str]:
         """Follow exactly the routers in the body of `PUT /peers` and return them.
 
-        Raises RequestError, and then every router that was followed before still is.
+        Raises RequestError; all routers that were followed before are still followed then.
         """
         try:
             endpoints = set(msgspec.json.decode(body, type=PeersBody).peers)

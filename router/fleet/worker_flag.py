@@ -160,7 +160,7 @@ def _make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
 def _check_keys(value_by_key: Mapping[str, str]) -> None:
     """Raise ConfigError for an unknown key, a missing key, or keys that exclude each other.
 
-    A worker has a URL at which it is asked for all else, or else the keys that name its model and its events.
+    A worker with a URL is asked for its model and block size. A worker without one needs `model`, `events` and `id`.
     """
     unknown_key = next((key for key in value_by_key if key not in _KEYS), None)
     if unknown_key is not None:

@@ -62,8 +62,8 @@ def unpack_fingerprints(outline: Outline, indexes: slice = slice(None)) -> Messa
 def classify_difference(old: Outline, new: Outline, common_share: float) -> tuple[DifferenceKind, int | None]:
     """Return how `new` differs from `old`, and the index of the message that differs; None if it is no message.
 
-    `common_share`: share of the old prompt's tokens with which the new prompt begins too. If the digests are equal,
-    the template has dropped reasoning, or the same text was encoded to other tokens.
+    `common_share`: share of the old prompt's tokens with which the new prompt begins too. If no message differs, the
+    template has dropped reasoning from an answer, or the same text was encoded to other tokens.
     """
     if old.tools != new.tools:
         return "tools", None
@@ -80,8 +80,8 @@ def classify_difference(old: Outline, new: Outline, common_share: float) -> tupl
         return "truncated", new_messages.message_count
     if old.options_digest != new.options_digest:
         return "template_flag", None
-    thinking_index = _find_droppable_thoughts(old_messages)
-    return ("re_encoded", None) if thinking_index is None else ("thinking_dropped", thinking_index)
+    reasoning_index = _find_droppable_reasoning(old_messages)
+    return ("re_encoded", None) if reasoning_index is None else ("thinking_dropped", reasoning_index)
 
 
 def is_side_request(old: Outline, new: Outline) -> bool:
@@ -124,7 +124,7 @@ def _find_system_prompt_digest(outline: Outline) -> int | None:
     return first_message.content_digests[0]
 
 
-def _find_droppable_thoughts(messages: MessageFingerprints) -> int | None:
+def _find_droppable_reasoning(messages: MessageFingerprints) -> int | None:
     """Return the first message with reasoning behind the last user message; None if there is none.
 
     Templates keep the reasoning of a turn only until the next user message.

@@ -41,11 +41,11 @@ class AnalyzedPrompt:
     outline: Outline | None
     """Digests of the messages; None for a prompt that is no chat."""
     chunk_keys: Sequence[int] = ()
-    """Digest of the prompt up to the end of each chunk; empty if the session has a name."""
+    """Digest of the prompt up to the end of each chunk; empty if a session's name identifies the conversation."""
     opening_key: int | None = None
-    """Digest of the first message of the user; None if the session has a name.
+    """Digest of the first message of the user; None if a session's name identifies the conversation.
 
-    It tells conversations apart that have a system prompt, and so all of their chunks, in common.
+    It distinguishes conversations with a long common system prompt, which have equal `chunk_keys`.
     """
     is_history_incomplete: bool = False
     """Whether the conversation may have had earlier prompts that were not stored."""
@@ -124,12 +124,12 @@ class PromptHistory:
 
     def find_match(self, prompt: AnalyzedPrompt) -> PromptMatch | None:
         """Return the stored prompt that a new one continues; None if its conversation is unknown."""
-        return self._find_continued(prompt) or self._find_similar(prompt)
+        return self._find_stored_prefix(prompt) or self._find_similar(prompt)
 
-    def _find_continued(self, prompt: AnalyzedPrompt) -> PromptMatch | None:
-        """Return a prompt of the same scope and session with all of which the new prompt begins; usually there is one.
+    def _find_stored_prefix(self, prompt: AnalyzedPrompt) -> PromptMatch | None:
+        """Return a stored prompt of the same scope and conversation that is a prefix of the new prompt, if any is.
 
-        Prompts without a session's name are found by their keys, those of longer beginnings first.
+        In a session without a name, stored prompts are found by their keys, the longest common beginning first.
         """
         session = prompt.route.session
         if session is not None:

@@ -44,7 +44,7 @@ class PickerState:
 
 
 class EnvoyClient(Client, Protocol):
-    """Interface of Envoy as the client of one request; `PickerClient` has it."""
+    """Interface of Envoy as the client of one request, which `PickerClient` implements."""
 
     picker_state: PickerState
     stream: ExtProcStream
@@ -52,7 +52,7 @@ class EnvoyClient(Client, Protocol):
     fairness_id: str
 
     def attach_pick(self, pick: PickExchange) -> None:
-        """Pass Envoy's messages about the answer to `pick`."""
+        """Have `pick` receive the messages that Envoy sends about the answer."""
 
     def send_choice(self, choice: Choice) -> None:
         """Tell Envoy the chosen endpoints."""

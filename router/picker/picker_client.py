@@ -53,7 +53,7 @@ class PickerClient:
     """
 
     def __init__(self, app: PickerApplication, picker_state: PickerState, peer: str) -> None:
-        """`peer`: address of Envoy."""
+        """`peer`: address of the Envoy that sent the request."""
         self._app = app
         self.picker_state = picker_state
         self.peer = peer

@@ -188,7 +188,7 @@ class ConversationCache:
         return len(self._entries)
 
     def find(self, kind: ApiKind, body: bytes, max_matches: int) -> list[BoundaryLocation]:
-        """Find cached boundaries before which a body is equal to the cached one, the furthest first."""
+        """Return boundaries up to which a cached body and this one have equal bytes, the furthest first."""
         matches: list[BoundaryLocation] = []
         compared_prefixes = 0
         keys = self._digest_prefixes(body, len(body))

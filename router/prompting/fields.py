@@ -30,7 +30,7 @@ class FieldSpans(msgspec.Struct):
     span_by_field: dict[str, tuple[int, int]]
     """Field -> (start, end) of its value."""
     content_start: int
-    """Offset after the opening brace."""
+    """Offset of the byte after the opening brace."""
     key_start_by_field: dict[str, int] = {}
     """Field -> start of its name."""
 
@@ -53,11 +53,11 @@ class FieldSpans(msgspec.Struct):
     def _make_removals(self, removed_fields: Collection[str]) -> list[Edit]:
         """Return edits that remove each field and the comma before it, or after it if no field before it stays."""
         names = list(self.span_by_field)
-        first_kept_index = next((i for i, name in enumerate(names) if name not in removed_fields), len(names))
+        first_kept_index = next((i for i, name in enumerate(names) if name not in removed_fields), None)
+        if first_kept_index is None:  # the object becomes empty
+            return [(self.content_start, self.span_by_field[names[-1]][1], b"")] if names else []
         edits: list[Edit] = []
-        if first_kept_index == len(names) > 0:
-            edits.append((self.content_start, self.span_by_field[names[-1]][1], b""))
-        elif first_kept_index:
+        if first_kept_index > 0:
             edits.append((self.content_start, self.key_start_by_field[names[first_kept_index]], b""))
         for previous_name, name in zip(names[first_kept_index:], names[first_kept_index + 1 :]):
             if name in removed_fields:

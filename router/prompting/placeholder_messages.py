@@ -107,9 +107,9 @@ class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
 
 
 class RenderedPlaceholders(msgspec.Struct, frozen=True, eq=False):
-    """Placeholder messages, and the text that the template wrote for them when their boundary was made.
+    """Placeholder messages in place of a cached conversation, and the text that the template rendered from them.
 
-    If the template writes the same text before new messages, nothing before the boundary has changed.
+    If the template renders the same text again in front of new messages, it renders the cached conversation as before.
     """
 
     placeholders: PlaceholderMessages
@@ -119,7 +119,7 @@ class RenderedPlaceholders(msgspec.Struct, frozen=True, eq=False):
     has_late_system: bool
     """Whether the template may write the system text or the tools after the placeholders.
 
-    Then the template is given the real system text and tools, since placeholders for them would show in the new text.
+    Then the template needs the real system text and tools: placeholders of them would show in the text of new messages.
     """
 
     @classmethod

@@ -160,7 +160,7 @@ def read_plain_turn(
 
     For example, the message {"role": "user", "content": " Hi"} has the role "user", the edges (" ", "") and the text
     "Hi". The edges are part of the key, as a template may trim a text. `markers`: strings for which the template
-    searches. The other named arguments are fields of `MemoKey`.
+    searches. The other keyword arguments become fields of the key.
     """
     if not 0 < len(messages) <= TURNS_MAX:
         return None

@@ -40,10 +40,10 @@ _CHUNK_KEY_STEP = 0x9E3779B97F4A7C15
 
 
 class BlockScaledIndex:
-    """Index of a simulation with prompts of block ids, for a core that counts in tokens.
+    """Wrapper of a simulation's index, which takes prompts as block ids, for a core that counts in tokens.
 
-    The inner index takes each block id for one token id in a block of one. So this class multiplies the lengths that
-    the inner index returns by the tokens of a block, and divides those that it is given.
+    The inner index stores each block id as a block of one token. So this class multiplies the lengths that the inner
+    index returns by `block_tokens`, and divides the lengths that are passed to the inner index.
     """
 
     def __init__(self, inner: PrefixIndex, block_tokens: int) -> None:
@@ -51,7 +51,7 @@ class BlockScaledIndex:
         self._block_tokens = block_tokens
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the inner index: most methods have no length that differs."""
+        """Return an attribute of the inner index, as most of its methods use no length in tokens."""
         return getattr(self._inner, name)
 
     def chunk_keys(self, token_ids: Tokens, scope: Scope, chunk_tokens: int) -> list[int]:
@@ -189,9 +189,9 @@ class CoreRouter(Router):
         event = BlockRemoved(list(ids), "CPU" if self.cluster.config.workers[worker].host_blocks else "GPU")
         self.core.index.ingest(self.holders[worker], encode_batch(EventBatch(now, [event])))
 
-    def on_blocks_moved(self, worker: int, ids: list[int], down: bool, now: float) -> None:
-        """Announce blocks that moved to host memory (`down`) or back."""
-        new_medium, old_medium = ("CPU", "GPU") if down else ("GPU", "CPU")
+    def on_blocks_moved(self, worker: int, ids: list[int], to_host: bool, now: float) -> None:
+        """Announce blocks that moved to host memory if `to_host`, else back to the GPU."""
+        new_medium, old_medium = ("CPU", "GPU") if to_host else ("GPU", "CPU")
         stored_event = BlockStored(list(ids), None, [], 0, None, new_medium, None)
         batch = EventBatch(now, [stored_event, BlockRemoved(list(ids), old_medium)])
         self.core.index.ingest(self.holders[worker], encode_batch(batch))

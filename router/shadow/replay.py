@@ -250,16 +250,16 @@ def _list_measured_ttfts(requests: Sequence[ObservedRequest]) -> list[float]:
     return [request.first_token_s - request.arrival_s for request in requests if request.first_token_s is not None]
 
 
-def _sum_measured_totals(requests: Sequence[ObservedRequest], today: ReplayTotals) -> ReplayTotals | None:
+def _sum_measured_totals(requests: Sequence[ObservedRequest], simulated_totals: ReplayTotals) -> ReplayTotals | None:
     """Return the recorded totals, or None if no first token was recorded.
 
-    Requests of which something is unknown count as the mean of the others. A total of which nothing at all is known is
-    that of the simulation of today.
+    A request that lacks a measurement counts as the mean of the others. A total for which no request has a measurement
+    is taken from `simulated_totals`.
     """
     ttfts = _list_measured_ttfts(requests)
     if not ttfts:
         return None
-    totals = msgspec.structs.replace(today, ttft_s=sum(ttfts) * len(requests) / len(ttfts))
+    totals = msgspec.structs.replace(simulated_totals, ttft_s=sum(ttfts) * len(requests) / len(ttfts))
     latencies = [request.end_s - request.arrival_s for request in requests if request.end_s is not None]
     if latencies:
         totals.seconds = sum(latencies) * len(requests) / len(latencies)
@@ -300,8 +300,8 @@ def _list_answer_events(requests: Iterable[ObservedRequest]) -> list[tuple[float
 def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[ObservedEngine]) -> dict[str, StepTimes]:
     """Return the step times of each worker, learned from the recorded answers.
 
-    The router's own tracker of loads learns them: it is told of the arrival, first token and end of each request, in
-    the order of time.
+    The recorded arrivals, first tokens and ends are replayed, in order of time, to the tracker that learns step times
+    in the router.
     """
     tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
     targets = {engine.name: tracker.add_target(engine.name, None, HolderId(i)) for i, engine in enumerate(engines)}
@@ -319,7 +319,7 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
                 cached_tokens=min(request.cached_tokens or 0, request.prompt_tokens),
                 is_streaming=True,
                 now=now,
-                expected_output_tokens=float(request.output_tokens or 0),  # known by now, so nothing is guessed
+                expected_output_tokens=float(request.output_tokens or 0),  # the recorded length in place of an estimate
             )
         elif event is _AnswerEvent.FIRST_TOKEN:
             tracker.record_first_token(in_flight_requests[serial], now)

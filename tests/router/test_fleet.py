@@ -458,7 +458,7 @@ def test_a_worker_without_room_for_its_streams_keeps_what_is_known_of_it(caplog:
             assert core.workers[name].spec == first_spec
             assert core.workers[name].holders == holders
             assert sum("serves" in record.getMessage() for record in caplog.records) == 1
-            feed._max_streams = 2
+            feed._streams_max = 2
             await wait_until(lambda: core.workers[name].spec.cache_view is CacheView.EVENTS)
             assert core.workers[name].spec.cache_tokens == 1600
             assert len(feed.describe_streams(name)["streams"]) == 2
