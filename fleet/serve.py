@@ -144,10 +144,8 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         if "url" in (self._get_worker_settings(replica) or {}):
             unpriced_until_s = now + METRICS_DELAY_S
         else:  # The router reads no metrics of this replica, which is assumed to prefill one request after the other.
-            prefill_ends_s = [
-                sent.unpriced_until_s for sent in self._sent_requests.values() if sent.worker_id == worker_id
-            ]
-            unpriced_until_s = max([now, *prefill_ends_s]) + prefill_s
+            ends_s = [sent.unpriced_until_s for sent in self._sent_requests.values() if sent.worker_id == worker_id]
+            unpriced_until_s = max([now, *ends_s]) + prefill_s
         self._sent_requests[request_id] = _SentRequest(worker_id, prefill_s, unpriced_until_s)
         self._last_sent_s_by_worker[worker_id] = now
 
@@ -163,8 +161,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         return prefill_s_by_worker
 
     def _get_worker_settings(self, replica: RunningReplica) -> Mapping[str, Any] | None:
-        """Return the settings that register the engine of a replica; None if the replica does not report them
-        yet."""
+        """Return the settings that register a replica's engine; None if the replica does not report them yet."""
         stats = replica.routing_stats or {}
         reported_settings, event_metadata = stats.get("blockcast_worker"), stats.get("kv_event_metadata")
         if isinstance(reported_settings, Mapping) and isinstance(reported_settings.get("url"), str):
@@ -191,9 +188,9 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         if self._session is None:
             self._session = aiohttp.ClientSession()
             weakref.finalize(self, _close, self._session, asyncio.get_running_loop())
-        headers = {"Authorization": f"Bearer {self._admin_key}"} | (
-            {"Content-Type": "application/json"} if body else {}
-        )
+        headers = {"Authorization": f"Bearer {self._admin_key}"}
+        if body:
+            headers["Content-Type"] = "application/json"
         return self._session.request(method, self._admin_url + path, data=body, headers=headers)
 
     def _register_if_changed(self, settings_by_worker: dict[str, Mapping[str, Any]]) -> None:
@@ -206,9 +203,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
             return
         self._registered_at_s = now
         self._last_sent_s_by_worker = {
-            worker_id: at_s
-            for worker_id, at_s in self._last_sent_s_by_worker.items()
-            if worker_id in settings_by_worker
+            worker_id: s for worker_id, s in self._last_sent_s_by_worker.items() if worker_id in settings_by_worker
         }
         self._registration_task = asyncio.get_running_loop().create_task(self._register_engines(settings_by_worker))
 
@@ -218,8 +213,8 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
             async with self._send_request("GET", "/workers", None) as response:
                 status_by_worker = parse_workers_page(json.loads(await response.read()))
             workers = [
-                ListedWorker({"send_key": 1, **worker, "id": worker_id})
-                for worker_id, worker in settings_by_worker.items()
+                ListedWorker({"send_key": 1, **settings, "id": worker_id})
+                for worker_id, settings in settings_by_worker.items()
             ]
             for method, path, body in plan_admin_calls(workers, status_by_worker):
                 async with self._send_request(method, path, json.dumps(body).encode() if body else None) as response:

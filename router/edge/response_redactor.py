@@ -19,10 +19,10 @@ REDACTED_KEYS: Final = (
 )  # fmt: skip
 """Internal fields in the answers of engines. `request_id` is not one: it may be the client's."""
 KEY_START_BYTES_MAX: Final = 64
-"""Longest end of a read that may be the beginning of such a key."""
+"""Longest end of a part of an answer that may be the beginning of an internal key."""
 _KEY_START_PATTERN = re.compile(rb'"(?:[a-z_]{0,24}|[a-z_]{1,24}"[ \t]*:?[ \t]*)\Z')
 _KEY_START_ENDS: Final = frozenset(b"%c" % byte for byte in b'"abcdefghijklmnopqrstuvwxyz_: \t')
-"""Last bytes of what `_KEY_START_PATTERN` finds: a whole event ends with none of them."""
+"""Last bytes of the matches of `_KEY_START_PATTERN`: a whole event ends with none of them."""
 _NUMBER: Final = b"0123456789+-.eE"
 _OPENING, _CLOSING, _QUOTE, _BACKSLASH, _SPACE = b"{[", b"}]", ord('"'), ord("\\"), ord(" ")
 
@@ -43,8 +43,7 @@ class ResponseRedactor(msgspec.Struct, eq=False):
     _depth: int = 0
     """Number of open objects and arrays in the value that is being blanked."""
     _is_in_string: bool = False
-    _is_escaped: bool = False
-    """Whether the last byte was a backslash in a string, so that the next one cannot end the string."""
+    _is_escaped: bool = False  # the byte before was a backslash
     _is_in_number: bool = False
 
     def feed(self, content: bytes, *, ends: bool) -> bytes:
@@ -125,10 +124,7 @@ class ResponseRedactor(msgspec.Struct, eq=False):
 
 
 def _end_before_key(data: bytes, start: int) -> int:
-    """Return the position up to which `data` can be forwarded.
-
-    That is its end, unless an internal key may begin there and go on in the next part of the answer.
-    """
+    """Return the end of `data`, or the start of an internal key that may go on in the next part of the answer."""
     key_start = _KEY_START_PATTERN.search(data, max(start, len(data) - KEY_START_BYTES_MAX))
     return len(data) if key_start is None else key_start.start()
 

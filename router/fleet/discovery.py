@@ -408,8 +408,7 @@ class Prober:
                 raise FetchError(f"/query answers {status}")
             return read_bootstrap(status, body, rank_count)
         except (FetchError, DecodeError) as error:
-            has_warned = earlier_facts is not None and not earlier_facts.engine_ids
-            if not has_warned:
+            if earlier_facts is None or earlier_facts.engine_ids:  # else the earlier probe has warned
                 log.warning("worker %s does not name its engines for KV: %s", flag.worker_id, error)
             return () if isinstance(error, DecodeError) or _is_refusal(error) else None
 
