@@ -202,7 +202,7 @@ class Scheduler:
         for entry in self._waiting_queue.sort_started(entry for entry in prefills if entry.seq in self.cache):
             if is_shortest_first:
                 self._admit_waiting(draft, entry)
-            if draft.token_budget >= min_tokens and entry.seq in self.cache:
+            if draft.prefill_budget >= min_tokens and entry.seq in self.cache:
                 self._continue_prefill(entry, draft)
         draft.skipped_count = 0  # this step may compute the prefixes for which requests were skipped
 
@@ -216,7 +216,7 @@ class Scheduler:
     def _find_chunk_end(self, entry: RequestEntry, draft: StepDraft) -> int:
         """Return the end of the next chunk of a prompt, which the step's budget and planned checkpoints bound."""
         seq = entry.seq
-        return self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.token_budget))
+        return self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.prefill_budget))
 
     def _admit_waiting(self, draft: StepDraft, started_entry: RequestEntry | None = None) -> None:
         """Start waiting requests, in the order of the queue, until token budget, running places or memory run out.
@@ -228,7 +228,7 @@ class Scheduler:
         while (
             draft.skipped_count < min(len(waiting_queue), _WAITING_SCAN_MAX)
             and not draft.is_admission_closed
-            and draft.token_budget >= draft.admission_min_tokens
+            and draft.prefill_budget >= draft.admission_min_tokens
             and len(self._requests.running) < self.config.max_num_seqs
         ):
             if started_entry is None:
@@ -275,15 +275,14 @@ class Scheduler:
         """Put the blocks that planned chunks fill into the prefix tree: requests admitted from now on share them."""
         entries, draft.unregistered_entries = draft.unregistered_entries, []
         for entry in entries:
-            if entry in draft.chunk_by_entry:  # the others were preempted meanwhile
-                self.cache.register_full_blocks(entry.seq, draft.chunk_by_entry[entry].end)
+            self.cache.register_full_blocks(entry.seq, draft.chunk_by_entry[entry].end)
 
     def _count_prefill_work(self, draft: StepDraft) -> None:
         """Report the step's prompt tokens to the queue, by which waiting requests age.
 
         If requests wait only because `max_num_seqs` are running, the tokens of a full step are counted.
         """
-        work_tokens = max(0, self.config.max_num_batched_tokens - draft.decode_count - draft.token_budget)
+        work_tokens = max(0, self.config.max_num_batched_tokens - draft.decode_count - draft.prefill_budget)
         if self._waiting_queue and len(self._requests.running) >= self.config.max_num_seqs:
             work_tokens = max(work_tokens, self.config.count_full_prefill_work(draft.decode_count))
         self._waiting_queue.add_work(work_tokens)

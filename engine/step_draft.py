@@ -40,16 +40,16 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step that is being planned. Decodes are added first, then prefills, as long as the token budget lasts."""
+    """A step that is being planned. Decodes are added first, then prefills, as long as their budget lasts."""
 
     chunk_by_entry: dict[RequestEntry, Chunk] = field(default_factory=dict)
     unregistered_entries: list[RequestEntry] = field(default_factory=list)
-    """Requests that fill blocks in this step which are not in the prefix tree yet. They can still be preempted."""
+    """Requests of the chunks that fill blocks which are not in the prefix tree yet. They can still be preempted."""
     decode_count: int = 0
-    token_budget: int = 0
+    prefill_budget: int = 0
     """Prompt tokens that may still be added to the step."""
     admission_min_tokens: int = 1
-    """A waiting request is admitted only while `token_budget` is at least this."""
+    """A waiting request is admitted only while `prefill_budget` is at least this."""
     skipped_count: int = 0
     """Waiting requests that were skipped, because a running sequence is about to compute a prefix of their prompts."""
     requeued_count: int = 0
@@ -60,27 +60,29 @@ class StepDraft:
     """Whether no further waiting request may be admitted."""
 
     def set_budget(self, config: SchedulerConfig) -> None:
-        """Set the token budget of prompts: the step's tokens without those of the decodes, which are all planned.
+        """Set the budget of prompts: the step's tokens without those of the decodes, which are all planned.
 
-        With 2048 tokens a step, 48 decodes and a target of 256 prompt tokens, the budget is 2000. A request is
-        admitted while at least 1745 of these are left, that is, while prompts have less than 256.
+        With 2048 tokens a step, 48 decodes and a target of 256 prompt tokens, the budget is 2000. A request is admitted
+        while prompts have at most 255 of these tokens, that is, while at least 2000 - 255 = 1745 are left.
         """
         self.decode_count = len(self.chunk_by_entry)
-        self.token_budget = config.max_num_batched_tokens - self.decode_count
+        self.prefill_budget = config.max_num_batched_tokens - self.decode_count
         if config.target_prefill_tokens is not None:
-            self.admission_min_tokens = max(1, self.token_budget - config.target_prefill_tokens + 1)
+            self.admission_min_tokens = max(1, self.prefill_budget - config.target_prefill_tokens + 1)
 
     def add(self, entry: RequestEntry, chunk: Chunk) -> None:
         """Add a chunk of a prompt."""
         self.chunk_by_entry[entry] = chunk
-        self.token_budget -= chunk.end - chunk.start
+        self.prefill_budget -= chunk.end - chunk.start
         self.unregistered_entries.append(entry)
 
     def drop(self, entry: RequestEntry) -> None:
-        """Remove the chunk, if there is one, of a request that is preempted."""
+        """Undo `add` for a request that is preempted, if the step has a chunk of it."""
         chunk = self.chunk_by_entry.pop(entry, None)
         if chunk is not None:
-            self.token_budget += chunk.end - chunk.start
+            self.prefill_budget += chunk.end - chunk.start
+        if entry in self.unregistered_entries:
+            self.unregistered_entries.remove(entry)
 
 
 @dataclass(slots=True)

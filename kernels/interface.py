@@ -26,14 +26,14 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """The KV blocks of one attention group inside the pool's buffer, and where each of their parts lies.
+    """Layout of the KV blocks of one attention group in the pool's buffer, which is cut into units of equal size.
 
-    Block b is sub-block `b % blocks_per_unit` of unit `b // blocks_per_unit`; a block is laid out
-    `[layer][K/V][token][kv-head][dim]`. A unit's length is a whole number of token rows.
+    A unit holds blocks of one group, as many as fit. Unit u has the blocks [u * blocks_per_unit, (u + 1) *
+    blocks_per_unit). A block is laid out `[layer][K/V][token][kv-head][dim]`; its rows are [kv-head][dim] of one token.
     """
 
     buffer: Tensor
-    """The pool's buffer as the cache's dtype, one axis: [units * unit_elems]."""
+    """The pool's buffer as the cache's dtype, one axis: [units * elems_per_unit]."""
     elems_per_unit: int
     blocks_per_unit: int
     block_size: int
@@ -56,11 +56,11 @@ class PagedKV:
 
     @property
     def rows_per_layer(self) -> int:
-        """Token rows between the K of one layer and the K of the next; V lies `block_size` rows after K."""
+        """Number of rows of one layer in a block: a K row for each token, then a V row for each."""
         return 2 * self.block_size
 
     def view_rows(self) -> Tensor:
-        """View the whole buffer as token rows: [rows, kv_heads * dim]."""
+        """View the whole buffer as rows: [rows, kv_heads * dim]."""
         return self.buffer.view(-1, self.elems_per_row)
 
     def view_layer(self, layer: int) -> tuple[Tensor, Tensor]:

@@ -64,7 +64,7 @@ class StepLog:
         states: StateCheckpoints | NoStates,
         host_tier: HostTier,
     ) -> None:
-        """Start without steps. All parts belong to one cache, and the log changes them when a step begins or ends."""
+        """Start with no step in flight. The arguments are parts of one `KVCache`, which the log changes."""
         self._block_size = spec.block_size
         self._groups = range(len(spec.groups))
         self._hasher = hasher

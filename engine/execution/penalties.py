@@ -66,7 +66,7 @@ class GatheredRows(NamedTuple):
     """[n, width] int64"""
     output_counts: Tensor
     """[n, width] int32"""
-    used_lengths: Tensor
+    token_counts: Tensor
     """[n, 1] int64: distinct tokens of each row"""
 
 
@@ -120,7 +120,7 @@ class Penalties:
         """[rows, room]: the distinct tokens of each row's sequence, in no order."""
         self._output_counts = torch.zeros(0, INITIAL_ROW_TOKENS, dtype=torch.int32, device=device)
         """[rows, room]: how often the output has each token; 0 if only the prompt has it."""
-        self._used_lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        self._token_counts = torch.zeros(0, dtype=torch.int64, device=device)
         """[rows]: number of distinct tokens of each row."""
 
     def reset_rows(self, rows: Rows[int] | None = None) -> None:
@@ -157,16 +157,16 @@ class Penalties:
         return NewRows(*(copy_to_device(array, self._device) for array in arrays))
 
     def apply(self, logits: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
-        """Apply the penalties to logits [all rows, vocab] fp32, in place."""
-        self._make_room(step.row_count, step.width)
+        """Store the counts of new rows, set `step.gathered`, and penalise logits [all rows, vocab] fp32 in place."""
+        self._enlarge_tables(step.row_count, step.width)
         if step.new_rows is not None:
             self._store_new_rows(step.new_rows)
         step.gathered = self._gather_rows(batch, step.width)
-        token_ids, output_counts, used_lengths = step.gathered
+        token_ids, output_counts, token_counts = step.gathered
         row_logits = logits if batch.logits_rows is None else logits.index_select(0, batch.logits_rows)
         old_logits = row_logits.gather(1, token_ids)
         repeated = torch.where(old_logits > 0, old_logits / batch.repetition, old_logits * batch.repetition)
-        new_logits = torch.where(used_lengths > 0, repeated, old_logits)
+        new_logits = torch.where(token_counts > 0, repeated, old_logits)
         new_logits -= batch.frequency * output_counts + batch.presence * (output_counts > 0)
         row_logits.scatter_(1, token_ids, new_logits)
         if batch.logits_rows is not None:
@@ -182,36 +182,36 @@ class Penalties:
             sampled_tokens = sampled_tokens.index_select(0, batch.logits_rows)
         sampled_token = sampled_tokens[:, None]
         assert step.gathered is not None, "the penalties of this step were not applied"
-        token_ids, output_counts, used_lengths = step.gathered
+        token_ids, output_counts, token_counts = step.gathered
         step.gathered = None
         is_match = token_ids == sampled_token
         # In an empty row the first entry is a token of an earlier sequence.
-        is_present = is_match.any(1, keepdim=True) & (used_lengths > 0)
-        is_next_slot = (torch.arange(step.width, device=self._device) == used_lengths) & ~is_present
+        is_present = is_match.any(1, keepdim=True) & (token_counts > 0)
+        is_next_slot = (torch.arange(step.width, device=self._device) == token_counts) & ~is_present
         token_ids = torch.where(is_next_slot, sampled_token, token_ids)
         output_counts = torch.where(is_next_slot, 1, output_counts + is_match.int())
         self._token_ids[:, : step.width].index_copy_(0, batch.device_table_rows, token_ids)
         self._output_counts[:, : step.width].index_copy_(0, batch.device_table_rows, output_counts)
-        self._used_lengths.index_copy_(0, batch.device_table_rows, (used_lengths + ~is_present)[:, 0])
+        self._token_counts.index_copy_(0, batch.device_table_rows, (token_counts + ~is_present)[:, 0])
 
     def _gather_rows(self, batch: PenaltyRows, width: int) -> GatheredRows:
         """Return the counts of the batch's rows. To write the repeated entries past a row's tokens changes nothing."""
         token_ids = self._token_ids[:, :width].index_select(0, batch.device_table_rows)
         output_counts = self._output_counts[:, :width].index_select(0, batch.device_table_rows)
-        used_lengths = self._used_lengths.index_select(0, batch.device_table_rows)[:, None]
-        is_used = torch.arange(width, device=self._device) < used_lengths
+        token_counts = self._token_counts.index_select(0, batch.device_table_rows)[:, None]
+        is_used = torch.arange(width, device=self._device) < token_counts
         token_ids = torch.where(is_used, token_ids, token_ids[:, :1])
-        return GatheredRows(token_ids, torch.where(is_used, output_counts, output_counts[:, :1]), used_lengths)
+        return GatheredRows(token_ids, torch.where(is_used, output_counts, output_counts[:, :1]), token_counts)
 
     def _store_new_rows(self, new: NewRows) -> None:
         """Write the tokens of rows that this step uses for the first time."""
         self._output_counts[:, 0].index_fill_(0, new.table_rows, 0)  # for empty rows, whose entries all repeat this one
-        self._used_lengths.index_copy_(0, new.table_rows, new.lengths)
+        self._token_counts.index_copy_(0, new.table_rows, new.lengths)
         self._token_ids.index_put_((new.token_rows, new.token_columns), new.token_ids)
         self._output_counts.index_put_((new.token_rows, new.token_columns), new.output_counts.int())
 
-    def _make_room(self, row_count: int, width: int) -> None:
-        """Enlarge the tensors of counts to at least `row_count` rows and `width` tokens in a row."""
+    def _enlarge_tables(self, row_count: int, width: int) -> None:
+        """Enlarge the tables of counts to at least `row_count` rows and `width` tokens in a row."""
         old_rows, old_width = self._token_ids.shape
         if row_count <= old_rows and width <= old_width:
             return
@@ -219,7 +219,7 @@ class Penalties:
         new_width = 0 if width <= old_width else max(old_width, width - old_width)
         self._token_ids = F.pad(self._token_ids, (0, new_width, 0, new_rows))
         self._output_counts = F.pad(self._output_counts, (0, new_width, 0, new_rows))
-        self._used_lengths = F.pad(self._used_lengths, (0, new_rows))
+        self._token_counts = F.pad(self._token_counts, (0, new_rows))
 
 
 def count_penalised_tokens(seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

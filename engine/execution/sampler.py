@@ -101,13 +101,13 @@ class SamplingBatch:
     """One ban for each row with min_tokens and without a constraint."""
     constrained_rows: list[int]
     """Rows with a constrained answer."""
-    penalties: PenaltyRows | None
+    penalty_rows: PenaltyRows | None
     logprobs: LogprobRows | None
 
     @property
     def changes_logits(self) -> bool:
         """Whether the logits of any row may be changed before a draw."""
-        is_changed = self.logit_bias is not None or self.penalties is not None
+        is_changed = self.logit_bias is not None or self.penalty_rows is not None
         return is_changed or bool(self.min_token_bans) or bool(self.constrained_rows)
 
 
@@ -120,7 +120,7 @@ class SamplingInputs:
     """[rows] fp64 in [0, 1): point at which each row's cumulative distribution is inverted in this step."""
     banned_indices: Tensor | None
     """Indices into the flat logits of the tokens that min_tokens bans."""
-    penalties: PenaltyStep | None
+    penalty_step: PenaltyStep | None
     mask_requests: list[MaskRequest]
     """Inputs of the masks of constrained rows."""
     token_masks: Future[TokenMasks] | None = None
@@ -170,7 +170,7 @@ class Sampler:
             batch=batch,
             uniforms=self._make_uniforms(batch, positions) if len(batch.random_rows) else batch.settings.uniforms,
             banned_indices=self._find_banned_indices(batch, positions),
-            penalties=None if batch.penalties is None else self._penalties.prepare(batch.penalties, row_count),
+            penalty_step=None if batch.penalty_rows is None else self._penalties.prepare(batch.penalty_rows, row_count),
             mask_requests=self._make_mask_requests(batch, ends, positions),
         )
 
@@ -222,9 +222,9 @@ class Sampler:
         adjusted_logits = self._adjust_logits(logits, inputs) if batch.changes_logits else logits
         settings = replace(batch.settings, uniforms=inputs.uniforms, has_masked_logits=inputs.token_masks is not None)
         tokens = self._draw(adjusted_logits, settings)
-        if batch.penalties is not None:
-            assert inputs.penalties is not None
-            self._penalties.count_sampled(tokens, batch.penalties, inputs.penalties)
+        if batch.penalty_rows is not None:
+            assert inputs.penalty_step is not None
+            self._penalties.count_sampled(tokens, batch.penalty_rows, inputs.penalty_step)
         return tokens, self._compute_logprobs(logits, tokens, batch)
 
     def _compute_logprobs(self, logits: Tensor, tokens: Tensor, batch: SamplingBatch) -> list[Tensor]:
@@ -255,7 +255,7 @@ class Sampler:
                 if p.min_tokens and p.constraint is None
             ],
             constrained_rows=[i for i, p in enumerate(params) if p.constraint is not None],
-            penalties=make_penalty_rows(sequences, table_rows, self._device),
+            penalty_rows=make_penalty_rows(sequences, table_rows, self._device),
             logprobs=self._find_logprob_rows(params),
         )
 
@@ -335,7 +335,7 @@ class Sampler:
         return params.top_k if 0 < params.top_k < self._vocab_size else 0
 
     def _adjust_logits(self, logits: Tensor, inputs: SamplingInputs) -> Tensor:
-        """Return the logits in fp32 after bias, bans, penalties and masks. The order of these operations matters."""
+        """Return the logits in fp32 after bias, bans, penalties and masks, in vLLM's order of these operations."""
         adjusted_logits = logits.float()
         if adjusted_logits is logits and inputs.batch.logprobs is not None:
             adjusted_logits = logits.clone()  # logprobs are computed from the raw logits
@@ -344,9 +344,9 @@ class Sampler:
             flat_logits.index_add_(0, *batch.logit_bias)
         if inputs.banned_indices is not None:
             flat_logits.index_fill_(0, inputs.banned_indices, float("-inf"))
-        if batch.penalties is not None:
-            assert inputs.penalties is not None
-            self._penalties.apply(adjusted_logits, batch.penalties, inputs.penalties)
+        if batch.penalty_rows is not None:
+            assert inputs.penalty_step is not None
+            self._penalties.apply(adjusted_logits, batch.penalty_rows, inputs.penalty_step)
         if inputs.token_masks is not None:
             assert self._masks is not None
             self._masks.apply(adjusted_logits, inputs.token_masks.result())

@@ -42,19 +42,19 @@ class RoutedMLP:
         hidden_size, num_experts = config.hidden_size, config.num_experts
         self.router_weight = scope.declare_weight("gate.weight", (num_experts, hidden_size))
         self.all_reduce_sum = scope.shard.all_reduce_sum
-        channels = scope.shard.split(config.expert_size, "channels of an expert")
-        channel_count = channels.held_size
+        channel_shard = scope.shard.split(config.expert_size, "channels of an expert")
+        channel_count = channel_shard.held_size  # on this rank
         gate_rows, up_rows = slice(0, channel_count), slice(channel_count, 2 * channel_count)
         gate_up_parts, down_parts = [], []
-        for index in range(num_experts):
-            expert = scope.enter_scope("experts").enter_scope(index)
+        for expert in range(num_experts):
+            expert_scope = scope.enter_scope("experts").enter_scope(expert)
             gate_up_parts += [
-                expert.describe_tensor("gate_proj.weight", (channels, hidden_size), (index, gate_rows)),
-                expert.describe_tensor("up_proj.weight", (channels, hidden_size), (index, up_rows)),
+                expert_scope.describe_tensor("gate_proj.weight", (channel_shard, hidden_size), (expert, gate_rows)),
+                expert_scope.describe_tensor("up_proj.weight", (channel_shard, hidden_size), (expert, up_rows)),
             ]
-            down_parts.append(expert.describe_tensor("down_proj.weight", (hidden_size, channels), (index,)))
+            down_parts.append(expert_scope.describe_tensor("down_proj.weight", (hidden_size, channel_shard), (expert,)))
         self.gate_up_weight = scope.declare_combined((num_experts, 2 * channel_count, hidden_size), gate_up_parts)
-        self.down_weight = scope.declare_combined((num_experts, hidden_size, channels), down_parts)
+        self.down_weight = scope.declare_combined((num_experts, hidden_size, channel_count), down_parts)
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         probabilities = F.linear(x, self.router_weight.tensor).float().softmax(-1)

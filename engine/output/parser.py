@@ -149,27 +149,28 @@ class OutputParser:
 
     # Reasoning --------------------------------------------------------------------------------------------------------
 
-    def _read_reasoning(self, format: ReasoningFormat) -> Steps[None]:
-        """Take the reasoning with its markers, up to its end marker.
+    def _read_reasoning(self, reasoning_format: ReasoningFormat) -> Steps[None]:
+        """Take the reasoning with its markers, up to its end. Takes nothing if the answer begins without reasoning.
 
-        In some formats a tool call ends the reasoning, too. The marker of the call is not taken, so that the call is
-        read afterwards.
+        In some formats a tool call ends the reasoning, too. The call's marker is left to `_read_text`.
         """
         source = self._source
-        if (yield from self._read_open_marker(format)):
+        has_open_marker = yield from self._read_open_marker(reasoning_format)
+        if has_open_marker:
             self._reasoning_state = "inside"
             self._reasoning_has_just_opened = True
         elif self._reasoning_state == "before":
             return
-        call_markers = self._call_format.open_markers if format.ends_at_call and self._call_format is not None else ()
-        end_markers = DelimiterScanner((*format.close_markers, *call_markers))
+        has_call_end = reasoning_format.ends_at_call
+        call_markers = self._call_format.open_markers if has_call_end and self._call_format is not None else ()
+        end_markers = DelimiterScanner((*reasoning_format.close_markers, *call_markers))
         marker = yield from end_markers.take_until(source, self._delta.add_reasoning)
         if not marker:
             self._delta.add_reasoning(source.take_all())
         elif marker not in call_markers:
             source.take(source.position + len(marker))
 
-    def _read_open_marker(self, format: ReasoningFormat) -> Steps[bool]:
+    def _read_open_marker(self, reasoning_format: ReasoningFormat) -> Steps[bool]:
         """Take white space and the marker that opens reasoning. Returns False, and takes nothing, for any other text.
 
         The marker may come in pieces. With "<think>" as the marker, "<thi" is waited for, and "<the" is other text.
@@ -180,11 +181,11 @@ class OutputParser:
             space_chars = len(source.text) - len(text)
             if space_chars > SPACES_MAX:
                 return False
-            for marker in format.open_markers:
+            for marker in reasoning_format.open_markers:
                 if text.startswith(marker):
                     source.take(space_chars + len(marker))
                     return True
-            if not any(marker.startswith(text) for marker in format.open_markers):
+            if not any(marker.startswith(text) for marker in reasoning_format.open_markers):
                 return False
             if not (yield from source.wait_for_more()):
                 return False

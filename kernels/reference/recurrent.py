@@ -104,16 +104,16 @@ def _compute_decays(log_decay: Tensor, is_future: Tensor) -> tuple[Tensor, Tenso
 
 
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: Any) -> Tensor:
-    """Apply linear attention with a state that decays and corrects itself (delta).
+    """Apply the gated delta rule: linear attention with a state that decays, and that moves towards each new value.
 
     q, k: [tokens, key_heads, key_dim], scaled to unit length here; v: [tokens, value_heads, value_dim], value_heads a
     multiple of key_heads; log_decay, rate: [tokens, value_heads]; states: [units, value_heads, key_dim, value_dim],
     updated in place. Returns [tokens, value_heads, value_dim] in v's dtype.
 
-    For each value head, with state S [key_dim, value_dim], q and k of unit length, decay g <= 0 (log) and rate b:
+    For each value head, with state S [key_dim, value_dim], q and k of unit length, g = log_decay <= 0 and b = rate:
         S <- exp(g_t) S;  u_t = b_t (v_t - k_t S);  S <- S + k_t^T u_t;  o_t = q_t S / sqrt(key_dim)
-    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.) The chunked form unrolls the recurrence over a chunk: with
-    a_t the running sum of g, the u_t solve the unit lower triangular system
+    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.) `_scan_delta_chunks` unrolls the recurrence over a chunk:
+    with a_t the running sum of g, the u_t solve the unit lower triangular system
         u_t + b_t sum_{j<t} exp(a_t - a_j) (k_t . k_j) u_j = b_t (v_t - exp(a_t) k_t S_0)
     so that a chunk costs matrix products and one triangular solve.
     """

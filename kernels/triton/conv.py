@@ -95,9 +95,11 @@ def update_tails(
     x_ptr, tails_ptr, starts_ptr, units_ptr, x_token_stride, tails_unit_stride, tails_row_stride, channels, first_seq,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the last WIDTH - 1 inputs of each sequence to its tail. Grid: (sequences, channel blocks).
+    """Replace the tail of each prompt's sequence by its last WIDTH - 1 inputs. Grid: (prompts, channel blocks).
 
-    A sequence with fewer new inputs keeps the end of its old tail.
+    The new tail is the last WIDTH - 1 rows of the old tail with the prompt's inputs after it. x: [tokens, channels].
+    tails: [units, WIDTH - 1, channels]. starts: first token of each sequence, then the end of the last. units: unit of
+    each sequence. The prompts are the sequences from first_seq on.
     """
     seq = first_seq + tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -105,10 +107,10 @@ def update_tails(
     first_token = tl.load(starts_ptr + seq)
     token_count = tl.load(starts_ptr + seq + 1) - first_token
     tail_ptrs = tails_ptr + tl.load(units_ptr + seq).to(tl.int64) * tails_unit_stride + channel
-    for i in tl.static_range(WIDTH - 1):  # row i + count is read before any of the rows after i is written
-        source = token_count + i
-        is_old = channel < tl.where(source < WIDTH - 1, channels, 0)  # all channels or none
-        old_tail = tl.load(tail_ptrs + source * tails_row_stride, mask=is_old, other=0.0)
-        row = (first_token + source - (WIDTH - 1)).to(tl.int64)
-        x = tl.load(x_ptr + row * x_token_stride + channel, mask=mask & (is_old == 0), other=0.0)
+    for i in tl.static_range(WIDTH - 1):
+        source_row = token_count + i  # after row i, so an old row is read before it is overwritten
+        is_old = channel < tl.where(source_row < WIDTH - 1, channels, 0)  # all channels or none
+        old_tail = tl.load(tail_ptrs + source_row * tails_row_stride, mask=is_old, other=0.0)
+        token = (first_token + source_row - (WIDTH - 1)).to(tl.int64)
+        x = tl.load(x_ptr + token * x_token_stride + channel, mask=mask & (is_old == 0), other=0.0)
         tl.store(tail_ptrs + i * tails_row_stride, tl.where(is_old, old_tail, x), mask=mask)

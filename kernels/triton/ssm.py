@@ -63,22 +63,22 @@ def advance_ssm_state(
 
 @triton.jit
 def compute_ssm_scores(
-    b_ptr, c_ptr, starts_ptr, tile_seq_ptr, tile_token_ptr, scores_ptr, b_token_stride, b_group_stride,
+    b_ptr, c_ptr, starts_ptr, chunk_seq_ptr, chunk_token_ptr, scores_ptr, b_token_stride, b_group_stride,
     c_token_stride, c_group_stride, groups,
     STATE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Compute the scores of each chunk of CHUNK tokens: the products c_t . b_j of its tokens t and j.
 
     They say how much token j adds to the output of token t. `scan_ssm_chunks` weighs them with decays, and leaves out
-    those with j > t. All heads of a group share them. The grid is (chunks, groups). `tile_seq` and `tile_token` are the
-    sequence and the first token of each chunk; `starts` has the first token of each sequence, and the end of the last.
-    scores is [tokens t, groups, CHUNK j]. Rows of b and c are read BLOCK columns at a time.
+    those with j > t. All heads of a group share them. The grid is (chunks, groups). chunk_seq, chunk_token: sequence
+    and first token of each chunk. starts: first token of each sequence, then the end of the last. b, c: [tokens,
+    groups, STATE], read BLOCK columns at a time. scores: [tokens t, groups, CHUNK]; j counts from the chunk's start.
     """
-    tile = tl.program_id(0)
+    chunk = tl.program_id(0)
     group = tl.program_id(1)
-    end = tl.load(starts_ptr + tl.load(tile_seq_ptr + tile) + 1)
+    end = tl.load(starts_ptr + tl.load(chunk_seq_ptr + chunk) + 1)
     chunk_offset = tl.arange(0, CHUNK)
-    token = (tl.load(tile_token_ptr + tile) + chunk_offset).to(tl.int64)
+    token = (tl.load(chunk_token_ptr + chunk) + chunk_offset).to(tl.int64)
     is_valid = token < end
     scores = tl.zeros((CHUNK, CHUNK), tl.float32)
     for first_dim in range(0, STATE, BLOCK):
