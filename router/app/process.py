@@ -132,7 +132,7 @@ class RouterProcess:
         proxy.on_end.append(lambda context: tracing.end(context, proxy.now()))
 
     def _make_local_routes(self) -> Routes:
-        """Return the routes that this router answers itself."""
+        """Return the routes that this process answers itself: models, health, metrics, workers and the dashboard."""
         config, pipeline, cluster = self._config, self.pipeline, self.cluster
         proxy, model_names = pipeline.proxy, pipeline.request_reader.model_names
         forwarded_paths = () if isinstance(config, EppConfig) else (*FORWARDED_PATHS, *config.edge.pass_routes)

@@ -113,10 +113,10 @@ class WorkerRegistry:
         """Report workers with a new state. A PROBING worker stays DOWN to others until a request succeeds there."""
         for worker_id, worker in self.workers.items():
             state = WorkerState.DOWN if worker.state is WorkerState.PROBING else worker.state
-            previous = self._announced_states.get(worker_id)
-            if state is not previous:
+            previous_state = self._announced_states.get(worker_id)
+            if state is not previous_state:
                 self._announced_states[worker_id] = state
-                self.on_state_change(worker, previous)
+                self.on_state_change(worker, previous_state)
 
     def record_answer(self, worker_id: str, now: float) -> None:
         """Record that a worker answered a request: its past failures no longer count."""

@@ -67,8 +67,7 @@ def _list_messages(request: RoutingRequest) -> list[Any]:
         messages = source.input if isinstance(source.input, list) else []
     else:
         system_prompt, messages = source.system, source.messages
-    result: list[Any] = msgspec.to_builtins([{"role": "system", "content": system_prompt}, *messages])
-    return result
+    return list(msgspec.to_builtins([{"role": "system", "content": system_prompt}, *messages]))
 
 
 def _iter_parts(value: Any) -> Iterator[Any]:

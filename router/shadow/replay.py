@@ -188,10 +188,9 @@ def _simulate_recorded_placement(
 
 
 def _compute_savings(base: ReplayTotals, today: ReplayTotals, ours: ReplayTotals) -> ReplayTotals:
-    """Return what `router run` would save of the `base` totals.
+    """Return the part of the `base` totals that `router run` would save.
 
-    `base` may be measured, and simulations are not exact. So the share that the simulation of `router run` (`ours`)
-    saves of the simulation of today is taken, and applied to `base`.
+    The share that `ours` saves of `today`, both simulated, is applied to `base`, which may be measured.
     """
     seconds = None
     if base.seconds is not None and today.seconds is not None and ours.seconds is not None:
