@@ -110,13 +110,10 @@ class ActiveRequests:
 
     def take_with_error(self, entry: RequestEntry, message: str, *, is_client_error: bool = False) -> SequenceOutput:
         """Remove a request from the requests by id, and return its last output, an error."""
-        del self._entry_by_id[entry.request_id]
+        request_id, reason = entry.request_id, FinishReason.ERROR
+        del self._entry_by_id[request_id]
         return SequenceOutput(
-            request_id=entry.request_id,
-            token_ids=[],
-            finish_reason=FinishReason.ERROR,
-            error=message,
-            is_client_error=is_client_error,
+            request_id=request_id, token_ids=[], finish_reason=reason, error=message, is_client_error=is_client_error
         )
 
     def append_tokens(self, step: StepInFlight, result: StepResult) -> list[SequenceOutput]:

@@ -64,7 +64,7 @@ def advance_delta_state(
 
 @triton.jit
 def prepare_delta_chunks(
-    q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, starts_ptr, tile_seq_ptr, tile_token_ptr,
+    q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, starts_ptr, chunk_seq_ptr, chunk_token_ptr,
     new_v_ptr, new_k_ptr, inner_ptr, q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
     v_head_stride, heads, scale,
     GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, CHUNK: tl.constexpr, LEVELS: tl.constexpr,
@@ -77,11 +77,11 @@ def prepare_delta_chunks(
     2 ** LEVELS == CHUNK. Rows of q, k and v are read BLOCK columns at a time, because whole rows would take too many
     registers.
     """
-    tile = tl.program_id(0)
+    chunk = tl.program_id(0)
     head = tl.program_id(1)
-    end = tl.load(starts_ptr + tl.load(tile_seq_ptr + tile) + 1)
+    end = tl.load(starts_ptr + tl.load(chunk_seq_ptr + chunk) + 1)
     chunk_offset = tl.arange(0, CHUNK)
-    token = (tl.load(tile_token_ptr + tile) + chunk_offset).to(tl.int64)
+    token = (tl.load(chunk_token_ptr + chunk) + chunk_offset).to(tl.int64)
     is_valid = token < end
     q_ptrs = (q_ptr + token * q_token_stride + head // GROUP * q_head_stride)[:, None]
     k_ptrs = (k_ptr + token * k_token_stride + head // GROUP * k_head_stride)[:, None]
