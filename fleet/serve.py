@@ -99,9 +99,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
             if (settings := self._get_worker_settings(replica)) is not None
         }
         self._register_if_changed(settings_by_worker)
-        price_by_worker: dict[str, _WorkerPrice] = {}
-        if pending_request is not None:
-            price_by_worker = await self._fetch_prices(pending_request)
+        price_by_worker = {} if pending_request is None else await self._fetch_prices(pending_request)
         unpriced_prefill_s_by_worker = self._sum_unpriced_prefill_s()
         in_flight_by_worker = Counter(request.worker_id for request in self._sent_requests.values())
 
