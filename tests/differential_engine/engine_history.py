@@ -20,7 +20,7 @@ from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, SLIDING_WINDOW, CacheSpec, GroupSpec, StateSpec
 from engine.core import EngineCore
 from engine.scheduler import RequestRefusedError, Scheduler, SchedulerConfig
-from engine.types import Chunk, Request, SamplingParams, SequenceOutput, StepPlan, StepResult
+from engine.types import Chunk, Request, SamplingParams, SequenceOutput, StepPlan, StepResult, TokenLogprobs
 from events import Event
 
 DRAIN_STEPS_MAX = 20_000
@@ -258,7 +258,21 @@ def _describe_plan(plan: StepPlan) -> str:
 
 
 def _describe_output(output: SequenceOutput) -> str:
-    return str(msgspec.to_builtins(output))
+    fields = msgspec.to_builtins(output)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (positions := getattr(output, name)) is not None:
+            fields[name] = [None if position is None else _describe_logprobs(position) for position in positions]
+    return str(fields)
+
+
+def _describe_logprobs(position: TokenLogprobs) -> dict[str, object]:
+    """Return the logprobs of a position as in the recorded histories, where the likeliest tokens were not packed."""
+    return {
+        "token_id": position.token_id,
+        "logprob": position.logprob,
+        "rank": position.rank,
+        "top_logprobs": position.top_logprobs,
+    }
 
 
 def play_history(seed: int) -> list[str]:
