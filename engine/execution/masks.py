@@ -224,6 +224,8 @@ def _skip_reasoning(state: _MatcherState, new_tokens: list[int]) -> list[int] | 
     The first token of an answer decides whether it reasons. Until that token comes, `state.is_reasoning` is None.
     """
     constraint = state.constraint
+    if state.failure is not None:
+        return new_tokens  # so that `_finish_mask` reports the failure at once
     if state.is_reasoning is None and new_tokens:
         state.is_reasoning = (
             constraint.reasoning_start_token is None or new_tokens[0] == constraint.reasoning_start_token
