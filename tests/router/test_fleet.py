@@ -383,10 +383,14 @@ def test_a_mooncake_process_that_restarted_unseen_has_its_new_name() -> None:
 
 
 def test_a_mooncake_server_that_is_gone_gives_no_kv_and_one_that_is_slow_keeps_its_names() -> None:
+    async def stay_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer):
+            await reader.read()
+
     async def run() -> None:
         async with aiohttp.ClientSession() as session:
             prober = Prober(session, timeout_s=0.2, kv_dialects=("mooncake",))
-            server = await asyncio.start_server(lambda reader, _: reader.read(), "127.0.0.1", 0)
+            server = await asyncio.start_server(stay_silent, "127.0.0.1", 0)
             port = server.sockets[0].getsockname()[1]
             flag = parse_worker_flag(f"url=http://a:1,kv=mooncake,bootstrap=127.0.0.1:{port}")
             assert await prober._fetch_engine_ids(flag, 1, None) is None
