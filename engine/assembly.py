@@ -178,6 +178,12 @@ def _make_scheduler(config: EngineConfig, executor: Executor, eos_token_ids: fro
             config.max_model_len,
             scheduler.token_limit,
         )
+    if config.enable_prefix_caching and config.block_size >= scheduler.token_limit:
+        log.warning(
+            "--block-size %d: sequences of at most %d tokens fill no block, so no prompt is cached",
+            config.block_size,
+            scheduler.token_limit,
+        )
     return scheduler
 
 

@@ -106,6 +106,15 @@ def test_host_memory_of_a_simulation() -> None:
             assemble(EngineConfig(simulate=json.dumps(spec_fields), host_cache_memory=memory))
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_warned"), [({}, True), ({"enable_prefix_caching": False}, False), ({"block_size": 128}, False)]
+)
+def test_a_block_that_no_sequence_fills_is_warned_of(changes: dict[str, Any], is_warned: bool, caplog: Any) -> None:
+    config = {"simulate": json.dumps(SPEC), "max_model_len": 256, "block_size": 256, **changes}
+    assemble(EngineConfig(**config)).close()
+    assert any("--block-size 256" in record.getMessage() for record in caplog.records) is is_warned
+
+
 def test_sizes_that_would_take_this_machine_are_refused() -> None:
     spec = {**SPEC, "kv_bytes_per_token": 1}
     with pytest.raises(ConfigError, match=r"^--host-cache-memory 1000000000000: 62500000000 blocks; expected at most"):
