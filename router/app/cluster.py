@@ -12,6 +12,7 @@ from typing import Final
 import aiohttp
 import msgspec
 
+from events.sources import resolve_endpoint
 from options.system import raise_file_limit
 from prompts.errors import RequestError
 from router.app.config import ProcessConfig
@@ -106,7 +107,7 @@ class Cluster:
         self.feed.start()
         for endpoint in self._config.bind_events:
             with name_flag_in_errors("--bind-events", endpoint):
-                log.info("publishers may connect to %s", self.feed.bind(endpoint))
+                log.info("publishers may connect to %s", _name_own_host(self.feed.bind(endpoint)))
 
     def connect_peers(self) -> None:
         """Share load with other routers if the operator named any. Raises OSError."""
@@ -121,7 +122,7 @@ class Cluster:
             with name_flag_in_errors("--peer", peer):
                 sockets.connect(peer)
         if sockets.address is not None:
-            log.info("other routers may follow this one's load with --peer %s", sockets.address)
+            log.info("other routers may follow this one's load with --peer %s", _name_own_host(sockets.address))
 
     def follow_workers(self) -> None:
         """Begin to probe the configured workers. Raises ConfigError for a bad workers file."""
@@ -183,6 +184,11 @@ class Cluster:
         log.warning("attempt on %s failed (%s): %s", decision.worker if decision else "?", kind.value, reason)
         if decision is not None and kind is not FailureKind.OVERLOADED:
             self.fleet.check_soon(decision.worker)
+
+
+def _name_own_host(endpoint: str) -> str:
+    """Return a bound address as others can use it: on all interfaces, with the name of this host."""
+    return resolve_endpoint(endpoint, socket.gethostname())
 
 
 def _log_state_change(worker: Worker, previous_state: WorkerState | None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+import socket
 import time
 
 import msgspec
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prompts.errors import RequestError
+from router.app import cluster
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
 from router.decide.load import NO_PEER_LOAD
 from router.decide.messages import Transfer, TransferKind
@@ -238,6 +241,17 @@ def test_over_real_sockets() -> None:
     assert second_targets[1].peer_load.prefills.prefill_s == pytest.approx(targets[1].prefill_queue.own_prefill_s)
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize("host", ["*", "[::]", "0.0.0.0"])
+def test_an_address_on_all_interfaces_is_told_with_the_name_of_the_host(host: str) -> None:
+    sockets = PeerSockets(PeerLoads(tracker()[0], "a"))
+    try:
+        sockets.bind(f"tcp://{host}:*")
+        address = cluster._name_own_host(str(sockets.address))
+        assert re.fullmatch(rf"tcp://{re.escape(socket.gethostname())}:\d+", address)
+    finally:
+        sockets.close()
 
 
 def test_who_is_followed_can_be_said_anew() -> None:
