@@ -18,7 +18,6 @@ class FleetConfig:
     health_s: Annotated[Seconds, Flag("--health-interval"), "Time between two health checks of a worker."] = 2.0
     sources_s: Annotated[Seconds, "Time between two probes of a worker's sources and sizes."] = 10.0
     loads_s: Annotated[Seconds, "Time between two readings of a worker's load in its /metrics."] = 4.0
-    """Doubles up to a minute while the worker reports no load."""
     starting_s: Annotated[Seconds, "Time between two checks of a worker that is down or was never reached."] = 0.5
     starting_s_max: Annotated[Seconds, "The pause before a worker that was never reached doubles up to this."] = 5.0
     failures_to_down: Annotated[int, Meta(ge=1, le=10**9),

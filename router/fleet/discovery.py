@@ -79,9 +79,17 @@ class WorkerFacts:
     """Names of the engine's ranks for Mooncake's transfers; empty: there are none, None: the worker has not told."""
     is_asleep: bool | None = field(default=None, compare=False)
     """Whether the engine sleeps; None: as before, because it does not say."""
+    engine_ids_problem: str = field(default="", compare=False)
+    """Why the worker's server for Mooncake did not name the engines in this probe; empty: it did, or was not asked."""
+    restart_count: int = field(default=0, compare=False)
+    """Restarts of the engine that its event streams had shown when the probe began."""
 
     def is_same_engine(
-        self, served: ModelList, sources: tuple[EventSource, ...], engine_ids: tuple[str, ...] | None
+        self,
+        served: ModelList,
+        sources: tuple[EventSource, ...],
+        engine_ids: tuple[str, ...] | None,
+        restart_count: int = 0,
     ) -> bool:
         """Return whether a later answer of the worker may come from the same start of its engine.
 
@@ -94,7 +102,8 @@ class WorkerFacts:
             for models, roots in ((self.spec.models, self.roots), (served.models, served.roots))
         )
         has_other_ids = None not in (self.engine_ids, engine_ids) and self.engine_ids != engine_ids
-        return (self.spec.engine, models, self.sources) == (served.engine, served_models, sources) and not has_other_ids
+        has_restarted = self.restart_count != restart_count or has_other_ids
+        return (self.spec.engine, models, self.sources) == (served.engine, served_models, sources) and not has_restarted
 
     def without_events(self) -> WorkerFacts:
         """Return the facts of a worker with a cache that is estimated, because its events are not followed."""
@@ -188,6 +197,23 @@ def _is_refusal(error: FetchError) -> bool:
     return isinstance(cause, aiohttp.ClientConnectorError) and isinstance(cause.os_error, ConnectionRefusedError)
 
 
+def _read_engine_ids(
+    bootstrap: asyncio.Future[tuple[int, bytes] | None], rank_count: int
+) -> tuple[tuple[str, ...] | None, str]:
+    """Return the engine ids in the answer of a bootstrap server, one for each rank, and why there are none, if so.
+
+    The ids are empty if nothing listens there or the answer lacks one. They are None if no answer came, or the server
+    was not asked.
+    """
+    try:
+        answer = bootstrap.result()
+        return None if answer is None else read_bootstrap(*answer, rank_count), ""
+    except DecodeError as error:
+        return (), str(error)
+    except FetchError as error:
+        return () if _is_refusal(error) else None, str(error)
+
+
 async def _is_same_host(host: str, worker_host: str) -> bool:
     """Return whether a host is that of a worker: it has the same name, or an IP address in common."""
     if host.lower() == worker_host:
@@ -235,28 +261,37 @@ class Prober:
             return f"/health: {error}"
         return None if status == 200 else f"/health answers {status}"
 
-    async def probe(self, flag: WorkerFlag, earlier_facts: WorkerFacts | None = None) -> WorkerFacts:
+    async def probe(
+        self, flag: WorkerFlag, earlier_facts: WorkerFacts | None = None, restart_count: int = 0
+    ) -> WorkerFacts:
         """Find out a worker's models, event sources and cache size. Raises FetchError, DecodeError.
 
-        `earlier_facts`: result of the previous probe. Its sizes and engine ids are kept for an engine that does not
-        report them now, if the engine is the same one.
+        The questions are asked at once, so a worker that hangs costs one timeout. `earlier_facts`: result of the
+        previous probe. Its sizes and engine ids are kept for an engine that does not report them now, if the engine is
+        the same one. `restart_count`: restarts of the engine that its event streams have shown.
         """
-        served = await self.fetch_models(flag)
-        sources = await self._find_sources(flag, () if earlier_facts is None else earlier_facts.sources)
+        known_sources = () if earlier_facts is None else earlier_facts.sources
+        models = asyncio.ensure_future(self.fetch_models(flag))
+        event_sources = asyncio.ensure_future(self._find_sources(flag, known_sources))
+        bootstrap = asyncio.ensure_future(self._fetch_bootstrap(flag))
+        metrics_page = asyncio.ensure_future(self._fetch_metrics(flag))
+        await asyncio.gather(models, event_sources, bootstrap, metrics_page, return_exceptions=True)
+        served, sources, metrics = models.result(), event_sources.result(), metrics_page.result()
         if flag.reannounces:
             sources = tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
         rank_count = max(1, len(sources))
-        engine_ids = await self._fetch_engine_ids(flag, rank_count, earlier_facts)
-        metrics = await self._fetch_metrics(flag)
+        engine_ids, problem = _read_engine_ids(bootstrap, rank_count)
+        if problem and (earlier_facts is None or not earlier_facts.engine_ids_problem):
+            log.warning("worker %s does not name its engines for KV: %s", flag.worker_id, problem)
         sizes = await self._find_sizes(flag, served.engine, metrics)
         is_asleep = are_ranks_asleep(read_loads(metrics, rank_count))
-        if earlier_facts is not None and earlier_facts.is_same_engine(served, sources, engine_ids):
+        if earlier_facts is not None and earlier_facts.is_same_engine(served, sources, engine_ids, restart_count):
             sizes = earlier_facts.sizes if sizes == UNKNOWN_SIZES else sizes
             engine_ids = earlier_facts.engine_ids if engine_ids is None else engine_ids
         elif is_asleep is None:
             is_asleep = False  # a new engine is awake
         spec = self._make_spec(flag, served, sources, sizes, engine_ids or ())
-        return WorkerFacts(spec, sources, served.roots, sizes, engine_ids, is_asleep)
+        return WorkerFacts(spec, sources, served.roots, sizes, engine_ids, is_asleep, problem, restart_count)
 
     def _make_spec(
         self,
@@ -390,27 +425,19 @@ class Prober:
             self._session, f"{flag.url}{path}", headers=headers, seconds=self._timeout_s, bytes_max=bytes_max
         )
 
-    async def _fetch_engine_ids(
-        self, flag: WorkerFlag, rank_count: int, earlier_facts: WorkerFacts | None
-    ) -> tuple[str, ...] | None:
-        """Return the engine ids that a Mooncake worker's bootstrap server lists, one for each rank.
+    async def _fetch_bootstrap(self, flag: WorkerFlag) -> tuple[int, bytes] | None:
+        """Return the status and the body of a Mooncake worker's `GET /query`, which lists its engines.
 
-        Return an empty tuple if nothing listens there or the answer lacks an id. Return None if no answer comes, or the
-        worker gives no KV through Mooncake.
+        Return None if the worker gives no KV through Mooncake. Raises FetchError.
         """
         may_give_through_mooncake = flag.kv == MOONCAKE and bool(flag.url) and _may_give_kv(flag)
         if not may_give_through_mooncake or MOONCAKE not in self._kv_dialects:
             return None
         url = f"http://{_get_bootstrap_address(flag)}/query"
-        try:
-            status, body = await fetch(self._session, url, seconds=self._timeout_s, bytes_max=BODY_BYTES_MAX)
-            if status != 200 and status not in NOT_OFFERED:
-                raise FetchError(f"/query answers {status}")
-            return read_bootstrap(status, body, rank_count)
-        except (FetchError, DecodeError) as error:
-            if earlier_facts is None or earlier_facts.engine_ids:  # else the earlier probe has warned
-                log.warning("worker %s does not name its engines for KV: %s", flag.worker_id, error)
-            return () if isinstance(error, DecodeError) or _is_refusal(error) else None
+        status, body = await fetch(self._session, url, seconds=self._timeout_s, bytes_max=BODY_BYTES_MAX)
+        if status != 200 and status not in NOT_OFFERED:
+            raise FetchError(f"/query answers {status}")
+        return status, body
 
     async def is_listening(self, host: str, port: int) -> bool | None:
         """Return whether an address accepts connections; None if that is not known, as no answer came in time."""

@@ -36,7 +36,14 @@ class StreamLost(NamedTuple):
     rank: int
 
 
-WorkerFact = CacheCleared | CapacityObserved | StreamLost
+class EngineRestarted(NamedTuple):
+    """The events of a rank come from another process than before."""
+
+    worker_id: str
+    rank: int
+
+
+WorkerFact = CacheCleared | CapacityObserved | StreamLost | EngineRestarted
 
 
 class FactQueue:

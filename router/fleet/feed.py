@@ -25,7 +25,7 @@ from events.feed_sockets import StreamSource
 from events.sources import EventSource
 from events.stream_types import Apply, Clear, DroppedMessages, Gap, Instruction, MalformedMessage, PublisherRestarted
 from router.decide.watchdog import UNREACHABLE_HINT
-from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
+from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
 from router.fleet.worker_stream import ObservedCapacity, StreamCounters, WorkerStream
 from router.index.protocol import DumpTask, HolderId, IngestReport, IngestTask, PrefixIndex
 
@@ -430,6 +430,7 @@ class IndexFeed:
                     stream.count_restart(reason)
                     stream.full_cache = ObservedCapacity()
                     self._report_capacity(stream)
+                    self._report(EngineRestarted(stream.worker_id, stream.rank))
                 case MalformedMessage(reason):
                     stream.counters.malformed += 1
                     stream.record_skipped([reason])
@@ -475,7 +476,8 @@ class IndexFeed:
             self._observe_capacity(stream, report)
         if report.cleared:
             self._report_cleared(stream)
-        stream.record_position(apply, has_all_blocks=apply.seq is None or report.cleared > 0)
+        if stream.record_position(apply, has_all_blocks=apply.seq is None or report.cleared > 0):
+            self._report(EngineRestarted(stream.worker_id, stream.rank))
         if report.stored:
             self._enforce_limits(stream, report.stored)
 

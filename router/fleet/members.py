@@ -24,7 +24,7 @@ from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import Worker, WorkerSpec
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, suggest_remedy
-from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
+from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
 from router.fleet.feed import IndexFeed, PeerSnapshot
 from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
 from router.fleet.peer_snapshots import PeerClient
@@ -44,7 +44,6 @@ TRAFFIC_ONLY_RECOVERY = frozenset(
 RESTART_S = 1.0
 RESTART_S_MAX = 60.0
 """Longest pause after a fault of the router in a worker's task; it doubles from RESTART_S on."""
-LOADS_S_MAX = 60.0
 DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER = 1.0, 0.01
 """Shortest time between two searches for unknown models: the longer of a fixed one and one for each worker."""
 DISCOVERY_WAIT_S_MAX, DISCOVERY_POLL_S = 2.0, 0.02
@@ -80,7 +79,8 @@ class _Member:
     peers_pause_s: float = 0.0
     next_loads_poll_at_s: float = 0.0
     """Time from which the worker may be asked for its load again."""
-    loads_pause_s: float = 0.0
+    engine_restarts: int = 0
+    """Restarts of the worker's engine that its event streams have shown."""
     probed_s: float = -math.inf
     """Time when the worker was last asked for all its facts."""
     lacks_room: bool = False
@@ -210,6 +210,9 @@ class Fleet:
                 self._core.record_cache_capacity(worker_id, rank, tokens)
             case StreamLost(worker_id):
                 self.check_soon(worker_id)
+            case EngineRestarted(worker_id):
+                if worker_id in self._members:
+                    self._members[worker_id].engine_restarts += 1
 
     async def close(self) -> None:
         tasks = [*self._background, *(member.task for member in self._members.values() if member.task is not None)]
@@ -351,9 +354,10 @@ class Fleet:
         member.failures = 0
         if not was_down:
             member.problem = ""
-            await self._poll_models(member)
         if was_down or is_suspected or self._now() - member.probed_s >= self._config.sources_s:
             await self._join(member)
+        else:
+            await self._poll_models(member)
         await self._fetch_missing_snapshots(member)
         if self._now() >= member.next_loads_poll_at_s:
             member.next_loads_poll_at_s = math.inf  # until it is answered, which may take longer than the next check
@@ -375,25 +379,17 @@ class Fleet:
         member.next_peers_poll_at_s = self._now() + member.peers_pause_s
 
     async def _poll_load(self, member: _Member) -> None:
-        """Read the load of a worker's ranks from its `/metrics`, tell the core, and set the time of the next reading.
-
-        The pause until then is `loads_s`. While the worker reports no load it doubles, up to LOADS_S_MAX.
-        """
+        """Read the load of a worker's ranks from its `/metrics` for the core, and set the time of the next reading."""
         worker_id = member.flag.worker_id
         in_flight = self._core.count_in_flight_by_rank(worker_id)
-        is_engine_asleep: bool | None = None  # None: not known, as there was no load
         try:
             loads = await self._prober.fetch_loads(member.flag, len(in_flight))
             self._core.record_engine_load(worker_id, loads, in_flight, self._now())
-            is_engine_asleep = are_ranks_asleep(loads)
-            if is_engine_asleep is not None:
-                self._set_asleep(worker_id, asleep=is_engine_asleep)
+            is_asleep = are_ranks_asleep(loads)
+            if is_asleep is not None:
+                self._set_asleep(worker_id, asleep=is_asleep)
         finally:
-            if is_engine_asleep is None:
-                member.loads_pause_s = _next_pause(member.loads_pause_s, self._config.loads_s, LOADS_S_MAX)
-            else:
-                member.loads_pause_s = 0.0
-            member.next_loads_poll_at_s = self._now() + max(self._config.loads_s, member.loads_pause_s)
+            member.next_loads_poll_at_s = self._now() + self._config.loads_s
 
     def _set_asleep(self, worker_id: str, *, asleep: bool) -> None:
         """Record whether a worker sleeps.
@@ -443,7 +439,7 @@ class Fleet:
         was_down = worker is not None and worker.is_down
         member.probed_s = self._now()
         try:
-            facts = await self._prober.probe(member.flag, known)
+            facts = await self._prober.probe(member.flag, known, member.engine_restarts)
         except (FetchError, DecodeError) as error:
             self._record_failed_probe(member, str(error)[:REASON_CHARS_MAX], was_up=known is not None and not was_down)
             return False

@@ -181,19 +181,24 @@ class WorkerStream:
         else:
             self.counters.snapshots += 1
 
-    def record_position(self, apply: Apply, *, has_all_blocks: bool) -> None:
-        """Record which batch was applied last. `has_all_blocks`: whether the index has all resident blocks with it."""
+    def record_position(self, apply: Apply, *, has_all_blocks: bool) -> bool:
+        """Record which batch was applied last; return whether it shows that a worker came back as another process.
+
+        `has_all_blocks`: whether the index has all resident blocks with it.
+        """
         if has_all_blocks:
             self.complete_from = 0
         elif self.complete_from is None:
             self.complete_from = apply.seq
         if apply.seq is None:
-            return
+            return False
         self.last_seq = apply.seq
         self.position = (apply.seq, digest_payload(apply.payload))
-        if self._is_another_process(*self.position, apply.origin):
-            self.counters.restarts += 1
-            log.info("worker %s rank %d came back as another process", self.worker_id, self.rank)
+        if not self._is_another_process(*self.position, apply.origin):
+            return False
+        self.counters.restarts += 1
+        log.info("worker %s rank %d came back as another process", self.worker_id, self.rank)
+        return True
 
     def count_restart(self, reason: str) -> None:
         """Count and log a restart of the publisher. Two publishers of one topic look like restarts without end."""

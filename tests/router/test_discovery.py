@@ -530,6 +530,36 @@ def test_the_names_of_engines_tell_a_start_from_another(
     assert facts.is_same_engine(served, (), told_ids) is is_same
 
 
+def test_the_questions_of_a_probe_are_asked_at_once() -> None:
+    """A worker that hangs costs one timeout, and not one for each question."""
+    paths = {"/v1/models", "/kv_event_sources", "/query", "/metrics"}
+
+    async def run() -> WorkerFacts:
+        asked_paths, all_are_asked = set[str](), asyncio.Event()
+
+        async def answer(request: web.Request) -> web.Response:
+            asked_paths.add(request.path)
+            if asked_paths == paths:
+                all_are_asked.set()
+            await all_are_asked.wait()
+            bodies = {"/v1/models": MODELS[1], "/query": '{"0": {"engine_id": "a"}}', "/kv_event_sources": source()}
+            return web.Response(text=bodies.get(request.path, ""))
+
+        app = web.Application()
+        app.router.add_get("/{path:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        address = f"127.0.0.1:{runner.addresses[0][1]}"
+        flag = parse_worker_flag(f"url=http://{address},kv=mooncake,bootstrap={address}")
+        async with aiohttp.ClientSession() as session:
+            facts = await Prober(session, timeout_s=20, kv_dialects={"mooncake"}).probe(flag)
+        await runner.cleanup()
+        return facts
+
+    assert asyncio.run(run()).engine_ids == ("a",)
+
+
 def test_a_redirect_is_not_followed() -> None:
     with pytest.raises(DecodeError, match="/v1/models answers 307"):
         probe({"/v1/models": (307, "/elsewhere"), "/elsewhere": MODELS})

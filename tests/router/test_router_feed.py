@@ -19,7 +19,7 @@ from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
 from events.stream_types import PublisherRestarted, StartMode, StreamConfig
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from router.fleet.fact_queue import CacheCleared, CapacityObserved, StreamLost, WorkerFact
+from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
 from router.fleet.feed import IndexFeed
 from router.fleet.worker_stream import EVICTIONS_MIN
 from router.index.protocol import HolderId, Scope
@@ -150,7 +150,9 @@ def test_a_full_index_forgets_who_announced_most_for_its_cache(
     large.close()
 
 
-def test_a_restart_on_the_same_address_forgets_the_old_life(index: ReferenceIndex, feed: IndexFeed) -> None:
+def test_a_restart_on_the_same_address_forgets_the_old_life(
+    index: ReferenceIndex, feed: IndexFeed, reported_facts: list[WorkerFact]
+) -> None:
     pub = publisher()
     source = source_of(pub)
     holder = index.add_holder("m")
@@ -165,6 +167,7 @@ def test_a_restart_on_the_same_address_forgets_the_old_life(index: ReferenceInde
     restarted_pub.publish(block_events(0, 2))
     wait_until(lambda: count_cached_tokens(index, holder) == 8, "the second life")
     assert feed.sum_counters()["a"]["restarts"] >= 1
+    assert any(isinstance(fact, EngineRestarted) for fact in reported_facts)
     restarted_pub.close()
 
 
@@ -259,7 +262,7 @@ def test_a_lost_worker_leaves_the_index_and_comes_back(
 
 @pytest.mark.parametrize("replays", [True, False])
 def test_a_worker_that_died_and_came_back_counts_as_restarted(
-    index: ReferenceIndex, feed: IndexFeed, replays: bool
+    index: ReferenceIndex, feed: IndexFeed, reported_facts: list[WorkerFact], replays: bool
 ) -> None:
     """vLLM has no replay unless its operator asks for it."""
     pub = publisher()
@@ -299,6 +302,7 @@ def test_a_worker_that_died_and_came_back_counts_as_restarted(
     before = feed.sum_counters()["a"]["batches"]
     wait_until(after_another_event(lambda: feed.sum_counters()["a"]["batches"] > before), "it goes on")
     assert feed.sum_counters()["a"]["restarts"] == 2, "each was counted once"
+    assert sum(isinstance(fact, EngineRestarted) for fact in reported_facts) == 2
     pub.close()
 
 
