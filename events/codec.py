@@ -6,6 +6,8 @@ malformed event does not affect the others. Encoding is exact: the bytes are tho
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
 
 from events.event_parser import infer_block_size, parse_event
@@ -30,6 +32,18 @@ _RAW_BATCH_DECODER = msgspec.msgpack.Decoder(_RawBatch)
 def encode_batch(batch: EventBatch) -> bytes:
     """Encode a batch: events become maps with "type" first."""
     return _ENCODER.encode(batch)
+
+
+_BATCH_START = struct.Struct(">BBd")
+"""Begin of a batch: the header of a short array, and its first element, a float64 with its header."""
+
+
+def read_batch_time(payload: bytes) -> float | None:
+    """Return when a batch was made, in seconds since 1970 on the worker's clock; None if it does not begin so."""
+    if len(payload) < _BATCH_START.size:
+        return None
+    array_header, float_header, made_s = _BATCH_START.unpack_from(payload)
+    return made_s if array_header & 0xF0 == 0x90 and float_header == 0xCB else None
 
 
 def decode_batch_rank(payload: bytes) -> int | None:

@@ -123,12 +123,11 @@ class StreamState:
         """
         if not self.is_online:
             return []  # sent before the next connection; replay brings the batch again
-        if self._is_other_publisher(publisher_id):
-            self._silence_began_at = now
-            return self._handle_restart("the publisher has another id", now, seq, payload)
         if seq >= SNAPSHOT_SEQ:
             return [MalformedMessage(f"live message with the reserved seq {seq}")]
         self._silence_began_at = now
+        if self._is_other_publisher(publisher_id):
+            return self._handle_restart("the publisher has another id", now, seq, payload)
         if self._next_seq is not None and seq < self._next_seq:
             return self._handle_old_batch(seq, payload, now)
         if self.phase is not StreamPhase.LIVE:

@@ -45,7 +45,9 @@ def declare_router_metrics() -> list[Metric]:
         prompt_reader=SimpleNamespace(cpu_s=0.0, conversations=ConversationReader(0)),
         worker_pool=SimpleNamespace(cpu_s=0.0, counts={}, waiting_bytes=0),
         fleet=SimpleNamespace(failed_checks={}, list_starting_reasons=dict),
-        feed=SimpleNamespace(sum_counters=dict, events=SimpleNamespace(fault_count=0, ignored_message_count=0)),
+        feed=SimpleNamespace(
+            sum_counters=dict, list_event_lags=dict, events=SimpleNamespace(fault_count=0, ignored_message_count=0)
+        ),
         count_peer_messages=dict,
     )
     return list(build_page_families(sources))

@@ -212,6 +212,8 @@ def _list_worker_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> list
             {row.target: row.queue_s for row in rows}, worker),
         Row("worker_utilisation", "Seconds of prefill sent to the worker, per second.",
             {row.target: row.utilisation for row in rows}, worker),
+        Row("worker_event_lag_seconds", "Seconds from the making of a worker's last batch of events until it counted.",
+            sources.feed.list_event_lags(), worker),
         Row("worker_alarms", "Alarms that are raised for the worker.",
             {row.target: len(row.alarms) for row in rows}, worker),
     ]

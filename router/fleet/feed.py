@@ -276,6 +276,14 @@ class IndexFeed:
                     sums[name] += getattr(stream.counters, name)
         return sums_by_worker
 
+    def list_event_lags(self) -> dict[str, float]:
+        """Return how late the last batch of each worker was applied, in seconds, of several ranks the latest."""
+        return {
+            worker_id: max(lags)
+            for worker_id, streams in list(self._streams_by_worker.items())
+            if (lags := [s.last_event.lag_s for s in streams if s.last_event.lag_s is not None])
+        }
+
     def is_synced(self, worker_id: str) -> bool:
         """Return whether every stream of the worker is connected and has caught up."""
         streams = self._streams_by_worker.get(worker_id, [])
@@ -470,7 +478,7 @@ class IndexFeed:
         if stream.last_seq is None and not stream.is_only_rank:
             stream.record_batch_rank(decode_batch_rank(apply.payload))
         stream.counters.record_batch(len(apply.payload), report)
-        stream.record_origin(apply.origin)
+        stream.record_origin(apply)
         stream.record_skipped(report.malformed)
         if report.removed:  # a cache that has removed nothing may not be full
             self._observe_capacity(stream, report)

@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from events.codec import read_batch_time
 from events.feed_sockets import StreamSource
 from events.sources import EventSource
 from events.stream import StreamState
@@ -90,6 +91,15 @@ class StreamCounters:
 _REPORT_FIELDS = [name for name in IngestReport.__slots__ if name in StreamCounters.__slots__ and name != "malformed"]
 
 
+class AppliedBatch(NamedTuple):
+    """When a batch was applied."""
+
+    at_s: float | None = None
+    """Wall-clock time; None: there was no batch yet."""
+    lag_s: float | None = None
+    """Time from the making of the batch, by the worker's clock, until then; None if the batch does not tell it."""
+
+
 @dataclass(slots=True)
 class WorkerStream:
     """One followed event stream. No `stream_id` is used twice, so a replaced stream is told from its successor."""
@@ -117,8 +127,8 @@ class WorkerStream:
     """`position` when the worker died, until a batch shows whether it is a new process."""
     wrong_rank: int | None = None
     """Data-parallel rank that the batches name, if it is not the one they are followed for."""
-    last_event_s: float | None = None
-    """Wall-clock time at which the last live batch arrived."""
+    last_event: AppliedBatch = field(default_factory=AppliedBatch)
+    """Last live batch."""
     topic: str = field(init=False)
     """Topic under which the worker publishes, as its description or its first message says."""
     stored_since_counted: int = 0
@@ -172,11 +182,12 @@ class WorkerStream:
             )
             self.wrong_rank = batch_rank
 
-    def record_origin(self, origin: Origin) -> None:
-        """Count a batch that was not live, or note when a live one arrived."""
-        if origin is Origin.LIVE:
-            self.last_event_s = time.time()
-        elif origin is Origin.REPLAY:
+    def record_origin(self, apply: Apply) -> None:
+        """Count a batch that was not live, or note when a live one was applied, and how late."""
+        if apply.origin is Origin.LIVE:
+            now_s, made_s = time.time(), read_batch_time(apply.payload)
+            self.last_event = AppliedBatch(now_s, None if made_s is None else now_s - made_s)
+        elif apply.origin is Origin.REPLAY:
             self.counters.replayed += 1
         else:
             self.counters.snapshots += 1
@@ -237,7 +248,8 @@ class WorkerStream:
             "up": self.is_up,
             "phase": state.phase.value if self.is_up and state is not None else "disconnected",
             "last_seq": self.last_seq,
-            "last_event_s": self.last_event_s,
+            "last_event_s": self.last_event.at_s,
+            "last_event_lag_s": self.last_event.lag_s,
             **{name: getattr(self.counters, name) for name in StreamCounters.__slots__},
             "problems": list(self.problems),
             "groups": groups,

@@ -16,6 +16,7 @@ from events import (
     DuplicateBatch,
     Gap,
     Instruction,
+    MalformedMessage,
     Origin,
     PublisherRestarted,
     RequestReplay,
@@ -25,6 +26,7 @@ from events import (
     StreamPhase,
     StreamState,
 )
+from events.frames import END_SEQ, SNAPSHOT_SEQ
 
 steps = st.lists(
     st.one_of(
@@ -345,6 +347,13 @@ def test_another_publisher_id_is_a_restart_whatever_its_seq_is() -> None:
             "the publisher has another id"
         )
         stream.check_invariants()
+
+
+def test_a_reserved_seq_is_malformed_whatever_the_publisher_id_is() -> None:
+    stream = joined_by_snapshot(can_replay=True)
+    for seq in (SNAPSHOT_SEQ, END_SEQ):
+        assert [type(instruction) for instruction in stream.on_live_batch(seq, b"x", 1.0, B)] == [MalformedMessage]
+    assert stream.on_live_batch(5, b"5", 1.1, A) == [Apply(5, b"5", Origin.LIVE)]
 
 
 def test_without_ids_nothing_is_said_about_them() -> None:

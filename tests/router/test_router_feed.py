@@ -14,11 +14,12 @@ import pytest
 import zmq
 from reference import ReferenceIndex
 
+from events.codec import encode_batch
 from events.config import KVEventsConfig
 from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
-from events.stream_types import PublisherRestarted, StartMode, StreamConfig
-from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from events.stream_types import Apply, Origin, PublisherRestarted, StartMode, StreamConfig
+from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
 from router.fleet.feed import IndexFeed
 from router.fleet.worker_stream import EVICTIONS_MIN
@@ -383,6 +384,19 @@ def test_what_cannot_be_read_is_counted_and_shown(index: ReferenceIndex, feed: I
     (row,) = feed.describe_streams("a")["streams"]
     assert row["malformed"] == 2
     assert len(row["problems"]) == 2
+
+
+def test_how_late_a_batch_counted_is_shown(index: ReferenceIndex, feed: IndexFeed) -> None:
+    feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [index.add_holder("m")])
+    (stream_id,) = feed._stream_by_id
+    assert feed.list_event_lags() == {}
+    for seq, (payload, is_known) in enumerate(
+        [(encode_batch(EventBatch(time.time() - 100.0, [])), True), (msgspec.msgpack.encode([1, [], 0]), False)]
+    ):
+        feed.handle(stream_id, Apply(seq, payload, Origin.LIVE), b"")
+        lag_s = feed.describe_streams("a")["streams"][0]["last_event_lag_s"]
+        assert lag_s == (pytest.approx(100.0, abs=30.0) if is_known else None)
+        assert feed.list_event_lags() == ({"a": lag_s} if is_known else {})
 
 
 def test_messages_without_a_sequence_number_are_counted_and_shown(index: ReferenceIndex, feed: IndexFeed) -> None:

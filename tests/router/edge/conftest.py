@@ -141,6 +141,9 @@ class NoFeed:
     def is_synced(self, worker_id: str) -> bool:
         return self.synced is None or worker_id in self.synced
 
+    def list_event_lags(self) -> dict[str, float]:
+        return {}
+
     def sum_counters(self) -> dict[str, dict[str, int]]:
         return {}
 
