@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -39,7 +39,7 @@ from events.frames import (
 from events.loop_thread import LoopThread, SocketPoller
 from events.stream import StreamState
 from events.stream_types import Clear, DroppedMessages, Instruction, MalformedMessage, RequestReplay, RequestSnapshot
-from events.types import DecodeError
+from events.types import DecodeError, EventsError
 
 logger = logging.getLogger(__name__)
 
@@ -73,14 +73,6 @@ class FeedHandler(Protocol):
         """Handle the connection or the loss of the subscription of a stream."""
 
 
-class _UnopenedSource(NamedTuple):
-    """A stream without a socket, because opening it failed; the next try is at `retry_at`."""
-
-    retry_at: float
-    pause_s: float
-    source: StreamSource
-
-
 class EventFeed:
     """Follows any number of streams. All public methods may be called from any thread."""
 
@@ -100,7 +92,6 @@ class EventFeed:
         self._stream_by_id: dict[str, FollowedStream] = {}
         self._busy_streams: set[FollowedStream] = set()
         """Streams with work that waits for the next turn."""
-        self._unopened_source_by_stream_id: dict[str, _UnopenedSource] = {}
         self.ignored_message_count = 0
         """Live messages whose topic belongs to no followed stream."""
         self.fault_count = 0
@@ -200,15 +191,12 @@ class EventFeed:
         for stream in list(self._stream_by_id.values()):
             if stream.retry_at is not None and now >= stream.retry_at:
                 stream.retry_at = None
-                if stream.is_connected:
-                    self._run_guarded(stream, self._on_connected, stream)
+                self._run_guarded(stream, self._on_connected if stream.is_connected else self._reopen, stream)
             elif stream.disconnected_at is not None and now - stream.disconnected_at >= REOPEN_S:
+                stream.disconnected_at = now
                 self._run_guarded(stream, self._reopen, stream)
             elif not stream.is_busy:
                 self._run_guarded(stream, self._apply_stimulus, stream, lambda state: state.on_tick(now))
-        for retry_at, pause_s, source in list(self._unopened_source_by_stream_id.values()):
-            if now >= retry_at:
-                self._run_guarded(None, self._add, source, min(2 * pause_s, MAX_RETRY_S))
 
     def _run_guarded(self, stream: FollowedStream | None, work: Callable[..., object], *args: object) -> None:
         """Run `work`, and do not let an exception end the thread, which follows all streams.
@@ -226,7 +214,7 @@ class EventFeed:
                 self._reset(stream, error)
 
     def _reset(self, stream: FollowedStream, error: Exception) -> None:
-        """Clear what a stream announced after an exception, and follow it again after a pause.
+        """Clear what a stream announced after an exception, and follow it again after a pause, which doubles.
 
         The state of the stream is unknown then, so the handler is told to remove all of its blocks.
         """
@@ -234,44 +222,36 @@ class EventFeed:
         pause_s = min(RETRY_S * 2 ** min(stream.fault_count - 1, 10), MAX_RETRY_S)
         reason = f"{type(error).__name__}: {error}"
         stream_id = stream.source.stream_id
-        logger.error("stream %s begins anew in %g s: %s", stream_id, pause_s, reason, exc_info=stream.fault_count == 1)
+        is_surprising = stream.fault_count == 1 and not isinstance(error, EventsError)
+        logger.error("stream %s begins anew in %g s: %s", stream_id, pause_s, reason, exc_info=is_surprising)
         self._cancel_request(stream)
         self._busy_streams.discard(stream)
         stream.reset(time.monotonic() + pause_s)
         # Each call is guarded by itself, because the handler may be what raised the exception.
         for instruction in (Clear(reason), MalformedMessage(reason)):
             self._run_guarded(None, self._handler.handle, stream_id, instruction, stream.topic)
-        self._run_guarded(None, self._handler.on_connection_changed, stream_id, False)
+        if stream.subscription is not None:
+            self._run_guarded(None, self._handler.on_connection_changed, stream_id, False)
 
-    def _add(self, source: StreamSource, pause_s: float = RETRY_S) -> None:
-        """Follow a stream, in place of one with the same id. If its address is unusable, try again in `pause_s`."""
+    def _add(self, source: StreamSource) -> None:
+        """Follow a stream, in place of one with the same id."""
         self._remove(source.stream_id)
-        stream = FollowedStream(source)
-        try:
-            subscription = StreamSubscription(self._context, stream)
-        except zmq.ZMQError as error:
-            reason = f"cannot subscribe to {source.endpoint!r}: {error}"
-            logger.error("stream %s: %s; tried again in %g s", source.stream_id, reason, pause_s)
-            unopened_source = _UnopenedSource(time.monotonic() + pause_s, pause_s, source)
-            self._unopened_source_by_stream_id[source.stream_id] = unopened_source
-            self._handler.handle(source.stream_id, MalformedMessage(reason), b"")
-            return
-        self._stream_by_id[source.stream_id] = stream
-        self._register(subscription)
+        stream = self._stream_by_id[source.stream_id] = FollowedStream(source)
+        self._run_guarded(stream, self._reopen, stream)
 
     def _reopen(self, stream: FollowedStream) -> None:
-        """Replace the subscription of a stream that has not connected again by itself."""
-        stream.disconnected_at = time.monotonic()
-        old_subscription = self._find_subscription(stream)
-        if old_subscription is None:
-            return  # the publisher connects to a bound socket
-        try:
-            replacement = StreamSubscription(self._context, stream)
-        except zmq.ZMQError as error:
-            logger.error("stream %s: cannot subscribe again: %s", stream.source.stream_id, error)
+        """Subscribe to a stream anew, unless its publisher connects to a bound socket.
+
+        Raises EventsError if the address cannot be used.
+        """
+        if isinstance(stream.subscription, BoundSubscription):
             return
-        self._unregister(old_subscription)
-        self._register(replacement)
+        self._unsubscribe(stream)
+        try:
+            stream.subscription = StreamSubscription(self._context, stream)
+        except zmq.ZMQError as error:
+            raise EventsError(f"cannot subscribe to {stream.source.endpoint!r}: {error}") from error
+        self._register(stream.subscription)
 
     def _register(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
@@ -279,23 +259,20 @@ class EventFeed:
             self._poller.register(socket)
 
     def _remove(self, stream_id: str) -> None:
-        self._unopened_source_by_stream_id.pop(stream_id, None)
         stream = self._stream_by_id.pop(stream_id, None)
         if stream is None:
             return
         self._busy_streams.discard(stream)
         self._cancel_request(stream)
-        subscription = self._find_subscription(stream)
-        if subscription is not None:
-            self._unregister(subscription)
-        for bound_subscription in self._list_bound_subscriptions():
-            bound_subscription.unclaim_topics(stream)
+        self._unsubscribe(stream)
 
-    def _find_subscription(self, stream: FollowedStream) -> StreamSubscription | None:
-        """Return the subscription of a stream; None if its publisher connects to a bound socket."""
-        subscriptions = self._subscription_by_socket.values()
-        stream_subscriptions = (item for item in subscriptions if isinstance(item, StreamSubscription))
-        return next((item for item in stream_subscriptions if item.stream is stream), None)
+    def _unsubscribe(self, stream: FollowedStream) -> None:
+        """Close a stream's own subscription, or make its topic of a bound socket unclaimed."""
+        if isinstance(stream.subscription, BoundSubscription):
+            stream.subscription.unclaim_topics(stream)
+        elif stream.subscription is not None:
+            self._unregister(stream.subscription)
+        stream.subscription = None
 
     def _list_bound_subscriptions(self) -> set[BoundSubscription]:
         subscriptions = list(self._subscription_by_socket.values())  # the caller may be on another thread
@@ -452,6 +429,7 @@ class EventFeed:
             return False  # the topic of no stream, or of a stream that is connected under another topic
         self._remove(source.stream_id)
         stream = self._stream_by_id[source.stream_id] = subscription.stream_by_topic[topic] = FollowedStream(source)
+        stream.subscription = subscription
         subscription.descriptor_by_topic[topic] = subscription.descriptor_by_unclaimed_topic.pop(topic)
         self._run_guarded(stream, self._on_connected, stream)
         return True

@@ -61,6 +61,8 @@ class FollowedStream:
         self.stream_state = self._make_state(source.resume_position)
         self.topic = (source.topic or "").encode()
         """Topic of the last live message; replies of older vLLM carry none."""
+        self.subscription: Subscription | None = None
+        """Subscription on which the live messages come; None if it could not be opened."""
         self.reply_socket: Socket | None = None
         """Socket of the pending request; None if no request is pending."""
         self.request_id = 0
