@@ -6,8 +6,8 @@ A shell: owns the PUB and ROUTER sockets, the thread that serves them and the cl
 * The publisher's thread reads the events of a batch, which may compute them, applies them to the resident set, encodes
   and sends them, and answers replay and snapshot requests.
 
-Invariants: every published batch reaches the resident set, in order, even if it is not sent live. Such a batch is in
-the ring, so that subscribers see a gap and repair it. At most `max_queue_size` batches wait.
+Invariants: every published batch reaches the resident set, in order, even if it is not sent live, because more than
+`max_queue_size` others wait behind it. Such a batch is in the ring, so that subscribers see a gap and repair it.
 """
 
 from __future__ import annotations
@@ -88,8 +88,6 @@ class EventPublisher:
         self._replay_buffer = ReplayBuffer(config.buffer_steps)
         self._unsent_entries: deque[ReplayEntry] = deque()
         """Queue of the batches that are to be applied and sent."""
-        self._resident_lock = threading.Lock()
-        """Guards the resident set and `_last_applied_entry`."""
         self._resident_set = ResidentSet()
         self._last_applied_entry: ReplayEntry | None = None
 
@@ -115,10 +113,7 @@ class EventPublisher:
                 raise RuntimeError("publish after close")
             self._unsent_entries.append(self._replay_buffer.append(now, events, self.dp_rank))
             self.stats.published_batch_count += 1
-            is_overfull = len(self._unsent_entries) > self.config.max_queue_size
             self._wakeup.notify()  # with the lock held, so that the pipe is still open
-        if is_overfull:
-            self._drop_oldest()
 
     def describe_source(self) -> EventSource:
         """Return the entry of this stream in `GET /kv_event_sources`."""
@@ -145,21 +140,6 @@ class EventPublisher:
         self._thread.join()
         self._wakeup.close()
         self._context.term()
-
-    def _drop_oldest(self) -> None:
-        """Apply the oldest queued batch here, without sending it live, as the queue is full.
-
-        Does nothing while the publisher's thread holds the resident set; the queue then exceeds its bound for that
-        moment.
-        """
-        if not self._resident_lock.acquire(blocking=False):
-            return
-        try:
-            if len(self._unsent_entries) > self.config.max_queue_size:
-                self._apply(self._unsent_entries.popleft())
-                self.stats.unsent_batch_count += 1
-        finally:
-            self._resident_lock.release()
 
     # The publisher's thread
 
@@ -200,19 +180,22 @@ class EventPublisher:
         return BUSY_PEERS_WAIT_MS if are_all_peers_busy else 0
 
     def _send_live(self) -> bool:
-        """Send some of the waiting batches; return whether more wait."""
+        """Apply some of the waiting batches and send them, unless too many wait; return whether more wait."""
         for _ in range(LIVE_SLICE):
-            with self._resident_lock:
-                if not self._unsent_entries:
-                    return False
-                entry = self._unsent_entries.popleft()
-                self._apply(entry)
-            payload = entry.encode_payload()
-            self._live_socket.send_multipart([self._topic, entry.seq.to_bytes(8, "big"), payload])
+            if not self._unsent_entries:
+                return False
+            is_overfull = len(self._unsent_entries) > self.config.max_queue_size
+            entry = self._unsent_entries.popleft()
+            self._apply(entry)
+            if is_overfull:
+                self.stats.unsent_batch_count += 1
+            else:
+                payload = entry.encode_payload()
+                self._live_socket.send_multipart([self._topic, entry.seq.to_bytes(8, "big"), payload])
         return bool(self._unsent_entries)
 
     def _apply(self, entry: ReplayEntry) -> None:
-        """Update the resident set. The caller holds its lock."""
+        """Update the resident set."""
         try:
             self._resident_set.apply(entry.read_events())
         except InvariantError as error:
@@ -238,9 +221,8 @@ class EventPublisher:
         now = time.monotonic()
         if start_seq == SNAPSHOT_SEQ:
             self.stats.snapshot_count += 1
-            with self._resident_lock:
-                blocks, last_entry = self._resident_set.list_blocks(), self._last_applied_entry
-            return Reply(identity, iter_snapshot(blocks, last_entry, self.dp_rank, time.time()), now)
+            blocks = self._resident_set.list_blocks()
+            return Reply(identity, iter_snapshot(blocks, self._last_applied_entry, self.dp_rank, time.time()), now)
         self.stats.replay_count += 1
         with self._lock:
             entries = self._replay_buffer.list_entries_from(start_seq)
