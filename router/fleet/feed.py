@@ -79,8 +79,6 @@ class IndexFeed:
         self._lock = threading.Lock()
         self._stream_by_id: dict[str, WorkerStream] = {}
         self._streams_by_worker: dict[str, list[WorkerStream]] = {}
-        self._counters: dict[tuple[str, int], StreamCounters] = {}
-        """Counters by (worker, rank), kept while the worker is followed."""
         self._stream_generation = itertools.count()
         self.events = EventFeed(self)
 
@@ -134,7 +132,7 @@ class IndexFeed:
                 source=source,
                 holder=holder,
                 stream_id=self._make_stream_id(worker_id, rank),
-                counters=self._counters.setdefault((worker_id, rank), StreamCounters()),
+                counters=old_streams[rank].counters if rank < len(old_streams) else StreamCounters(),
                 is_only_rank=len(targets) == 1,
                 blocks_max=blocks_max,
             )
@@ -150,8 +148,6 @@ class IndexFeed:
         """Stop listening to a worker."""
         self._stop_streams(worker_id)
         self._streams_by_worker.pop(worker_id, None)
-        for key in [key for key in self._counters if key[0] == worker_id]:
-            del self._counters[key]
 
     def clear_worker(self, worker_id: str) -> None:
         """Forget a worker's cached blocks, because it gave its memory back and may not have said so.
