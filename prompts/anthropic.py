@@ -307,7 +307,21 @@ def _convert_messages(request: CountRequest, *, merges_system: bool) -> list[Mes
     if merges_system:
         system += "".join(_join_system_texts(turn.content) for turn in request.messages if turn.role == "system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    for turn in request.messages:
+    messages += convert_turns(request.messages, merges_system=merges_system)
+    if not messages:
+        raise RequestError(
+            "messages: none of them says anything, expected a text, a call or a result", param="messages"
+        )
+    return messages
+
+
+def convert_turns(turns: list[MessageTurn], *, merges_system: bool) -> list[Message]:
+    """Return the messages of the chat for some messages of a body, each of which is converted on its own.
+
+    With `merges_system`, system messages are left out.
+    """
+    messages: list[Message] = []
+    for turn in turns:
         if turn.role == "system":
             text = "" if merges_system else _join_system_texts(turn.content)
             if text:
@@ -316,10 +330,6 @@ def _convert_messages(request: CountRequest, *, merges_system: bool) -> list[Mes
             messages.append({"role": turn.role, "content": turn.content})
         else:
             _add_turn(messages, turn.role, turn.content)
-    if not messages:
-        raise RequestError(
-            "messages: none of them says anything, expected a text, a call or a result", param="messages"
-        )
     return messages
 
 

@@ -27,7 +27,7 @@ from router.prompting.placeholder_messages import (
     find_template_markers,
     is_system_message,
 )
-from router.prompting.turn_memo import PlainTurn, TurnMemo, read_plain_turn
+from router.prompting.turn_memo import PlainTurn, TurnMemo, TurnPieces, read_plain_turn
 
 _PLACEHOLDER_TOOLS: Final[list[Message]] = [
     {
@@ -47,13 +47,6 @@ class TemplateInputs(msgspec.Struct, frozen=True, eq=False):
     """First message of the chat, which templates may write late if it is the system's."""
 
 
-class Cut(msgspec.Struct, frozen=True, eq=False):
-    """A place at which a prompt's text may be cut, and the placeholders that stand for the messages before it."""
-
-    position: int
-    rendered: RenderedPlaceholders
-
-
 class BoundaryRenderer:
     """Renders messages of conversations after a boundary, by the template of one tokenizer."""
 
@@ -62,13 +55,6 @@ class BoundaryRenderer:
         self.tokenizer = tokenizer
         self.template: ChatTemplate = tokenizer.chat_template
         self.memo = TurnMemo()
-
-    def find_markers(self, chat: RoutingRequest) -> tuple[str, ...]:
-        """Return the strings for which the template searches message texts."""
-        return find_template_markers(self._select_source(chat))
-
-    def _select_source(self, chat: RoutingRequest) -> str:
-        return self.template.select_source(has_tools=chat.tools is not None)
 
     def render_new(
         self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
@@ -79,12 +65,17 @@ class BoundaryRenderer:
         few plain texts. None if the template refuses the messages, or may have written the text before the boundary in
         another way.
         """
-        render = partial(self.render_after, rendered, inputs)
         turn = None if rendered.has_late_system else self._read_plain_turn(rendered, inputs, messages)
-        text = render(messages) if turn is None else self.memo.fill_or_render(turn, messages, render)
+        pieces = None if turn is None else self.memo.find(turn)
+        if turn is not None and pieces is not None:
+            text: str | None = pieces.fill(turn.texts)
+        else:
+            text = self._render_after(rendered, inputs, messages)
+            if turn is not None and text is not None:
+                pieces = self.memo.add(turn, text, partial(self._render_after, rendered, inputs))
         if text is None or not self.tokenizer.cut_tokens.starts_with_cut(text):
             return None
-        return RenderedMessages(self, rendered, inputs, messages, turn, text)
+        return RenderedMessages(self, rendered, inputs, messages, text, turn, pieces)
 
     def _read_plain_turn(
         self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
@@ -99,39 +90,10 @@ class BoundaryRenderer:
             clock=self.template.read_clock(template_source),
         )
 
-    def cut(
-        self,
-        placeholders: PlaceholderMessages,
-        inputs: TemplateInputs,
-        tail_messages: list[Message],
-        text: str,
-        *,
-        has_late_system: bool,
-    ) -> Cut | None:
-        """Find where the prompt `text` can be cut before its last messages, the tail; None if nowhere.
+    def _select_source(self, chat: RoutingRequest) -> str:
+        return self.template.select_source(has_tools=chat.tools is not None)
 
-        The tail is also rendered after short placeholders. If a prompt `<user>A long question<user>Why?` becomes
-        `<user>qz7vkx<user>Why?`, both end with `<user>Why?`. So the template writes the tail regardless of the texts
-        before it, and the prompt can be cut there. `has_late_system`: whether the template is known to write the system
-        text or the tools after the placeholders, so that the real ones are needed.
-        """
-        short_text = self._render(placeholders, inputs, tail_messages, has_late_system=has_late_system)
-        if short_text is None:
-            return None
-        if not has_late_system and short_text.rfind(SYSTEM_FILLER) > short_text.rfind(FILLER):
-            has_late_system = True
-            short_text = self._render(placeholders, inputs, tail_messages, has_late_system=True) or ""
-        common_chars = _count_common_end(text, short_text)
-        position = self.tokenizer.cut_tokens.find_cut(text, len(text) - common_chars)
-        if position is None:
-            return None
-        placeholder_chars = len(short_text) - (len(text) - position)
-        if placeholder_chars <= 0:
-            return None
-        placeholder_text = short_text[:placeholder_chars]
-        return Cut(position, RenderedPlaceholders.make(placeholders, placeholder_text, has_late_system=has_late_system))
-
-    def render_after(
+    def _render_after(
         self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
     ) -> str | None:
         """Return what the template writes for messages after placeholders.
@@ -143,6 +105,36 @@ class BoundaryRenderer:
             return None
         text = short_text[len(rendered.text) :]
         return None if FILLER in text or SYSTEM_FILLER in text else text
+
+    def cut(self, before: RenderedMessages, count: int) -> RenderedMessages | None:
+        """Cut a text after the first `count` messages, and return the messages after them; None if it cannot be cut.
+
+        These are also rendered after short placeholders for all that is before them. If a prompt `<user>A long
+        question<user>Why?` becomes `<user>qz7vkx<user>Why?`, both end with `<user>Why?`. So the template writes the
+        last messages regardless of the texts before them, and the text can be cut there.
+        """
+        inputs, messages, text = before.inputs, before.messages[count:], before.text
+        markers = find_template_markers(self._select_source(inputs.chat))
+        placeholders = before.rendered.placeholders.extend(before.messages[:count], markers)
+        if placeholders is None:
+            return None
+        has_late_system = before.rendered.has_late_system
+        short_text = self._render(placeholders, inputs, messages, has_late_system=has_late_system)
+        if short_text is None:
+            return None
+        if not has_late_system and short_text.rfind(SYSTEM_FILLER) > short_text.rfind(FILLER):
+            has_late_system = True
+            short_text = self._render(placeholders, inputs, messages, has_late_system=True) or ""
+        common_chars = _count_common_end(text, short_text)
+        position = self.tokenizer.cut_tokens.find_cut(text, len(text) - common_chars)
+        if not position:
+            return None
+        placeholder_chars = len(short_text) - (len(text) - position)
+        if placeholder_chars <= 0:
+            return None
+        placeholder_text = short_text[:placeholder_chars]
+        rendered = RenderedPlaceholders.make(placeholders, placeholder_text, has_late_system=has_late_system)
+        return RenderedMessages(self, rendered, inputs, messages, text[position:])
 
     def _render(
         self,
@@ -172,51 +164,40 @@ class BoundaryRenderer:
 
 
 class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
-    """The new messages of a conversation and their text, which can be cut for the next turn.
+    """The messages of a conversation after a boundary, and their text, which can be cut for the next turn.
 
-    They were rendered after short placeholders that stand for the cached messages before them.
+    If they are not the whole conversation, placeholders stand for the messages before them.
     """
 
     renderer: BoundaryRenderer
     rendered: RenderedPlaceholders
-    """The placeholders of the boundary."""
+    """Placeholders for the messages before these."""
     inputs: TemplateInputs
     messages: list[Message]
-    turn: PlainTurn | None
-    """The messages as the memo takes them; None if it does not."""
     text: str
-    """The prompt's text after the boundary."""
+    """Text of the prompt after the boundary."""
+    turn: PlainTurn | None = None
+    """The messages as the memo takes them; None if it does not."""
+    pieces: TurnPieces | None = None
+    """What the memo knows about the turn."""
 
-    def cut(self, count: int) -> Cut | None:
-        """Find where the text can be cut after the first `count` messages; None if nowhere.
+    def cut(self, count: int) -> RenderedMessages | None:
+        """Return the messages after the first `count`, where the text can be cut; None if it cannot.
 
         The memo keeps the place, so that the next conversation with messages of this kind is cut without a rendering.
         """
-        cut = self._cut_by_memo(count)
+        if self.turn is None or self.pieces is None:
+            return self.renderer.cut(self, count)
+        cut = self.pieces.cuts.get(count)
         if cut is not None:
-            return cut
-        renderer, inputs, rendered = self.renderer, self.inputs, self.rendered
-        placeholders = rendered.placeholders.extend(self.messages[:count], renderer.find_markers(inputs.chat))
-        if placeholders is None:
-            return None
-        cut = renderer.cut(
-            placeholders, inputs, self.messages[count:], self.text, has_late_system=rendered.has_late_system
-        )
-        if cut is not None and self.turn is not None and not cut.rendered.has_late_system:
-            renderer.memo.add_next_placeholders(self.turn.key, count, cut.rendered)
-            tail_turn, tail_text = self.turn.after(count, cut.rendered.digest), self.text[cut.position :]
-            renderer.memo.add(tail_turn, tail_text, partial(renderer.render_after, cut.rendered, inputs))
-        return cut
-
-    def _cut_by_memo(self, count: int) -> Cut | None:
-        memo = self.renderer.memo
-        next_rendered = None if self.turn is None else memo.find_next_placeholders(self.turn.key, count)
-        if self.turn is None or next_rendered is None:
-            return None
-        tail_text = memo.fill(self.turn.after(count, next_rendered.digest))
-        if tail_text is None or not self.text.endswith(tail_text):
-            return None
-        return Cut(len(self.text) - len(tail_text), next_rendered)
+            tail_chars = cut.fixed_chars + sum(map(len, self.turn.texts[count:]))
+            return RenderedMessages(
+                self.renderer, cut.rendered, self.inputs, self.messages[count:], self.text[-tail_chars:]
+            )
+        after = self.renderer.cut(self, count)
+        if after is not None and not after.rendered.has_late_system:
+            self.pieces.add_cut(self.turn.texts, count, len(after.text), after.rendered)
+        return after
 
 
 def _count_common_end(first: str, second: str) -> int:

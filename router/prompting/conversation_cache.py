@@ -64,14 +64,6 @@ class Boundary(msgspec.Struct, frozen=True, eq=False):
     """Messages after it in the body for which it was made."""
 
 
-class OtherInputs(NamedTuple):
-    """Inputs of a chat template besides the messages in the body's array, such as tools and options."""
-
-    digest: bytes
-    system_message_count: int
-    """Messages of the chat that are not from the array: 1 if the body has a system text beside it."""
-
-
 class ChatFields(msgspec.Struct, frozen=True, eq=False):
     """Fields of a chat's body besides its messages, which another body has too if it ends with the same bytes.
 
@@ -114,7 +106,8 @@ class CachedConversation(msgspec.Struct, eq=False):
     kind: ApiKind
     messages_start: int
     """Offset in the body of its array of messages."""
-    other_inputs: OtherInputs
+    inputs_digest: bytes
+    """Digest of the template's inputs besides the messages in the body's array, such as tools and options."""
     first_message: Message
     """The chat's first message, which templates may write late if it is the system's."""
     outline: Outline | None

@@ -11,11 +11,11 @@ import secrets
 from array import array
 from hashlib import blake2b
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from prompts.anthropic import MessagesRequest, depends_on_template
+from prompts.anthropic import MessagesRequest, convert_turns, depends_on_template
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import (
@@ -28,7 +28,7 @@ from prompts.routing import (
 )
 from prompts.schemas import Message
 from prompts.tokenizer import ID_TYPE
-from router.prompting.boundary_rendering import BoundaryRenderer, Cut, RenderedMessages, TemplateInputs
+from router.prompting.boundary_rendering import BoundaryRenderer, RenderedMessages, TemplateInputs
 from router.prompting.conversation_cache import (
     BODY_BYTES_MAX,
     BODY_BYTES_MIN,
@@ -36,11 +36,10 @@ from router.prompting.conversation_cache import (
     Boundary,
     CachedConversation,
     ChatFields,
-    OtherInputs,
 )
 from router.prompting.encode import RenderedPrompt, has_more_objects
 from router.prompting.outline import FINGERPRINT_BYTES, Outline, fingerprint_messages
-from router.prompting.placeholder_messages import PlaceholderMessages, is_system_message
+from router.prompting.placeholder_messages import NO_PLACEHOLDERS, is_system_message
 
 TAIL_BYTES_MAX, TAIL_BRACKETS_MAX = 256 << 10, 2048
 """Largest part of a body that is read after a boundary, so that other requests do not wait."""
@@ -50,6 +49,11 @@ TRAILING_MESSAGES = 3
 """Last messages that a client's next request may change: coding agents mark their last turns for caching."""
 MESSAGES_MIN = 2
 """Fewest messages of a chat before a boundary. The first message without the role `system` is among them."""
+_START = Boundary(
+    body_end=0, message_count=0, token_count=0, char_count=0, rendered=NO_PLACEHOLDERS, starts_turn=False,
+    trailing_count=0,
+)  # fmt: skip
+"""The boundary of a body that was read whole."""
 _SENTINEL_MESSAGE: Message = {"role": "user", "content": secrets.token_hex(16)}
 """Message in a body in place of all messages before a boundary."""
 _SENTINEL_JSON = msgspec.json.encode(_SENTINEL_MESSAGE)
@@ -81,48 +85,51 @@ class _MessagesArray(msgspec.Struct, frozen=True, eq=False):
         return ends
 
 
-class _WholeConversation(msgspec.Struct, frozen=True, eq=False):
-    """A body that was read whole and its prompt, for which a cache entry is to be made."""
-
-    kind: ApiKind
-    body: bytes
-    messages_start: int
-    """Offset in the body of its array of messages."""
-    message_ends: list[int]
-    """Offsets in the body at which its messages end."""
-    inputs: TemplateInputs
-    other_inputs: OtherInputs
-    messages: list[Message]
-    """Messages of the chat that was rendered."""
-    text: str
-    """Text of the prompt."""
-    token_ids: array[int]
-
-    @property
-    def opening_message_count(self) -> int:
-        """Number of messages up to the first that is not the system's."""
-        return 1 + sum(1 for _ in takewhile(is_system_message, self.messages))
-
-
 class _BodyTail(msgspec.Struct, frozen=True, eq=False):
-    """The new part of a body that continues a cached one: its last messages, and what else the template depends on.
+    """The messages of a body after a boundary, and what else the template depends on.
 
-    It begins at a boundary, a place between two messages up to which both bodies are equal.
+    The boundary is a place between two messages up to which the body is equal to a cached one.
     """
 
     request: RoutingRequest
     """The body's request, with a sentinel instead of the cached messages, or without messages."""
     chat: RoutingRequest
     """The chat that is rendered; it differs from `request` in Anthropic's format."""
-    new_messages: list[Message]
+    messages: list[Message]
     """Messages of the chat after the boundary."""
-    other_inputs: OtherInputs
+    inputs_digest: bytes
+    """Digest of the template's inputs besides the messages in the body's array, such as tools and options."""
     messages_array: _MessagesArray
     """The body's array of messages, of which a first one stands for all before the boundary."""
 
     def find_message_ends(self) -> list[int]:
-        """Return the offsets in the body at which the new messages end."""
+        """Return the offsets in the body at which the messages after the boundary end."""
         return self.messages_array.find_message_ends()[1:]
+
+
+class _Cut(NamedTuple):
+    """A place between two messages at which a body and the text of its prompt can be cut for the next turn."""
+
+    rendered: RenderedMessages
+    """Messages and text after a boundary, or of the whole body."""
+    after: RenderedMessages
+    """The last of these messages, which come after the place, and their text."""
+    body_end: int
+    """Offset in the body."""
+    trailing_count: int
+    """Messages of the body after the place."""
+
+    def make_boundary(self, start: Boundary, token_count: int) -> Boundary:
+        """Make the boundary at this place. `start` is the one before `rendered`, and `token_count` its tokens."""
+        return Boundary(
+            body_end=self.body_end,
+            message_count=start.message_count + len(self.rendered.messages) - len(self.after.messages),
+            token_count=token_count,
+            char_count=start.char_count + len(self.rendered.text) - len(self.after.text),
+            rendered=self.after.rendered,
+            starts_turn=self.after.messages[0].get("role") == "user",
+            trailing_count=self.trailing_count,
+        )
 
 
 class Continuation(msgspec.Struct, eq=False):
@@ -152,12 +159,15 @@ class Continuation(msgspec.Struct, eq=False):
         """
         if _depends_on_template(self.tail.request):
             return None
-        return _extend_outline(self.conversation.outline, self.boundary, self.tail.new_messages)
+        return _extend_outline(self.conversation.outline, self.boundary, self.tail.messages)
 
 
 def is_cacheable(kind: ApiKind | None, body_bytes: int) -> bool:
     """Return whether the conversation of a body of this size may be cached."""
     return kind in ("chat", "messages") and BODY_BYTES_MIN <= body_bytes <= BODY_BYTES_MAX
+
+
+# A body that was read whole -------------------------------------------------------------------------------------------
 
 
 def cache_conversation(
@@ -171,24 +181,17 @@ def cache_conversation(
     chat, prompt_ids = prompt.chat, prompt.token_ids
     if chat is None or prompt_ids is None or not chat.messages or not _is_supported(request, chat):
         return None
-    messages = chat.messages
     messages_array = _locate_messages(body)
     if messages_array is None:
         return None
+    messages = chat.messages
     has_system_field = request.kind != "chat" and bool(getattr(request.source, "system", None))
-    other_inputs = _read_other_inputs(renderer.template, chat, int(has_system_field and is_system_message(messages[0])))
-    whole = _WholeConversation(
-        kind=request.kind,
-        body=body,
-        messages_start=messages_array.start,
-        message_ends=messages_array.find_message_ends(),
-        inputs=TemplateInputs(chat, other_inputs.digest, messages[0]),
-        other_inputs=other_inputs,
-        messages=messages,
-        text=prompt.text,
-        token_ids=prompt_ids if isinstance(prompt_ids, array) else array(ID_TYPE, prompt_ids),
+    inputs_digest = _digest_inputs(renderer.template, chat, int(has_system_field and is_system_message(messages[0])))
+    rendered = RenderedMessages(
+        renderer, NO_PLACEHOLDERS, TemplateInputs(chat, inputs_digest, messages[0]), messages, prompt.text
     )
-    boundaries = _make_first_boundaries(whole, renderer)
+    token_ids = prompt_ids if isinstance(prompt_ids, array) else array(ID_TYPE, prompt_ids)
+    boundaries = _make_first_boundaries(request, messages_array.find_message_ends(), rendered, token_ids)
     if not boundaries:
         return None
     chat_fields = None
@@ -198,105 +201,74 @@ def cache_conversation(
     return CachedConversation(
         kind=request.kind,
         messages_start=messages_array.start,
-        other_inputs=other_inputs,
+        inputs_digest=inputs_digest,
         first_message=messages[0],
         outline=_extend_outline(outline, boundaries[-1], []),
         boundaries=boundaries,
-        token_ids=whole.token_ids,
+        token_ids=token_ids,
         chat_fields=chat_fields,
     )
 
 
-def _make_first_boundaries(whole: _WholeConversation, renderer: BoundaryRenderer) -> list[Boundary]:
+def _make_first_boundaries(
+    request: RoutingRequest, message_ends: list[int], rendered: RenderedMessages, token_ids: array[int]
+) -> list[Boundary]:
     """Return the boundaries of a body that was read whole, in ascending order.
 
-    A boundary is a place after a message up to which the next request may be equal. Placeholder messages stand for the
-    messages before it when a later request is rendered.
+    A boundary is a place after a message up to which the next request may be equal. `message_ends` are the offsets in
+    the body at which its messages end. `rendered` has all messages and the text of the prompt, whose ids are
+    `token_ids`.
     """
-    boundaries: list[Boundary] = []
-    messages = whole.messages
-    placeholders = PlaceholderMessages()
-    placeholder_count = 0  # messages of the chat for which the placeholders stand
-    has_late_system = False
-    markers = renderer.find_markers(whole.inputs.chat)
-    for trailing_count in _choose_trailing_counts(whole):
-        message_count = _count_messages_before(whole, trailing_count, renderer.template)
-        message_count_min = max(whole.opening_message_count, MESSAGES_MIN, placeholder_count + 1)
-        if message_count is None or not message_count_min <= message_count < len(messages):
-            continue
-        extended = placeholders.extend(messages[placeholder_count:message_count], markers)
-        if extended is None:  # no placeholder can stand for one of the messages, and later boundaries include it
-            break
-        placeholders, placeholder_count = extended, message_count
-        cut = renderer.cut(
-            placeholders, whole.inputs, messages[message_count:], whole.text, has_late_system=has_late_system
-        )
+    message_count_min = max(1 + sum(1 for _ in takewhile(is_system_message, rendered.messages)), MESSAGES_MIN)
+    boundaries, boundary = list[Boundary](), _START
+    for trailing_count in _choose_trailing_counts(request, message_ends):
+        count_min = max(message_count_min - boundary.message_count, 1)
+        cut = _cut_before_last(request, message_ends, rendered, trailing_count, count_min=count_min)
         if cut is None:
             continue
-        has_late_system = cut.rendered.has_late_system
-        boundary = _make_boundary(whole, message_count, trailing_count, cut, renderer)
-        if boundary is not None:
+        tail_ids = rendered.renderer.tokenizer.encode_array(cut.after.text, add_special_tokens=False)
+        token_count = len(token_ids) - len(tail_ids)
+        if token_ids[token_count:] == tail_ids:
+            boundary, rendered = cut.make_boundary(boundary, token_count), cut.after
             boundaries.append(boundary)
     return boundaries
 
 
-def _make_boundary(
-    whole: _WholeConversation, message_count: int, trailing_count: int, cut: Cut, renderer: BoundaryRenderer
-) -> Boundary | None:
-    """Make the boundary after the first `message_count` messages of a chat, where the text of its prompt can be cut.
-
-    Return None if the text after the cut has other tokens when it is encoded on its own.
-    """
-    tail_ids = renderer.tokenizer.encode_array(whole.text[cut.position :], add_special_tokens=False)
-    token_count = len(whole.token_ids) - len(tail_ids)
-    if whole.token_ids[token_count:] != tail_ids:
-        return None
-    return Boundary(
-        body_end=whole.message_ends[-trailing_count - 1],
-        message_count=message_count,
-        token_count=token_count,
-        char_count=cut.position,
-        rendered=cut.rendered,
-        starts_turn=whole.messages[message_count].get("role") == "user",
-        trailing_count=trailing_count,
-    )
-
-
-def _choose_trailing_counts(whole: _WholeConversation) -> list[int]:
+def _choose_trailing_counts(request: RoutingRequest, message_ends: list[int]) -> list[int]:
     """Choose where the next request can continue this one: return how many last messages are left out, most first.
 
     The next request of a client appends to this one, but may change its last few messages. In a chat, the last question
     and the messages after it may be left out too, as a template may write them otherwise once there is a new question.
     """
-    message_count = len(whole.message_ends)
+    message_count = len(message_ends)
     trailing_counts = {1, TRAILING_MESSAGES}
-    if whole.kind == "chat":  # also a boundary before the last question
-        question_indices = [i for i, message in enumerate(whole.messages) if message.get("role") == "user"]
+    if request.messages is not None:  # also a boundary before the last question
+        question_indices = [i for i, message in enumerate(request.messages) if message.get("role") == "user"]
         trailing_counts.add(message_count - max(question_indices, default=0))
     return sorted((count for count in trailing_counts if 0 < count < message_count), reverse=True)
 
 
-def _count_messages_before(whole: _WholeConversation, trailing_count: int, template: ChatTemplate) -> int | None:
-    """Count the chat's messages that were made from all but the last `trailing_count` messages of the body.
+def _cut_before_last(
+    request: RoutingRequest,
+    message_ends: list[int],
+    rendered: RenderedMessages,
+    trailing_count: int,
+    *,
+    count_min: int = 1,
+) -> _Cut | None:
+    """Cut a body and the text of its prompt before the last `trailing_count` messages of the body.
 
-    Return None if a message of the chat was made from messages on both sides, so that the chat cannot be cut there.
+    Return None if the text cannot be cut there, or if fewer than `count_min` messages of the chat come before.
+    `message_ends` and `rendered` are those of the messages after a boundary, or of all.
     """
-    if whole.kind == "chat":
-        return len(whole.message_ends) - trailing_count
-    body_end = whole.message_ends[-trailing_count - 1]
-    tail = _read_tail(whole.kind, whole.messages_start, body_end, whole.body, template)
-    if tail is None or tail.other_inputs.system_message_count != whole.other_inputs.system_message_count:
+    if trailing_count >= len(message_ends):
         return None
-    return _count_before_tail(whole.messages, tail)
-
-
-def _count_before_tail(messages: list[Message], tail: _BodyTail) -> int | None:
-    """Count the messages of a chat before those of a tail of its body; None if the chat does not end with these.
-
-    In Anthropic's format one message of a body may become several of the chat, or several may become one.
-    """
-    count = len(messages) - len(tail.new_messages)
-    return count if count >= 0 and messages[count:] == tail.new_messages else None
+    after_count = trailing_count
+    if isinstance(request.source, MessagesRequest):  # a message may become several of the chat, or none
+        after_count = len(convert_turns(request.source.messages[-trailing_count:], merges_system=False))
+    count = len(rendered.messages) - after_count
+    after = rendered.cut(count) if after_count and count >= count_min else None
+    return None if after is None else _Cut(rendered, after, message_ends[-trailing_count - 1], trailing_count)
 
 
 def continue_conversation(
@@ -314,92 +286,34 @@ def continue_conversation(
     `further_differs`: the body is known to differ from the cached one before its next boundary.
     """
     tail = _read_chat_tail(conversation, boundary, body, renderer.template) or _read_tail(
-        conversation.kind, conversation.messages_start, boundary.body_end, body, renderer.template
+        conversation, boundary, body, renderer.template
     )
-    if tail is None or not _has_same_inputs(conversation, tail):
+    if tail is None or tail.inputs_digest != conversation.inputs_digest:
         return None
-    inputs = TemplateInputs(tail.chat, tail.other_inputs.digest, conversation.first_message)
-    new_messages = renderer.render_new(boundary.rendered, inputs, tail.new_messages)
-    if new_messages is None:
+    if conversation.kind == "messages" and not tail.messages:
+        return None  # a last message of the assistant would be continued, and a cached one was not the last
+    inputs = TemplateInputs(tail.chat, tail.inputs_digest, conversation.first_message)
+    rendered = renderer.render_new(boundary.rendered, inputs, tail.messages)
+    if rendered is None:
         return None
-    next_boundary = _find_next_boundary(
-        conversation, boundary, tail, new_messages, body, further_differs=further_differs
-    )
-    text, text_ids, next_position = new_messages.text, array(ID_TYPE), 0
-    if next_boundary is not None:  # the text is encoded in two parts to count the tokens before the next boundary
-        next_position = next_boundary.char_count - boundary.char_count
-        text_ids = renderer.tokenizer.encode_array(text[:next_position], add_special_tokens=False)
+    cut = None
+    has_grown = len(body) - boundary.body_end >= max(GROWTH_BYTES_MIN, boundary.body_end // 32)
+    if has_grown and not _depends_on_template(tail.request):
+        trailing_count = _choose_next_trailing_count(conversation, boundary, further_differs=further_differs)
+        cut = _cut_before_last(tail.request, tail.find_message_ends(), rendered, trailing_count)
+    # The text is encoded in two parts to count the tokens before the next boundary.
+    text, after_text = rendered.text, "" if cut is None else cut.after.text
+    text_ids = renderer.tokenizer.encode_array(text[: len(text) - len(after_text)], add_special_tokens=False)
     next_token_count = boundary.token_count + len(text_ids)
-    text_ids += renderer.tokenizer.encode_array(text[next_position:], add_special_tokens=False)
+    if after_text:
+        text_ids += renderer.tokenizer.encode_array(after_text, add_special_tokens=False)
     token_ids = conversation.token_ids[: boundary.token_count + len(text_ids)]  # often the final length: no copy later
     token_ids[boundary.token_count :] = text_ids
     continuation = Continuation(conversation, boundary, tail, token_ids, boundary.char_count + len(text))
-    if next_boundary is not None:
-        next_boundary = msgspec.structs.replace(next_boundary, token_count=next_token_count)
+    if cut is not None:
+        next_boundary = cut.make_boundary(boundary, next_token_count)
         continuation.successor = _make_successor(continuation, next_boundary, body)
     return continuation
-
-
-def _has_same_inputs(conversation: CachedConversation, tail: _BodyTail) -> bool:
-    """Whether a template gets the same tools, options and system text as it got for the cached conversation."""
-    if conversation.kind == "messages" and not tail.new_messages:
-        return False  # a last message of the assistant would be continued, and a cached one was not the last
-    return tail.other_inputs == conversation.other_inputs
-
-
-def _find_next_boundary(
-    conversation: CachedConversation,
-    boundary: Boundary,
-    tail: _BodyTail,
-    new_messages: RenderedMessages,
-    body: bytes,
-    *,
-    further_differs: bool,
-) -> Boundary | None:
-    """Make a boundary near the end of a continued body, at which the next request of the conversation can continue.
-
-    Its number of tokens is not set yet. Return None if the boundary would save little, or if the prompt's text cannot
-    be cut there.
-    """
-    has_grown = len(body) - boundary.body_end >= max(GROWTH_BYTES_MIN, boundary.body_end // 32)
-    if not has_grown or len(tail.new_messages) < 2 or _depends_on_template(tail.request):
-        return None
-    message_ends = tail.find_message_ends()
-    trailing_count = _choose_next_trailing_count(conversation, boundary, further_differs=further_differs)
-    body_message_count = len(message_ends) - trailing_count
-    if body_message_count <= 0:
-        return None
-    body_end = message_ends[body_message_count - 1]
-    new_count: int | None = body_message_count
-    if conversation.kind != "chat":
-        new_count = _count_new_before(conversation, tail, body_end, body, new_messages.renderer.template)
-    if not new_count:
-        return None
-    cut = new_messages.cut(new_count)
-    if cut is None or not cut.position:
-        return None
-    return Boundary(
-        body_end=body_end,
-        message_count=boundary.message_count + new_count,
-        token_count=0,
-        char_count=boundary.char_count + cut.position,
-        rendered=cut.rendered,
-        starts_turn=tail.new_messages[new_count].get("role") == "user",
-        trailing_count=trailing_count,
-    )
-
-
-def _count_new_before(
-    conversation: CachedConversation, tail: _BodyTail, body_end: int, body: bytes, template: ChatTemplate
-) -> int | None:
-    """Count the new messages of a chat that were made from the body up to `body_end`.
-
-    Return None if a message was made from both sides of that place, so that the chat cannot be cut there.
-    """
-    last_tail = _read_tail(conversation.kind, conversation.messages_start, body_end, body, template)
-    if last_tail is None or not _has_same_inputs(conversation, last_tail):
-        return None
-    return _count_before_tail(tail.new_messages, last_tail)
 
 
 def _choose_next_trailing_count(conversation: CachedConversation, boundary: Boundary, *, further_differs: bool) -> int:
@@ -428,7 +342,7 @@ def _make_successor(continuation: Continuation, next_boundary: Boundary, body: b
         fields = ChatFields.make(tail.chat, body, tail.messages_array.end, keeps_messages_as_sent=as_sent)
     return msgspec.structs.replace(
         conversation,
-        outline=_extend_outline(conversation.outline, boundary, tail.new_messages[:new_count]),
+        outline=_extend_outline(conversation.outline, boundary, tail.messages[:new_count]),
         boundaries=[*boundaries, next_boundary],
         token_ids=continuation.token_ids,
         chat_fields=fields,
@@ -443,8 +357,8 @@ def _extend_outline(outline: Outline | None, boundary: Boundary, new_messages: l
     return outline._replace(messages=cached_fingerprints + fingerprint_messages(new_messages))
 
 
-def _read_other_inputs(template: ChatTemplate, chat: RoutingRequest, system_message_count: int) -> OtherInputs:
-    """Return all inputs of a template but the messages of the body's array, as a digest.
+def _digest_inputs(template: ChatTemplate, chat: RoutingRequest, system_message_count: int) -> bytes:
+    """Digest all inputs of a template but the messages of the body's array, such as tools and options.
 
     The first `system_message_count` messages of the chat are not from that array.
     """
@@ -452,7 +366,7 @@ def _read_other_inputs(template: ChatTemplate, chat: RoutingRequest, system_mess
         chat.tools, chat.documents, chat.chat_template_kwargs, chat.reasoning_effort, chat.add_generation_prompt,
         template.keeps_messages_as_sent, (chat.messages or [])[:system_message_count],
     )  # fmt: skip
-    return OtherInputs(blake2b(msgspec.json.encode(inputs), digest_size=16).digest(), system_message_count)
+    return blake2b(msgspec.json.encode(inputs), digest_size=16).digest()
 
 
 def _is_supported(request: RoutingRequest, chat: RoutingRequest) -> bool:
@@ -498,26 +412,27 @@ def _read_chat_tail(
     return _BodyTail(
         request=fields.request,
         chat=fields.request,
-        new_messages=messages[1:],
-        other_inputs=conversation.other_inputs,
+        messages=messages[1:],
+        inputs_digest=conversation.inputs_digest,
         messages_array=_MessagesArray(start - len(array_start), array_json),
     )
 
 
 def _read_tail(
-    kind: ApiKind, messages_start: int, prefix_end: int, body: bytes, template: ChatTemplate
+    conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
 ) -> _BodyTail | None:
-    """Read a body without its messages before `prefix_end`, in whose place it gets a sentinel message.
+    """Read a body without its messages before a boundary, in whose place it gets a sentinel message.
 
     None if the rest is too large, or if its chat depends on more than the text of its messages.
     """
+    messages_start, prefix_end = conversation.messages_start, boundary.body_end
     if messages_start + len(body) - prefix_end > TAIL_BYTES_MAX:
         return None
     short_body = b"%b%b%b" % (body[: messages_start + 1], _SENTINEL_JSON, body[prefix_end:])
     if has_more_objects(short_body, TAIL_BRACKETS_MAX):
         return None
     try:
-        request = parse_routing_of_kind(kind, short_body)
+        request = parse_routing_of_kind(conversation.kind, short_body)
         chat = request if request.source is None else convert_source_to_chat(request, template)
         messages_array = _locate_messages(short_body, messages_start)
     except RequestError:
@@ -533,8 +448,8 @@ def _read_tail(
     return _BodyTail(
         request=request,
         chat=chat,
-        new_messages=messages[system_message_count + 1 :],
-        other_inputs=_read_other_inputs(template, chat, system_message_count),
+        messages=messages[system_message_count + 1 :],
+        inputs_digest=_digest_inputs(template, chat, system_message_count),
         messages_array=_MessagesArray(messages_array.start + removed_bytes, messages_array.json),
     )
 

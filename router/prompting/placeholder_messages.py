@@ -128,6 +128,10 @@ class RenderedPlaceholders(msgspec.Struct, frozen=True, eq=False):
         return cls(placeholders, text, digest, has_late_system)
 
 
+NO_PLACEHOLDERS: Final = RenderedPlaceholders(PlaceholderMessages(), "", 0, has_late_system=False)
+"""Placeholders before a whole conversation."""
+
+
 @lru_cache(maxsize=64)
 def find_template_markers(template_source: str) -> tuple[str, ...]:
     """Return the strings for which a template searches message texts, such as `</think>`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -19,62 +20,82 @@ from prompts.schemas import Message
 from router.prompting.placeholder_messages import RenderedPlaceholders
 
 ENTRIES_MAX = 1024
-"""Entries of each kind; all are dropped when there are more."""
+"""Most entries; all are dropped when there are more."""
 TURNS_MAX = 8
 """Most messages of a `PlainTurn`."""
 _CHARS_MAX = 1 << 16
 EDGE_CHARS_MAX = 16
 """Most characters of white space at one end of a message's text."""
 
-Edges = tuple[str, str]
-"""White space before and after the text of a message."""
+
+class MessageFrame(NamedTuple):
+    """Role of a message, and the white space at both ends of its text, which a template may trim."""
+
+    role: str
+    space_before: str
+    space_after: str
 
 
-class MemoKey(msgspec.Struct, frozen=True):
+class TurnKey(msgspec.Struct, frozen=True):
     """Everything by which a template decides what it writes around the texts of new messages."""
 
     prefix_digest: int
     """Digest of the placeholders before the messages (`RenderedPlaceholders.digest`)."""
     inputs_digest: bytes
     """Digest of the template's inputs besides messages."""
-    roles: tuple[str, ...]
-    edges: tuple[Edges, ...]
+    frames: tuple[MessageFrame, ...]
     clock: tuple[str, ...]
     """Date and time as the template writes them."""
 
 
-class PlainTurn(msgspec.Struct, frozen=True, eq=False):
+class PlainTurn(NamedTuple):
     """New messages that are each a role and a text, with the key under which the memo knows them."""
 
-    key: MemoKey
+    key: TurnKey
     texts: list[str]
-    """Text of each message, without the white space at its edges."""
-
-    def after(self, count: int, prefix_digest: int) -> PlainTurn:
-        """Return the messages after the first `count`, after the placeholders of this digest."""
-        key = self.key
-        tail_key = MemoKey(prefix_digest, key.inputs_digest, key.roles[count:], key.edges[count:], key.clock)
-        return PlainTurn(tail_key, self.texts[count:])
+    """Text of each message, without the white space at its ends."""
 
 
-class _TurnPieces(msgspec.Struct, frozen=True, eq=False):
+class TurnPieces(msgspec.Struct, frozen=True, eq=False):
     """Pieces of text that a template writes before, between and after the texts of new messages.
 
-    For example, a template writes a user's question as `<user>`, the question and `</user>`. The pieces are `<user>`
-    and `</user>`, and between them comes the text with index 0.
+    For example, a template writes a question as `<user>`, its text and `</user>`: the pieces are `<user>` and
+    `</user>`.
     """
 
     pieces: tuple[str, ...]
-    text_indices: tuple[int, ...]
-    """Index of the text that follows each piece but the last."""
+    """One piece more than there are texts."""
+    cuts: dict[int, PieceCut]
+    """Number of messages -> place after them at which the text may be cut."""
 
     def fill(self, texts: Sequence[str]) -> str:
         """Return the prompt of these texts."""
         parts = [self.pieces[0]]
-        for piece, text_index in zip(self.pieces[1:], self.text_indices):
-            parts.append(texts[text_index])
+        for text, piece in zip(texts, self.pieces[1:]):
+            parts.append(text)
             parts.append(piece)
         return "".join(parts)
+
+    def add_cut(
+        self, texts: Sequence[str], message_count: int, tail_chars: int, rendered: RenderedPlaceholders
+    ) -> None:
+        """Remember where the prompt of `texts` may be cut after the first messages, if that is within a piece.
+
+        `tail_chars`: characters after the cut. `rendered`: placeholders for the conversation before it.
+        """
+        fixed_chars = tail_chars - sum(map(len, texts[message_count:]))
+        later_piece_chars = sum(map(len, self.pieces[message_count + 1 :]))
+        if later_piece_chars < fixed_chars <= later_piece_chars + len(self.pieces[message_count]):
+            self.cuts[message_count] = PieceCut(fixed_chars, rendered)
+
+
+class PieceCut(NamedTuple):
+    """A place in the text of a turn at which it may be cut, whatever the texts of the messages are."""
+
+    fixed_chars: int
+    """Characters after it that the template writes, besides the texts of messages."""
+    rendered: RenderedPlaceholders
+    """Placeholders for the conversation before it."""
 
 
 Render = Callable[[list[Message]], str | None]
@@ -85,67 +106,49 @@ class TurnMemo:
     """Memo of what one template writes around the texts of a few new messages, which saves rendering them.
 
     For example, a question is written as `<|im_start|>user\\n`, its text and `<|im_end|>\\n`. If the next question
-    comes with the same key, its text is put between these two pieces. Each kind of entry is bounded by ENTRIES_MAX.
+    comes with the same key, its text is put between these two pieces. Bounded by ENTRIES_MAX.
     """
 
     def __init__(self) -> None:
-        self._pieces_by_key: dict[MemoKey, _TurnPieces | None] = {}
+        self._pieces_by_key: dict[TurnKey, TurnPieces | None] = {}
         """None: the template changes the texts of these messages."""
-        self._next_placeholders: dict[tuple[MemoKey, int], RenderedPlaceholders] = {}
-        """(key, number of the new messages before a boundary) -> placeholders of that boundary."""
 
-    def fill(self, turn: PlainTurn) -> str | None:
-        """Return what the template writes for a turn; None if that is unknown."""
-        pieces = self._pieces_by_key.get(turn.key)
-        return None if pieces is None else pieces.fill(turn.texts)
+    def find(self, turn: PlainTurn) -> TurnPieces | None:
+        """Return what the template writes around the texts of a turn; None if that is unknown."""
+        return self._pieces_by_key.get(turn.key)
 
-    def fill_or_render(self, turn: PlainTurn, messages: list[Message], render: Render) -> str | None:
-        """Return what the template writes for the messages of a turn; None if it refuses them. Remember what is new."""
-        text = self.fill(turn)
-        if text is None:
-            text = render(messages)
-            if text is not None:
-                self.add(turn, text, render)
-        return text
+    def add(self, turn: PlainTurn, text: str, render: Render) -> TurnPieces | None:
+        """Find what the template writes around the texts of a turn; `text` is what it wrote for the turn.
 
-    def add(self, turn: PlainTurn, text: str, render: Render) -> None:
-        """Remember what the template writes around the texts of a turn; `text` is what it wrote for the turn.
-
-        Pieces that do not give `text` for this turn are wrong, and the turns with its key are then always rendered.
+        Return None if the pieces do not give `text`: the turns with its key are then always rendered.
         """
         if turn.key in self._pieces_by_key or len(text) - sum(map(len, turn.texts)) > _CHARS_MAX:
-            return
+            return None
         pieces = _find_pieces(turn.key, render)
+        if pieces is not None and pieces.fill(turn.texts) != text:
+            pieces = None
         if len(self._pieces_by_key) >= ENTRIES_MAX:
             self._pieces_by_key = {}
-        is_right = pieces is not None and pieces.fill(turn.texts) == text
-        self._pieces_by_key[turn.key] = pieces if is_right else None
-
-    def find_next_placeholders(self, key: MemoKey, message_count: int) -> RenderedPlaceholders | None:
-        """Return the placeholders for a conversation up to the first `message_count` new messages; None if unknown."""
-        return self._next_placeholders.get((key, message_count))
-
-    def add_next_placeholders(self, key: MemoKey, message_count: int, placeholders: RenderedPlaceholders) -> None:
-        if len(self._next_placeholders) >= ENTRIES_MAX:
-            self._next_placeholders = {}
-        self._next_placeholders[key, message_count] = placeholders
+        self._pieces_by_key[turn.key] = pieces
+        return pieces
 
 
-def _find_pieces(key: MemoKey, render: Render) -> _TurnPieces | None:
-    """Return what a template writes around texts, found by rendering random texts; None if it refuses them.
+def _find_pieces(key: TurnKey, render: Render) -> TurnPieces | None:
+    """Return what a template writes around texts, found by rendering random texts.
 
-    If the random text `x7f3ax` becomes `<user>x7f3ax</user>`, the pieces are `<user>` and `</user>`.
+    If the random text `x7f3ax` becomes `<user>x7f3ax</user>`, the pieces are `<user>` and `</user>`. Return None if the
+    template refuses the texts, or does not write each of them once, in their order.
     """
-    random_texts = [f"x{secrets.token_hex(8)}x" for _ in key.roles]
+    random_texts = [f"x{secrets.token_hex(8)}x" for _ in key.frames]
     messages: list[Message] = [
-        {"role": role, "content": before + random_text + after}
-        for role, random_text, (before, after) in zip(key.roles, random_texts, key.edges)
+        {"role": frame.role, "content": frame.space_before + random_text + frame.space_after}
+        for random_text, frame in zip(random_texts, key.frames)
     ]
     rendered_text = render(messages)
     if rendered_text is None:
         return None
     parts = re.split(f"({'|'.join(random_texts)})", rendered_text)
-    return _TurnPieces(tuple(parts[::2]), tuple(random_texts.index(random_text) for random_text in parts[1::2]))
+    return TurnPieces(tuple(parts[::2]), {}) if parts[1::2] == random_texts else None
 
 
 def read_plain_turn(
@@ -158,13 +161,13 @@ def read_plain_turn(
 ) -> PlainTurn | None:
     """Split new messages into the memo's key and their texts; return None if a template may change a text.
 
-    For example, the message {"role": "user", "content": " Hi"} has the role "user", the edges (" ", "") and the text
-    "Hi". The edges are part of the key, as a template may trim a text. `markers`: strings for which the template
-    searches. The other keyword arguments become fields of the key.
+    For example, the message {"role": "user", "content": " Hi"} has the frame ("user", " ", "") and the text "Hi". White
+    space is part of the key, as a template may trim a text. `markers`: strings for which the template searches. The
+    other keyword arguments become fields of the key.
     """
     if not 0 < len(messages) <= TURNS_MAX:
         return None
-    roles, texts, edges = list[str](), list[str](), list[Edges]()
+    texts, frames = list[str](), list[MessageFrame]()
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if type(content) is not str or len(message) != 2 or type(role) is not str:
@@ -176,10 +179,9 @@ def read_plain_turn(
                 return None
         text = content.strip()
         text_start = len(content) - len(content.lstrip())
-        before, after = content[:text_start], content[text_start + len(text) :]
-        if not text or len(before) > EDGE_CHARS_MAX or len(after) > EDGE_CHARS_MAX:
+        space_before, space_after = content[:text_start], content[text_start + len(text) :]
+        if not text or len(space_before) > EDGE_CHARS_MAX or len(space_after) > EDGE_CHARS_MAX:
             return None  # a key has to stay short
-        roles.append(role)
         texts.append(text)
-        edges.append((before, after))
-    return PlainTurn(MemoKey(prefix_digest, inputs_digest, tuple(roles), tuple(edges), clock), texts)
+        frames.append(MessageFrame(role, space_before, space_after))
+    return PlainTurn(TurnKey(prefix_digest, inputs_digest, tuple(frames), clock), texts)

@@ -27,7 +27,6 @@ from router.prompting.conversation_cache import (
     Boundary,
     CachedConversation,
     ConversationCache,
-    OtherInputs,
 )
 from router.prompting.conversation_reader import CHECK_BYTES_PER_S, ConversationReader
 from router.prompting.conversation_reading import Continuation, cache_conversation
@@ -347,7 +346,7 @@ def make_conversation(*body_ends: int, token_count: int = 0) -> CachedConversati
     """An entry with boundaries, of which nothing else is looked at."""
     boundaries = [Boundary(end, 0, 3, 0, NO_PLACEHOLDERS, True, 1) for end in body_ends]
     ids = array("I", range(token_count))
-    return CachedConversation("chat", 0, OtherInputs(b"", 0), {}, Outline(b""), boundaries, ids, None)
+    return CachedConversation("chat", 0, b"", {}, Outline(b""), boundaries, ids, None)
 
 
 def test_the_cache_is_bounded() -> None:
@@ -486,7 +485,8 @@ def test_the_memo_keeps_white_space_as_the_template_does(
     """Texts with the same white space at their edges share an entry, and others do not."""
     template = chat_templates.CHATML.replace("message['content']", f"({content})")
     turns, talk = Turns(load_tokenizer(tmp_path, template)), long_talk(6)
-    turns.read("chat", json.dumps({"messages": talk}).encode())
+    for last_messages in ([], [{"role": "user", "content": "the boundary comes before this question"}]):
+        turns.read("chat", json.dumps({"messages": [*talk, *last_messages]}).encode())
     renders = record_renders(monkeypatch)
     new_edges = [("", "\n"), ("", ""), (" ", "\n")]
     too_wide = ("", " " * 99)
