@@ -298,7 +298,7 @@ def continue_conversation(
         return None
     cut = None
     has_grown = len(body) - boundary.body_end >= max(GROWTH_BYTES_MIN, boundary.body_end // 32)
-    if has_grown and not _depends_on_template(tail.request):
+    if has_grown and len(tail.messages) > 1 and not _depends_on_template(tail.request):
         trailing_count = _choose_next_trailing_count(conversation, boundary, further_differs=further_differs)
         cut = _cut_before_last(tail.request, tail.find_message_ends(), rendered, trailing_count)
     # The text is encoded in two parts to count the tokens before the next boundary.
