@@ -179,7 +179,7 @@ class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
     turn: PlainTurn | None = None
     """The messages as the memo takes them; None if it does not."""
     pieces: TurnPieces | None = None
-    """What the memo knows about the turn."""
+    """Pieces that the memo has for the turn; None if it has none."""
 
     def cut(self, count: int) -> RenderedMessages | None:
         """Return the messages after the first `count`, where the text can be cut; None if it cannot.
