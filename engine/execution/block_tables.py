@@ -12,7 +12,6 @@ from collections.abc import Sequence as Items
 import numpy as np
 import torch
 
-from engine.cache.spec import ceil_div
 from engine.types import BlockId, Chunk, Sequence
 from kernels.interface import BlockTable, IntArray, PagedKV
 from kernels.transfer import upload
@@ -119,15 +118,9 @@ class BlockTables:
             )
             self._device_tables.view(-1).index_copy_(0, device_indices.long(), device_blocks)
 
-    def make_step_table(self, rows: IntArray, ends: IntArray) -> BlockTable:
-        """Return the tables of a step's sequences, which have these rows and contexts of `ends` tokens.
-
-        Tables on the host are copied: a thread may read them while the next step already changes these.
-        """
-        if self._device_tables is not None:
-            return BlockTable(self._host_tables, self._device_tables, rows)
-        block_count = ceil_div(int(ends.max()), self._kv.block_size)
-        return BlockTable(self._host_tables[rows, :block_count], None, np.arange(len(rows)))
+    def make_step_table(self, rows: IntArray) -> BlockTable:
+        """Return the tables of a step's sequences, which have these rows. Valid until the next `update`."""
+        return BlockTable(self._host_tables, self._device_tables, rows)
 
     def _extend(self, row_count: int) -> None:
         """Enlarge the tables to at least `row_count` rows."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -61,7 +60,7 @@ class RunnerConfig:
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
     overlaps_steps: bool = False
-    """Whether a step may begin before the tokens of the previous step are known. On a CPU a thread computes steps."""
+    """Whether a step may begin before the tokens of the previous step are known. On a CPU, beginning computes it."""
     mask_threads: int = 1
     """Threads that make the masks of constrained answers."""
 
@@ -97,21 +96,17 @@ class ModelRunner:
         """[rows]: the token that was drawn last for the sequence in each row."""
         self._read_last_tokens: Callable[[], dict[int, int]] = dict
         """Waits for the tokens that the newest step draws, and returns them by row. Before the first step: none."""
-        self._fixed_plans = self._ops if isinstance(self._ops, FixedPlanKernels) else None
-        # Kernels with fixed plans only queue a step on the device, so steps overlap without another thread.
-        needs_thread = config.overlaps_steps and self._fixed_plans is None
-        self._step_thread = ThreadPoolExecutor(1, "step") if needs_thread else None
+        has_fixed_plans = isinstance(self._ops, FixedPlanKernels)
         self._row_allocator = RowAllocator()
         self._batch_state: BatchState | None = None
         """State of the last step's sequences; None before the first step, and after a failed one."""
         blocks_max = ceil_div(config.max_model_len, spec.block_size)
         self._tables = [
-            BlockTables(group, kv, blocks_max, None if self._fixed_plans is None else device)
-            for group, kv in enumerate(pool.kv)
+            BlockTables(group, kv, blocks_max, device if has_fixed_plans else None) for group, kv in enumerate(pool.kv)
         ]
         self._states = pool.view_states(model.make_state_layout(pool.dtype))
         self._graphs: DecodeGraphs | None = None
-        if capture is not None and self._fixed_plans is not None:
+        if capture is not None and has_fixed_plans:
             self._graphs = DecodeGraphs(
                 model,
                 self._ops,
@@ -149,28 +144,17 @@ class ModelRunner:
     def _submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Prepare a step and begin to compute it. Returns a function that waits for its result."""
         step = self._prepare(plan)
-        if self._step_thread is None:
-            wait_for_outputs = self._compute(step)
-        else:
-            wait_for_outputs = self._step_thread.submit(self._compute_and_read, step).result
+        wait_for_outputs = self._compute(step)
         return lambda: self._reset_on_error(lambda: self._build_result(step, wait_for_outputs()))
-
-    @torch.inference_mode()
-    def _compute_and_read(self, step: PreparedStep) -> list[list[Any]]:
-        """Compute a step on the step thread, to its end."""
-        return self._compute(step)()
 
     def _reset_on_error(self, call: Callable[[], Result]) -> Result:
         """Return the result of `call`. After an error, discard all per-sequence tables, which may be half written.
 
-        Waits first for later steps on the step thread, because their blocks are given to others now. Raises
-        RunnerLostError if the device is broken by the error, else the error itself.
+        Raises RunnerLostError if the device is broken by the error, else the error itself.
         """
         try:
             return call()
         except Exception as error:
-            if self._step_thread is not None:
-                self._step_thread.submit(int).result()
             self._forget_batch()
             self._sampler.reset_rows()
             try:
@@ -208,7 +192,7 @@ class ModelRunner:
             order=order,
             batch=batch,
             token_ids=token_ids,
-            tables=[tables.make_step_table(state.rows, context_ends) for tables in self._tables],
+            tables=[tables.make_step_table(state.rows) for tables in self._tables],
             units=list_state_units(chunks) if self._states else None,
             selected=self._select_tokens(chunks, batch.query_starts, prompt_logprob_chunks, state.sampled_chunks),
             batch_state=state,
@@ -347,8 +331,6 @@ class ModelRunner:
     def close(self) -> None:
         """End the threads, and drop the recorded steps: NCCL's communicators do not end while a graph holds them."""
         self._graphs = None
-        if self._step_thread is not None:
-            self._step_thread.shutdown()
         if self._masks is not None:
             self._masks.close()
 

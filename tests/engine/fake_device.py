@@ -118,7 +118,7 @@ class FakeDevice:
         ends, tables = np.array([chunk.end for chunk in plan.chunks]), []
         for table in self._tables:
             table.update(plan.chunks, ends, rows, new, self._row_allocator.row_count)
-            tables.append(table.make_step_table(rows, ends).host_blocks.tolist())
+            tables.append(table.make_step_table(rows).host_blocks[rows].tolist())
         chunks = [
             (copy(c), c.seq.token_ids[: c.end], [table[i] for table in tables], c.seq.state_unit)
             for i, c in enumerate(plan.chunks)

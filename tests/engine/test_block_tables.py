@@ -62,8 +62,8 @@ def test_tables_are_those_of_this_step() -> None:
         for group, tables in enumerate(zip(groups, host_groups, strict=True)):
             for table in tables:
                 table.update(chunks, np.array(ends), rows, new, row_allocator.row_count)
-            kept_tables, host_table = (table.make_step_table(rows, np.array(ends)) for table in tables)
-            table_rows = host_table.host_blocks
+            kept_tables, host_table = (table.make_step_table(rows) for table in tables)
+            table_rows = host_table.host_blocks[rows]
             assert kept_tables.block_start_rows is not None
             assert len(table_rows) == len(chunks)
             for row, row_table, chunk in zip(rows, table_rows, chunks, strict=True):
