@@ -81,7 +81,6 @@ class ActiveRequests:
         self.running.remove(entry)
         self._cache.release(entry.seq)
         entry.seq.preemptions += 1
-        entry.next_check_position = 0
         entry.prompt_logprobs.clear()
         self._totals.preemptions += 1
         self._waiting.add(entry)
@@ -93,7 +92,7 @@ class ActiveRequests:
     def remove_after_steps(self, entry: RequestEntry) -> None:
         """Remove a request now, or mark it as ended if steps with it are in flight: the last step removes it."""
         if any(entry in step.entries for step in self._steps_in_flight):
-            entry.has_ended, entry.next_check_position = True, 0
+            entry.has_ended = True
             self.ended_sequences.add(entry.seq)
         else:
             self.remove(entry)
@@ -161,6 +160,5 @@ class ActiveRequests:
         for entry in self.running:
             assert entry.seq in self._cache
             assert (entry.seq in self.ended_sequences) == entry.has_ended
-            assert entry.next_check_position < len(entry.seq.block_tables[0]) * self._cache.block_size
             steps_with_entry = sum(entry in step.entries for step in self._steps_in_flight)
             assert 0 <= entry.seq.computed_tokens < len(entry.seq.token_ids) + steps_with_entry + entry.has_ended

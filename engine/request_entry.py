@@ -26,8 +26,6 @@ class RequestEntry:
     """Whether the first output was made. It has `cached_tokens` and the logprobs of the prompt."""
     has_ended: bool = False
     """Whether the request was aborted or has finished while a step with it is in flight."""
-    next_check_position: int = 0
-    """Decodes of positions before this one need no memory, fill no block and do not end the request."""
     arrival_work: int = 0
     """Prompt tokens that the engine had computed when the request arrived: see `engine.prefill_queue`."""
     tokens_remaining: int = 0
@@ -60,14 +58,6 @@ class RequestEntry:
 
     def __lt__(self, other: RequestEntry) -> bool:
         return self.arrival_order < other.arrival_order
-
-    def set_next_check(self, position: int, block_size: int) -> None:
-        """Set `next_check_position` of a request that has memory for `position`.
-
-        That is the last position of the block, or the last one before `length_max`. With blocks of 16 tokens and
-        `position` 20, it is 31.
-        """
-        self.next_check_position = min((position // block_size + 1) * block_size, self.length_max) - 1
 
     def add_prompt_results(self, output: SequenceOutput) -> None:
         """Add the number of cached tokens and the logprobs of the prompt to the request's first output."""

@@ -147,27 +147,20 @@ class Scheduler:
     def _plan_decodes(self, draft: StepDraft) -> list[RequestEntry]:
         """Add a chunk of one token for each sequence that decodes. Returns the requests with prompt left to compute.
 
-        A request that has ended, or that ends with the step in flight, gets no chunk. Before `next_check_position`, a
-        request has memory and cannot end, so most requests need no check.
+        A request that has ended, or that ends with the step in flight, gets no chunk.
         """
-        block_size, chunk_by_entry = self.cache.block_size, draft.chunk_by_entry
         prefills: list[RequestEntry] = []
         for entry in list(self._requests.running):
             seq = entry.seq
             start, token_count = seq.computed_tokens, len(seq.token_ids)
-            if start < entry.next_check_position:
-                token_on_device = start == token_count  # the step in flight samples the token
-                chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, token_on_device)
-                continue
             ends_with_step_in_flight = start == token_count == entry.length_max - 1
             if entry.has_ended or ends_with_step_in_flight:
                 continue
             if token_count - start > 1:
                 prefills.append(entry)
             elif self._grow_or_preempt(entry, start + 1, draft):
-                token_on_device = start == token_count
-                chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, token_on_device)
-                entry.set_next_check(start, block_size)
+                token_on_device = start == token_count  # the step in flight samples the token
+                draft.chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, token_on_device)
                 draft.unregistered_entries.append(entry)
         draft.set_budget(self.config)
         return prefills

@@ -17,7 +17,6 @@ from engine.active_requests import ActiveRequests
 from engine.cache.state_checkpoints import StateCheckpoints
 from engine.cache.step_log import StepLog
 from engine.execution.block_tables import BlockTables, RowAllocator
-from engine.request_entry import RequestEntry
 from engine.scheduler import Scheduler
 
 pytestmark = pytest.mark.long
@@ -117,16 +116,6 @@ def the_length_is_not_foreseen(patch: Patch) -> None:
     patch.setattr(Scheduler, "add", add)
 
 
-def a_decoding_request_is_checked_a_step_late(patch: Patch) -> None:
-    real = RequestEntry.set_next_check
-
-    def set_next_check(self: RequestEntry, position: int, block_size: int) -> None:
-        real(self, position, block_size)
-        self.next_check_position += 1
-
-    patch.setattr(RequestEntry, "set_next_check", set_next_check)
-
-
 MUTANTS: list[Callable[[Patch], None]] = [
     ended_sequences_go_at_once,
     a_table_that_merged_is_not_sent_again,
@@ -137,7 +126,6 @@ MUTANTS: list[Callable[[Patch], None]] = [
     one_checkpoint_at_a_time,
     a_state_is_resumed_from_in_the_step_that_takes_it,
     the_length_is_not_foreseen,
-    a_decoding_request_is_checked_a_step_late,
 ]
 
 
