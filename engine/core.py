@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -46,20 +46,12 @@ PublishEvents = Callable[[Collection[Event]], None]
 class Runner(Protocol):
     """Computes steps on a device."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute a step. RunnerLostError ends the engine; any other exception ends only the requests of the step."""
-        ...
-
-
-@runtime_checkable
-class OverlappingRunner(Protocol):
-    """A runner that computes one step while the next one is planned."""
-
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Begin a step after all earlier ones. Returns a function that waits for the step's result.
 
-        Both may raise the errors of `execute`. The plan and its sequences are not read after `submit` returns. If a
-        step fails, the core does not ask for the results of later steps in flight.
+        RunnerLostError of either ends the engine; any other exception ends only the requests of the step. If steps
+        overlap, the plan and its sequences are not read after `submit` returns. If a step fails, the core does not ask
+        for the results of later steps in flight.
         """
         ...
 
@@ -125,7 +117,7 @@ class Executor:
     step_tokens_max: int
     """Most tokens of one step."""
     overlaps_steps: bool = False
-    """Whether the runner is an `OverlappingRunner` and steps overlap."""
+    """Whether a step is planned while the one before is computed."""
     host_unit_count: int = 0
     """Units of the cache in host memory."""
     target_prefill_tokens: int | None = None
@@ -212,16 +204,12 @@ class EngineCore:
     ) -> None:
         """Make a core without requests.
 
-        `publish`: publishes the events of each step. `overlaps_steps`: plan a step while the one before is computed,
-        for which `runner` must be an `OverlappingRunner`. `grammars`: without it, requests with a constraint are
-        refused. `transfers`: moves blocks from and to peers; None: there are no peers. `model`: needed to sleep and to
-        change weights.
+        `publish`: publishes the events of each step. `overlaps_steps`: plan a step while the one before is computed.
+        `grammars`: without it, requests with a constraint are refused. `transfers`: moves blocks from and to peers;
+        None: there are no peers. `model`: needed to sleep and to change weights.
         """
         self.scheduler = scheduler
-        self._submit_step: Callable[[StepPlan], Callable[[], StepResult]] = lambda plan: partial(runner.execute, plan)
-        if overlaps_steps:
-            assert isinstance(runner, OverlappingRunner)
-            self._submit_step = runner.submit
+        self._submit_step = runner.submit
         self._steps_in_flight_max = 2 if overlaps_steps else 1
         self._steps_in_flight: deque[_StepInFlight] = deque()
         """Steps that are begun, and not applied yet, oldest first."""

@@ -1,11 +1,11 @@
 """Host memory below the device's memory: it keeps blocks that the device evicts, until a prompt needs them.
 
 Host memory has a pool of its own, of the same units and kinds, for nodes of the same prefix tree. When the device
-evicts a block, a copy to host memory is planned (`demote`). When a request finds a block here, a copy back is planned
-(`plan_loads`). Both go into one list of copies, which a step does first and in order. So memory that is given up in a
-plan may be used again in the same plan. Until the step of a load is committed, the device's block is pending, like a
-block that is computed. A block is in one of the two pools: the host's copy is dropped once the device has a computed
-one (`discard_duplicate`). Only a state may be in both: the running sequence that loaded it changes its own copy
+evicts a block, a copy to host memory is planned (`demote`). When a request finds a block here, a copy back is planned.
+Both go into one list of copies, which a step does first and in order. So memory that is given up in a plan may be used
+again in the same plan. Until the step of a load is committed, the device's block is pending, like a block that is
+computed. A block is in one of the two pools: the host's copy is dropped once the device has a computed one
+(`discard_duplicate`). Only a state may be in both: the running sequence that loaded it changes its own copy
 (`unpin_state`).
 
 Owns the host's pool. Refuses to know sequences and tensors. Invariants: a block here is cached, or held by a step that
@@ -14,7 +14,7 @@ reads it. Its parent's full-attention block is here or on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import mul
 from typing import NamedTuple
 
@@ -74,8 +74,6 @@ class HostTier:
         self._order = order
         self._tree = tree
         self._block_copies = block_copies
-        self.planned_loads: list[HostLoad] = []
-        """Loads of the step being planned, parents first."""
         self._stored_blocks_by_kind = [0] * len(blocks_per_unit)
         self._loaded_blocks_by_kind = [0] * len(blocks_per_unit)
         """Copies that were planned since the start, by kind."""
@@ -132,31 +130,20 @@ class HostTier:
         self._pool.acquire(host_block)
         return host_block
 
-    def plan_loads(self, loads: Iterable[HostLoad]) -> None:
-        """Plan to copy pinned blocks to the device with this step, parents first."""
-        for load in loads:
-            self.plan_load_copy(load)
-            self.planned_loads.append(load)
-
     def plan_load_copy(self, load: HostLoad) -> None:
-        """Plan only the copy of a load. The caller adds the device's block to the tree and unpins the host's."""
+        """Plan the copy of a pinned block to the device. The caller unpins the block later."""
         target, host_block = load
         self._block_copies.append(BlockCopy(host_block.kind, host_block.id, target.id, CopyDirection.FROM_HOST))
         self._loaded_blocks_by_kind[host_block.kind] += 1
 
-    def take_planned_loads(self) -> list[HostLoad]:
-        """Return the loads of the complete plan, and begin a new list for the next plan."""
-        loads, self.planned_loads = self.planned_loads, []
-        return loads
-
-    def commit_loads(self, loads: Sequence[HostLoad]) -> None:
-        """Announce the blocks of loads that are done."""
-        for block, host_block in loads:
-            if block.node is not None:
-                self._tree.commit(block)
-                self.finish_promotion(host_block)
-            else:  # the state of a sequence, or the cache was reset meanwhile
-                self.unpin_state(host_block)
+    def commit_load(self, load: HostLoad) -> None:
+        """Announce the block of a load that is done."""
+        block, host_block = load
+        if block.node is not None:
+            self._tree.commit(block)
+            self.finish_promotion(host_block)
+        else:  # the state of a sequence, or the cache was reset meanwhile
+            self.unpin_state(host_block)
 
     def unpin(self, host_block: Block) -> None:
         """Remove one reference to a host block."""

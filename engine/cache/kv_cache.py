@@ -173,10 +173,9 @@ class KVCache:
         seq_blocks = SequenceBlocks(seq, len(self._groups), is_detached=not self._caches_prefixes)
         host_hits = self._acquire_prefix(seq_blocks, nodes)
         state_loads = self.states.create_state(seq, state_source)
-        self.host_tier.plan_loads([*self._allocate_for_loads(seq_blocks, nodes, host_hits), *state_loads])
+        self._steps.plan_loads([*self._allocate_for_loads(seq_blocks, nodes, host_hits), *state_loads])
         seq_blocks.rewrite_tables()
         seq_blocks.nodes = nodes
-        seq_blocks.committed_block_count = len(nodes)
         self._blocks_by_sequence[seq] = seq_blocks
         seq.host_tokens = self.block_size * sum(hit.group == FULL_KIND for hit in host_hits)
         seq.computed_tokens = len(nodes) * self.block_size
@@ -196,7 +195,6 @@ class KVCache:
         for group, blocks in enumerate(seq_blocks.blocks_by_group):
             first_index = self.windows.first_block_needed(group, len(nodes))
             blocks.extend([None] * first_index)
-            seq_blocks.window_starts[group] = first_index
             for node in nodes[first_index:]:
                 block = node.blocks[group]
                 if block is None:
@@ -303,7 +301,6 @@ class KVCache:
         """Release all blocks of `seq`, the last block first, so that it is evicted first."""
         seq_blocks = self._blocks_by_sequence.pop(seq)
         assert not seq_blocks.pending_merges
-        assert len(seq_blocks.nodes) == seq_blocks.committed_block_count, "released in the middle of a step"
         self.states.release(seq)
         self._eviction.end_turn(seq)
         seq_blocks.release(self.pool)
@@ -370,7 +367,6 @@ class KVCache:
         for seq_blocks in self._blocks_by_sequence.values():
             self._steps.detach(seq_blocks)
             seq_blocks.nodes = []
-            seq_blocks.committed_block_count = 0
             seq_blocks.drop_merges(self.pool)
 
     def reset_after_failure(self) -> None:

@@ -53,8 +53,6 @@ class UnitPool:
         self._evict_block = evict
         self._live_blocks = [0] * kind_count
         """Number of blocks of each kind that sequences hold."""
-        self._live_units = 0
-        """Units that the live blocks of all kinds would fill if they were packed."""
         self._idle_units = [0] * kind_count
         """Number of units of each attention kind that hold cached blocks and no live one."""
         self._units_by_hole_count: list[list[dict[Unit, None]]] = [[{} for _ in range(n)] for n in blocks_per_unit]
@@ -67,7 +65,7 @@ class UnitPool:
     @property
     def live_units(self) -> int:
         """Number of units that the live blocks fill when packed. No eviction and no compaction can free these units."""
-        return self._live_units
+        return sum(map(ceil_div, self._live_blocks, self.blocks_per_unit))
 
     def can_allocate(self, block_counts: Sequence[int]) -> bool:
         """Return whether `block_counts[k]` more blocks of every kind k fit if all cached blocks are evicted.
@@ -94,7 +92,7 @@ class UnitPool:
         if block is None:
             block = self._divide_free_unit(kind)
         block.ref_count = 1
-        self._add_live(block.unit, kind)
+        self._count_live(block.unit, kind, 1)
         return block
 
     def acquire(self, block: Block) -> None:
@@ -105,7 +103,7 @@ class UnitPool:
             self._order.mark_used(block)
             if unit.live_blocks == 0 and kind in self._attention_kinds:
                 self._idle_units[kind] -= 1
-            self._add_live(unit, kind)
+            self._count_live(unit, kind, 1)
 
     def release(self, block: Block) -> None:
         """Remove one reference to a block.
@@ -118,8 +116,7 @@ class UnitPool:
         if block.ref_count:
             return
         kind, unit = block.kind, block.unit
-        self._count_live(kind, -1)
-        unit.live_blocks -= 1
+        self._count_live(unit, kind, -1)
         if block.node is None:
             self._make_hole(block)
         else:
@@ -160,16 +157,10 @@ class UnitPool:
         if unit.holes:
             del self._units_by_hole_count[kind][len(unit.holes)][unit]
 
-    def _count_live(self, kind: int, change: int) -> None:
-        """Add `change` to the number of live blocks of a kind."""
-        blocks_per_unit = self.blocks_per_unit[kind]
-        live_before = self._live_blocks[kind]
-        live_after = self._live_blocks[kind] = live_before + change
-        self._live_units += ceil_div(live_after, blocks_per_unit) - ceil_div(live_before, blocks_per_unit)
-
-    def _add_live(self, unit: Unit, kind: int) -> None:
-        self._count_live(kind, 1)
-        unit.live_blocks += 1
+    def _count_live(self, unit: Unit, kind: int, change: int) -> None:
+        """Add `change` to the number of live blocks of a unit, and of its kind."""
+        self._live_blocks[kind] += change
+        unit.live_blocks += change
 
     def _take_hole(self, kind: int) -> Block | None:
         """Take an unused block ("hole") from a unit of this kind; return None if no unit has one.
@@ -314,7 +305,7 @@ class UnitPool:
             if holes:
                 assert unit in self._units_by_hole_count[unit.kind][len(holes)]
         assert live_blocks_by_kind == self._live_blocks
-        assert self._live_units == sum(map(ceil_div, live_blocks_by_kind, self.blocks_per_unit)) <= len(self.units)
+        assert self.live_units <= len(self.units)
         self._order.check_blocks(cached_blocks, len(self.units))
         for kind in self._attention_kinds:
             assert self._idle_units[kind] == len(idle_units[kind])

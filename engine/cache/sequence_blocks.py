@@ -29,12 +29,10 @@ class SequenceBlocks:
 
     __slots__ = (
         "blocks_by_group",
-        "committed_block_count",
         "is_detached",
         "nodes",
         "pending_merges",
         "seq",
-        "window_starts",
     )
 
     def __init__(self, seq: Sequence, group_count: int, *, is_detached: bool) -> None:
@@ -44,14 +42,10 @@ class SequenceBlocks:
         """[group][block index]; None stands for a block before the sliding window, which is released."""
         self.nodes: list[Node] = []
         """Prefix tree nodes of the leading blocks, which are registered."""
-        self.committed_block_count = 0
-        """Number of leading `nodes` with computed blocks. Steps in flight compute the other blocks."""
         self.pending_merges: list[PendingMerge] = []
         """Merges to do when their steps are committed, in order of position."""
         self.is_detached = is_detached
         """Whether further blocks stay unregistered: prefix caching is off, the cache was reset, or a hash collided."""
-        self.window_starts = [0] * group_count
-        """Index of the first block that is still held, by group."""
         seq.block_tables = [[] for _ in range(group_count)]
         self.increment_table_version()
 
@@ -84,14 +78,15 @@ class SequenceBlocks:
         """Release the blocks of a sliding-window group before the block index `start`."""
         blocks = self.blocks_by_group[group]
         table = self.seq.block_tables[group]
-        end = min(start, len(blocks))
-        for index in range(self.window_starts[group], end):
+        first = end = min(start, len(blocks))
+        while first and blocks[first - 1] is not None:
+            first -= 1
+        for index in range(first, end):
             block = blocks[index]
             assert block is not None
             pool.release(block)
             blocks[index] = None
             table[index] = UNREAD_BLOCK_ID
-        self.window_starts[group] = max(self.window_starts[group], end)
 
     def release(self, pool: UnitPool) -> None:
         """Release all blocks, last position first, so that the end of the prefix is evicted before its beginning."""
@@ -124,11 +119,12 @@ class SequenceBlocks:
     def check_invariants(self) -> None:
         for group, (blocks, table) in enumerate(zip(self.blocks_by_group, self.seq.block_tables)):
             assert _list_ids(blocks) == table
-            assert all(block is not None for block in blocks[self.window_starts[group] :])
+            is_held = [block is not None for block in blocks]
+            assert is_held == sorted(is_held), "a block is missing within the window"
             for index, block in enumerate(blocks):
                 if block is not None:
                     assert block.kind == group
-                    if index < self.committed_block_count:
+                    if index < len(self.nodes):
                         assert block.node is self.nodes[index] or block.node is None
 
     def list_references(self) -> list[Block]:

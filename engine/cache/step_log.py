@@ -10,7 +10,7 @@ Knows nothing of admission, and of how memory is found.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -32,23 +32,16 @@ class FinishedBlocks(NamedTuple):
     seq_blocks: SequenceBlocks
     start: int
     end: int
-    load_count: int
-    """Number of the step's `host_loads` that were planned before these blocks were registered.
-
-    If request A loads 2 blocks and fills one, and then B loads 3 and fills one, A's block has 2 and B's has 5. So the
-    order of announcements is 2 loads, A's block, 3 loads, B's block.
-    """
 
 
 @dataclass(slots=True)
 class PendingStep:
     """The blocks of one step, from its planning to its result."""
 
-    finished_blocks: list[FinishedBlocks] = field(default_factory=list)
+    work: list[HostLoad | FinishedBlocks] = field(default_factory=list)
+    """Blocks that the step loads or fills, in the order of planning, so that parents come before children."""
     late_block_end_by_sequence: dict[SequenceBlocks, int] = field(default_factory=dict)
     """End, in tokens, of the block that the step fills, for sequences with a last token that is not sampled yet."""
-    host_loads: list[HostLoad] = field(default_factory=list)
-    """Loads in the order of planning, parents first."""
     chunks: Items[Chunk] = field(default_factory=list)
 
 
@@ -94,18 +87,20 @@ class StepLog:
                 self._states.save_checkpoint(seq, None, end)
             return
         self._add_nodes(seq_blocks, full_count)
-        load_count = len(self._host_tier.planned_loads)
-        self._planning_step.finished_blocks.append(
-            FinishedBlocks(seq_blocks, registered_count, len(seq_blocks.nodes), load_count)
-        )
+        self._planning_step.work.append(FinishedBlocks(seq_blocks, registered_count, len(seq_blocks.nodes)))
         if not seq_blocks.is_detached:
             self._states.reserve_checkpoint(seq, seq_blocks.nodes, seq.computed_tokens, end)
+
+    def plan_loads(self, loads: Iterable[HostLoad]) -> None:
+        """Load pinned blocks of host memory with the step being planned, parents first."""
+        for load in loads:
+            self._host_tier.plan_load_copy(load)
+            self._planning_step.work.append(load)
 
     def begin_step(self, chunks: Items[Chunk]) -> None:
         """Record that planning of the step is complete, and that the step is in flight from now on."""
         step, self._planning_step = self._planning_step, PendingStep()
         step.chunks = chunks
-        step.host_loads = self._host_tier.take_planned_loads()
         self._steps_in_flight.append(step)
 
     def detach(self, seq_blocks: SequenceBlocks) -> None:
@@ -120,13 +115,11 @@ class StepLog:
         """
         step = self._steps_in_flight.popleft()
         assert step.chunks is chunks
-        committed_loads = 0
-        for seq_blocks, start, end, load_count in step.finished_blocks:
-            # A computed block may follow a loaded one in its prefix, so loads that were planned before it come first.
-            self._host_tier.commit_loads(step.host_loads[committed_loads:load_count])
-            committed_loads = max(committed_loads, load_count)
-            self._commit_blocks(seq_blocks, start, end)
-        self._host_tier.commit_loads(step.host_loads[committed_loads:])
+        for item in step.work:
+            if isinstance(item, HostLoad):
+                self._host_tier.commit_load(item)
+            else:
+                self._commit_blocks(*item)
         for seq_blocks, end in step.late_block_end_by_sequence.items():
             if seq_blocks.seq not in ended_sequences and not seq_blocks.is_detached:
                 self._commit_late_block(seq_blocks, end)
@@ -144,9 +137,8 @@ class StepLog:
 
     def drop_steps(self) -> None:
         """Forget the steps in flight, which were not computed. The cache was reset before."""
-        for step in self._steps_in_flight:
-            for load in step.host_loads:
-                self._host_tier.unpin(load.host_block)
+        for load in _list_loads(self._steps_in_flight):
+            self._host_tier.unpin(load.host_block)
         self._steps_in_flight.clear()
         self._states.drop_pending()
 
@@ -190,7 +182,6 @@ class StepLog:
         """
         for block in seq_blocks.iter_pending_blocks(start, end):
             self._tree.commit(block)
-        seq_blocks.committed_block_count = min(end, len(seq_blocks.nodes))  # fewer if the cache was reset meanwhile
         if not seq_blocks.pending_merges:
             return
         merges = seq_blocks.take_merges(end)
@@ -202,5 +193,8 @@ class StepLog:
 
     def list_pinned_host_blocks(self) -> list[Block]:
         """Return the blocks of host memory that loads hold, one entry for each load."""
-        loads_in_flight = [load for step in self._steps_in_flight for load in step.host_loads]
-        return [load.host_block for load in loads_in_flight + self._host_tier.planned_loads]
+        return [load.host_block for load in _list_loads([*self._steps_in_flight, self._planning_step])]
+
+
+def _list_loads(steps: Iterable[PendingStep]) -> list[HostLoad]:
+    return [item for step in steps for item in step.work if isinstance(item, HostLoad)]

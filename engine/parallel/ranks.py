@@ -19,6 +19,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -272,11 +273,14 @@ class LeadingRunner:
         self._runner = runner
         self._plan_encoder = PlanEncoder()
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Have all ranks compute a plan, and return the result. Raises RunnerLostError if any rank fails."""
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Return a function that has all ranks compute a plan. It raises RunnerLostError if any rank fails."""
+        return partial(self._execute, plan)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         with self._leader.hold_ranks():
             self._leader.broadcast(self._plan_encoder.encode(plan))
-            return self._runner.execute(plan)
+            return self._runner.submit(plan)()
 
 
 class RankedBlockMemory:

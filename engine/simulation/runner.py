@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from zlib import crc32
 
 from engine.core import SimulationLag
@@ -113,7 +114,11 @@ class SimulatedRunner:
     def simulation_lag(self) -> SimulationLag:
         return self._total_lag
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Return a function that makes up the tokens of a step, and sleeps until the step's simulated end."""
+        return partial(self._execute, plan)
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         """Make up the tokens of a step, and sleep until its simulated end."""
         first_arrival_s = min(chunk.seq.arrival_s for chunk in plan.chunks)
         step_s = compute_step_seconds(self._times, plan, self._block_size)

@@ -328,15 +328,15 @@ def checkpoint_leaked_by_a_failed_step(patch: Patch) -> None:
 
 
 def loaded_block_announced_when_planned(patch: Patch) -> None:
-    real = HostTier.take_planned_loads
+    real = StepLog.begin_step
 
-    def take_planned(self: HostTier) -> list[HostLoad]:
-        planned = real(self)
-        for load in planned:
-            self._tree.event_log.record_stored(load.block.kind, load.host_block.node)  # type: ignore[arg-type]
-        return planned
+    def begin_step(self: StepLog, chunks: Any) -> None:
+        for item in self._planning_step.work:
+            if isinstance(item, HostLoad):
+                self._tree.event_log.record_stored(item.block.kind, item.host_block.node)  # type: ignore[arg-type]
+        real(self, chunks)
 
-    patch.setattr(HostTier, "take_planned_loads", take_planned)
+    patch.setattr(StepLog, "begin_step", begin_step)
 
 
 def state_resumed_on_nothing(patch: Patch) -> None:
