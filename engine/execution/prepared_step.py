@@ -62,8 +62,8 @@ class SelectedTokens(NamedTuple):
 class DeviceTokens(NamedTuple):
     """Tokens of a step that the previous step draws, so that only the device knows them."""
 
-    token_indices: Tensor | None
-    """Their indices among the step's tokens; None: all tokens of the step."""
+    token_indices: Tensor
+    """Their indices among the step's tokens."""
     rows: Tensor
     """Rows of their sequences in the per-sequence tables."""
 
@@ -104,13 +104,9 @@ def select_hidden_rows(
     (None: all tokens), and for each chunk the number of selected tokens before it, [chunks + 1]. With a sampled chunk
     of 1 token and one of 3, the indices are [0, 3] and the second array is [0, 1, 2].
     """
-    is_decode_step = query_starts[-1] == len(chunks) and all(chunk.should_sample for chunk in chunks)
-    if is_decode_step:
-        return None, query_starts
-    begins, ends = query_starts[:-1].copy(), query_starts[1:]
-    for i, chunk in enumerate(chunks):
-        if i not in prompt_logprob_chunks:
-            begins[i] = ends[i] - chunk.should_sample
+    ends = query_starts[1:]
+    begins = ends - np.array([chunk.should_sample for chunk in chunks], np.int64)
+    begins[prompt_logprob_chunks] = query_starts[prompt_logprob_chunks]
     if (begins == query_starts[:-1]).all():
         return None, query_starts
     rows = np.concatenate([np.arange(begin, end) for begin, end in zip(begins, ends, strict=True)])
@@ -137,11 +133,7 @@ def sort_for_kernels(chunks: Items[Chunk]) -> OrderedChunks:
     """Put the chunks of more than one token last. A decode step keeps its order."""
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     ends = np.array([chunk.end for chunk in chunks], np.int64)
-    is_prompt = ends - starts > 1
-    if not is_prompt.any():
-        batch = RaggedBatch(np.arange(len(chunks) + 1), ends, starts, len(chunks))
-        return OrderedChunks(chunks, range(len(chunks)), batch)
-    permutation = is_prompt.argsort(kind="stable")
+    permutation = (ends - starts > 1).argsort(kind="stable")
     order = permutation.tolist()
     batch = RaggedBatch.from_positions(starts[permutation], ends[permutation])
     return OrderedChunks([chunks[i] for i in order], order, batch)

@@ -185,7 +185,7 @@ class ModelRunner:
         for tables in self._tables:
             tables.update(chunks, context_ends, state.rows, new_rows, row_count)
         prompt_logprob_chunks = find_prompt_logprob_chunks(chunks) if state.has_prompt_logprobs else []
-        token_ids, device_tokens = self._build_token_ids(chunks, batch.token_count, state)
+        token_ids, device_tokens = self._build_token_ids(chunks, state)
         return PreparedStep(
             plan=plan,
             chunks=chunks,
@@ -256,18 +256,13 @@ class ModelRunner:
         sampled_ends = ends if len(state.sampled_chunks) == len(ends) else ends[state.sampled_chunks]
         return self._sampler.prepare(state.sampling_batch, sampled_ends, self._row_allocator.row_count)
 
-    def _build_token_ids(
-        self, chunks: Items[Chunk], token_count: int, state: BatchState
-    ) -> tuple[Tensor, DeviceTokens | None]:
+    def _build_token_ids(self, chunks: Items[Chunk], state: BatchState) -> tuple[Tensor, DeviceTokens | None]:
         """Return the step's token ids on the device, and the tokens among them that the previous step still draws.
 
         These are filled in later (`_fill_device_tokens`). None instead of them: the host knows all tokens.
         """
         # The chunk of such a token has only this token, and chunks of one token come first: both have the same index.
         device_token_indices = [i for i, chunk in enumerate(chunks) if chunk.token_on_device]
-        if len(device_token_indices) == token_count:
-            token_ids = torch.empty(token_count, dtype=torch.int64, device=self.device)
-            return token_ids, DeviceTokens(token_indices=None, rows=state.device_rows)
         host_tokens: list[int] = []
         for chunk in chunks:
             if chunk.token_on_device:
@@ -317,10 +312,7 @@ class ModelRunner:
         if step.device_tokens is None:
             return
         token_indices, rows = step.device_tokens
-        if token_indices is None:
-            torch.index_select(self._last_tokens, 0, rows, out=step.token_ids)
-        else:
-            step.token_ids.index_copy_(0, token_indices, self._last_tokens.index_select(0, rows))
+        step.token_ids.index_copy_(0, token_indices, self._last_tokens.index_select(0, rows))
 
     @torch.inference_mode()
     def record_decode_steps(self, sequences_max: int) -> None:
