@@ -17,7 +17,6 @@ from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig, CostConfig, LearnConfig
 from router.decide.output_lengths import TOKENS_PRIOR, OutputLengths
 from router.decide.target import Target
-from router.decide.working_set import WorkingSets
 from router.shadow.core_router import KV_BYTES_PER_TOKEN, CoreRouter
 from routing_sim import peers
 from simulation.cluster import Cluster, ClusterConfig, Router, SimulationResult, WorkerConfig
@@ -120,7 +119,7 @@ EXTRA: dict[str, Factory] = {
 it takes engines to compute prompts as they come that do not."""
 WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "congestion": lambda: patch("router.decide.chooser.compute_congestion", lambda *of: 0.0),
-    "pressure": lambda: patch.object(WorkingSets, "may_overflow", lambda *of: False),
+    "pressure": lambda: patch.object(CacheState, "estimate_pressure_s", lambda *of: 0.0),
     "shared": lambda: patch.object(CacheState, "estimate_shared_prefix", lambda *of: (0, 0.0)),
     "slot_wait": lambda: patch.object(Target, "estimate_drain_s", lambda self, share: 0.0),
     "lengths": lambda: patch.object(OutputLengths, "expect", lambda self, request: TOKENS_PRIOR),

@@ -3,14 +3,13 @@
 A prompt that was sent to a target counts as cached there at once. Where the target sends events, the prompt is
 **pinned** in the index while its request runs and for a grace period after, until the events have come. A target
 without events has an **approximate cache**: an LRU of the prompts sent there, with the advertised capacity.
-`WorkingSets` says whether a target has room for the prompts that will be used again.
+`RecentPrompts` says what running prompts share, and whether a target has room for the prompts that will be used again.
 
 Invariants: a request has at most one pin; no pin outlives its grace or its holder.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Sequence
 from typing import Final
@@ -19,14 +18,12 @@ import msgspec
 
 from router.decide.config import CoreConfig
 from router.decide.price import Candidate, estimate_tier_load_s
+from router.decide.recent_prompts import RecentPrompts
 from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import InFlightRequest, PromptQuery, Target
 from router.decide.workers import CacheView, WorkerSpec
-from router.decide.working_set import WorkingSets
 from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedPrompt, Scope
 
-SHARED_RUNNING_MIN: Final = 2
-"""Running requests that must have a prefix in common before it counts as shared."""
 SHARED_COPY_S: Final = 15.0
 """Time for which later requests are expected to use one more copy of a shared prefix."""
 LIFETIME_S_MIN: Final = 1e-3
@@ -53,19 +50,17 @@ class CacheState:
     of a running prompt counts before its events arrive.
     """
 
-    def __init__(self, index: PrefixIndex, config: CoreConfig, working_sets: WorkingSets) -> None:
+    def __init__(self, index: PrefixIndex, config: CoreConfig, recent_prompts: RecentPrompts) -> None:
         """Begin without targets.
 
-        A prompt that ends stays pinned for `config.pin_grace_s`, until the events about it have come. `working_sets`
-        says which targets lack room; running prompts are compared in chunks of as many tokens as theirs.
+        A prompt that ends stays pinned for `config.pin_grace_s`, until the events about it have come.
         """
         self._index = index
         self._pin_grace_s, self._cost_config = config.pin_grace_s, config.cost
-        self.working_sets = working_sets
-        self._chunk_tokens = working_sets.chunk_tokens
+        self.recent_prompts = recent_prompts
+        self._chunk_tokens = recent_prompts.chunk_tokens
         self._approximate_caches: dict[str, ApproximateCache] = {}
         """target name -> approximate cache, for targets without events."""
-        self._running_chunks = RunningChunks()
         self._grace_pins: deque[GracePin] = deque()
         """Pins of ended requests, the first to be released first."""
         self.cleared_at_s: OrderedDict[str, float] = OrderedDict()
@@ -82,10 +77,7 @@ class CacheState:
         target.capacity.set_reported_max_num_seqs(spec.max_num_seqs)
         target.set_step_tokens(spec.step_tokens)
         target.recompute_decode_load()
-        host_tokens = (spec.host_tokens or 0) // spec.ranks
-        self.working_sets.set_capacity(
-            target.name, target.capacity.kv_tokens and target.capacity.kv_tokens + host_tokens
-        )
+        target.capacity.host_tokens = (spec.host_tokens or 0) // spec.ranks
         if target.prefill_queue.is_shortest_first is not spec.is_shortest_first:
             target.prefill_queue.is_shortest_first = spec.is_shortest_first
             target.recompute_queue()
@@ -95,7 +87,7 @@ class CacheState:
 
     def remove_target(self, target: Target) -> None:
         """Forget a target. Its pins end with its holder in the index."""
-        self.working_sets.set_capacity(target.name, None)
+        self.recent_prompts.clear(target)
         self._approximate_caches.pop(target.name, None)
 
     def clear_target(self, target: Target, in_flight: Sequence[InFlightRequest], at_s: float) -> None:
@@ -104,7 +96,7 @@ class CacheState:
         self.cleared_at_s.move_to_end(target.worker_id)
         if len(self.cleared_at_s) > CLEARED_WORKERS_MAX:
             self.cleared_at_s.popitem(last=False)
-        self.working_sets.clear(target.name)
+        self.recent_prompts.clear(target)
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
             approximate_cache.clear()
@@ -190,8 +182,7 @@ class CacheState:
         `is_pinned`: whether it counts as cached there at once; else `pin` is called when its KV has come.
         """
         target, keys = request.target, prompt.get_chunk_keys(self._chunk_tokens)
-        self.working_sets.add_prompt(target.name, keys, now, session=session)
-        self._add_duplicate_chunks(target, self._running_chunks.add_prompt(target, keys))
+        self._add_duplicate_chunks(target, self.recent_prompts.start_prompt(target, keys, now, session=session))
         request.prompt = prompt
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
@@ -215,11 +206,9 @@ class CacheState:
         if request.prompt is None:
             return
         target, keys = request.target, request.prompt.get_chunk_keys(self._chunk_tokens)
-        running_chunk_count = self._running_chunks.remove_prompt(target, keys)
-        self._add_duplicate_chunks(target, -running_chunk_count)
-        self.working_sets.end_prompt(target.name, keys[running_chunk_count:])
+        self._add_duplicate_chunks(target, -self.recent_prompts.end_prompt(target, keys))
         if ended_session is not None:
-            self.working_sets.end_session(keys, ended_session)
+            self.recent_prompts.end_session(keys, ended_session)
         pin = request.pin
         request.prompt = request.pin = None  # the tracker may keep the request until its estimated first token
         if pin is None:
@@ -242,19 +231,46 @@ class CacheState:
         (Little's law), and 30 within SHARED_COPY_S = 15 s. A second copy of the prefix serves half of them, 15. This
         request is one of the 16 that use it, so that 15/16 of the copy are for later requests.
         """
-        chunk_count, prompts_by_target = self._running_chunks.find_shared_prefix(
-            prompt.get_chunk_keys(self._chunk_tokens)
-        )
-        if not chunk_count:
+        keys = prompt.get_chunk_keys(self._chunk_tokens)
+        shared_tokens, prompts_by_target = self.recent_prompts.find_shared_prefix(keys)
+        if not shared_tokens:
             return 0, 0.0
         arrivals = sum(prompts_by_target.values()) * SHARED_COPY_S / max(lifetime_s, LIFETIME_S_MIN)
         sharing_requests = arrivals / (len(prompts_by_target) + 1)
-        return chunk_count * self._chunk_tokens, sharing_requests / (sharing_requests + 1.0)
+        return shared_tokens, sharing_requests / (sharing_requests + 1.0)
 
-    def count_running_tokens(self, prompt: PromptQuery, target: Target) -> int:
-        """Count the first tokens of a prompt that running requests hold in a target's KV cache, in whole chunks."""
-        keys = prompt.get_chunk_keys(self._chunk_tokens)
-        return self._chunk_tokens * self._running_chunks.count_leading(target, keys)
+    def add_memory_costs(
+        self, prompt: PromptQuery, output_tokens: float, candidates: Sequence[Candidate], now: float
+    ) -> None:
+        """Set what a prompt costs at targets that lack room for it: its wait for memory, and what it evicts."""
+        self.recent_prompts.expire(now)
+        tokens = prompt.prompt_tokens + output_tokens
+        idle_tokens: Counter[Target] | None = None
+        for candidate in candidates:
+            target = candidate.target
+            if tokens + target.load.idle_prompt_tokens <= target.free_kv_tokens:
+                continue
+            keys = prompt.get_chunk_keys(self._chunk_tokens)
+            if idle_tokens is None:
+                idle_tokens = self.recent_prompts.count_idle_tokens(keys)
+            running_tokens = self.recent_prompts.count_running_tokens(target, keys)
+            candidate.memory_wait_s = target.estimate_memory_wait_s(tokens - running_tokens)
+            candidate.pressure_s = self.estimate_pressure_s(
+                candidate, prompt.prompt_tokens, running_tokens + idle_tokens[target]
+            )
+
+    def estimate_pressure_s(self, candidate: Candidate, prompt_tokens: int, present_tokens: int) -> float:
+        """Return the prefill that a target will compute again, as a prompt evicts others that will be used again.
+
+        For example, 4,000 tokens are free and 3,000 idle. A prompt of 2,000 tokens has room for a half, so that it
+        evicts half of its length. `present_tokens`: its tokens that running requests or idle chunks have already.
+        """
+        target = candidate.target
+        room_tokens = target.free_kv_tokens + target.capacity.host_tokens - target.load.idle_prompt_tokens
+        evicted_tokens = min(prompt_tokens - present_tokens - room_tokens, prompt_tokens - candidate.cached_tokens)
+        if evicted_tokens <= 0.0:
+            return 0.0
+        return evicted_tokens / prompt_tokens * target.estimate_prefill_s(prompt_tokens, 0)
 
     def release_expired_pins(self, now: float) -> None:
         """Release the pins at the end of their grace period."""
@@ -275,77 +291,12 @@ class CacheState:
             if request.prompt is not None
             for key in request.prompt.get_chunk_keys(self._chunk_tokens)
         )
-        assert self._running_chunks.list_counts() == chunk_counts
+        self.recent_prompts.check_invariants(chunk_counts)
         for target in {request.target for request in requests}:  # a target's name may come back
             duplicates = sum(
                 count - 1 for (_, running_target), count in chunk_counts.items() if running_target is target
             )
             assert target.load.duplicate_prompt_tokens == self._chunk_tokens * duplicates
-        self.working_sets.check_invariants()
-
-
-class RunningChunks:
-    """Number of running prompts that have a chunk, for each chunk and target.
-
-    A *chunk* is 256 tokens of a prompt. Its key is the digest of the prompt up to the chunk's end. So two prompts with
-    the same first 600 tokens share exactly their first two keys. A binary search finds the last shared one.
-    """
-
-    def __init__(self) -> None:
-        self._counts_by_chunk: dict[int, dict[Target, int]] = {}
-        """Chunk -> target -> number of running prompts that have the chunk, never 0. Plain dicts, as a prompt of a
-        megabyte has thousands of chunks."""
-
-    def add_prompt(self, target: Target, keys: Sequence[int]) -> int:
-        """Count a prompt that begins to run on a target; return how many of its chunks ran there before."""
-        duplicates = 0
-        for key in keys:
-            counts = self._counts_by_chunk.get(key)
-            if counts is None:
-                self._counts_by_chunk[key] = {target: 1}
-            elif target in counts:
-                counts[target] += 1
-                duplicates += 1
-            else:
-                counts[target] = 1
-        return duplicates
-
-    def remove_prompt(self, target: Target, keys: Sequence[int]) -> int:
-        """Forget a prompt that ended; return how many of its chunks still run on its target."""
-        duplicates = 0
-        for key in keys:
-            counts = self._counts_by_chunk[key]
-            if counts[target] > 1:
-                counts[target] -= 1
-                duplicates += 1
-            elif len(counts) > 1:
-                del counts[target]
-            else:
-                del self._counts_by_chunk[key]
-        return duplicates
-
-    def count_leading(self, target: Target, keys: Sequence[int]) -> int:
-        """Return how many of a prompt's chunks, from the first on, running prompts on a target have."""
-        return bisect_left(keys, True, key=lambda key: target not in self._counts_by_chunk.get(key, ()))
-
-    def find_shared_prefix(self, keys: Sequence[int]) -> tuple[int, dict[Target, int]]:
-        """Return how many of a prompt's first chunks at least SHARED_RUNNING_MIN running prompts have.
-
-        `keys`: those of the prompt's chunks. Also returns the number of prompts by target that have the last of them.
-        """
-
-        def is_unshared(key: int) -> bool:
-            counts = self._counts_by_chunk.get(key)
-            return counts is None or sum(counts.values()) < SHARED_RUNNING_MIN
-
-        if not keys or is_unshared(keys[0]):
-            return 0, {}
-        chunk_count = bisect_left(keys, True, lo=1, key=is_unshared)
-        return chunk_count, self._counts_by_chunk[keys[chunk_count - 1]]
-
-    def list_counts(self) -> dict[tuple[int, Target], int]:
-        """Return the number of prompts by chunk key and target, for tests."""
-        return {(key, target): n for key, counts in self._counts_by_chunk.items() for target, n in counts.items()}
 
 
 class ApproximateCache:

@@ -316,8 +316,7 @@ class Chooser:
             candidates = [Candidate(target) for target in targets]
         else:
             candidates = self._cache_state.find_cache_hits(prompt, targets, matches, facts.now)
-            self._add_pressures(prompt, candidates, facts.now)
-            self._add_memory_waits(prompt, facts.output_tokens, candidates)
+            self._cache_state.add_memory_costs(prompt, facts.output_tokens, candidates, facts.now)
             # Nobody can say how long a prefix takes that is still being computed, so no request waits for one while a
             # worker has nothing to compute.
             if self._chooses_by_price and _has_unknown_speed(targets) and _has_idle_target(targets):
@@ -381,34 +380,6 @@ class Chooser:
         if placement is None:
             return None
         return next((c for c in candidates if c.target.name == placement.target_name), None)
-
-    def _add_pressures(self, prompt_query: PromptQuery, candidates: list[Candidate], now: float) -> None:
-        """Set the prefill that each target will compute again because it lacks room for the prompt."""
-        working_sets, prompt_tokens = self._cache_state.working_sets, prompt_query.prompt_tokens
-        held_tokens = [candidate.target.held_kv_tokens for candidate in candidates]
-        if not prompt_tokens or not working_sets.may_overflow(prompt_tokens + max(held_tokens), now):
-            return
-        overflow_shares = working_sets.compute_overflow_shares(
-            [candidate.target.name for candidate in candidates],
-            [candidate.cached_tokens / prompt_tokens for candidate in candidates],
-            [
-                held - self._cache_state.count_running_tokens(prompt_query, candidate.target)
-                for held, candidate in zip(held_tokens, candidates)
-            ],
-            prompt_query.get_chunk_keys(working_sets.chunk_tokens),
-            prompt_tokens,
-        )
-        for overflow_share, candidate in zip(overflow_shares, candidates):
-            candidate.pressure_s = overflow_share * candidate.target.estimate_prefill_s(prompt_tokens, 0)
-
-    def _add_memory_waits(self, prompt_query: PromptQuery, output_tokens: float, candidates: list[Candidate]) -> None:
-        """Set the time until each target has room in its KV memory for the prompt and the answer."""
-        tokens = prompt_query.prompt_tokens + output_tokens
-        for candidate in candidates:
-            target = candidate.target
-            if tokens > target.free_kv_tokens:
-                needed_tokens = tokens - self._cache_state.count_running_tokens(prompt_query, target)
-                candidate.memory_wait_s = target.estimate_memory_wait_s(needed_tokens)
 
     def _add_media_hits(self, request: RouteRequest, candidates: list[Candidate], now: float) -> None:
         """Assume that the last prompt of a conversation with media is cached at the target that got it."""

@@ -32,6 +32,7 @@ from router.decide.messages import (
     WorkerLost,
 )
 from router.decide.placement import ActiveRequest, Attempt, RequestPlacer
+from router.decide.recent_prompts import RecentPrompts
 from router.decide.registry import CoreSnapshot, WorkerRegistry, make_worker_snapshot
 from router.decide.target import PromptQuery, Target
 from router.decide.tracker import LoadTracker
@@ -46,7 +47,6 @@ from router.decide.workers import (
     WorkerState,
     is_worker_fault,
 )
-from router.decide.working_set import WorkingSets
 from router.index.protocol import PrefixIndex
 
 CRASH_SUSPICIONS_MAX: Final = 2
@@ -65,12 +65,12 @@ class RouterCore:
     """Chooses a worker for each request and follows the request to its end. See the module's docstring."""
 
     def __init__(
-        self, index: PrefixIndex, config: CoreConfig, *, seed: int = 0, working_sets: WorkingSets | None = None
+        self, index: PrefixIndex, config: CoreConfig, *, seed: int = 0, recent_prompts: RecentPrompts | None = None
     ) -> None:
         self.config = config
         self.index = index
         self.tracker = LoadTracker(config.service, config.cost, config.learn)
-        self.cache_state = CacheState(index, config, working_sets or WorkingSets())
+        self.cache_state = CacheState(index, config, recent_prompts or RecentPrompts())
         self.registry = WorkerRegistry(index, self.tracker, self.cache_state, CircuitBreaker(config.health))
         self.workers: Mapping[str, Worker] = self.registry.workers
         self.watchdog = Watchdog()

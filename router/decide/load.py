@@ -34,6 +34,8 @@ class Capacity:
     """Capacity of the KV cache: reported by the worker, else observed; None if neither is known."""
     observed_kv_tokens: int | None = None
     """Capacity of the KV cache as the worker's events show it."""
+    host_tokens: int = 0
+    """Capacity of the KV cache in host memory, beside `kv_tokens`."""
     max_num_seqs: int = MAX_NUM_SEQS_PRIOR
     """Sequence slots: reported by the worker, else learned, else the prior."""
     has_reported_max_num_seqs: bool = False
@@ -82,6 +84,8 @@ class Load:
     """Expected output tokens of one request; the last value while there is no request."""
     duplicate_prompt_tokens: int = 0
     """Prompt tokens of running requests that need no KV memory, as other running requests have the same ones."""
+    idle_prompt_tokens: int = 0
+    """Prompt tokens that are likely to be used again and that no running request here has: RecentPrompts."""
     incoming_transfers: int = 0
     """Number of transfers of KV to this target that are running."""
     outgoing_transfers: int = 0

@@ -439,11 +439,6 @@ class Target:
         expected_s = self.slowdown * queue.oldest_prefill_s + queue.fixed_step_share * self.step_s
         return (now - queue.busy_since_s) / expected_s
 
-    @property
-    def held_kv_tokens(self) -> float:
-        """Tokens of the KV cache that running requests hold; 0 if the capacity is unknown."""
-        return 0.0 if self.capacity.kv_tokens is None else self.capacity.kv_tokens - self.free_kv_tokens
-
     def compute_free_share(self) -> float:
         """Return the free share of the KV memory times the free share of the sequence slots."""
         free_slots_share = 1.0 - self.total_request_count / self.capacity.max_num_seqs
@@ -474,7 +469,7 @@ class Target:
         request_count = self.total_request_count
         if needed_tokens <= self.free_kv_tokens or self.capacity.kv_tokens is None or not request_count:
             return 0.0
-        held_tokens = self.held_kv_tokens
+        held_tokens = self.capacity.kv_tokens - self.free_kv_tokens
         if held_tokens <= 0.0:  # nothing that ends frees memory: the request is larger than the cache
             return 0.0
         missing_share = min((needed_tokens - self.free_kv_tokens) / held_tokens, 1.0)

@@ -55,7 +55,7 @@ class MissReasonsRecorder:
         metrics.reused_tokens = self.analyzer.reuse_sums
         self._core, self._proxy = core, proxy
         self._facts = FactsAdapter(core, prompt_reader.tokenizers.get)
-        self._chunk_tokens = core.cache_state.working_sets.chunk_tokens
+        self._chunk_tokens = core.cache_state.recent_prompts.chunk_tokens
         self._header_watches = WatchedConversations(config.ttl_s)
         """Conversations whose clients asked for an explanation by a header."""
         self._operator_watches = WatchedConversations(config.ttl_s)

@@ -9,10 +9,10 @@ from dataclasses import replace
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
+from router.decide.recent_prompts import RecentPrompts
 from router.decide.target import InFlightRequest, Target
 from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
-from router.decide.working_set import WorkingSets
 from router.index.protocol import HolderId, IndexStats, IngestReport, Match, PinId, Scope
 
 
@@ -116,10 +116,10 @@ def request(request_id: str, tokens: Sequence[int] | None = None, **changes: obj
 
 
 def make_core(
-    names: str = "ab", config: CoreConfig | None = None, working_sets: WorkingSets | None = None, **changes: object
+    names: str = "ab", config: CoreConfig | None = None, recent_prompts: RecentPrompts | None = None, **changes: object
 ) -> tuple[RouterCore, NaiveIndex]:
     index = NaiveIndex()
-    core = RouterCore(index, config or CoreConfig(), working_sets=working_sets)
+    core = RouterCore(index, config or CoreConfig(), recent_prompts=recent_prompts)
     for name in names:
         core.add_worker(spec(name, **changes), 0.0)
     return core, index
@@ -151,10 +151,3 @@ def apply_operation(
 def chosen_worker(result: object) -> str:
     assert isinstance(result, Forward), result
     return result.decision.worker
-
-
-def used_tokens(sets: WorkingSets, target: str, now: float) -> int | None:
-    """Tokens that live at the target and were used before. None where its capacity is not known."""
-    sets._expire(now)
-    usage = sets._usage_by_target.get(target)
-    return None if usage is None else usage.idle_chunk_count * sets.chunk_tokens

@@ -26,9 +26,9 @@ from router.decide.config import (
 from router.decide.core import TENANTS_MAX, RetryBudget
 from router.decide.load import MAX_NUM_SEQS_PRIOR
 from router.decide.messages import Enqueue, FailureKind, Forward, Refuse, ReportedUsage, TransferKind, WorkerLost
+from router.decide.recent_prompts import RecentPrompts
 from router.decide.target import RequestPhase
 from router.decide.workers import CacheView, ServedModel, TransferFacts, WorkerState
-from router.decide.working_set import WorkingSets
 from router.index.protocol import Scope
 
 
@@ -616,9 +616,9 @@ class Books(RuleBasedStateMachine):
                 background_wait_s_max=3.0,
             ),
         )
-        working_sets = WorkingSets(chunk_tokens=4, live_s=5.0)
+        recent_prompts = RecentPrompts(chunk_tokens=4, recent_s=5.0)
         facts = TransferFacts("g", frozenset(TransferKind)) if can_move_kv else TransferFacts()
-        self.core, self.index = make_core(self.NAMES, config, working_sets, cache_tokens=20, transfer=facts)
+        self.core, self.index = make_core(self.NAMES, config, recent_prompts, cache_tokens=20, transfer=facts)
         self.now = 0.0
         self.count = 0
         self.open: dict[str, str] = {}

@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_by_hand import used_tokens
 
 from prompts.routing import RoutingRequest, parse_routing
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, ReportedUsage, RouteRequest
 from router.decide.output_lengths import OutputLengths
+from router.decide.recent_prompts import RecentPrompts
 from router.decide.workers import ServedModel, WorkerSpec
-from router.decide.working_set import WorkingSets
 from router.index import make_index
 from router.index.protocol import Scope
 from router.prompting.encode import read_large_request
@@ -107,8 +106,8 @@ def test_a_hostile_name_is_bounded_and_still_tells_sessions_apart(value: str) ->
         assert names[0] == names[1] != names[2]
 
 
-def core_with(working_sets: WorkingSets | None = None, **changes: Any) -> RouterCore:
-    core = RouterCore(make_index(seed=1), CoreConfig(**changes), working_sets=working_sets)
+def core_with(recent_prompts: RecentPrompts | None = None, **changes: Any) -> RouterCore:
+    core = RouterCore(make_index(seed=1), CoreConfig(**changes), recent_prompts=recent_prompts)
     for name in "ab":
         core.add_worker(WorkerSpec(name, f"http://{name}", (ServedModel("m", "m"),), cache_tokens=100_000), 0.0)
     return core
@@ -140,15 +139,15 @@ def test_a_sub_agent_goes_where_its_parent_is_and_an_ended_session_is_forgotten(
 
 
 def test_what_only_an_ended_session_used_is_needed_no_more() -> None:
-    core = core_with(WorkingSets(chunk_tokens=64))
-    shared_ids, sets = [7] * 640, core.cache_state.working_sets
+    core = core_with(RecentPrompts(chunk_tokens=64))
+    shared_ids, load = [7] * 640, core.tracker.targets["a"].load
     for turn, name in enumerate("xyxy"):
         tail = [ord(name)] * (1280 + 64 * turn)
         worker = send(core, f"r{turn}", shared_ids + tail, float(turn), session=name, worker="a")
     assert worker == "a"
-    assert used_tokens(sets, "a", 4.0) == 640 + 2 * 1280 - 64, "the system prompt and what both sessions sent twice"
+    assert load.idle_prompt_tokens == 640 + 2 * 1280 - 64, "the system prompt and what both sessions sent twice"
     send(core, "end", shared_ids + [ord("x")] * 1600, 5.0, session="x", worker="a", is_final=True)
-    assert used_tokens(sets, "a", 6.0) == 640 + 1280, "y's, and what both began with"
+    assert load.idle_prompt_tokens == 640 + 1280, "y's, and what both began with"
 
 
 def test_a_sub_agents_answers_are_expected_to_be_like_its_parents() -> None:

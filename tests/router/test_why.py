@@ -22,8 +22,8 @@ from prompts.tokenizer import Tokenizer
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, ReportedUsage, RouteRequest
+from router.decide.recent_prompts import CHUNK_TOKENS
 from router.decide.workers import ServedModel, WorkerSpec
-from router.decide.working_set import WorkingSets
 from router.edge.miss_reasons_recorder import FactsAdapter
 from router.index import make_index
 from router.index.protocol import Scope
@@ -36,7 +36,7 @@ from router.prompting.outline import HAS_THOUGHTS, Outline, _fingerprint_message
 from router.prompting.sessions import digest_first_user_message
 
 BLOCK = 16
-CHUNK = WorkingSets().chunk_tokens
+CHUNK = CHUNK_TOKENS
 QWEN3 = runpy.run_path(str(Path(__file__).parents[1] / "prompts" / "chat_templates.py"))["QWEN3"]
 TEMPLATE = "{% if effort is defined %}<|im_start|>system\nReasoning effort: {{ effort }}<|im_end|>\n{% endif %}" + QWEN3
 TOOLS = [

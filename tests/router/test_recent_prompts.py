@@ -1,21 +1,23 @@
-"""The working sets against a naive model, and what their overflow does to a choice."""
+"""The chunks of recent prompts against a naive model, and what a lack of room does to a choice."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
-from core_by_hand import used_tokens
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decide.config import CoreConfig, LearnConfig
+from router.decide.config import CoreConfig, CostConfig, LearnConfig, ServiceModel
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
+from router.decide.recent_prompts import SHARED_RUNNING_MIN, RecentPrompts
+from router.decide.target import Target
+from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
-from router.decide.working_set import WorkingSets
 from router.index import make_index
-from router.index.protocol import Scope
+from router.index.protocol import HolderId, Scope
 
 SCOPE = Scope("m")
 CHUNK = 4
@@ -27,44 +29,58 @@ def prompt(path: list[int], tail: int) -> list[int]:
     return [token for token in path for _ in range(CHUNK)] + [9] * tail
 
 
-class NaiveWorkingSet:
+class NaivePrompts:
     """Prefix paths as tuples, each with its last target and time, and whether it was used before."""
 
-    def __init__(self, capacity: dict[str, int], live_s: float) -> None:
-        self.capacity, self.live_s = capacity, live_s
-        self.last_uses: dict[tuple[int, ...], tuple[str, float, bool]] = {}
-        self.running: list[tuple[str, list[int]]] = []
+    def __init__(self, recent_s: float) -> None:
+        self.recent_s = recent_s
+        self.last_uses: dict[tuple[int, ...], tuple[Target, float, bool]] = {}
+        self.running: list[tuple[Target, list[int]]] = []
         """Target and token ids of each running prompt."""
 
     @staticmethod
     def paths(ids: list[int]) -> list[tuple[int, ...]]:
         return [tuple(ids[: CHUNK * (j + 1)]) for j in range((len(ids) - 1) // CHUNK)]
 
+    def forget(self, forgotten: set[tuple[int, ...]], now: float) -> None:
+        """Running paths stay, as ones that were used once."""
+        running = {path for _, ids in self.running for path in self.paths(ids)}
+        for path in forgotten:
+            target, used_at_s, _ = self.last_uses.pop(path)
+            if path in running:
+                self.last_uses[path] = (target, max(used_at_s, now), False)
+
     def expire(self, now: float) -> None:
-        self.last_uses = {path: use for path, use in self.last_uses.items() if use[1] >= now - self.live_s}
-
-    def send(self, target: str, ids: list[int], now: float) -> None:
-        self.last_uses.update({path: (target, now, path in self.last_uses) for path in self.paths(ids)})
-
-    def running_paths(self, target: str) -> set[tuple[int, ...]]:
-        return {path for home, ids in self.running if home == target for path in self.paths(ids)}
-
-    def needed_tokens(self, target: str, without: list[int] | None = None) -> int:
-        held_paths = {*self.paths(without or []), *self.running_paths(target)}
-        return CHUNK * sum(
-            1 for p, (home, _, is_used) in self.last_uses.items() if home == target and is_used and p not in held_paths
+        self.forget(
+            {path for path, (_, used_at_s, _) in self.last_uses.items() if now - used_at_s > self.recent_s}, now
         )
 
-    def overflow_share(self, target: str, ids: list[int], cached_share: float) -> float:
-        held_tokens = CHUNK * len(self.running_paths(target).difference(self.paths(ids)))
-        overflow_tokens = self.needed_tokens(target, without=ids) + held_tokens + len(ids) - self.capacity[target]
-        return min(max(overflow_tokens, 0) / len(ids), 1.0 - cached_share)
+    def clear(self, target: Target) -> None:
+        self.forget({path for path, (home, _, _) in self.last_uses.items() if home is target}, -1.0)
+
+    def start(self, target: Target, ids: list[int], now: float) -> None:
+        self.last_uses.update({path: (target, now, path in self.last_uses) for path in self.paths(ids)})
+        self.running.append((target, ids))
+
+    def running_paths(self, target: Target) -> Counter[tuple[int, ...]]:
+        return Counter(path for home, ids in self.running if home is target for path in self.paths(ids))
+
+    def count_idle_tokens(self, target: Target, of: list[int] | None = None) -> int:
+        running, own_paths = self.running_paths(target), None if of is None else self.paths(of)
+        return CHUNK * sum(
+            home is target and is_used and path not in running and (own_paths is None or path in own_paths)
+            for path, (home, _, is_used) in self.last_uses.items()
+        )
+
+    def count_shared_tokens(self, ids: list[int]) -> int:
+        running = Counter(path for _, running_ids in self.running for path in self.paths(running_ids))
+        return CHUNK * sum(running[path] >= SHARED_RUNNING_MIN for path in self.paths(ids))
 
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["send", "send", "send", "end", "end", "ask", "clear"]),
-        st.sampled_from(["a", "b"]),
+        st.sampled_from(["start", "start", "start", "end", "end", "clear"]),
+        st.integers(0, 1),
         st.lists(st.integers(0, 2), min_size=0, max_size=6),
         st.integers(1, 5),
         st.floats(0.0, 4.0),
@@ -74,50 +90,47 @@ steps = st.lists(
 
 
 @given(steps=steps)
-def test_overflows_are_those_of_a_naive_model(steps: list[Any]) -> None:
-    sets = WorkingSets(live_s=10.0, chunk_tokens=CHUNK)
-    capacity = {"a": 24, "b": 12}
-    for name, tokens in capacity.items():
-        sets.set_capacity(name, tokens)
-    naive = NaiveWorkingSet(capacity, 10.0)
+def test_chunks_are_counted_as_by_a_naive_model(steps: list[Any]) -> None:
+    prompts, naive = RecentPrompts(recent_s=10.0, chunk_tokens=CHUNK), NaivePrompts(10.0)
+    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    targets = [tracker.add_target(name, None, HolderId(i)) for i, name in enumerate("ab")]
+
+    def make_keys(ids: list[int]) -> list[int]:
+        return INDEX.chunk_keys(ids, SCOPE, CHUNK)
+
     now = 0.0
-    for operation, target, path, tail, elapsed_s in steps:
+    for operation, target_index, path, tail, elapsed_s in steps:
         now += elapsed_s
-        ids = prompt(path, tail)
-        keys = INDEX.chunk_keys(ids, SCOPE, CHUNK)
+        ids, target = prompt(path, tail), targets[target_index]
+        prompts.expire(now)
         naive.expire(now)
-        assert used_tokens(sets, target, now) == naive.needed_tokens(target)
-        if operation == "send":
-            sets.add_prompt(target, keys, now)
-            naive.send(target, ids, now)
-            naive.running.append((target, ids))
+        if operation == "start":
+            duplicate_count = sum(path in naive.running_paths(target) for path in naive.paths(ids))
+            assert prompts.start_prompt(target, make_keys(ids), now) == duplicate_count
+            naive.start(target, ids, now)
         elif operation == "end" and naive.running:
             home, ended_ids = naive.running.pop(len(path) % len(naive.running))
-            still_running = naive.running_paths(home)
-            ended_keys = INDEX.chunk_keys(ended_ids, SCOPE, CHUNK)
-            ended_paths = naive.paths(ended_ids)
-            sets.end_prompt(home, [k for k, p in zip(ended_keys, ended_paths, strict=True) if p not in still_running])
+            duplicate_count = sum(path in naive.running_paths(home) for path in naive.paths(ended_ids))
+            assert prompts.end_prompt(home, make_keys(ended_ids)) == duplicate_count
         elif operation == "clear":
-            sets.clear(target)
-            naive.last_uses = {p: use for p, use in naive.last_uses.items() if use[0] != target}
-        elif operation == "ask":
-            share = tail / 5
-            expected = [naive.overflow_share("a", ids, share), naive.overflow_share("b", ids, 0.0)]
-            held = [CHUNK * len(naive.running_paths(name).difference(naive.paths(ids))) for name in ("a", "b")]
-            shares = sets.compute_overflow_shares(["a", "b"], [share, 0.0], held, keys, len(ids))
-            assert shares == pytest.approx(expected)
-            if not sets.may_overflow(len(ids) + max(held), now):
-                assert expected == [0.0, 0.0]
-        sets.check_invariants()
-    sets.set_capacity("a", None)
-    sets.check_invariants()
-    assert used_tokens(sets, "a", now) is None
-    assert sets.compute_overflow_shares(["a"], [0.0], [0.0], [], 100) == [0.0]
+            prompts.clear(target)
+            naive.clear(target)
+        shared_tokens, _ = prompts.find_shared_prefix(make_keys(ids))
+        assert shared_tokens == naive.count_shared_tokens(ids)
+        for target in targets:
+            assert target.load.idle_prompt_tokens == naive.count_idle_tokens(target)
+            assert prompts.count_idle_tokens(make_keys(ids))[target] == naive.count_idle_tokens(target, of=ids)
+            running_paths = naive.running_paths(target)
+            running_tokens = CHUNK * sum(path in running_paths for path in naive.paths(ids))
+            assert prompts.count_running_tokens(target, make_keys(ids)) == running_tokens
+        prompts.check_invariants(
+            Counter((key, home) for home, running_ids in naive.running for key in make_keys(running_ids))
+        )
 
 
 def pool(*, capacity: int | None) -> RouterCore:
     config = CoreConfig(learn=LearnConfig(enabled=False))
-    core = RouterCore(make_index(seed=1), config, working_sets=WorkingSets(chunk_tokens=64))
+    core = RouterCore(make_index(seed=1), config, recent_prompts=RecentPrompts(chunk_tokens=64))
     for name in ("a", "b"):
         model = ServedModel("m", "m")
         core.add_worker(WorkerSpec(name, f"http://{name}", models=(model,), cache_tokens=capacity), 0.0)
@@ -143,8 +156,7 @@ def sessions(core: RouterCore) -> None:
 def test_an_empty_prompt_is_routed_where_no_cache_has_room() -> None:
     core = pool(capacity=1000)
     sessions(core)
-    assert core.cache_state.working_sets.may_overflow(1, 24.0)
-    assert not core.cache_state.working_sets.may_overflow(0, 24.0)
+    assert all(t.load.idle_prompt_tokens > t.free_kv_tokens for t in core.tracker.targets.values())
     assert all(terms.pressure_s == 0.0 for terms in send(core, "empty", [], 24.0).decision.candidates)
 
 
@@ -191,8 +203,9 @@ def test_a_dead_session_takes_no_room() -> None:
 def test_a_removed_worker_leaves_nothing_behind() -> None:
     core = pool(capacity=8_000)
     sessions(core)
+    a, b = core.tracker.targets.values()
+    assert a.load.idle_prompt_tokens > 0 < b.load.idle_prompt_tokens
     core.remove_worker("a", 30.0)
-    core.cache_state.working_sets.check_invariants()
-    assert used_tokens(core.cache_state.working_sets, "a", 30.0) is None
     core.mark_worker_down("b", 31.0, "gone")
-    assert used_tokens(core.cache_state.working_sets, "b", 31.0) == 0
+    assert a.load.idle_prompt_tokens == b.load.idle_prompt_tokens == 0
+    core.cache_state.recent_prompts.check_invariants(Counter())
