@@ -1,7 +1,8 @@
 """Record the token ids of a streamed answer, so that another worker can continue it, and remove ids not asked for.
 
 Only complete server-sent events are forwarded, so that the recorded tokens are those that the client has. Keys are
-found by patterns: a quotation mark in a JSON string is escaped, so generated text cannot look like one of them.
+found by patterns: a quotation mark in a JSON string is escaped, so generated text cannot look like one of them. Ids
+stay the digits that came until a worker dies, as most answers are never continued.
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ import msgspec
 
 EVENT_BYTES_MAX: Final = 4 << 20
 """Longest event. From a longer one on, bytes are forwarded as they come, and nothing is recorded."""
-IDS_MAX: Final = 2 << 20
-"""Most recorded ids of an answer, and of its prompt. A longer answer is not continued."""
+ID_BYTES_MAX: Final = 8 << 20
+"""Most bytes of the recorded ids of an answer. A longer answer is not continued."""
 
 _BLANK_LINE_PATTERN = re.compile(rb"\n\r?\n")
 _BLANK_LINE_BYTES: Final = 3
-_KEY = rb'"(prompt_)?token_ids" *: *(null|\[[0-9, ]*\])?'
+_TEXT = rb'[^"\\]*(?:\\.[^"\\]*)*'
+_PLAIN_EVENT_PATTERN = re.compile(
+    rb'(data: \{"id":"[^"]*","object":"[^"]*","created":[0-9]*,"model":"[^"]*","choices":\[\{"index":0,(?:'
+    rb'"text":"(%b)"|"delta":\{"content":"(%b)"\}|"delta":\{"reasoning(?:_content)?":"%b"(?:,"reasoning_content":"%b")?\})'
+    rb'(?:,"logprobs":null)?(?:,"finish_reason":null)?(?:,"stop_reason":null)?)'
+    rb',"token_ids":\[([0-9]{1,9}(?:,[0-9]{1,9})*)\](\}\](?:,"usage":null)?\}\n\n)' % (_TEXT, _TEXT, _TEXT, _TEXT)
+)
+"""Pattern of an event as vLLM and our engine send it for most tokens. Groups: all before the ids, the text of a
+completion, of a chat, the ids, all behind them."""
+_KEY = rb'"(prompt_)?token_ids" *: *(null|\[[^]]*\])?'
 _TOKEN_IDS_PATTERN = re.compile(rb"," + _KEY + rb"|(?<=[{,])" + _KEY + rb",?")
 """Pattern of a field with token ids, with the comma before it, or behind it where the field is the first one."""
 _BEFORE_KEY: Final = len(',,"prompt_')
@@ -37,17 +47,13 @@ class TokenRecorder:
     """
 
     __slots__ = (
-        "_is_passthrough", "_pending", "_removes_ids", "_search_start", "event_count", "has_finish_reason",
-        "has_parsed_output", "has_worker_failed", "is_done", "is_unrecognized", "last_event", "output_ids",
-        "prompt_ids", "text_token_count",
+        "_is_passthrough", "_output_digits", "_pending", "_prompt_digits", "_removes_ids", "_search_start", "_text_end",
+        "event_count", "has_finish_reason", "has_parsed_output", "has_worker_failed", "is_done", "is_unrecognized",
+        "last_event",
     )  # fmt: skip
 
     def __init__(self, removes_ids: bool) -> None:
         """`removes_ids`: remove token ids from the forwarded events, as the client did not ask for them."""
-        self.prompt_ids = array("I")
-        self.output_ids = array("I")
-        self.text_token_count = 0
-        """Number of leading `output_ids` with complete text: a token may be half a character."""
         self.last_event = b""
         """Last forwarded event with a choice."""
         self.event_count = 0
@@ -61,12 +67,41 @@ class TokenRecorder:
         self.has_worker_failed = False
         """Whether an event reports that the worker failed."""
         self._removes_ids = removes_ids
+        self._prompt_digits = b""
+        """JSON list of the prompt's token ids; empty before they come."""
+        self._output_digits = bytearray()
+        """Token ids of the answer, each with a comma behind it."""
+        self._text_end = 0
+        """Position in `_output_digits` after the last token with complete text: a token may be half a character."""
         self._is_passthrough = False
         """Whether all bytes are forwarded as they come."""
         self._pending = bytearray()
         """Bytes that are not forwarded yet: an incomplete event, or the report of a failure and all after it."""
         self._search_start = 0
         """Position in `_pending` before which no blank line begins."""
+
+    @property
+    def prompt_ids(self) -> array[int]:
+        """Token ids of the prompt; none if the worker told none, or not as ids."""
+        try:
+            return _decode_ids(self._prompt_digits)
+        except msgspec.MsgspecError:
+            return array("I")
+
+    @property
+    def output_ids(self) -> array[int]:
+        """Token ids of the answer."""
+        return _decode_ids(b"[" + self._output_digits[:-1] + b"]")
+
+    @property
+    def output_token_count(self) -> int:
+        """Number of `output_ids`."""
+        return self._output_digits.count(b",")
+
+    @property
+    def text_token_count(self) -> int:
+        """Number of leading `output_ids` with complete text."""
+        return self._output_digits.count(b",", 0, self._text_end)
 
     def feed(self, content: bytes) -> bytes:
         """Take the next bytes of a stream of events, and return the events that are complete now, to be forwarded.
@@ -76,8 +111,9 @@ class TokenRecorder:
         """
         if self._is_passthrough:
             return content
-        if not self._pending and _is_single_event(content):  # as nearly always
-            return self._record_event(content)
+        plain_event = None if self._pending else _PLAIN_EVENT_PATTERN.fullmatch(content)
+        if plain_event is not None:  # as nearly always
+            return self._record_plain_event(plain_event)
         self._pending += content
         complete_events = b"" if self.has_worker_failed else self._take_complete_events()
         if len(self._pending) > EVENT_BYTES_MAX:
@@ -91,16 +127,20 @@ class TokenRecorder:
         An event that reports the worker's failure stays pending with all bytes after it. The client does not get them
         if another worker continues the answer.
         """
-        pending, complete_events, event_start = self._pending, [], 0
-        if _BLANK_LINE_PATTERN.search(pending, self._search_start):
-            for blank_line in _BLANK_LINE_PATTERN.finditer(bytes(pending)):
-                event = bytes(pending[event_start : blank_line.end()])
-                if event.startswith(_FAILURE_PREFIXES):
-                    self.has_worker_failed = True
-                    break
-                complete_events.append(self._record_event(event))
-                event_start = blank_line.end()
-            del pending[:event_start]
+        pending, complete_events, event_start, position = self._pending, [], 0, self._search_start
+        while (position := pending.find(b"\n", position)) >= 0:
+            blank_line = _BLANK_LINE_PATTERN.match(pending, position)
+            if blank_line is None:
+                position += 1
+                continue
+            position = blank_line.end()
+            event = bytes(pending[event_start:position])
+            if event.startswith(_FAILURE_PREFIXES):
+                self.has_worker_failed = True
+                break
+            complete_events.append(self._record_event(event))
+            event_start = position
+        del pending[:event_start]
         self._search_start = max(len(pending) - _BLANK_LINE_BYTES, 0)
         return b"".join(complete_events)
 
@@ -138,7 +178,7 @@ class TokenRecorder:
         `drops_incomplete_text`: forget tokens without complete text, too.
         """
         if drops_incomplete_text:
-            del self.output_ids[self.text_token_count :]
+            del self._output_digits[self._text_end :]
         self._pending.clear()
         self._search_start = 0
         self.has_worker_failed = False
@@ -147,14 +187,17 @@ class TokenRecorder:
         """Record the tokens of an event and how far the answer is; return the event as it is forwarded.
 
         For example, `data: {"choices":[{"delta":{"content":"Hi"},"token_ids":[5]}]}` has token 5, and is forwarded
-        without `"token_ids":[5]` unless the client asked for it. Events are searched for a few keys and not parsed,
-        because each token comes in one; by `find`, because `in` raises and catches an exception for bytes.
+        without `"token_ids":[5]` unless the client asked for it. Events are searched for a few keys and not parsed, by
+        `find`, because `in` raises and catches an exception for bytes.
         """
+        plain_event = _PLAIN_EVENT_PATTERN.fullmatch(event)
+        if plain_event is not None:
+            return self._record_plain_event(plain_event)
         self.event_count += 1
         if event.find(b'"') < 0:
             self.is_done = self.is_done or event.startswith(_DONE_PREFIXES)
             return event  # a comment, or [DONE]
-        old_token_count = len(self.output_ids)
+        ids_end = len(self._output_digits)
         position = event.find(b'token_ids"')
         if position >= 0:
             position = max(position - _BEFORE_KEY, 0)
@@ -171,32 +214,48 @@ class TokenRecorder:
                 self.is_unrecognized = True
         text_start = event.find(text_key) + len(text_key)
         if text_start >= len(text_key) and event[text_start : text_start + 1] not in (b'"', b""):
-            self.text_token_count = len(self.output_ids)
-            if self.text_token_count == old_token_count and not self.has_finish_reason:
+            self._text_end = len(self._output_digits)
+            if self._text_end == ids_end and not self.has_finish_reason:
                 self.is_unrecognized = True
         if event.find(b'"choices":[{') >= 0:
             self.last_event = event
         return event
 
+    def _record_plain_event(self, plain_event: re.Match[bytes]) -> bytes:
+        """Do what `_record_event` does, in a third of the time, for a match of `_PLAIN_EVENT_PATTERN`."""
+        start, text, chat_text, ids, end = plain_event.groups()
+        self.event_count += 1
+        self._add_output_ids(ids)
+        if text or chat_text:
+            self._text_end = len(self._output_digits)
+        elif text is None and chat_text is None:
+            self.has_parsed_output = True
+        self.last_event = start + end if self._removes_ids else plain_event.string
+        return self.last_event
+
     def _record_ids(self, match: re.Match[bytes]) -> bytes:
         """Record the token ids of a field, of the prompt or of the answer; return the bytes that replace the field."""
-        value = match[2] or match[4]
+        is_prompt, ids = match[1] or match[3], match[2] or match[4] or b""
         try:
-            token_ids = [] if value == b"null" else _token_ids_decoder.decode(value or b"")
+            if not is_prompt and _decode_ids(ids):
+                self._add_output_ids(ids[1:-1])
         except msgspec.MsgspecError:
+            ids = b""
+        if not ids or ids.find(b"[", 1) > 0 or b'"' in ids:  # no list of numbers
             self.is_unrecognized = True  # the answer cannot be continued
             return match[0]
-        if len(self.output_ids) + len(token_ids) > IDS_MAX:
-            self.is_unrecognized = True
-        elif not (match[1] or match[3]):
-            self.output_ids.extend(token_ids)
-        elif not self.prompt_ids:
-            self.prompt_ids = array("I", token_ids)
+        if is_prompt and not self._prompt_digits:
+            self._prompt_digits = ids
         return b"" if self._removes_ids else match[0]
 
+    def _add_output_ids(self, digits: bytes) -> None:
+        """Record token ids of the answer. `digits`: the ids, with commas between them."""
+        if len(self._output_digits) + len(digits) < ID_BYTES_MAX:
+            self._output_digits += digits + b","
+        else:
+            self.is_unrecognized = True
 
-def _is_single_event(content: bytes) -> bool:
-    """Return whether the bytes are one event of one line that reports no failure."""
-    return (
-        0 < content.find(b"\n") == len(content) - 2 and content[-1] == 10 and not content.startswith(_FAILURE_PREFIXES)
-    )
+
+def _decode_ids(ids: bytes) -> array[int]:
+    """Return the token ids of a JSON list; none for null and no bytes. Raises MsgspecError for anything else."""
+    return array("I", () if ids in (b"", b"null") else _token_ids_decoder.decode(ids))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prompts.routing import parse_body
+from router.edge import token_recorder
 from router.edge.continuation import build_continuation
 from router.edge.token_recorder import EVENT_BYTES_MAX, TokenRecorder
 from router.http.headers import HeaderBlock
@@ -36,6 +38,7 @@ PIECES = [
     b'"token_ids" : [ 7 ]', b'{"token_ids":[', b'"prompt_token_ids":[5,6]', b'"finish_reason":"stop"', b"}]}", b"\n",
     b"\n\n", b"\r\n", b"\n\r\n", b"[DONE]", b": ping\n\n", b"1,", b",", b"[", b"]", b" ", b'"', b'\\"', b'token_ids"',
     b'"reasoning"', b'"tool_calls":[{', b"x", b"\0",
+    b'data: {"id":"x","object":"o","created":1,"model":"m","choices":[{"index":0,"text":"a","token_ids":[4]}]}\n\n',
 ]  # fmt: skip
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 8}
 
@@ -190,10 +193,16 @@ def test_a_failure_told_in_the_middle_is_kept_back() -> None:
 def test_who_streams_more_ids_than_are_kept_is_not_continued() -> None:
     tokens = TokenRecorder(True)
     many = event(choices=[{"index": 0, "text": "a", "token_ids": [7] * (1 << 20)}])
-    for expected in (1 << 20, 2 << 20, 2 << 20):
+    for expected in (1, 2, 3, 4, 4):
         assert b"token_ids" not in tokens.feed(many)
-        assert len(tokens.output_ids) == expected
+        assert tokens.output_token_count == len(tokens.output_ids) == expected << 20
     assert tokens.is_unrecognized
+
+
+STATE = (
+    "prompt_ids", "output_ids", "output_token_count", "text_token_count", "last_event", "event_count",
+    "is_unrecognized", "has_parsed_output", "has_finish_reason",
+)  # fmt: skip
 
 
 @given(st.data())
@@ -206,17 +215,43 @@ def test_no_cut_changes_what_is_passed_on_and_noted(data: st.DataObject) -> None
         in_parts = b"".join(cut.feed(whole[a:b]) for a, b in zip([0, *cuts], [*cuts, len(whole)]))
         assert in_parts + cut.finish() + cut.stop_recording() == at_once
         assert hide or at_once == whole
-        for name in (
-            "prompt_ids",
-            "output_ids",
-            "text_token_count",
-            "last_event",
-            "event_count",
-            "is_unrecognized",
-            "has_parsed_output",
-            "has_finish_reason",
-        ):
+        for name in STATE:
             assert getattr(once, name) == getattr(cut, name)
+
+
+TEXTS = st.sampled_from(["", "a", "\n\n", 'say "token_ids":[9]', "\u00e9", "\\", ',"finish_reason":"stop"'])
+DELTAS = st.one_of(
+    st.fixed_dictionaries({"content": TEXTS}),
+    st.fixed_dictionaries({"reasoning": TEXTS}, optional={"reasoning_content": TEXTS, "content": TEXTS}),
+    st.just({"role": "assistant", "content": ""}),
+    st.just({"tool_calls": [{"index": 0}]}),
+)
+IDS = st.lists(st.sampled_from([0, 7, 151_643, 999_999_999, 4_294_967_295, 4_294_967_296]), max_size=3)
+CHOICES = st.one_of(
+    st.fixed_dictionaries(
+        {"index": st.just(0), key: value},
+        optional={
+            "logprobs": st.sampled_from([None, {"content": []}]), "finish_reason": st.sampled_from([None, "stop"]),
+            "stop_reason": st.none(), "token_ids": IDS,
+        },
+    )
+    for key, value in (("delta", DELTAS), ("text", TEXTS))
+)  # fmt: skip
+
+
+@given(st.lists(st.tuples(CHOICES, st.sampled_from([{}, {"usage": None}, {"prompt_token_ids": [5, 6]}])), max_size=4))
+def test_plain_events_are_recorded_as_any_others(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    head = {"id": "x", "object": "o", "created": 1, "model": "m"}
+    for hide in (False, True):
+        quick, slow = TokenRecorder(hide), TokenRecorder(hide)
+        for choice, more in pairs:
+            told = event(**head, choices=[choice], **more)
+            with pytest.MonkeyPatch.context() as patch:
+                forwarded = quick.feed(told)
+                patch.setattr(token_recorder, "_PLAIN_EVENT_PATTERN", re.compile(rb"(?!)"))
+                assert slow.feed(told) == forwarded
+            for name in STATE:
+                assert getattr(quick, name) == getattr(slow, name), (name, told)
 
 
 @pytest.mark.parametrize(
