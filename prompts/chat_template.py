@@ -114,11 +114,9 @@ class ChatTemplate:
         for source in self._templates.values():
             _compile_template(source)
         self.seconds_max = math.inf
-        """Most CPU time of a rendering. With a limit, one that takes longer or runs out of memory ends `is_bounded`."""
-        self.refuses_after_limit = True
-        """Whether it does. If not, that chat alone is refused."""
+        """Most CPU time of a rendering."""
         self.is_bounded = True
-        """Whether all renderings have kept the limits. If not, `render` refuses all chats."""
+        """Whether all renderings have kept to the limit. If not, a server may render elsewhere; nothing is refused."""
 
     def select_source(self, override: str | None = None, *, has_tools: bool = False) -> str:
         """Return the template of a request. `override` is a template's text or the name of one of the model's."""
@@ -145,13 +143,8 @@ class ChatTemplate:
 
     def needs_system_first(self) -> bool:
         """Return whether one of the templates refuses a system message after another message, by vLLM's test."""
-        self._check_bounded()
         sources = (self.select_source(has_tools=has_tools) for has_tools in (False, True))
         return any(_needs_system_first(source, self.seconds_max) for source in sources)
-
-    def _check_bounded(self) -> None:
-        if not self.is_bounded:
-            raise RequestError("this chat template may take too long to be rendered here", param="messages")
 
     def render(
         self,
@@ -176,7 +169,6 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
             )
-        self._check_bounded()
         template = self._compile_for_request(self.select_source(chat_template, has_tools=tools is not None))
         context = {
             **self._variables,
@@ -215,7 +207,7 @@ class ChatTemplate:
             # A client's own template, or a chat too large for a process that sets no limit, says nothing of this one.
             if template.source not in self._templates.values() or self.seconds_max == math.inf:
                 raise RequestError(problem, param="messages") from error
-            self.is_bounded = not self.refuses_after_limit
+            self.is_bounded = False
             raise TemplateLimitError(problem, param="messages") from error
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused the messages: {error}", param="messages") from error

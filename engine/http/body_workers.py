@@ -85,7 +85,6 @@ class BodyReader:
         self._tokenizer = tokenizer
         if tokenizer.chat_template is not None:
             tokenizer.chat_template.seconds_max = RENDER_S_MAX
-            tokenizer.chat_template.refuses_after_limit = False
         self._limits = limits
         self._slow_size = SlowSize()
         self._thread_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="read")

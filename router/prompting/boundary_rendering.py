@@ -148,8 +148,10 @@ class BoundaryRenderer:
 
         The first placeholder stands for the system text, and the tools are replaced too. With `has_late_system`, the
         template may write the system text and the tools after the earlier messages, so it is given the real system
-        text and tools. Return None if the template refuses the messages.
+        text and tools. Return None if the template refuses the messages, or may take too long.
         """
+        if not self.template.is_bounded:
+            return None
         chat, all_messages = inputs.chat, [*placeholders.messages, *messages]
         tools = chat.tools
         if has_late_system:

@@ -244,6 +244,8 @@ class ModelTokenizers:
         tokenize_request = build_tokenize_request(request, model)
         if self.remote is None or template is None or tokenize_request is None or not worker.url:
             return
+        if not template.is_bounded:
+            return
         changed_ids = self._read_probe(model, template, request, as_sent=False)
         as_sent_ids = self._read_probe(model, template, request, as_sent=True)
         if changed_ids is None or as_sent_ids is None or changed_ids == as_sent_ids:

@@ -54,6 +54,13 @@ def _always() -> bool:
     return True
 
 
+def _may_take_long(request: RoutingRequest, tokenizer: Tokenizer | None) -> bool:
+    """Whether a prompt must be rendered in a worker process, because its chat template took too long before."""
+    template = None if tokenizer is None else tokenizer.chat_template
+    is_chat = request.kind == "chat" or request.source is not None
+    return is_chat and template is not None and not template.is_bounded
+
+
 class _BodyToRead(msgspec.Struct, Generic[Target], frozen=True, eq=False):
     """A body that is to be read, with the arguments of `PromptReader.begin_read`."""
 
@@ -108,12 +115,6 @@ class PromptReader:
         """CPU time of rendering and encoding, estimated from a sample."""
         self.failure_count = 0
         """Prompts that raised an unexpected exception."""
-
-    def needs_worker_process(self, model: str, request: RoutingRequest) -> bool:
-        """Whether this prompt must be rendered by a chat template that may take long."""
-        template = self.tokenizers.get_template(model)
-        is_chat = request.kind == "chat" or request.source is not None
-        return is_chat and template is not None and not template.is_bounded
 
     async def read_in_worker(
         self,
@@ -171,6 +172,8 @@ class PromptReader:
         next turn. `tokens_max`: most tokens that the model takes; a longer prompt is truncated. Nothing is raised for a
         prompt that cannot be tokenised: the token ids are None, and the worker reports the error to the client.
         """
+        if _may_take_long(request, tokenizer):  # since another chat, while this one waited for its thread
+            return TokenizedPrompt()
         result, read_s = self._run_timed(partial(tokenize_prompt, request, tokenizer, tokens_max))
         if result is None:
             return TokenizedPrompt(None, read_s)
@@ -246,11 +249,11 @@ class PromptReader:
             tokenize_request = build_tokenize_request(request, model)
             further_tokens = count_further_tokens(request, None)
             return self._await_prompt(read, self._ask_worker(tokenize_request, request, target, further_tokens))
-        if self.needs_worker_process(model, request):
+        tokenizer = self.tokenizers.get(model)
+        if _may_take_long(request, tokenizer):
             task = self.make_task(model, request.kind, tokens_max)
             prompt = self.read_in_worker(pieces, model, task, body_to_read.is_wanted, body_to_read.tenant)
             return self._await_prompt(read, prompt)
-        tokenizer = self.tokenizers.get(model)
         renderer = self.conversations.renderer_of(model)
         if renderer is not None and is_worth_caching(request, len(data)):
             read.body = data

@@ -43,13 +43,12 @@ def test_usual_templates_are_bounded_and_write_the_same(name: str) -> None:
         + "{% block b40 %}{% endblock %}",
     ],
 )
-def test_what_does_not_end_is_interrupted_and_not_rendered_again(source: str) -> None:
+def test_what_does_not_end_is_interrupted(source: str) -> None:
     template = limited_template("{% if messages | length == 3 %}" + source + "{% endif %}")
     assert template.is_bounded
     with pytest.raises(RequestError, match="takes too long"):
         template.render(MESSAGES)
-    with pytest.raises(RequestError, match="may take too long"):
-        template.render(MESSAGES)
+    assert not template.is_bounded
 
 
 @pytest.mark.parametrize(
@@ -70,14 +69,12 @@ def test_a_single_operation_that_takes_minutes_is_refused(source: str) -> None:
     with pytest.raises(RequestError, match="too long"):
         template.render(MESSAGES)
     assert not template.is_bounded
-    with pytest.raises(RequestError, match="too long"):
-        template.needs_system_first()
 
 
 @pytest.mark.parametrize(
     "source", ["{{ range(99999) | map('center', 3) | map('length') | sum }}", "{{ '%9999999d' % 1 }}"]
 )
-def test_one_operation_that_took_long_is_not_rendered_again(source: str) -> None:
+def test_one_operation_that_took_long_is_noticed(source: str) -> None:
     """It cannot be interrupted, and constant expressions are not computed when the template is read."""
     template = limited_template(source, 1e-9)
     with pytest.raises(RequestError, match="takes too long"):

@@ -14,10 +14,13 @@ import pytest
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
+from prompts.routing import parse_routing_of_kind
 from prompts.tokenizer import Tokenizer
 from prompts.worker_pool import WorkerProcess
 from router.prompting import reader
+from router.prompting.boundary_rendering import BoundaryRenderer, TemplateInputs
 from router.prompting.config import PromptWorkerConfig
+from router.prompting.placeholder_messages import NO_PLACEHOLDERS
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
 from router.prompting.reader import TIMEOUTS_MAX
 
@@ -119,6 +122,29 @@ def test_a_template_is_first_rendered_by_a_helper(
         assert edge.prompts.tokenizers.get_template("usual").is_bounded
 
     edge.run(scenario(), 60.0)
+
+
+def test_a_chat_that_waits_while_another_takes_too_long_is_not_rendered_here(edge: Any, tmp_path: Path) -> None:
+    """Nor are its messages after a boundary: many chats may wait for a thread."""
+
+    async def scenario() -> None:
+        await edge.start()
+        tokenizer = Tokenizer.load(tmp_path, USUAL)
+        template, request = tokenizer.chat_template, parse_routing_of_kind("chat", json.dumps(BODY).encode())
+        assert template is not None
+        assert request.messages is not None
+        assert edge.prompts.tokenize(request, tokenizer).token_ids is not None
+        template.seconds_max = 0.0
+        for _ in range(2):
+            assert edge.prompts.tokenize(request, tokenizer).token_ids is None
+        assert not template.is_bounded
+        template.seconds_max = 60.0
+        assert edge.prompts.tokenize(request, tokenizer).token_ids is None
+        inputs = TemplateInputs(request, b"", request.messages[0])
+        assert BoundaryRenderer(tokenizer).render_new(NO_PLACEHOLDERS, inputs, request.messages) is None
+
+    write_model(tmp_path, USUAL)
+    edge.run(scenario())
 
 
 def test_a_worker_is_not_asked_how_it_renders_a_template_that_may_take_long(edge: Any, tmp_path: Path) -> None:
