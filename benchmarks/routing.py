@@ -9,13 +9,9 @@ the same setting, and a geometric mean over the settings.
     benchmarks/routing.py --trace mooncake_conversation.jsonl.gz --trace claude_code_agentic.jsonl.gz
     benchmarks/routing.py --workers 8 --cache 30 --limit 3000 --trace ... --json routing.json    # a few minutes
 
-With `--workload chat` the requests are made up instead: questions under shared system prompts, where decoding is what
-costs. Figures are then relative to an oracle that knows the engines' state and how long every answer will be.
-
-    benchmarks/routing.py --workload chat --system-prompts 1 --system-tokens 1000 --output-tokens 1000 --rate 20
-
-`--grid` plays a fixed sample of many such settings and says where ours is not the best. A file named by --json is added
-to: what is in it is not played again, but for policies that are named.
+`--grid` plays a fixed sample of many settings with made-up requests instead: questions under shared system prompts,
+where decoding is what costs. Figures are then relative to an oracle that knows the engines' state and how long every
+answer will be. A file named by --json is added to: what is in it is not played again, but for policies that are named.
 
     benchmarks/routing.py --grid --sample 60 --jobs 2 --json grid.json
     benchmarks/routing.py --grid --sample 16 --ablate --json terms.json      # what each term of the price is worth
@@ -59,7 +55,7 @@ from routing_sim.runs import (
     relative,
     run,
 )
-from routing_sim.traces import ChatShape, generate_chat, generate_tool_use, read_trace
+from routing_sim.traces import generate_tool_use, read_trace
 
 from router.shadow.core_router import KV_BYTES_PER_TOKEN
 from simulation.engine import EngineLimits
@@ -69,12 +65,6 @@ from simulation.workload import Workload
 GRID_COLUMNS = {title: (key, "{:.2f}") for title, key in (
     ("hit", "hit"), ("TTFT mean", "ttft_mean"), ("p50", "ttft_p50"), ("p99", "ttft_p99"), ("p99.9", "ttft_p999"),
     ("E2E", "e2e"), ("imbalance", "imbalance"))}  # fmt: skip
-CHAT_COLUMNS = {
-    "E2E s": ("e2e", "{:.2f}"), "E2E p50": ("e2e_p50", "{:.2f}"), "E2E p99": ("e2e_p99", "{:.1f}"),
-    "TTFT ms": ("ttft_mean", "{:.0f}"), "TTFT p50": ("ttft_p50", "{:.0f}"), "TTFT p99": ("ttft_p99", "{:.0f}"),
-    "TPOT ms": ("tpot_mean", "{:.1f}"), "TPOT p50": ("tpot_p50", "{:.1f}"), "TPOT p99": ("tpot_p99", "{:.1f}"),
-    "hit": ("hit", "{:.2f}"), "preempted": ("preemptions", "{}"), "busiest": ("busiest", "{:.2f}"),
-}  # fmt: skip
 _WORKLOADS: dict[str, Workload] = {}
 
 
@@ -88,7 +78,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
                         help="percent of the working set (default 10,30,100)")  # fmt: skip
     parser.add_argument("--load", type=_floats, default=[70.0, 95.0], help="percent of saturation (default 70,95)")
     parser.add_argument("--policy", action="append", choices=[*POLICIES, *EXTRA], help="only these (and the bounds)")
-    parser.add_argument("--saturate", choices=[*POLICIES], default="dynamo_w1", help="whose saturation is 100 %% load")
     parser.add_argument("--event-delay", type=float, default=0.02, help="seconds until a router hears of an event")
     parser.add_argument("--routers", type=int, default=1, help="routers in front; requests are dealt in turn")
     parser.add_argument("--slow-worker", type=float, help="worker 0 takes so many times as long as the others")
@@ -114,15 +103,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ablate", action="store_true", help="with --grid: ours without each term, beside ours")
     parser.add_argument("--sample", type=int, help="so many of the grid's settings (default: all)")
     parser.add_argument("--draws", type=int, default=1, help="of each of them, with seeds from --seed on: their means")
-    parser.add_argument("--workload", choices=["traces", "chat"], default="traces")
-    chats = parser.add_argument_group("--workload chat")
-    chats.add_argument("--system-prompts", type=int, default=1, help="how many, all asked equally often")
-    chats.add_argument("--system-tokens", type=int, default=1000)
-    chats.add_argument("--own-tokens", type=int, default=50, help="of each question")
-    chats.add_argument("--output-tokens", type=int, default=1000, help="mean length of an answer (exponential)")
-    chats.add_argument("--rate", type=float, default=20.0, help="requests a second")
-    chats.add_argument("--cache-tokens", type=int, default=200_000, help="KV cache of each worker")
-    chats.add_argument("--seats", type=int, default=256, help="sequences that run at once on a worker (max_num_seqs)")
     arguments = parser.parse_args(argv)
     for path in arguments.trace:
         if not path.is_file():
@@ -152,14 +132,12 @@ def main(argv: list[str] | None = None) -> None:
     load_s = KV_BYTES_PER_TOKEN / (arguments.host_gb_s * 1e9) if arguments.host_memory else 0.0
     step_times = {name: getattr(arguments, name) for name in asdict(StepTimes()) if name != "load_s_per_token"}
     service = StepTimes(**step_times, load_s_per_token=load_s)
-    talks = arguments.workload == "chat"
     options = Options(
         service=service,
-        limits=EngineLimits(arguments.seats, is_preemptive=talks, shortest_first=arguments.prefill_order == "shortest"),
+        limits=EngineLimits(shortest_first=arguments.prefill_order == "shortest"),
         event_delay_s=arguments.event_delay,
         routers=arguments.routers,
         seed=arguments.seed,
-        saturate=arguments.saturate,
         skip=arguments.skip,
         host_memory=arguments.host_memory,
         transfer_gb_s=arguments.transfer_gb_s,
@@ -167,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     host = describe_machine()
     print(format_facts(host))
-    document = (run_chat if talks else run_traces)(arguments, options)
+    document = run_traces(arguments, options)
     write_json(arguments.json, {**document, "machine": host})
 
 
@@ -206,36 +184,6 @@ def run_traces(arguments: argparse.Namespace, options: Options) -> dict[str, Any
         "absolute": relative(scores, None),
         "settings": [{**asdict(s), "speed": speeds[s], "policies": as_json(scores[s])} for s in settings],
         "options": {**asdict(options), "traces": {w.name: w.description for w in _WORKLOADS.values()}},
-    }
-
-
-def run_chat(arguments: argparse.Namespace, options: Options) -> dict[str, Any]:
-    """One workload at one rate, every policy."""
-    count = arguments.limit or 6000
-    shape = ChatShape(
-        system_prompt_count=arguments.system_prompts,
-        system_tokens=arguments.system_tokens,
-        question_tokens=arguments.own_tokens,
-        output_tokens=arguments.output_tokens,
-        requests_per_s=arguments.rate,
-        request_count=count,
-    )
-    workload = _WORKLOADS["chat"] = generate_chat("chat", shape, seed=arguments.seed)
-    skip = arguments.skip if arguments.skip is not None else count // 5
-    options = replace(options, skip=skip, cache_blocks=arguments.cache_tokens // shape.block_size)
-    settings = [Setting("chat", workers, 1.0, 1.0) for workers in arguments.workers]
-    policies = dict.fromkeys(["oracle", *(arguments.policy or CHAT_POLICIES)])
-    scores = run_all([(policy, s, 1.0, options) for s in settings for policy in policies], arguments.jobs)
-    for setting in settings:
-        print(f"\n{setting.workers} workers, {shape}")
-        rows = as_json(dict(sorted(scores[setting].items(), key=lambda pair: -pair[1].e2e)))
-        for row in rows.values():
-            row |= {key: 1e3 * row[key] for key in row if key.startswith(("ttft", "tpot"))}
-        print(markdown_table(rows, CHAT_COLUMNS, "policy"))
-    return {
-        **relative(scores, "oracle"),
-        "settings": [{"workers": s.workers, **asdict(shape), "policies": as_json(scores[s])} for s in settings],
-        "options": {**asdict(options), "workload": workload.description},
     }
 
 

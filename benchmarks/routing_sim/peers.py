@@ -11,8 +11,6 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Container, Sequence
 
-import xxhash
-
 from simulation.cluster import Cluster, Router
 from simulation.engine import SimSequence, SimWorker
 from simulation.workload import SimRequest
@@ -105,40 +103,6 @@ class PowerOfTwo(Residency):
 
     def choose(self, request: SimRequest, now: float) -> int:
         return min(self.rng.sample(range(self.count), 2), key=self.in_flight.__getitem__)
-
-
-class LongestPrefix(Residency):
-    """Exact longest cached prefix, no load term; ties to the fewest requests."""
-
-    def choose(self, request: SimRequest, now: float) -> int:
-        prefix = self.prefix_blocks(request)
-        return argmin([-p * 1e6 + n for p, n in zip(prefix, self.in_flight)], self.rng)
-
-
-class BoundedHash(Residency):
-    """Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam 2016), as KubeAI's PrefixHash uses it:
-    key = the first blocks of the prompt, load factor 1.25, 256 points a worker; walk on while a worker is over the
-    bound.
-    """
-
-    KEY_BLOCKS = 1
-    LOAD_FACTOR = 1.25
-
-    def attach(self, cluster: Cluster) -> None:
-        super().attach(cluster)
-        self.ring = sorted(
-            (xxhash.xxh3_64_intdigest(f"{w}:{point}".encode()), w) for w in range(self.count) for point in range(256)
-        )
-
-    def choose(self, request: SimRequest, now: float) -> int:
-        key = xxhash.xxh3_64_intdigest(repr(request.block_ids[: self.KEY_BLOCKS]).encode())
-        bound = self.LOAD_FACTOR * (sum(self.in_flight) + 1) / self.count
-        start = next((i for i, (point, _) in enumerate(self.ring) if point >= key), 0)
-        for step in range(len(self.ring)):
-            worker = self.ring[(start + step) % len(self.ring)][1]
-            if self.in_flight[worker] + 1 <= bound:
-                return worker
-        return argmin(self.in_flight)
 
 
 class SessionSticky(Residency):

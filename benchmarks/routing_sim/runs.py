@@ -28,8 +28,10 @@ from simulation.workload import Workload
 WARM_SHARE = 0.1
 """Requests at the start of a trace that are not scored."""
 LOAD_FACTOR = 4.0
-"""100 % load: the largest arrival rate at which `Options.saturate` (Dynamo's default) keeps its mean TTFT within so
-many times its own at light load."""
+"""100 % load: the largest arrival rate at which `SATURATED` keeps its mean TTFT within so many times its own at light
+load."""
+SATURATED = "dynamo_w1"
+"""Dynamo's default."""
 COLLAPSE_S = 900.0
 """A run whose oldest waiting request has waited so long is cut while load is calibrated."""
 
@@ -56,8 +58,6 @@ class Options:
     routers: int = 1
     slow_workers: dict[int, float] = field(default_factory=dict)
     seed: int = 0
-    saturate: str = "dynamo_w1"
-    """The policy whose saturation counts as 100 % load."""
     skip: int | None = None
     """Requests at the start that are not scored; None: a tenth."""
     host_memory: float = 0.0
@@ -99,8 +99,6 @@ POLICIES: dict[str, Factory] = {
     "round_robin": lambda o: peers.RoundRobin(),
     "least_requests": lambda o: peers.LeastRequests(o.seed),
     "power_of_two": lambda o: peers.PowerOfTwo(o.seed),
-    "longest_prefix": lambda o: peers.LongestPrefix(o.seed),
-    "bounded_hash": lambda o: peers.BoundedHash(),
     "session_sticky": lambda o: peers.SessionSticky(o.seed),
     "sglang_tree": lambda o: peers.SglangTree(),
     "dynamo_w1": lambda o: peers.Dynamo(1.0, o.seed),
@@ -113,10 +111,8 @@ POLICIES: dict[str, Factory] = {
 EXTRA: dict[str, Factory] = {
     "oracle": lambda o: peers.Oracle(),
     "blockcast_told": lambda o: CoreRouter(CoreConfig(), seed=o.seed, knows_constants=True),
-    "blockcast_order_untold": lambda o: CoreRouter(CoreConfig(), seed=o.seed, knows_order=False),
 }
-"""Run only where asked for: what knows the lengths of the answers; `blockcast` with the true constants told, and where
-it takes engines to compute prompts as they come that do not."""
+"""Run only where asked for: what knows the lengths of the answers, and `blockcast` with the true constants told."""
 WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "congestion": lambda: patch("router.decide.chooser.compute_congestion", lambda *of: 0.0),
     "pressure": lambda: patch.object(CacheState, "estimate_pressure_s", lambda *of: 0.0),
@@ -250,15 +246,13 @@ class Calibration:
         del service["load_s_per_token"]  # the saturation is that without host memory
         settings = (service, options.event_delay_s, LOAD_FACTOR)
         digest.update(repr(settings).encode())
-        if options.saturate != "dynamo_w1":
-            digest.update(options.saturate.encode())
         name = f"{setting.trace}/{len(workload.requests)}/n{setting.workers}/c{setting.cache_share}"
         return f"{name}/{digest.hexdigest()[:12]}"
 
 
 def _saturation(setting: Setting, workload: Workload, options: Options) -> float:
     def mean(speed: float, limit_s: float | None) -> float:
-        result, figures = run(options.saturate, setting, workload, speed, options, ttft_limit_s=limit_s)
+        result, figures = run(SATURATED, setting, workload, speed, options, ttft_limit_s=limit_s)
         return math.inf if result.is_overloaded else figures.ttft_mean
 
     work = sum(r.prompt_tokens + r.prompt_tokens**2 / (2 * options.service.quadratic_tokens) for r in workload.requests)

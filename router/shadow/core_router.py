@@ -99,19 +99,16 @@ class CoreRouter(Router):
         *,
         seed: int = 0,
         knows_constants: bool = False,
-        knows_order: bool = True,
         transfer_kinds: frozenset[TransferKind] = PULLS,
     ) -> None:
         """`knows_constants`: the core is given the workers' true step times, and learns nothing.
 
-        `knows_order`: the core is told which prompt the workers compute first. `transfer_kinds`: transfers that the
-        core plans, if KV moves in the simulation.
+        `transfer_kinds`: transfers that the core plans, if KV moves in the simulation.
         """
         self._transfer_kinds = transfer_kinds
         self._config = replace(config, learn=LearnConfig(enabled=False)) if knows_constants else config
         self._seed = seed
         self._knows_constants = knows_constants
-        self._knows_order = knows_order
         self._are_loads_scheduled = False
 
     def attach(self, cluster: Cluster) -> None:
@@ -146,7 +143,7 @@ class CoreRouter(Router):
             cache_tokens=None if worker.cache_blocks is None else worker.cache_blocks * block_size,
             host_tokens=worker.host_blocks * block_size,
             step_tokens=worker.step_times.step_tokens,
-            is_shortest_first=config.limits.shortest_first and self._knows_order,
+            is_shortest_first=config.limits.shortest_first,
             roles=worker.roles,
             transfer=transfer_facts,
         )

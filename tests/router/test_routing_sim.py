@@ -315,7 +315,7 @@ def test_peers_that_know_tiers_credit_what_lies_in_host_memory_less(sim: Any) ->
         (sim.peers.Dynamo(1.0), 3.5),
         (sim.peers.DynamoAgentic(), 5.5),
         (sim.peers.LlmD(), 3.6),
-        (sim.peers.LongestPrefix(), 4.0),
+        (sim.peers.LeastRequests(), 4.0),
     ):
         policy = attach_policy(sim, peer_policy)
         policy.on_blocks_stored(1, [0, 1, 2, 3], None, 0.0)
@@ -360,19 +360,6 @@ def test_sglang_tree_by_hand(sim: Any) -> None:
     assert policy.choose(request(sim, 3, [1, 2, 3, 4]), 0.0) == 1, "33 - 0 > 32"
     policy.in_flight = [32, 0]
     assert policy.choose(request(sim, 4, [1, 2, 3, 9]), 0.0) == 0, "balanced, and this one was sent there"
-
-
-def test_bounded_hash_walks_on_where_the_bound_is_reached(sim: Any) -> None:
-    """One request in flight on each of 4 workers but the home: bound 1.25 * 4 / 4 = 1.25: home takes it. With one there
-    too: 1.25 * 5 / 4 = 1.56 and 2 > 1.56 everywhere: the least loaded."""
-    policy = attach_policy(sim, sim.peers.BoundedHash(), workers=4)
-    sim_request = request(sim, 0, [5, 6])
-    home = policy.choose(sim_request, 0.0)
-    assert policy.choose(request(sim, 1, [5, 9]), 0.0) == home, "the same first block"
-    policy.in_flight = [0 if w == home else 1 for w in range(4)]
-    assert policy.choose(sim_request, 0.0) == home
-    policy.in_flight = [2 if w == home else 0 for w in range(4)]
-    assert policy.choose(sim_request, 0.0) != home
 
 
 def test_sticky_least_and_round_robin(sim: Any) -> None:
