@@ -38,7 +38,7 @@ std::optional<u32> Holder::home(const std::vector<u32>& homes, const u64* names,
 void Holder::remember(const Batch& batch, const Stored& event) {
     for (std::size_t i = 0; event.bare() && i < event.names.count; ++i) {
         const u64 name = batch.names[event.names.begin + i];
-        if (const std::optional<NamePosition> place = place_of(name)) taught_.put(name, *place);
+        if (const std::optional<NamePosition> place = place_of(name)) taught_.insert_or_assign(name, *place);
     }
 }
 

@@ -11,8 +11,8 @@ constexpr std::size_t kTextsMax = 1024;  // reserved, so that views of earlier t
 
 class Decoder {
 public:
-    Decoder(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, NamesRead names_read)
-        : reader_(payload, size), digester_(digester), batch_(batch), names_read_(names_read) {}
+    Decoder(const u8* payload, std::size_t size, const Digester& digester, Batch& batch)
+        : reader_(payload, size), digester_(digester), batch_(batch) {}
 
     void run(Cursor& cursor, const u8* payload) {
         if (cursor.at == 0) {
@@ -183,7 +183,7 @@ private:
             case Field::BlockHashes: names(); break;
             case Field::Parent:
                 stored_.has_parent = !reader_.take_nil();
-                if (stored_.has_parent) told(&(stored_.parent = name()), 1);
+                if (stored_.has_parent) stored_.parent = name();
                 break;
             case Field::TokenIds: tokens(); break;
             case Field::BlockSize: block_size(); break;
@@ -238,16 +238,11 @@ private:
         return reader_.integer().bits;
     }
 
-    void told(const u64* names, std::size_t count) const {
-        if (names_read_.told != nullptr) names_read_.told(names_read_.whom, names, count);
-    }
-
     [[gnu::noinline]] void names() {
         const std::size_t count = bounded(reader_.array(), kNamesMax);
         batch_.names.resize(stored_.names.begin);
         for (std::size_t i = 0; i < count; ++i) batch_.names.push_back(name());
         stored_.names.count = count;
-        told(batch_.names.data() + stored_.names.begin, count);
         seen_names_ = true;
     }
 
@@ -427,7 +422,6 @@ private:
     Reader reader_;
     const Digester& digester_;
     Batch& batch_;
-    const NamesRead names_read_;
     Kind kind_ = Kind::Unknown;
     Field at_ = Field::Ignored;  // which is being read
     Stored stored_;
@@ -458,11 +452,11 @@ void Batch::clear() {
     malformed_events = unknown = 0;
 }
 
-void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, Cursor& cursor, NamesRead names_read) {
+void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, Cursor& cursor) {
     batch.clear();
     batch.texts.reserve(kTextsMax);
     try {
-        Decoder decoder(payload, size, digester, batch, names_read);
+        Decoder decoder(payload, size, digester, batch);
         cursor.at == 0 || cursor.whole ? decoder.run(cursor, payload) : decoder.find_end(cursor, payload);
     } catch (const std::runtime_error& error) {
         batch.clear();

@@ -93,12 +93,6 @@ struct Batch {
     void clear();
 };
 
-// Called with the names of an event as soon as they are read, so that their memory can be prefetched.
-struct NamesRead {
-    void (*told)(const void* whom, const u64* names, std::size_t count) = nullptr;
-    const void* whom = nullptr;
-};
-
 // Position up to which a payload has been read.
 struct Cursor {
     std::size_t at = 0;                          // bytes
@@ -110,7 +104,7 @@ struct Cursor {
 // Fill `batch` with the next slice of a payload: whole events for some milliseconds of work, nearly always the whole payload.
 // A malformed event adds a message to `batch.malformed` and is skipped. A payload that cannot be read to its end gives one
 // message and no events; of a payload with several slices, the first calls search its end and give no events.
-void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, Cursor& cursor, NamesRead names_read = {});
+void decode(const u8* payload, std::size_t size, const Digester& digester, Batch& batch, Cursor& cursor);
 
 u32 tier_of(Text medium);
 

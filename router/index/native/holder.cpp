@@ -31,16 +31,14 @@ void Group::reclassify() {
     }
 }
 
-bool Group::count(u32 length, int by) {
+void Group::count(u32 length, int by) {
     const auto at = std::lower_bound(lengths.begin(), lengths.end(), std::make_pair(length, u64{0}));
     if (at == lengths.end() || at->first != length) {
         lengths.insert(at, {length, static_cast<u64>(by)});
-        return true;
+        return;
     }
     at->second += static_cast<u64>(static_cast<std::int64_t>(by));
-    if (at->second != 0) return false;
-    lengths.erase(at);
-    return true;
+    if (at->second == 0) lengths.erase(at);
 }
 
 u64 Group::names() const {
@@ -66,7 +64,6 @@ u32 Holder::ordinal(const std::optional<std::int64_t>& key) {
     if (const std::optional<u32> known = find_ordinal(key)) return *known;
     // More groups than slots can tell apart: nobody has so many; the last one takes the rest.
     if (groups.size() == kGroupsMax) return kGroupsMax - 1;
-    ++shape_;
     groups.emplace_back().key = key;
     return static_cast<u32>(groups.size() - 1);
 }
@@ -109,26 +106,12 @@ u32 Holder::cut() const {
     return static_cast<u32>(held != 0 ? held : told != 0 ? told : 16);
 }
 
-void Holder::count_length(u32 slot, u32 length, int by) {
-    if (!groups[slot / kTiers].count(length, by)) return;
-    ++shape_;
-    u64& users = model->lengths[length];
-    by > 0 ? ++users : --users;
-    if (users == 0) model->lengths.erase(length);
-}
-
 // -- clearing ---------------------------------------------------------------------------------------------------------
 
 void Holder::forget_blocks() {
     ++changes_;
-    ++shape_;
     parking_.clear();
-    for (Group& group : groups) {
-        for (const auto& [length, names] : group.lengths) {
-            if (--model->lengths[length] == 0) model->lengths.erase(length);
-        }
-        group.lengths.clear();
-    }
+    for (Group& group : groups) group.lengths.clear();
     if (names_.size() <= kForgottenAtOnce) {
         PendingCleanup few{std::move(names_), seat};
         while (seats_.drain_some(few)) {
@@ -174,16 +157,15 @@ void Holder::leave() {
 // -- names ------------------------------------------------------------------------------------------------------------
 
 std::optional<NamePosition> Holder::place_of(u64 name) const {
-    if (const NamePosition* place = taught_.get(name)) return *place;
+    if (const auto place = taught_.find(name); place != taught_.end()) return place->second;
     const NameEntry* entry = find(name);
     if (entry == nullptr) return std::nullopt;
     return NamePosition{nodes_[entry->node].key, nodes_[entry->node].end};
 }
 
 void Holder::add(u64 name, const NamePosition& place, u32 slot, u32 length, u32 copies) {
-    Names::HashSlot spot = names_.spot(NameTraits::hash_of(name));
     const NameEntry* known = nullptr;  // an entry of the name in any slot
-    NameEntry* entry = names_.find(spot, [&](const NameEntry& other) {
+    NameEntry* entry = names_.find(NameTraits::hash_of(name), [&](const NameEntry& other) {
         if (other.name != name) return false;
         known = &other;
         return slot_of(other.meta) == slot;
@@ -191,13 +173,12 @@ void Holder::add(u64 name, const NamePosition& place, u32 slot, u32 length, u32 
     if (known != nullptr && (nodes_[known->node].key != place.key || nodes_[known->node].end != place.end)) {
         forget_name(name);  // the engine gave the name to another block: the newest word counts
         entry = nullptr;
-        spot = names_.spot(spot.hash);
     }
     if (entry != nullptr) return again(entry->node, entry->meta, place, slot, length, copies);
     const u32 node = nodes_.find_or_make(place.key, static_cast<u32>(place.end), length);
     nodes_.add(node, seat, slot);
-    count_length(slot, length, +1);
-    names_.insert(spot, NameEntry{name, node, slot << 23 | copies});
+    groups[slot / kTiers].count(length, +1);
+    names_.insert(NameEntry{name, node, slot << 23 | copies});
 }
 
 // The name is stored in the slot already: another copy, or the same block announced with another length.
@@ -208,8 +189,8 @@ void Holder::again(u32& node, u32& meta, const NamePosition& place, u32 slot, u3
         nodes_.add(moved, seat, slot);
         nodes_.remove(node, seat, slot);
         node = moved;
-        count_length(slot, before, -1);
-        count_length(slot, length, +1);
+        groups[slot / kTiers].count(before, -1);
+        groups[slot / kTiers].count(length, +1);
     }
     if (!reannounces) meta += std::min(copies, kCopies - (meta & kCopies));
 }
@@ -238,7 +219,7 @@ void Holder::forget_name(u64 name) {
 
 void Holder::erase(NameEntry* entry) {
     const u32 slot = slot_of(entry->meta);
-    count_length(slot, nodes_[entry->node].length, -1);
+    groups[slot / kTiers].count(nodes_[entry->node].length, -1);
     nodes_.remove(entry->node, seat, slot);
     names_.erase(entry);
 }
@@ -278,44 +259,6 @@ std::size_t Seats::bytes() const {
     std::size_t sum = free_.capacity() * sizeof(Seat);
     for (const PendingCleanup& estate : estates_) sum += estate.names.bytes();
     return sum;
-}
-
-// -- places of names in a batch ----------------------------------------------------------------------------------------
-
-void BatchNames::clear(std::size_t names) {
-    names_ = 0;
-    ++epoch_;
-    while (entries_.size() < 2 * names + 16) grow();
-}
-
-void BatchNames::grow() {
-    std::vector<Entry> old(entries_.empty() ? 32 : entries_.size() * 2, Entry{0, {}, 0});
-    old.swap(entries_);
-    shift_ = 64 - static_cast<u32>(__builtin_ctzll(entries_.size()));
-    names_ = 0;
-    for (const Entry& entry : old) {
-        if (entry.epoch == epoch_) put(entry.name, entry.place);
-    }
-}
-
-void BatchNames::put(u64 name, const NamePosition& place) {
-    if (2 * names_ + 16 > entries_.size()) grow();
-    for (std::size_t at = home(name);; at = (at + 1) & (entries_.size() - 1)) {
-        Entry& entry = entries_[at];
-        if (entry.epoch == epoch_ && entry.name != name) continue;
-        names_ += entry.epoch != epoch_;
-        entry = Entry{name, place, epoch_};
-        return;
-    }
-}
-
-const NamePosition* BatchNames::get(u64 name) const {
-    if (names_ == 0) return nullptr;
-    for (std::size_t at = home(name);; at = (at + 1) & (entries_.size() - 1)) {
-        const Entry& entry = entries_[at];
-        if (entry.epoch != epoch_) return nullptr;
-        if (entry.name == name) return &entry.place;
-    }
 }
 
 }  // namespace blockcast

@@ -43,8 +43,7 @@ struct Group {
     Role role() const { return role_; }
     bool teaches() const { return teaches_; }
     void reclassify();  // call it after every change of kind or window
-    // Change the number of names with a block length; returns whether the length is new or vanished.
-    bool count(u32 length, int by);
+    void count(u32 length, int by);  // change the number of names with a block length
     u64 names() const;
     u64 tokens() const;  // total length of the blocks
 
@@ -126,8 +125,7 @@ struct Report {
 // Data that the holders of one model share.
 struct Model {
     std::string name;
-    u64 start = 0;               // digest of (name, salt, lora) after the name, the first of the three texts
-    std::map<u32, u64> lengths;  // block length -> number of (holder, group) that use it
+    u64 start = 0;  // digest of (name, salt, lora) after the name, the first of the three texts
 };
 
 // Names of a cleared holder, which are removed from the nodes in small steps.
@@ -202,27 +200,8 @@ private:
     std::vector<PendingCleanup> estates_;
 };
 
-// Positions of the names that a batch spells out: a hash table that is reused, in which an entry counts in its epoch only.
-class BatchNames {
-public:
-    void clear(std::size_t names);
-    void put(u64 name, const NamePosition& place);
-    const NamePosition* get(u64 name) const;
-    void end() { names_ = 0; }
-
-private:
-    struct Entry {
-        u64 name;
-        NamePosition place;
-        u64 epoch;
-    };
-    std::size_t home(u64 name) const { return keyed(name) >> shift_; }
-    void grow();
-
-    std::vector<Entry> entries_;
-    u64 epoch_ = 0;
-    u32 shift_ = 64;
-    std::size_t names_ = 0;
+struct KeyedHash {
+    std::size_t operator()(u64 name) const { return keyed(name) >> 32; }
 };
 
 class Holder {
@@ -236,15 +215,10 @@ public:
     Model* const model;
     Seat seat;
     bool reannounces = false;
-    mutable u64 placed = ~u64{0};  // `shape()` when its model last classified the holder
     std::vector<Group> groups;  // by ordinal; slot = ordinal * kTiers + tier
 
     // Apply a slice of a payload. `first`: it is the payload's first slice.
     void apply(const Batch& batch, bool first, LockSlice& turn, Report& report);
-    // Prefetch the entries of the first names of a coming batch.
-    void expect(const u64* names, std::size_t count) const {
-        for (std::size_t i = 0; i < std::min(count, kAhead); ++i) names_.prefetch(NameTraits::hash_of(names[i]));
-    }
     void declare(const std::vector<Group>& declared);
     // Forget all blocks, and groups that were learned from events.
     void clear();
@@ -267,8 +241,6 @@ public:
 
     // Number that changes with the holder's names.
     u64 changes() const { return changes_; }
-    // Number that changes with the way in which the holder is matched (HolderPosition).
-    u64 shape() const { return shape_; }
     // Call visit(name, node id, slot, copies) for one part of the table; returns false for the last part.
     template <class Visit>
     bool each_name(std::size_t part, Visit visit) const {
@@ -282,8 +254,8 @@ private:
     static constexpr u32 kCopies = (1u << 23) - 1;
     static u32 slot_of(u32 meta) { return meta >> 23; }
 
-    // Each block touches two random places in memory, which are prefetched kAhead blocks before: its name's entry while
-    // the payload is read (`expect`), and its node while the tokens are hashed.
+    // Each block touches two random places in memory, its name's entry and its node, which are prefetched kAhead blocks
+    // before.
     static constexpr std::size_t kAhead = 32;
     static constexpr std::size_t kPaidAtOnce = 1024;       // blocks
     static constexpr std::size_t kHashedAtOnce = 1 << 16;  // tokens; more are hashed outside the lock
@@ -340,7 +312,6 @@ private:
     bool keeps(u32& meta, std::optional<u32> left) const;
     void forget_name(u64 name);
     void erase(NameEntry* entry);
-    void count_length(u32 slot, u32 length, int by);
     bool has_room(u32 ordinal, u32 length, std::size_t count) const;
     u32 ordinal(const std::optional<std::int64_t>& key);
     std::optional<u32> find_ordinal(const std::optional<std::int64_t>& key) const;
@@ -352,10 +323,10 @@ private:
     RemovedBlocks& departed_;
     Names names_;
     Parking parking_;
-    BatchNames taught_;
+    std::unordered_map<u64, NamePosition, KeyedHash> taught_;  // positions of the names that the batch spells out
     std::vector<NamePosition> places_;    // position of each name of the batch, in runs that are resolved
     std::vector<bool> resolved_;   // whether each stored event of the batch is resolved
-    u64 full_stores_ = 0, batch_ = 0, changes_ = 0, shape_ = 0;
+    u64 full_stores_ = 0, batch_ = 0, changes_ = 0;
     bool teaching_ = true;
     LockSlice* turn_ = nullptr;  // set while a batch is applied
 };

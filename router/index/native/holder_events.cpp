@@ -92,21 +92,19 @@ void Holder::apply_stretch(const Batch& batch, std::size_t begin, std::size_t en
             turn_->pay(1);
         }
     }
-    taught_.end();
+    taught_ = {};
 }
 
 void Holder::teach(const Batch& batch, std::size_t begin, std::size_t end) {
-    std::size_t names = 0, runs = 0;
+    std::size_t runs = 0;
     bool bare = false;
     std::vector<std::size_t> open;
     for (std::size_t i = begin; i < end; ++i) {
         if (batch.events[i].kind != Event::Kind::Stored) continue;
         const Stored& event = batch.stored[batch.events[i].index];
-        names += event.names.count;
         bare = bare || event.bare();
         ++runs;
     }
-    taught_.clear(names);
     // What a lone run spells out is used by nobody else in the batch, except by what it may set free.
     teaching_ = runs > 1 || !parking_.empty();
     if (places_.size() < batch.names.size()) places_.resize(batch.names.size());
@@ -168,7 +166,7 @@ bool Holder::teach_run(const Batch& batch, std::size_t run) {
         place.end += event.block_size;
         places[i] = place;
         if (i < kAhead) nodes_.prefetch(Nodes::hash(place.key, event.block_size));
-        if (teaching_) taught_.put(names[i], place);
+        if (teaching_) taught_.insert_or_assign(names[i], place);
     }
     resolved_[run] = true;
     return true;
@@ -211,14 +209,13 @@ u32 Holder::hear(const Stored& event) {
     const bool other_kind = event.kind && !event.kind->empty() && group.kind != event.kind;
     const bool other_window = event.window && group.window != event.window;
     if (!group.heard || other_kind || other_window || group.block_size != event.block_size) {
-        ++shape_;
         group.heard = true;
         if (other_kind) group.kind = std::string(*event.kind);
         if (other_window) group.window = event.window;
         if (other_kind || other_window) group.reclassify();
         group.block_size = event.block_size;
     }
-    if (group.teaches() && ++full_stores_ == kSilentAfterStores) ++shape_;
+    full_stores_ += group.teaches();
     return at;
 }
 
@@ -229,10 +226,7 @@ void Holder::store(const Batch& batch, std::size_t run, Report& report) {
     if (!event.group) guest = home(homes(), batch.names.data() + event.names.begin, event.names.count);
     const u32 ordinal = guest ? *guest : hear(event);
     const u32 slot = ordinal * kTiers + event.tier;
-    if (!guest && !groups[ordinal].sparse && !event.dense()) {
-        ++shape_;
-        groups[ordinal].sparse = true;
-    }
+    if (!guest && !event.dense()) groups[ordinal].sparse = true;
     const u32 length = length_of_partial(event, slot);
     if (!has_room(ordinal, length, event.names.count)) {
         report.refused += event.names.count;
@@ -320,7 +314,7 @@ void Holder::place_last(const Batch& batch, const Stored& event, u64 name) {
     const std::optional<NamePosition> start = start_of(batch, event);
     if (!start) return;
     const u32* tokens = batch.tokens.data() + event.tokens.begin;
-    taught_.put(name, NamePosition{digester_.extend(start->key, tokens, event.tokens.count), start->end + event.tokens.count});
+    taught_.insert_or_assign(name, NamePosition{digester_.extend(start->key, tokens, event.tokens.count), start->end + event.tokens.count});
 }
 
 // The places of `names` are known now: attach what waited for them, and what waited for that.
@@ -348,7 +342,7 @@ std::vector<u64> Holder::attach(const ParkedRun& run) {
         for (std::size_t i = first; place && i < run.names.size(); ++i) {
             const u64 key = opaque.contain(i) ? digester_.make_opaque(place->key) : place->key;
             place = NamePosition{digester_.extend(key, run.tokens.data() + i * run.length, run.length), place->end + run.length};
-            taught_.put(run.names[i], *place);
+            taught_.insert_or_assign(run.names[i], *place);
         }
     }
     std::vector<u64> attached;
@@ -369,7 +363,6 @@ void Holder::load(const Digests& digests, Report& report) {
         report.malformed.push_back("BlockDigests.fingerprint is of another seed: this index cannot use it");
         return;
     }
-    ++shape_;
     const u32 at = ordinal(digests.group);
     Group& group = groups[at];
     group.heard = group.heard || digests.heard;
@@ -378,7 +371,6 @@ void Holder::load(const Digests& digests, Report& report) {
     if (digests.window.value_or(0)) group.window = digests.window;
     group.sparse = group.sparse || digests.sparse;
     group.reclassify();
-    taught_.clear(0);
     std::vector<u64> names;
     for (const DigestRow& row : digests.rows) {
         if (!has_room(at, static_cast<u32>(row.length), 1)) {
@@ -392,7 +384,7 @@ void Holder::load(const Digests& digests, Report& report) {
     }
     wake(names.data(), names.size());
     report.stored += digests.rows.size();
-    taught_.end();
+    taught_ = {};
 }
 
 }  // namespace blockcast

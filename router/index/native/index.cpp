@@ -77,17 +77,10 @@ void Index::set_reannounces(u64 holder, bool reannounces) {
 }
 
 bool Index::step(Ingest& ingest) {
-    const u8* payload = ingest.payload + ingest.cursor.at;
-    // It was written by another thread, some time ago: asked for at once instead of line by line.
-    const std::size_t ahead = std::min<std::size_t>(ingest.size - ingest.cursor.at, 8192);
-    for (std::size_t at = 0; at < ahead; at += 64) __builtin_prefetch(payload + at);
     const std::lock_guard writer(ingest_mutex_);
     Holder* holder = get(ingest.holder);
-    const auto expect = [](const void* whom, const u64* names, std::size_t count) {
-        static_cast<const Holder*>(whom)->expect(names, count);
-    };
     const bool first = ingest.cursor.at == 0 && !ingest.cursor.whole;
-    decode(ingest.payload, ingest.size, digester_, batch_, ingest.cursor, NamesRead{expect, holder});
+    decode(ingest.payload, ingest.size, digester_, batch_, ingest.cursor);
     Report& report = ingest.report;
     report.unknown_events += batch_.unknown;
     report.malformed_events += batch_.malformed_events;
@@ -99,7 +92,7 @@ bool Index::step(Ingest& ingest) {
     departed_.now_s = ingest.now_s;
     holder->apply(batch_, first, turn, report);
     if (holder->seat != seat) move_pins(*holder);
-    if (holder->shape() != holder->placed) place(holder);
+    place(holder);
     seats_.settle_some();
     return !ingest.cursor.done;
 }
@@ -222,7 +215,6 @@ void Index::release(const Pin& pin) {
 
 void Index::place(const Holder* holder) {
     static_cast<ModelHolders*>(holder->model)->place(holder);
-    holder->placed = holder->shape();
 }
 
 Stats Index::stats() const {

@@ -27,8 +27,13 @@ std::vector<u32> lengths_of(const Holder& holder, u32 ordinal, u32 cut) {
 
 std::vector<u32> lengths_in_use(const ModelHolders& model) {
     std::vector<u32> lengths;
-    for (const auto& [length, users] : model.lengths) lengths.push_back(length);
-    for (const auto& [length, holders] : model.cuts) lengths.push_back(length);
+    for (const auto& [length, alike] : model.alike) lengths.push_back(length);
+    for (const Holder* holder : model.others) {
+        for (const Group& group : holder->groups) {
+            for (const auto& [length, names] : group.lengths) lengths.push_back(length);
+        }
+        if (model.pins.count(holder) != 0) lengths.push_back(holder->cut());
+    }
     std::sort(lengths.begin(), lengths.end());
     lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
     return lengths;
@@ -239,7 +244,6 @@ void ModelHolders::stand(const Holder* holder, const HolderPosition& standing, b
         if (words.size() <= word) words.resize(word + 1);
         words[word] = on ? words[word] | bit : words[word] & ~bit;
     };
-    if (standing.cut != 0 && (cuts[standing.cut] += on ? 1 : u64(-1)) == 0) cuts.erase(standing.cut);
     if (standing.other) list(others);
     if (standing.length == 0) return;
     LayoutGroup& among = alike[standing.length];
@@ -248,7 +252,7 @@ void ModelHolders::stand(const Holder* holder, const HolderPosition& standing, b
         alike.erase(standing.length);
         return;
     }
-    if (standing.cut != 0) mark(among.pinning);
+    if (standing.pinned) mark(among.pinning);
     Words& members = among.layouts[standing.layout];
     mark(members);
     if (std::all_of(members.begin(), members.end(), [](u64 word) { return word == 0; })) {

@@ -42,17 +42,18 @@ struct LayoutGroup {
 // How a holder is matched.
 struct HolderPosition {
     u32 length = 0;  // length of all its blocks; 0: they have several lengths, or it has none
-    u32 cut = 0;     // block length of its prompts in flight; 0: it has none
-    bool other = false;
+    bool pinned = false;  // whether it has prompts in flight
+    bool other = false;   // whether it is matched by itself
     Seat seat = 0;
     Layout layout;
     void clear() {
-        length = cut = seat = 0;
-        other = false;
+        length = seat = 0;
+        pinned = other = false;
         layout.clear();
     }
     bool operator==(const HolderPosition& to) const {
-        return std::tie(length, cut, other, seat, layout) == std::tie(to.length, to.cut, to.other, to.seat, to.layout);
+        return std::tie(length, pinned, other, seat, layout) ==
+               std::tie(to.length, to.pinned, to.other, to.seat, to.layout);
     }
 };
 
@@ -62,7 +63,6 @@ struct ModelHolders : Model {
     std::unordered_map<const Holder*, u64> pins;  // holder -> number of its prompts in flight
     std::map<u32, LayoutGroup> alike;             // block length -> holders with only that length
     std::vector<const Holder*> others;            // other holders that have blocks, ascending by id
-    std::map<u32, u64> cuts;                      // block length of prompts in flight -> number of holders
 
     // Classify a holder again; call it after every change of its groups, seat, entries or pins. `leaves`: remove it.
     void place(const Holder* holder, bool leaves = false);

@@ -60,12 +60,7 @@ public:
     }
 
 private:
-    [[gnu::always_inline]] u32 next_node(u32 before, u64 step) {
-        // A prompt in flight is walked beyond what is resident: off the runs, each search is a far one.
-        const u64 ahead = step + PinnedBlocks::kAhead;
-        if (before == 0 && pins_ && ahead * length_ <= c_.limit) {
-            c_.nodes.prefetch(Nodes::hash(key(ahead), static_cast<u32>(length_)));
-        }
+    [[gnu::always_inline]] u32 next_node(u32 before, u64 step) const {
         return c_.nodes.find_after(before, key(step), static_cast<u32>(length_));
     }
 
@@ -73,8 +68,6 @@ private:
 
     // Add the seats with a boundary or a checkpoint of a prompt in flight at this step to these words.
     void add_pinned(u64 step, u64* boundaries, u64* checkpoints) const {
-        const u64 ahead = step + PinnedBlocks::kAhead;
-        if (ahead * length_ <= c_.limit) c_.pinned_blocks.prefetch(key(ahead));
         c_.pinned_blocks.each(key(step), [&](u32 kind, u32 word, u64 bits) {
             (kind == PinnedBlocks::kBoundary ? boundaries : checkpoints)[word] |= bits;
         });
@@ -96,12 +89,8 @@ private:
         Words reach = members, gpu = members, pinned = members, held(words_), held_gpu(words_), held_pinned(words_), unused(words_);
         const u64 steps = c_.limit / length_;
         u64 step = 1, more = 1;
-        const Presence nobody, *before = &nobody;  // who holds the block before, where nobody goes on by a promise alone
         for (u32 id = 0; step <= steps && more != 0; ++step) {
             id = next_node(id, step);
-            // Held by the same as the one before, as along most of a prompt: everybody's prefix goes on or has ended.
-            if (id != 0 && c_.nodes[id].presence.plainly_equals(*before)) continue;
-            before = id == 0 ? &nobody : &c_.nodes[id].presence;
             for (std::size_t word = 0; word < words_; ++word) held[word] = held_gpu[word] = 0;
             if (id != 0) {
                 c_.nodes[id].presence.each([&](u32 slot, u32 word, u64 bits) {
@@ -114,10 +103,7 @@ private:
                 held_pinned = held;
                 u64 asked = 0;  // who could go on by a promise alone: nobody, along a prefix that is resident
                 for (std::size_t word = 0; word < words_; ++word) asked |= pinned[word] & ~held[word] & pinning_[word];
-                if (asked != 0) {
-                    add_pinned(step, held_pinned.data(), unused.data());
-                    before = &nobody;
-                }
+                if (asked != 0) add_pinned(step, held_pinned.data(), unused.data());
             }
             more = 0;
             for (std::size_t word = 0; word < words_; ++word) {
@@ -284,11 +270,13 @@ private:
             match.tier_tokens[0] = match.tokens;
             return;
         }
-        u32 ordinal = 0;
-        while (!(holder.demands(holder.groups[ordinal]) && holder.groups[ordinal].role() == Role::Full)) ++ordinal;
+        const auto full = std::find_if(holder.groups.begin(), holder.groups.end(), [&](const Group& group) {
+            return holder.demands(group) && group.role() == Role::Full;
+        });
+        const u32 ordinal = static_cast<u32>(full - holder.groups.begin());
         u32 id = 0;
         for (u64 step = 1; step <= match.tokens / length_; ++step) {
-            id = c_.nodes.find_after(id, key(step), static_cast<u32>(length_));
+            id = next_node(id, step);
             match.tier_tokens[fastest_tier(c_.nodes, id, holder.seat, ordinal)] += length_;
         }
     }
@@ -310,9 +298,9 @@ private:
 // `standing`: a clear one.
 void standing_of(const Holder& holder, bool pinned, HolderPosition& standing) {
     standing.seat = holder.seat;
-    standing.cut = pinned ? holder.cut() : 0;
+    standing.pinned = pinned;
     standing.other = pinned || holder.entries() != 0;
-    u32 length = standing.cut;
+    u32 length = pinned ? holder.cut() : 0;
     bool full = holder.groups.empty();
     for (const Group& group : holder.groups) {
         for (const auto& [own, names] : group.lengths) {

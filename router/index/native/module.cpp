@@ -219,17 +219,6 @@ private:
     const OptionalText salt_, lora_;
 };
 
-// Requests without a salt have one and the same frozen object, so the last one is remembered. Called with the GIL held.
-std::shared_ptr<const Scope> scope_of(nb::handle of) {
-    static nb::object& last = *new nb::object();  // never destroyed: the interpreter may be gone by then
-    static std::shared_ptr<const Scope> known;
-    if (!last.is_valid() || !last.is(of)) {
-        known = std::make_shared<const Scope>(of);
-        last = nb::borrow(of);
-    }
-    return known;
-}
-
 // Holders from any sequence; an array of unsigned 64 bit integers is copied as it is.
 std::vector<u64> holders_of(nb::handle source) {
     Py_buffer view{};
@@ -280,8 +269,8 @@ std::vector<Match> select_unbeaten(const std::vector<Match>& matches, const std:
 
 nb::list match(const Index& index, nb::handle token_ids, nb::handle of, nb::handle order, std::size_t max_rivals) {
     const PromptArgument prompt(token_ids);
-    const auto scope = scope_of(of);
-    std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope->view()); });
+    const Scope scope(of);
+    std::vector<Match> matches = prompt.with([&](const Tokens& tokens) { return index.match(tokens, scope.view()); });
     if (!order.is_none()) matches = select_unbeaten(matches, holders_of(order), max_rivals);
     nb::list out;
     for (const Match& match : matches) out.append(nb::cast(match, nb::rv_policy::copy));
@@ -439,25 +428,25 @@ NB_MODULE(_native, module) {
         .def("pin",
              [](Index& index, u64 holder, nb::handle token_ids, nb::handle of) {
                  const PromptArgument prompt(token_ids);
-                 const auto scope = scope_of(of);
-                 return prompt.with([&](const Tokens& tokens) { return index.pin(holder, tokens, scope->view()); });
+                 const Scope scope(of);
+                 return prompt.with([&](const Tokens& tokens) { return index.pin(holder, tokens, scope.view()); });
              },
              nb::arg("holder"), nb::arg("token_ids"), nb::arg("scope"))
         .def("chunk_keys",
              [](const Index& index, nb::handle token_ids, nb::handle of, u64 chunk) {
                  const PromptArgument prompt(token_ids);
-                 const auto scope = scope_of(of);
+                 const Scope scope(of);
                  if (chunk == 0) throw nb::value_error("chunk_tokens is 0: expected at least 1");
-                 return prompt.with([&](const Tokens& tokens) { return index.chunk_keys(tokens, scope->view(), chunk); });
+                 return prompt.with([&](const Tokens& tokens) { return index.chunk_keys(tokens, scope.view(), chunk); });
              },
              nb::arg("token_ids"), nb::arg("scope"), nb::arg("chunk_tokens"))
         .def("find_lost_blocks",
              [](const Index& index, nb::handle token_ids, nb::handle of, u64 start, u64 step) -> nb::object {
                  const PromptArgument prompt(token_ids);
-                 const auto scope = scope_of(of);
+                 const Scope scope(of);
                  if (step == 0) throw nb::value_error("step is 0: expected at least 1");
                  const std::optional<RemovedPrefix> gone =
-                     prompt.with([&](const Tokens& tokens) { return index.gone(tokens, scope->view(), start, step); });
+                     prompt.with([&](const Tokens& tokens) { return index.gone(tokens, scope.view(), start, step); });
                  if (!gone) return nb::none();
                  return nb::make_tuple(gone->end, gone->holder, gone->at_s);
              },

@@ -20,23 +20,8 @@ struct Mismatch : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-inline bool is_ascii(std::string_view text) {
-    u64 all = 0, eight;
-    if (text.size() < sizeof(eight)) {
-        for (const char c : text) all |= static_cast<u8>(c);
-        return all < 0x80;
-    }
-    for (std::size_t at = 0;; at += sizeof(eight)) {
-        at = std::min(at, text.size() - sizeof(eight));
-        std::memcpy(&eight, text.data() + at, sizeof(eight));
-        all |= eight;
-        if (at + sizeof(eight) == text.size()) return (all & 0x8080808080808080) == 0;
-    }
-}
-
 // Return whether bytes are well-formed UTF-8 (RFC 3629): no surrogates, no overlong forms, nothing above U+10FFFF.
 inline bool is_utf8(std::string_view text) {
-    if (is_ascii(text)) return true;
     const auto byte = [&](std::size_t i) { return static_cast<u8>(text[i]); };
     for (std::size_t at = 0; at < text.size();) {
         const u8 head = byte(at);
@@ -184,48 +169,20 @@ public:
         }
     }
 
-    // Read the longest run of non-negative ints of at most 32 bits, for `token_ids`; returns their number.
-    //
-    // The begin of an id depends on the head of the previous one, and reading heads one by one would take most of the time.
-    // So four ids of three or five bytes (uint16, uint32) are located in words that are loaded together, without branches
-    // that random ids would mispredict.
+    // Read the longest run of non-negative ints of at most 32 bits, for `token_ids`; returns their number. Heads of ids are
+    // read one by one, without the switches of `peek` and `integer`.
     std::size_t tokens(u32* out, std::size_t count) {
-        const u8* at = at_;
         std::size_t i = 0;
-        while (i < count && end_ - at >= 5) {
-            if (count - i >= 4 && end_ - at >= 24) {
-                // In bits: how much longer than three bytes each id is (0 or 16), and the first two, the first three.
-                const u64 words[3] = {word(at), word(at + 6), word(at + 9)};
-                const u64 more0 = words[0] << 3 & 16, more1 = words[0] << 3 >> (24 + more0) & 16;
-                const u64 past2 = more0 + more1, more2 = words[1] << 3 >> past2 & 16;
-                const u64 past3 = past2 + more2, more3 = words[2] << 3 >> past3 & 16;
-                if (is_wide(words[0]) & is_wide(words[0] >> (24 + more0)) & is_wide(words[1] >> past2) &
-                    is_wide(words[2] >> past3)) {
-                    out[i] = wide_id(at, more0);
-                    out[i + 1] = wide_id(at + 3 + more0 / 8, more1);
-                    out[i + 2] = wide_id(at + 6 + past2 / 8, more2);
-                    out[i + 3] = wide_id(at + 9 + past3 / 8, more3);
-                    at += 12 + (past3 + more3) / 8;
-                    i += 4;
-                    continue;
-                }
-            }
-            const u8 tag = *at;
-            if (is_wide(tag)) {
-                out[i] = wide_id(at, (tag & 2) * 8);
-                at += 3 + (tag & 2);
-            } else if (tag <= 0x7f) {
-                out[i] = tag;
-                at += 1;
-            } else if (tag == 0xcc) {
-                out[i] = at[1];
-                at += 2;
+        for (; i < count && left() > 4; ++i) {
+            const u8 tag = *at_;
+            if (tag <= 0x7f) {
+                out[i] = *at_++;
+            } else if (tag >= 0xcc && tag <= 0xce) {
+                out[i] = static_cast<u32>(big_endian(std::size_t{1} << (tag - 0xcc)));
             } else {
                 break;
             }
-            ++i;
         }
-        at_ = at;
         return i;
     }
 
@@ -239,18 +196,6 @@ private:
 #endif
         return value;
     }
-    // `more`: 0 for a uint16, 16 for a uint32.
-    static u32 wide_id(const u8* at, u64 more) {
-        u32 value;
-        std::memcpy(&value, at + 1, 4);
-#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-        value = __builtin_bswap32(value);
-#endif
-        return value >> (16 - more);
-    }
-    // Is the lowest byte the head of a uint16 or a uint32?
-    static bool is_wide(u64 head) { return static_cast<u8>(head - 0xcd) <= 1; }
-
     static Int signed_int(std::int64_t value) { return Int{static_cast<u64>(value), value < 0}; }
 
     void need(std::size_t bytes) const {

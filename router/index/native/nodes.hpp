@@ -32,8 +32,6 @@ public:
     };
 
     bool empty() const { return word_ == 0; }
-    // Return whether two sets are surely equal; false where that takes a longer comparison.
-    bool plainly_equals(const Presence& other) const { return word_ == other.word_; }
     bool is_planes() const { return (word_ & 3) == 2; }
     Planes* planes() const { return reinterpret_cast<Planes*>(word_ & ~u64{3}); }
 
@@ -190,7 +188,13 @@ public:
     void prefetch(u32 hash) const { table_.prefetch(hash); }
 
     // Return the node of a block, or 0 where no holder has it.
-    u32 find(u64 key, u32 length) const { return find(table_.spot(hash(key, length)), key, length); }
+    u32 find(u64 key, u32 length) const {
+        const u32 hashed = hash(key, length);
+        const Entry* entry = table_.find(hashed, [&](const Entry& it) {
+            return it.hash == hashed && pool_[it.id].key == key && pool_[it.id].length == length;
+        });
+        return entry == nullptr ? 0 : entry->id;
+    }
 
     // Return the node of a block as `find` does. Nodes of one run are neighbours, so the node after `before` is tried first,
     // which is much cheaper than a search.
@@ -204,12 +208,11 @@ public:
 
     // Return the node of a block; a new one needs a presence at once.
     u32 find_or_make(u64 key, u32 end, u32 length) {
-        const Table::HashSlot spot = table_.spot(hash(key, length));
-        u32 id = find(spot, key, length);
+        u32 id = find(key, length);
         if (id == 0) {
             id = pool_.allocate();
             pool_[id] = Node{key, Presence(), end, length};
-            table_.insert(spot, Entry{id, spot.hash});
+            table_.insert(Entry{id, hash(key, length)});
         }
         return id;
     }
@@ -258,13 +261,6 @@ private:
     static std::pair<u64, u32> again_key(u32 id, Seat seat, u32 slot) { return {u64{id} << 32 | seat, slot}; }
 
     using Table = SegmentedTable<Entry, Traits>;
-
-    u32 find(const Table::HashSlot& spot, u64 key, u32 length) const {
-        const Entry* entry = table_.find(spot, [&](const Entry& it) {
-            return it.hash == spot.hash && pool_[it.id].key == key && pool_[it.id].length == length;
-        });
-        return entry == nullptr ? 0 : entry->id;
-    }
 
     Pool<Node> pool_;
     Table table_;

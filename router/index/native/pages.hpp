@@ -7,20 +7,9 @@
 #include <new>
 #include <vector>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include "digest.hpp"
 
 namespace blockcast {
-
-// Ask the system to map memory that will be filled: one call instead of a page fault for each page. It is only a hint.
-inline void map_ahead([[maybe_unused]] u8* memory, [[maybe_unused]] std::size_t bytes) {
-#if defined(MADV_POPULATE_WRITE)
-    madvise(memory, bytes, MADV_POPULATE_WRITE);
-#endif
-}
 
 // Pages of 2 KiB by number, cut from slabs of 2 MiB. Freed pages are reused and never returned to the system.
 class Pages {
@@ -46,7 +35,6 @@ public:
             if (slab == nullptr) throw std::bad_alloc();
             slabs_.push_back(slab);
         }
-        if (next_ % kAhead == 0) map_ahead(at(next_), kAhead * kBytes);
         return next_++;
     }
 
@@ -54,7 +42,7 @@ public:
     std::size_t bytes() const { return std::size_t{next_} * kBytes + free_.capacity() * sizeof(u32); }
 
 private:
-    static constexpr u32 kPerSlab = 1024, kAhead = 32;
+    static constexpr u32 kPerSlab = 1024;
     std::vector<u8*> slabs_;
     std::vector<u32> free_;
     u32 next_ = 0;
@@ -77,7 +65,6 @@ public:
         if (next_ / kChunk == chunks_.size()) {
             chunks_.emplace_back(static_cast<Item*>(std::aligned_alloc(4096, kChunk * sizeof(Item))));
             if (!chunks_.back()) throw std::bad_alloc();
-            map_ahead(reinterpret_cast<u8*>(chunks_.back().get()), kChunk * sizeof(Item));
         }
         return next_++;
     }

@@ -23,7 +23,6 @@ public:
     void add(const std::vector<u64>& boundaries, const std::optional<u64>& checkpoint, Seat seat, u32 cut) {
         ++cuts_[cut];
         for (std::size_t i = boundaries.size(); i > 0; --i) {
-            prefetch_before(boundaries, i, cut);
             const u32 end = static_cast<u32>(i) * cut;
             if (!nodes_.add(nodes_.find_or_make(boundaries[i - 1], end, cut), seat, kBoundary)) break;
         }
@@ -33,16 +32,9 @@ public:
     void remove(const std::vector<u64>& boundaries, const std::optional<u64>& checkpoint, Seat seat, u32 cut) {
         if (checkpoint) nodes_.remove(nodes_.find(*checkpoint, cut), seat, kCheckpoint);
         for (std::size_t i = boundaries.size(); i > 0; --i) {
-            prefetch_before(boundaries, i, cut);
             if (!nodes_.remove(nodes_.find(boundaries[i - 1], cut), seat, kBoundary)) break;
         }
         if (--cuts_[cut] == 0) cuts_.erase(cut);
-    }
-
-    // Keys are scattered in memory: the one kAhead steps ahead is asked for early.
-    static constexpr std::size_t kAhead = 12;
-    void prefetch(u64 key) const {
-        for (const auto& [cut, prompts] : cuts_) nodes_.prefetch(Nodes::hash(key, cut));
     }
 
     // Call visit(kind, word index, bits of the seats with such a pin of the key).
@@ -64,10 +56,6 @@ public:
     std::size_t bytes() const { return nodes_.bytes(); }
 
 private:
-    void prefetch_before(const std::vector<u64>& boundaries, std::size_t i, u32 cut) const {
-        if (i > kAhead) nodes_.prefetch(Nodes::hash(boundaries[i - 1 - kAhead], cut));
-    }
-
     Nodes nodes_;                 // of boundaries; a node's length is their distance
     std::map<u32, u64> cuts_;  // distance of boundaries -> number of prompts
 };

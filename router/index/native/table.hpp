@@ -105,62 +105,14 @@ public:
         __builtin_prefetch(chunk_of(segment, home(scramble(hash), segment.size)));
     }
 
-    // Home of an entry with some hash; valid until the table changes.
-    struct HashSlot {
-        u32 hash, number, at;  // segment, chunk in it
-        Chunk* chunk;          // null where the table is empty
-    };
-
-    HashSlot spot(u32 hash) const {
-        if (directory_.empty()) return HashSlot{hash, 0, 0, nullptr};
-        const u32 number = directory_[index(hash)];
-        const Segment& segment = segments_[number];
-        const u32 at = home(scramble(hash), segment.size);
-        return HashSlot{hash, number, at, chunk_of(segment, at)};
-    }
-
+    // Return the entry with this hash for which `equal` is true; null where there is none.
     template <class Equal>
-    Entry* find(const HashSlot& spot, Equal equal) const {
-        Entry* entry = find_in_segment(spot, equal);
+    Entry* find(u32 hash, Equal equal) const {
+        Entry* entry = find_in_segment(hash, equal);
         return entry == nullptr && spills_ ? find_spilled(equal) : entry;
     }
 
-    template <class Equal>
-    Entry* find_in_segment(const HashSlot& spot, Equal equal) const {
-        Chunk* chunk = spot.chunk;
-        if (chunk == nullptr) return nullptr;
-        const Segment& segment = segments_[spot.number];
-        const u8 tag = tag_of(scramble(spot.hash));
-        for (u32 at = spot.at, tried = 0; tried < segment.size; ++tried) {
-            for (u32 hits = chunk->with_tag(tag); hits != 0; hits &= hits - 1) {
-                Entry* entry = &chunk->slots[__builtin_ctz(hits)];
-                if (equal(*entry)) return entry;
-            }
-            if (chunk->overflow == 0) return nullptr;
-            if (++at == segment.size) at = 0;
-            chunk = chunk_of(segment, at);
-            if (tried == 4) count_extra(segment.size);
-        }
-        return nullptr;
-    }
-
-    template <class Equal>
-    Entry* find(u32 hash, Equal equal) const {
-        return find(spot(hash), equal);
-    }
-
     // Add an entry that is not in the table. Pointers into the table become invalid.
-    void insert(const HashSlot& spot, const Entry& entry) {
-        if (spot.chunk == nullptr || is_full(segments_[spot.number])) return insert(entry);
-        const u32 room = spot.chunk->with_tag(0);
-        if (room == 0) return insert(entry);
-        const u32 slot = static_cast<u32>(__builtin_ctz(room));
-        spot.chunk->tags[slot] = tag_of(scramble(spot.hash));
-        spot.chunk->slots[slot] = entry;
-        ++segments_[spot.number].count;
-        ++size_;
-    }
-
     void insert(const Entry& entry) {
         const u32 hash = Traits::hash(entry);
         if (directory_.empty()) {
@@ -243,6 +195,26 @@ private:
         std::swap(spills_, other.spills_);
         std::swap(depth_, other.depth_);
         std::swap(size_, other.size_);
+    }
+
+    template <class Equal>
+    Entry* find_in_segment(u32 hash, Equal equal) const {
+        if (directory_.empty()) return nullptr;
+        const Segment& segment = segments_[directory_[index(hash)]];
+        const u32 scrambled = scramble(hash);
+        const u8 tag = tag_of(scrambled);
+        u32 at = home(scrambled, segment.size);
+        for (u32 tried = 0; tried < segment.size; ++tried) {
+            Chunk* chunk = chunk_of(segment, at);
+            for (u32 hits = chunk->with_tag(tag); hits != 0; hits &= hits - 1) {
+                Entry* entry = &chunk->slots[__builtin_ctz(hits)];
+                if (equal(*entry)) return entry;
+            }
+            if (chunk->overflow == 0) return nullptr;
+            if (++at == segment.size) at = 0;
+            if (tried == 4) count_extra(segment.size);
+        }
+        return nullptr;
     }
 
     template <class Equal>
