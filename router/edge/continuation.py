@@ -7,14 +7,12 @@ events to the form of the first one's. The other worker is sent the prompt and t
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
-from prompts.schemas import MEDIA_PARTS
 from router.decide.messages import RouteRequest
 from router.decide.workers import BLOCKCAST, VLLM
 from router.edge.token_recorder import TokenRecorder
@@ -55,14 +53,13 @@ _MALFORMED_EVENT_ERRORS = (msgspec.MsgspecError, RecursionError, KeyError, TypeE
 _EMPTY_VALUES = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
 _Fields = dict[str, msgspec.Raw]
 _fields_decoder = msgspec.json.Decoder(_Fields)
-_MEDIA_PATTERN = re.compile(rb'"(?:%b)"' % "|".join(MEDIA_PARTS).encode())
 
 
 def build_continuation(request: HttpRequest, fields: _Fields | None = None) -> StreamContinuation | None:
     """Return the state by which another worker can continue a streamed answer; None if that would be impossible.
 
-    It is for a stream of chat or completion with one answer, and with fields that a second request can repeat.
-    `fields`: fields of the body, if they were decoded already.
+    It is for a stream of chat or completion with one answer, without media, and with fields that a second request can
+    repeat. `fields`: fields of the body, if they were decoded already.
     """
     is_chat = request.path == _CHAT_PATH
     if request.is_http_1_0 or len(request.pieces) > 1:
@@ -74,23 +71,24 @@ def build_continuation(request: HttpRequest, fields: _Fields | None = None) -> S
             fields = _fields_decoder.decode(request.body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
-    if not all(_is_continuable_field(name, bytes(value), is_chat) for name, value in fields.items()):
+    if not all(_is_continuable_field(name, value, is_chat) for name, value in fields.items()):
         return None
     return StreamContinuation(fields, request.body, is_chat) if bytes(fields.get("stream", b"")) == b"true" else None
 
 
-def _is_continuable_field(name: str, value: bytes, is_chat: bool) -> bool:
-    """Return whether an answer can be continued although the request has this field. `value`: its JSON.
+def _is_continuable_field(name: str, raw: msgspec.Raw, is_chat: bool) -> bool:
+    """Return whether an answer can be continued although the request has this field. `raw`: its JSON.
 
     Fields are resent, or applied when the rest is asked for. A field that is not known could mean anything, so it
     prevents the continuation unless it is empty.
     """
+    if name == "messages":
+        return True
+    value = bytes(raw)
     if name in ("n", "best_of"):
         return value in (b"1", b"null")
     if name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         return value.isdigit() or value == b"null"
-    if name == "messages":
-        return _MEDIA_PATTERN.search(value) is None
     if name == "prompt":
         return value[:1] == b'"' or value[1:].lstrip()[:1].isdigit()
     if name == "stream_options":

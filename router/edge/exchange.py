@@ -60,7 +60,8 @@ class Exchange:
     def place(self, route: RouteRequest) -> None:
         """Ask the core for a worker, now that the prompt was read."""
         context = self.context
-        if route.is_streaming and self._proxy.continues_streams and not context.is_done:
+        has_media = route.media_conversation is not None  # token ids do not stand for media
+        if route.is_streaming and not has_media and self._proxy.continues_streams and not context.is_done:
             fields = None if context.body is None else context.body.fields
             context.continuation = build_continuation(context.request, fields)
         self._proxy.route(context, route)

@@ -50,7 +50,6 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream":
         {"n": 2},
         {"logprobs": True},
         {"guided_json": {}, "guided_regex": "a"},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         {"max_tokens": "8"},
         {"something_new": 1},
@@ -642,6 +641,21 @@ def test_an_answer_that_lacks_its_end_only_is_ended_here(edge: Any, make_post: A
         assert (text, ended) == ("".join(WORDS), True)
         assert events[-1]["usage"] == {"prompt_tokens": 3, "total_tokens": 11, "completion_tokens": 8}
         assert edge.metrics.broken_streams == {"completed": 1}
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}])
+def test_media_are_not_continued(edge: Any, make_post: Any, part: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        log: list[dict[str, Any]] = []
+        for name in "ab":
+            await edge.worker(worker(name, 2, log), name, engine="blockcast")
+        asked = {**CHATS, "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}, part]}]}
+        _, ended = content_of(await edge.exchange(make_post(json.dumps(asked).encode())))
+        assert not ended
+        assert ["return_token_ids" in one for one in log] == [False]
 
     edge.run(scenario())
 
