@@ -155,7 +155,7 @@ def _list_room_counters(sources: MetricsSources, snapshot: CoreSnapshot) -> list
         Row("large_bodies", "Large bodies given to helper processes, by outcome.",
             sources.worker_pool.counts, ("outcome",)),
         Row("peer_messages", "Messages between routers, by outcome.", sources.count_peer_messages(), ("outcome",)),
-        _total("tokenize_cpu_seconds", "CPU seconds of rendering and encoding prompts, estimated from one in sixteen.",
+        _total("tokenize_cpu_seconds", "CPU seconds of rendering and encoding prompts.",
                sources.prompt_reader.cpu_s + sources.worker_pool.cpu_s),
         _total("conversation_cache_hits", "Bodies from 1 KB on that continue a cached conversation.",
                conversations.cache.hits),

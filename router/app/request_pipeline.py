@@ -17,6 +17,8 @@ from router.edge.request_reader import RequestReader
 from router.edge.upstream import UpstreamPool
 from router.index.protocol import PrefixIndex
 from router.metrics import Metrics
+from router.prompting.conversation_reader import ConversationReader
+from router.prompting.model_tokenizers import ModelTokenizers
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
 from router.prompting.sessions import SessionNames
@@ -35,13 +37,16 @@ class RequestPipeline:
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
         )
         self.worker_pool = PromptWorkerPool(config.prompt_workers, chat_template=config.chat_template)
-        self.prompt_reader = PromptReader(
+        conversations = ConversationReader(config.conversation_cache_mb << 20)
+        tokenizers = ModelTokenizers(
             self.executor,
+            conversations,
             self.worker_pool,
             override=config.tokenizer,
             chat_template=config.chat_template,
-            conversation_bytes=config.conversation_cache_mb << 20,
-            makes_outlines=config.miss_reasons.enabled,
+        )
+        self.prompt_reader = PromptReader(
+            tokenizers, conversations, self.executor, self.worker_pool, makes_outlines=config.miss_reasons.enabled
         )
         self.request_reader = RequestReader(
             self.proxy.core,

@@ -25,14 +25,18 @@ import zmq
 from events import BlockStored, EventFeed, Message, Origin, StartMode, StreamConfig, StreamSource, Subscriber
 from events.sources import EventSource
 from events.types import DecodeError
-from prompts.routing import parse_routing
+from prompts.errors import RequestError
+from prompts.routing import RoutingRequest, parse_routing
+from prompts.tokenizer import Tokenizer
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.decide.workers import ServedModel
 from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, is_key_refused, suggest_remedy
 from router.fleet.worker_flag import WorkerFlag
 from router.http_client import FetchError, fetch, make_key_headers
+from router.prompting.conversation_reader import ConversationReader
 from router.prompting.encode import build_tokenize_request
-from router.prompting.reader import PromptReader
+from router.prompting.model_tokenizers import ModelTokenizers
+from router.prompting.parsed_body import tokenize_prompt
 
 EVENTS_TIMEOUT_S = 3.0
 """Longest wait for the events of an answered request, or for a replay."""
@@ -99,9 +103,9 @@ class WorkerCheck:
     """
 
     def __init__(
-        self, flag: WorkerFlag, session: aiohttp.ClientSession, prompts: PromptReader, headers: dict[str, str]
+        self, flag: WorkerFlag, session: aiohttp.ClientSession, tokenizers: ModelTokenizers, headers: dict[str, str]
     ) -> None:
-        self._flag, self._session, self._prompts = flag, session, prompts
+        self._flag, self._session, self._tokenizers = flag, session, tokenizers
         self._headers = headers if flag.sends_api_key else {}
         self._prober = Prober(session, headers=headers)
         self._facts: WorkerFacts
@@ -131,7 +135,7 @@ class WorkerCheck:
         names = ", ".join(model.name for model in facts.spec.models)
         yield Finding("address", True, f"serves {names}" + (f" ({facts.spec.engine})" if facts.spec.engine else ""))
         self._model = next(model for model in facts.spec.models if model.lora is None)
-        await self._prompts.tokenizers.discover(self._model.base, self._facts.roots.get(self._model.base), self._flag)
+        await self._tokenizers.discover(self._model.base, self._facts.roots.get(self._model.base), self._flag)
         yield await self._compare_tokens("tokenizer", "/v1/completions", {"prompt": SAMPLE_PROMPT})
         yield await self._compare_tokens(
             "template", "/v1/chat/completions", {"messages": SAMPLE_MESSAGES, "tools": SAMPLE_TOOLS}
@@ -183,14 +187,14 @@ class WorkerCheck:
         that they cannot be compared. `step`: name of the finding.
         """
         request = parse_routing(path, msgspec.json.encode({"model": self._model.name, **fields}))
-        tokenizer = self._prompts.tokenizers.get(self._model.base)
+        tokenizer = self._tokenizers.get(self._model.base)
         tokenize_request = build_tokenize_request(request, self._model.name)
         assert tokenize_request is not None
         answer = await self._post("/tokenize", tokenize_request)
         if tokenizer is None:
-            reason = self._prompts.tokenizers.problems.get(self._model.base, "there is none here")
+            reason = self._tokenizers.problems.get(self._model.base, "there is none here")
             return Finding(step, None if "tokens" in answer else False, reason)
-        token_ids = self._prompts.tokenize(request, tokenizer).token_ids
+        token_ids = _tokenize(request, tokenizer)
         if "tokens" not in answer:
             return Finding(step, None, f"cannot be compared: /tokenize says {_format_error(answer)}")
         if token_ids is None:
@@ -219,7 +223,7 @@ class WorkerCheck:
         random_source = random.SystemRandom()
         text = " ".join(f"{random_source.getrandbits(40):x}" for _ in range(prompt_tokens))  # more tokens than needed
         request = parse_routing("/v1/completions", msgspec.json.encode({"prompt": text}))
-        prompt_ids = self._prompts.tokenize(request, self._prompts.tokenizers.get(self._model.base)).token_ids
+        prompt_ids = _tokenize(request, self._tokenizers.get(self._model.base))
         if prompt_ids is None:
             answer = await self._post("/tokenize", msgspec.json.encode({"model": self._model.name, "prompt": text}))
             prompt_ids = answer.get("tokens") or [random_source.randrange(100, 200) for _ in range(prompt_tokens)]
@@ -424,6 +428,14 @@ def _bind_endpoints(feed: EventFeed, silent_sources: Sequence[EventSource]) -> b
     return is_bound
 
 
+def _tokenize(request: RoutingRequest, tokenizer: Tokenizer | None) -> Sequence[int] | None:
+    """Return the token ids of a prompt as the router reads it; None if it cannot be read."""
+    try:
+        return tokenize_prompt(request, tokenizer, None)[0].token_ids
+    except RequestError:
+        return None
+
+
 def _count_common_tokens(ids: Sequence[int], other_ids: Sequence[int]) -> int:
     """Return the length of the common beginning of two prompts."""
     differing_positions = (i for i, (token_id, other_id) in enumerate(zip(ids, other_ids)) if token_id != other_id)
@@ -466,11 +478,13 @@ async def check_workers(
     """
     are_all_sound = True
     with ThreadPoolExecutor(1) as executor:
-        prompts = PromptReader(executor, override=tokenizer, chat_template=chat_template, render_s_max=None)
+        tokenizers = ModelTokenizers(
+            executor, ConversationReader(0), None, override=tokenizer, chat_template=chat_template
+        )
         connector = aiohttp.TCPConnector(ssl=tls or True)
         async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
             for flag in flags:
-                async for finding in WorkerCheck(flag, session, prompts, make_key_headers(key)).run():
+                async for finding in WorkerCheck(flag, session, tokenizers, make_key_headers(key)).run():
                     report(flag.worker_id, finding)
                     are_all_sound &= finding.is_ok is not False
     return are_all_sound

@@ -200,7 +200,8 @@ class RequestReader:
             copied_ids = () if token_ids is None or token_ids is conversation.token_ids else token_ids
             conversation.prepared_prompt = prompt_query.prepared_ids
             conversation.prepared_prompt_bytes = prompt_query.prepared_ids.memory_bytes + ID_BYTES * len(copied_ids)
-        self._prompt_reader.conversations.cache.store(conversation, body.body, body.prompt.predecessor)
+        predecessor = None if body.continuation is None else body.continuation.predecessor
+        self._prompt_reader.conversations.cache.store(conversation, body.body, predecessor)
 
     def build_route_request(self, context: RequestContext) -> RouteRequest:
         """Build the request that the core routes from a body that was read, and from the routing headers.

@@ -128,16 +128,15 @@ class ModelTokenizers:
         *,
         override: str | None = None,
         chat_template: str | None = None,
-        render_s_max: float | None = RENDER_S_MAX,
     ) -> None:
         """Make an empty collection; `discover` loads tokenizers into it, in threads of `executor`.
 
-        `conversations` is told which templates it may use, after their trial in a process of `worker_pool`. `override`
-        is the folder of every model's tokenizer, and `chat_template` replaces every model's template. `render_s_max`
-        limits the CPU time of a rendering; if it is None, templates are not tried.
+        `conversations` is told which templates it may use, after their trial in a process of `worker_pool`; without a
+        pool, templates are not tried and have no limit on their time. `override` is the folder of every model's
+        tokenizer, and `chat_template` replaces every model's template.
         """
         self._executor, self._conversations, self._worker_pool = executor, conversations, worker_pool
-        self._folder_override, self._chat_template, self._render_s_max = override, chat_template, render_s_max
+        self._folder_override, self._chat_template = override, chat_template
         self.remote: RemoteTokenizer | None = None
         """Asks workers for token ids if the tokenizer of a model is not on this machine."""
         self.tokenizer_by_model: dict[str, Tokenizer] = {}
@@ -200,24 +199,23 @@ class ModelTokenizers:
             return
         loop = asyncio.get_running_loop()
         try:
-            tokenizer = await loop.run_in_executor(self._executor, self._read_folder, folder)
+            tokenizer = await loop.run_in_executor(self._executor, Tokenizer.load, folder, self._chat_template)
         except TokenizerError as error:
             self.problems[model] = str(error)
             log.warning("no tokenizer for %s: %s", model, error)
             return
-        if tokenizer.chat_template is not None:
-            await self._try_template(model, tokenizer, folder)
+        await self._try_template(model, tokenizer, folder)
         self.tokenizer_by_model[model], self.folder_by_model[model] = tokenizer, str(folder)
         self.problems.pop(model, None)
         log.info("tokenizer of %s read from %s", model, folder)
 
     async def _try_template(self, model: str, tokenizer: Tokenizer, folder: Path) -> None:
-        """Find out whether a template may be rendered in this process, and whether its conversations can be cached."""
-        if self._worker_pool is None or self._render_s_max is None:
-            return
+        """Limit a template's time, and find out whether it keeps to that here and its conversations can be cached."""
         template = tokenizer.chat_template
-        assert template is not None
-        template.is_bounded, problem = await self._worker_pool.try_template(str(folder), self._render_s_max)
+        if self._worker_pool is None or template is None:
+            return
+        template.seconds_max = RENDER_S_MAX
+        template.is_bounded, problem = await self._worker_pool.try_template(str(folder), RENDER_S_MAX)
         if not template.is_bounded:
             log.info("chats of %s are rendered by worker processes: its template might take long", model)
         elif not self._conversations.cache.max_bytes:
@@ -227,12 +225,6 @@ class ModelTokenizers:
         else:
             self._conversations.forbid(model, problem)
             log.info("conversations of %s are read whole: %s", model, problem)
-
-    def _read_folder(self, folder: Path) -> Tokenizer:
-        tokenizer = Tokenizer.load(folder, self._chat_template)
-        if self._render_s_max is not None and tokenizer.chat_template is not None:
-            tokenizer.chat_template.seconds_max = self._render_s_max
-        return tokenizer
 
     async def _detect_render_mode(self, model: str, worker: RemoteWorker) -> None:
         """Find out by a probe chat whether a worker renders messages as transformers does before version 5.23.

@@ -36,8 +36,6 @@ class TokenizedPrompt(msgspec.Struct, eq=False):
     """Time that reading the prompt took."""
     conversation: CachedConversation | None = None
     """Cache entry that reads the next turn of this conversation faster."""
-    predecessor: CachedConversation | None = None
-    """Cached conversation that `conversation` replaces."""
     size: PromptSize | None = None
     """Size of all prompts of the body; None if `token_ids` is None."""
     outline: Outline | None = None

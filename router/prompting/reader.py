@@ -33,7 +33,7 @@ from router.prompting.encode import (
 )
 from router.prompting.fields import locate_raw_fields
 from router.prompting.media import read_media
-from router.prompting.model_tokenizers import RENDER_S_MAX, ModelTokenizers
+from router.prompting.model_tokenizers import ModelTokenizers
 from router.prompting.outline import outline_chat
 from router.prompting.parsed_body import ParsedBody, RequestBody, Target, TokenizedPrompt, tokenize_prompt
 from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
@@ -44,8 +44,6 @@ WORKER_RENDER_S_MAX = 1.0
 """CPU time of a chat template in a worker process, where no other request waits for it."""
 TIMEOUTS_MAX = 3
 """Timeouts of a template in a row after which its model's chats are not read any more."""
-CPU_SAMPLE = 16
-"""The CPU time of one in CPU_SAMPLE prompts is measured, because reading that clock is a system call."""
 
 T = TypeVar("T")
 
@@ -76,43 +74,30 @@ class PromptReader:
 
     def __init__(
         self,
+        tokenizers: ModelTokenizers,
+        conversations: ConversationReader,
         executor: Executor,
-        worker_pool: PromptWorkerPool | None = None,
+        worker_pool: PromptWorkerPool,
         *,
-        override: str | None = None,
-        chat_template: str | None = None,
-        render_s_max: float | None = RENDER_S_MAX,
-        conversation_bytes: int = 0,
         makes_outlines: bool = True,
     ) -> None:
-        """Make a reader without tokenizers: these are loaded when workers join.
+        """Make a reader that finds the tokenizers of models in `tokenizers` and cached prompts in `conversations`.
 
         `executor`: threads for work that would block the event loop. `worker_pool`: processes that read large bodies,
-        and render templates that may take long. `override`: folder of a tokenizer that replaces every model's own.
-        `chat_template` replaces every model's template. `render_s_max`: most CPU seconds of a template in this process.
-        `conversation_bytes`: memory for cached conversations. `makes_outlines`: whether messages are fingerprinted, so
-        that the prompts of a conversation can be compared.
+        and render templates that may take long. `makes_outlines`: whether messages are fingerprinted, so that the
+        prompts of a conversation can be compared.
         """
-        self.conversations = ConversationReader(conversation_bytes)
-        self.tokenizers = ModelTokenizers(
-            executor,
-            self.conversations,
-            worker_pool,
-            override=override,
-            chat_template=chat_template,
-            render_s_max=render_s_max,
-        )
+        self.tokenizers = tokenizers
+        self.conversations = conversations
+        self._executor = executor
+        self.worker_pool = worker_pool
+        self._makes_outlines = makes_outlines
         self._check_tasks: set[asyncio.Task[None]] = set()
         """Background tasks that compare a continued prompt with the same body read whole."""
-        self._executor = executor
-        self._makes_outlines = makes_outlines
-        self.worker_pool = worker_pool
         self._timeouts: dict[str, int] = {}
         """Model -> timeouts of its template in a row."""
-        self._timed_runs = 0
-        """Calls of `_run_timed`. Every CPU_SAMPLE-th call measures its CPU time."""
         self.cpu_s = 0.0
-        """CPU time of rendering and encoding, estimated from a sample."""
+        """CPU time of rendering and encoding."""
         self.failure_count = 0
         """Prompts that raised an unexpected exception."""
 
@@ -131,7 +116,7 @@ class PromptReader:
         body of a request that lets a worker tokenise. Raises nothing.
         """
         timeout_count = self._timeouts.get(model, 0)
-        if self.worker_pool is None or timeout_count >= TIMEOUTS_MAX:
+        if timeout_count >= TIMEOUTS_MAX:
             return TokenizedPrompt()
         started_s = time.perf_counter()
         task.seconds_max = WORKER_RENDER_S_MAX
@@ -273,7 +258,6 @@ class PromptReader:
 
     async def _read_large(self, body_to_read: _BodyToRead[Target]) -> ParsedBody[Target]:
         """Read a large body in a worker process; if a worker has the tokenizer, let it tokenise the prompt."""
-        assert self.worker_pool is not None
         body, make_target = body_to_read.body, body_to_read.make_target
         targets: list[Target] = []
 
@@ -354,7 +338,6 @@ class PromptReader:
             token_ids=truncate_prompt(token_ids, request, tokens_max),
             seconds=read_s,
             conversation=continuation.successor,
-            predecessor=continuation.predecessor,
             size=measure_prompts(token_ids, request, tokens_max),
         )
         body_to_cache = b"" if continuation.successor is None else body
@@ -374,7 +357,7 @@ class PromptReader:
             tokenizer = self.tokenizers.get(model)
             prompt = await self.run_in_thread(lambda: self.tokenize(parse_routing_of_kind(kind, body), tokenizer))
             token_ids = prompt.token_ids
-        elif self.worker_pool is not None:
+        else:
             task = self.make_task(model, kind, None)
             try:
                 outcome = await self.worker_pool.read((body,), kind, lambda _: task, _always)
@@ -387,10 +370,7 @@ class PromptReader:
 
     def _run_timed(self, work: Callable[[], T]) -> tuple[T | None, float]:
         """Return the result of `work`, or None if it raises, and the seconds that it took. Exceptions are logged."""
-        self._timed_runs += 1
-        is_sampled = self._timed_runs % CPU_SAMPLE == 0
-        cpu_started_s = time.thread_time() if is_sampled else 0.0
-        started_s = time.perf_counter()
+        started_s, cpu_started_s = time.perf_counter(), time.thread_time()
         result = None
         try:
             result = work()
@@ -399,10 +379,8 @@ class PromptReader:
         except Exception as error:  # noqa: BLE001  a client's text in a model's template may raise anything
             self.failure_count += 1
             log.debug("a prompt could not be read: %s: %s", type(error).__name__, error)
-        read_s = time.perf_counter() - started_s
-        if is_sampled:
-            self.cpu_s += CPU_SAMPLE * (time.thread_time() - cpu_started_s)
-        return result, read_s
+        self.cpu_s += time.thread_time() - cpu_started_s
+        return result, time.perf_counter() - started_s
 
     def run_in_thread(self, work: Callable[[], T]) -> asyncio.Future[T]:
         """Run a function in a thread."""

@@ -39,6 +39,8 @@ from router.index.protocol import HolderId, IndexStats, IngestReport, Match, Pin
 from router.metrics import Metrics
 from router.miss_reasons.config import MissReasonsConfig
 from router.prompting.config import PromptWorkerConfig
+from router.prompting.conversation_reader import ConversationReader
+from router.prompting.model_tokenizers import ModelTokenizers
 from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
 
@@ -318,7 +320,9 @@ class Edge:
         self.proxy = Proxy(self.core, self.pool, self.metrics, config, now=self.now)
         self.executor = ThreadPoolExecutor(1)
         self.worker_pool = PromptWorkerPool(PromptWorkerConfig(count=1), chat_template=None)
-        self.prompts = PromptReader(self.executor, self.worker_pool)
+        conversations = ConversationReader(0)
+        tokenizers = ModelTokenizers(self.executor, conversations, self.worker_pool)
+        self.prompts = PromptReader(tokenizers, conversations, self.executor, self.worker_pool)
         reading = RequestReader(self.core, self.prompts, allowed_fields=self.proxy.passed_fields)
         self._add_local_routes(reading)
         self.tenants = TenantLimits(config, self.metrics)
