@@ -200,6 +200,8 @@ class PrefillQueue:
     for it, or None."""
     own_prefill_s: float = 0.0
     """Sum of `prefill_s` over `requests`."""
+    arriving_prefill_s: float = 0.0
+    """Prefill seconds of the requests that wait for KV on its way here. They join `requests` when it has come."""
     oldest_since_s: float = -math.inf
     """When the target could begin with its oldest request: at the last first token or end of an earlier request."""
     next_send_index: int = 0
@@ -207,7 +209,8 @@ class PrefillQueue:
     last_answered_send_index: int = -1
     """Highest `send_index` of a request that has its first token."""
     total_prefill_s: float = 0.0
-    """Prefill seconds of all prompts here, other routers' included; Q without the progress of the current prefill."""
+    """Prefill seconds of all prompts here, of those that arrive and of other routers' ones; Q without the progress of
+    the current prefill."""
     busy_since_s: float = 0.0
     """When the target began with the current prefill."""
     fixed_step_share: float = 0.0
@@ -286,6 +289,7 @@ class PrefillQueue:
             self.total_prefill_s = self.order.estimate_total_s(self.own_prefill_s)
             if oldest_request is not None:  # the progress until now was subtracted from the shortest prompt
                 prefill_s, sent_at_s = self.order.cumulative_remaining_s[1], self.progress_recorded_at_s
+        self.total_prefill_s += self.arriving_prefill_s
         if peer_prefills.prefill_s > 0.0:
             self.total_prefill_s += peer_prefills.prefill_s
             if peer_prefills.oldest_sent_at_s < sent_at_s:
@@ -422,10 +426,16 @@ class Target:
         if awaited_request is not None:
             order_s = max(order_s, queue.order.order_s_by_request[awaited_request])
         wait_s, overtaken_count = queue.order.estimate_wait(order_s, queue.total_prefill_s - queued_s)
-        # Other routers tell only the sum of their prompts, so all of these are assumed to be of the mean length.
-        if peer_prefills.prefill_s <= order_s * peer_prefills.request_count:
-            return wait_s + peer_prefills.prefill_s, overtaken_count
-        return wait_s, overtaken_count + peer_prefills.request_count
+        # Of other prompts only the sum is known, so all of these are assumed to be of the mean length.
+        for total_s, count in (
+            (peer_prefills.prefill_s, peer_prefills.request_count),
+            (queue.arriving_prefill_s, self.load.incoming_transfers),
+        ):
+            if total_s <= order_s * count:
+                wait_s += total_s
+            else:
+                overtaken_count += count
+        return wait_s, overtaken_count
 
     def estimate_prefilled_s(self, start: WorkTotals) -> float:
         """Return the time of the prefills that ended here since `start`, a copy of the work totals."""

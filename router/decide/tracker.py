@@ -248,13 +248,16 @@ class LoadTracker:
             target.totals.reported_cached_tokens += reported_cached_tokens
 
     def start_transfer(self, request: InFlightRequest, transfer_s: float, now: float) -> None:
-        """Count a transfer at both ends; until its end the request is not in its target's prefill queue."""
+        """Count a transfer at both ends, and the prefill that follows it as work that waits at its target."""
         if request.phase is not RequestPhase.SOURCE_PREFILL:
             return
         assert request.source is not None
-        request.phase = RequestPhase.TRANSFER
-        request.target.load.incoming_transfers += 1
+        target, request.phase = request.target, RequestPhase.TRANSFER
+        self._mark_changed(target)
+        target.load.incoming_transfers += 1
         request.source.load.outgoing_transfers += 1
+        target.prefill_queue.arriving_prefill_s += request.prefill_s
+        target.recompute_queue()
         self._estimated_arrivals.add(now + transfer_s, request)
 
     def end_transfer(self, request: InFlightRequest, now: float) -> None:
@@ -265,6 +268,9 @@ class LoadTracker:
         if request.phase is RequestPhase.TRANSFER and request.source is not None:
             target.load.incoming_transfers -= 1
             request.source.load.outgoing_transfers -= 1
+            # Recomputed when empty, so that rounding never accumulates.
+            arriving_prefill_s = target.prefill_queue.arriving_prefill_s - request.prefill_s
+            target.prefill_queue.arriving_prefill_s = arriving_prefill_s if target.load.incoming_transfers else 0.0
         request.phase, request.sent_at_s = RequestPhase.PREFILL, now
         target.prefill_queue.record_progress(target.slowdown, now)
         request.send_index = target.prefill_queue.next_send_index
@@ -624,6 +630,8 @@ def _check_prefill_queue(target: Target, requests: Collection[InFlightRequest]) 
     assert set(queue.requests) == prefilling_requests, f"{target.name}: prefills differ"
     prefill_s = sum(request.prefill_s for request in queue.requests)
     assert math.isclose(queue.own_prefill_s, prefill_s, abs_tol=1e-6), f"{target.name}: prefill seconds"
+    arriving_s = sum(request.prefill_s for request in requests if request.phase is RequestPhase.TRANSFER)
+    assert math.isclose(queue.arriving_prefill_s, arriving_s, abs_tol=1e-6), f"{target.name}: prefill after transfers"
 
 
 def _check_derived_values(target: Target) -> None:

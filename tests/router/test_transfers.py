@@ -152,6 +152,35 @@ def test_a_transfer_is_counted_at_both_ends_until_it_should_have_come() -> None:
     assert len(target.prefill_queue.requests) == 1
 
 
+def test_a_prompt_whose_kv_is_on_its_way_waits_at_its_target() -> None:
+    """A later request would be computed first, and the prompt after it."""
+    core, index = make_fleet("abc")
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    make_busy(core, "a", 0.0)
+    first = route(core, "r", PROMPT, 0.0)
+    assert first.transfer is not None
+    target = core.registry.get_targets(first.worker)[0]
+    assert target.estimate_queue_s(0.001) == pytest.approx(first.terms.prefill_s)
+    second = route(core, "s", [7] * 400, 0.001)
+    assert second.worker not in ("a", first.worker)
+    core.tick(1.0)
+    assert (target.prefill_queue.arriving_prefill_s, len(target.prefill_queue.requests)) == (0.0, 1)
+
+
+@pytest.mark.parametrize("tokens", [5, 200])
+def test_the_shortest_prompt_goes_before_one_whose_kv_is_on_its_way(tokens: int) -> None:
+    core, index = make_core("ab", CONFIG)
+    for name in "ab":
+        core.add_worker(replace(spec(name, transfer=PULLS), is_shortest_first=True), 0.0)
+    index.store(core.workers["a"].holders[0], PROMPT[:390])
+    make_busy(core, "a", 0.0)
+    first = route(core, "r", PROMPT, 0.0)
+    assert first.worker == "b"
+    assert first.transfer is not None
+    second = route(core, "s", [7] * tokens, 0.001, worker="b")
+    assert second.terms.queue_s == pytest.approx(first.terms.prefill_s if tokens == 200 else 0.0)
+
+
 def test_an_ended_request_with_a_transfer_is_freed_without_the_garbage_collector() -> None:
     """A busy router seldom makes a full collection."""
     core, index = make_fleet()
