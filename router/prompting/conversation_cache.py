@@ -180,8 +180,11 @@ class ConversationCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, kind: ApiKind, body: bytes, max_matches: int) -> list[BoundaryLocation]:
-        """Return boundaries up to which a cached body and this one have equal bytes, the furthest first."""
+    def find(self, kind: ApiKind, body: bytes) -> list[BoundaryLocation]:
+        """Return boundaries up to which a cached body and this one have equal bytes, the furthest first.
+
+        There are at most BOUNDARIES_MAX.
+        """
         matches: list[BoundaryLocation] = []
         compared_prefixes = 0
         keys = self._digest_prefixes(body, len(body))
@@ -198,9 +201,9 @@ class ConversationCache:
             equal_locations.sort(key=lambda location: location.boundary.body_end)
             matches += reversed(equal_locations)
             compared_prefixes += 1
-            if len(matches) >= max_matches or compared_prefixes == KEYS_MAX:
+            if len(matches) >= BOUNDARIES_MAX or compared_prefixes == KEYS_MAX:
                 break
-        return matches[:max_matches]
+        return matches[:BOUNDARIES_MAX]
 
     def _digest_prefixes(self, body: bytes, end: int) -> list[int]:
         """Return the digests of the prefixes of a body up to `end`, one for each of the PREFIX_LENGTHS.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from prompts.routing import ApiKind, RoutingRequest
 from router.prompting.boundary_rendering import BoundaryRenderer
-from router.prompting.conversation_cache import BOUNDARIES_MAX, BoundaryLocation, ConversationCache
+from router.prompting.conversation_cache import BoundaryLocation, ConversationCache
 from router.prompting.conversation_reading import Continuation, continue_conversation, is_cacheable
 
 log = logging.getLogger("router")
@@ -66,7 +66,7 @@ class ConversationReader:
 
     def find(self, kind: ApiKind, body: bytes) -> list[BoundaryLocation]:
         """Find cached boundaries up to which a body is equal, the furthest first; count a miss if there are none."""
-        matches = self.cache.find(kind, body, BOUNDARIES_MAX)
+        matches = self.cache.find(kind, body)
         self.cache.misses += not matches
         return matches
 

@@ -106,14 +106,6 @@ def locate_fields(body: bytes) -> FieldSpans:
     return FieldSpans(span_by_field, content_start, key_start_by_field)
 
 
-def locate_raw_fields(pieces: Sequence[bytes], spans: FieldSpans) -> dict[str, msgspec.Raw] | None:
-    """Return the located fields as undecoded JSON, without copies; None if the body has several pieces."""
-    if len(pieces) != 1:
-        return None
-    view = memoryview(pieces[0])
-    return {name: msgspec.Raw(view[start:end]) for name, (start, end) in spans.span_by_field.items()}
-
-
 def apply_edits(pieces: Sequence[bytes], edits: Iterable[Edit]) -> tuple[bytes, ...]:
     """Apply edits that do not overlap to a body in pieces. Pieces without an edit stay the same objects.
 

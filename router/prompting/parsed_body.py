@@ -96,7 +96,7 @@ class ParsedBody(msgspec.Struct, Generic[Target], eq=False):
     spans: FieldSpans | None = None
     """Spans of the body's fields, if another process read it."""
     fields: dict[str, msgspec.Raw] | None = None
-    """The body's top-level fields as JSON, if known. They refer to the body, which so stays in memory."""
+    """The body's top-level fields as JSON, if they were decoded. They refer to the body, which so stays in memory."""
     first_message_digest: int | None = None
     """Digest of the first user message; None until `digest_first_message` computes it."""
     continuation: Continuation | None = None
@@ -110,8 +110,6 @@ class ParsedBody(msgspec.Struct, Generic[Target], eq=False):
 
     def digest_first_message(self) -> int:
         """Return the digest of the first user message, which names a conversation that has no other name."""
-        if self.first_message_digest is None and self.continuation is not None:
-            self.first_message_digest = self.continuation.conversation.first_message_digest
         if self.first_message_digest is None:
             self.first_message_digest = digest_first_user_message(self.request)
         return self.first_message_digest

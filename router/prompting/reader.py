@@ -31,7 +31,6 @@ from router.prompting.encode import (
     measure_prompts,
     truncate_prompt,
 )
-from router.prompting.fields import locate_raw_fields
 from router.prompting.media import read_media
 from router.prompting.model_tokenizers import ModelTokenizers
 from router.prompting.outline import outline_chat
@@ -286,7 +285,6 @@ class PromptReader:
             body=b"" if prompt.conversation is None else body.body,
             media=result.media,
             spans=spans,
-            fields=locate_raw_fields(body.pieces, spans),
             first_message_digest=result.first_message_digest,
         )
 
@@ -340,8 +338,14 @@ class PromptReader:
             conversation=continuation.successor,
             size=measure_prompts(token_ids, request, tokens_max),
         )
-        body_to_cache = b"" if continuation.successor is None else body
-        return ParsedBody(request, target, prompt, body_to_cache, continuation=continuation)
+        return ParsedBody(
+            request,
+            target,
+            prompt,
+            b"" if continuation.successor is None else body,
+            first_message_digest=conversation.first_message_digest,
+            continuation=continuation,
+        )
 
     def _start_check(self, continuation: Continuation, body: bytes) -> None:
         """Start a task that reads a body whole and compares its ids with those of the continued conversation."""

@@ -357,13 +357,13 @@ def test_the_cache_is_bounded() -> None:
         bodies.append(body)
         cache.store(conversation, body)
         cache.check_invariants()
-        assert cache.find("chat", body + b" and more", 4)[0][:2] == (conversation, conversation.boundaries[0])
-        assert cache.find("messages", body, 4) == []
+        assert cache.find("chat", body + b" and more")[0][:2] == (conversation, conversation.boundaries[0])
+        assert cache.find("messages", body) == []
     assert 0 < len(cache) < 30
-    assert cache.find("chat", bodies[0], 4) == []
+    assert cache.find("chat", bodies[0]) == []
     huge = make_conversation(90_000, token_count=90_000)
     cache.store(huge, b"x" * 90_000)
-    assert cache.find("chat", b"x" * 90_000, 4) == [], "one body must not empty it"
+    assert cache.find("chat", b"x" * 90_000) == [], "one body must not empty it"
     assert set(API_KIND_BY_PATH.values()) >= {"chat", "messages"}
 
 
@@ -376,7 +376,7 @@ def test_many_conversations_with_one_long_beginning_are_told_apart() -> None:
         cache.store(conversations[body], body)
     cache.check_invariants()
     for body, conversation in conversations.items():
-        assert cache.find("chat", body + b"more", 4)[0][0] is conversation
+        assert cache.find("chat", body + b"more")[0][0] is conversation
 
 
 def test_the_furthest_boundary_is_found_first() -> None:
@@ -385,9 +385,9 @@ def test_the_furthest_boundary_is_found_first() -> None:
     for body in (shared[:1024], shared + b"a" * 100):
         cache.store(make_conversation(len(body)), body)
     for tail, ends in ((b"a", [2148, 1024]), (b"b", [1024])):
-        matches = cache.find("chat", shared + tail * 200, 4)
+        matches = cache.find("chat", shared + tail * 200)
         assert [match.boundary.body_end for match in matches] == ends
-    assert cache.find("messages", shared + b"a" * 200, 4) == []
+    assert cache.find("messages", shared + b"a" * 200) == []
     many = make_conversation(*range(2000, 2000 + 20 * BOUNDARIES_MAX, 20))
     reader = ConversationReader(1 << 20)
     reader.cache.store(many, shared)
@@ -402,8 +402,8 @@ def test_a_change_of_any_byte_before_a_boundary_is_found() -> None:
     for _ in range(200):
         at = rng.randrange(20_000, 29_000)
         changed_body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
-        assert [match.boundary.body_end for match in cache.find("chat", changed_body, 4)] == [20_000], at
-    assert [match.boundary.body_end for match in cache.find("chat", body, 4)] == [29_000, 20_000]
+        assert [match.boundary.body_end for match in cache.find("chat", changed_body)] == [20_000], at
+    assert [match.boundary.body_end for match in cache.find("chat", body)] == [29_000, 20_000]
 
 
 def test_a_prompt_of_which_the_end_counts_is_not_cached(tokenizer: Tokenizer) -> None:
