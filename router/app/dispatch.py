@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from prompts.errors import RequestError
 from prompts.worker_fields import has_worker_address
@@ -23,68 +23,24 @@ ExchangeFactory = Callable[[Proxy, Any, RequestContext], Exchange]
 """Makes the exchange of a request, from the proxy, the client and the context."""
 
 
-class Placer(Protocol):
-    """Interface of the object that places a request after its prompt was read."""
-
-    def place(self, exchange: Exchange) -> None:
-        """Place a request, now or later. Raises RequestError."""
-
-
-class RequestPlacer:
-    """Applies the limits of a request's tenant, and hands the request to the core, which chooses its worker."""
-
-    def __init__(
-        self, reader: RequestReader, limits: TenantLimits, proxy: Proxy, reasons: MissReasonsRecorder | None = None
-    ) -> None:
-        """`reasons`: records why prompts are not cached; None records nothing."""
-        self._reader = reader
-        self._limits = limits
-        self._metrics = proxy.metrics
-        self.reasons = reasons
-
-    def place(self, exchange: Exchange) -> None:
-        """Hand a request that was read to the core, which chooses a worker at once or lets the request wait.
-
-        Raises RequestError, for example if the client's API key has too many tokens in flight.
-        """
-        context = exchange.context
-        body = context.body
-        assert body is not None
-        route = self._reader.build_route_request(context)
-        self._apply_key_settings(context, route)
-        if body.request.kind != "other":
-            self._metrics.tokenize_s.observe(body.prompt.seconds)
-        self._limits.add_prompt_tokens(context, route.prompt_tokens)
-        exchange.place(route)
-        self._reader.store_conversation(context)
-        if self.reasons is not None and not context.is_done:
-            self.reasons.register_request(context)
-        context.body = None  # its messages are large, and not needed any more
-
-    def _apply_key_settings(self, context: RequestContext, route: RouteRequest) -> None:
-        """Apply the settings of the client's API key to `route`, and to the body that is forwarded to the worker."""
-        assert context.model is not None
-        fields = self._limits.apply_key_settings(context, route)
-        if context.model.is_renamed:
-            fields["model"] = context.model.name
-        self._reader.rewrite_body(context, fields)
-
-
 class RequestDispatcher:
-    """Brings each request for workers on its way: reads its prompt, and has a placer choose a worker."""
+    """Brings each request for workers on its way: reads it, applies its tenant's limits, and hands it to the core."""
 
     def __init__(
         self,
         proxy: Proxy,
         reader: RequestReader,
         limits: TenantLimits,
-        placer: Placer,
+        reasons: MissReasonsRecorder | None = None,
         discover_model: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
-        """`discover_model` asks all workers for a model that no worker is known to serve; None asks none."""
+        """`reasons`: records why prompts are not cached; None records nothing.
+
+        `discover_model` asks all workers for a model that no worker is known to serve; None asks none.
+        """
         self.proxy = proxy
         self.reader = reader
-        self.placer = placer
+        self.reasons = reasons
         self.discover_model = discover_model
         self._limits = limits
         self._trace_prefix = os.urandom(6).hex()
@@ -124,9 +80,36 @@ class RequestDispatcher:
             self._place_when_read(exchange, self._discover_and_read(exchange.context), has_asked_workers=True)
             return
         try:
-            self.placer.place(exchange)
+            self.place(exchange)
         except RequestError as error:
             exchange.reject(error)
+
+    def place(self, exchange: Exchange) -> None:
+        """Hand a request that was read to the core, which chooses a worker at once or lets the request wait.
+
+        Raises RequestError, for example if the client's API key has too many tokens in flight.
+        """
+        context = exchange.context
+        body = context.body
+        assert body is not None
+        route = self.reader.build_route_request(context)
+        self._apply_key_settings(context, route)
+        if body.request.kind != "other":
+            self.proxy.metrics.tokenize_s.observe(body.prompt.seconds)
+        self._limits.add_prompt_tokens(context, route.prompt_tokens)
+        exchange.place(route)
+        self.reader.store_conversation(context)
+        if self.reasons is not None and not context.is_done:
+            self.reasons.register_request(context)
+        context.body = None  # its messages are large, and not needed any more
+
+    def _apply_key_settings(self, context: RequestContext, route: RouteRequest) -> None:
+        """Apply the settings of the client's API key to `route`, and to the body that is forwarded to the worker."""
+        assert context.model is not None
+        fields = self._limits.apply_key_settings(context, route)
+        if context.model.is_renamed:
+            fields["model"] = context.model.name
+        self.reader.rewrite_body(context, fields)
 
     def _is_model_missing(self, context: RequestContext) -> bool:
         """Return whether workers should be asked for the model that a request names, as none is known to serve it."""

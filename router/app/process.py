@@ -25,7 +25,7 @@ from router.admin.metrics_page import MetricsRoutes, MetricsSources
 from router.admin.workers import WorkerListRoutes
 from router.app.cluster import Cluster
 from router.app.config import EppConfig, ProcessConfig
-from router.app.dispatch import RequestDispatcher, RequestPlacer
+from router.app.dispatch import RequestDispatcher
 from router.app.guard import Guard
 from router.app.listen_addresses import ListenAddresses
 from router.app.request_pipeline import RequestPipeline
@@ -161,9 +161,10 @@ class RouterProcess:
 
     def _make_dispatcher(self) -> RequestDispatcher:
         """Return the object that reads requests for workers and places them."""
-        proxy, reader, limits = self.pipeline.proxy, self.pipeline.request_reader, self.pipeline.tenant_limits
-        placer = RequestPlacer(reader, limits, proxy, self.pipeline.reasons)
-        return RequestDispatcher(proxy, reader, limits, placer, self.cluster.fleet.discover_model)
+        pipeline, discover_model = self.pipeline, self.cluster.fleet.discover_model
+        return RequestDispatcher(
+            pipeline.proxy, pipeline.request_reader, pipeline.tenant_limits, pipeline.reasons, discover_model
+        )
 
     def _make_worker_routes(self) -> WorkerRoutes:
         """Return the routes of requests for workers."""

@@ -17,33 +17,28 @@ from router.app.process import RouterProcess
 from router.app.server import ForwardedRoutes, WorkerRoutes
 from router.app.shadow_reporter import ShadowReporter
 from router.edge.mirrored_exchange import MirroredExchange
-from router.edge.proxy import Exchange, Proxy
+from router.edge.proxy import Exchange
 from router.edge.request_context import RequestContext
-from router.edge.request_reader import RequestReader
 from router.http.connection import ClientConnection
 from router.http.request import HttpRequest
 from router.shadow.recorder import Recorder
 from router.shadow.request_log import LogLine, read_log
 
 
-class CopyPlacer:
+class CopyDispatcher(RequestDispatcher):
     """Places copies of another balancer's requests without sending them.
 
     The report compares these choices with the other balancer's own.
     """
 
-    def __init__(self, reader: RequestReader, proxy: Proxy) -> None:
-        self._reader = reader
-        self._metrics = proxy.metrics
-
     def place(self, exchange: Exchange) -> None:
         """Have the core choose a worker for a copy that was read."""
         context = exchange.context
         assert context.body is not None
-        self._metrics.tokenize_s.observe(context.body.prompt.seconds)
-        route = self._reader.build_route_request(context)
+        self.proxy.metrics.tokenize_s.observe(context.body.prompt.seconds)
+        route = self.reader.build_route_request(context)
         exchange.place(route)
-        self._reader.store_conversation(context)
+        self.reader.store_conversation(context)
 
 
 class CopiedRoutes:
@@ -105,8 +100,7 @@ class ShadowProcess(RouterProcess):
         self._reporter.finish()
 
     def _make_dispatcher(self) -> RequestDispatcher:
-        proxy, reader = self.pipeline.proxy, self.pipeline.request_reader
-        return RequestDispatcher(proxy, reader, self.pipeline.tenant_limits, CopyPlacer(reader, proxy))
+        return CopyDispatcher(self.pipeline.proxy, self.pipeline.request_reader, self.pipeline.tenant_limits)
 
     def _make_worker_routes(self) -> WorkerRoutes:
         forwarded_routes = ForwardedRoutes(self._dispatcher, self._local_routes, self._config.edge)

@@ -332,7 +332,7 @@ class Proxy:
     # Timers -------------------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
-        """Expire late requests, move others away from lost and stalled workers, and forget removed workers.
+        """Expire late requests, and move others away from lost and stalled workers.
 
         Called several times a second. A stalled worker is up but has sent nothing on any stream for a while.
         """
@@ -348,7 +348,6 @@ class Proxy:
                 latest_byte_s = last_byte_s_by_worker.get(decision.worker, last_byte_s)
                 last_byte_s_by_worker[decision.worker] = max(last_byte_s, latest_byte_s)
         self._update_stalled_workers(last_byte_s_by_worker, now)
-        self.workers.forget_removed()
 
     def _update_stalled_workers(self, last_byte_s_by_worker: dict[str, float], now: float) -> None:
         """Have the core find the workers that stand still, by the last byte of any stream of each worker."""

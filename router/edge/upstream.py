@@ -12,6 +12,7 @@ import socket
 import ssl
 from collections import deque
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
@@ -28,7 +29,7 @@ SLICE_BYTES: Final = 16 * 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Endpoint:
-    """Address of a worker. Compared by identity: each worker has one object, which is its key in the pool."""
+    """Address of a worker. Compared by identity: each URL has one object, which is its key in the pool."""
 
     host: str
     port: int
@@ -39,6 +40,7 @@ class Endpoint:
     """Prefix of every request's path, without its last slash; usually empty."""
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def parse(cls, url: str) -> Endpoint:
         """Parse `http(s)://host[:port][/path]`, as router/fleet/discovery.py normalises it."""
         parts = urlsplit(url)

@@ -22,18 +22,11 @@ class WorkerDirectory:
         """Returns whether a worker may get `authorization`. Other workers get no key."""
         self.fleet_key: bytes | None = None
         """Key under which the sources of pulls are signed; None: the router has none."""
-        self._endpoint_by_worker: dict[str, tuple[str, Endpoint]] = {}
-        """Worker id -> (URL, its parts)."""
 
     def get_endpoint(self, worker_id: str) -> Endpoint | None:
         """Return the address of a worker; None for one that was removed or has no URL."""
         worker = self._workers.get(worker_id)
-        if worker is None or not worker.spec.url:
-            return None
-        entry = self._endpoint_by_worker.get(worker_id)
-        if entry is None or entry[0] != worker.spec.url:
-            entry = self._endpoint_by_worker[worker_id] = (worker.spec.url, Endpoint.parse(worker.spec.url))
-        return entry[1]
+        return None if worker is None or not worker.spec.url else Endpoint.parse(worker.spec.url)
 
     def get_authorization(self, worker_id: str) -> bytes | None:
         """Return the value of `Authorization` for a worker: None forwards the client's, empty sends none."""
@@ -65,8 +58,3 @@ class WorkerDirectory:
         """Return the ids of the workers that report the same engine as this one."""
         engine = self.get_engine(worker_id)
         return frozenset(name for name, worker in self._workers.items() if worker.spec.engine == engine)
-
-    def forget_removed(self) -> None:
-        """Forget the addresses of workers that were removed."""
-        for worker_id in self._endpoint_by_worker.keys() - self._workers.keys():
-            del self._endpoint_by_worker[worker_id]

@@ -19,7 +19,7 @@ from router.admin.explanations import ExplanationRoutes
 from router.admin.health import HealthRoutes
 from router.admin.metrics_page import MetricsRoutes, MetricsSources
 from router.admin.workers import WorkerListRoutes
-from router.app.dispatch import RequestDispatcher, RequestPlacer
+from router.app.dispatch import RequestDispatcher
 from router.app.guard import Guard
 from router.app.server import ForwardedRoutes, RouterApp
 from router.app.tenant_limits import TenantLimits
@@ -328,8 +328,7 @@ class Edge:
         self.tenants = TenantLimits(config, self.metrics)
         self.proxy.on_end.append(self.tenants.remove_request)
         self.proxy.on_end.append(reading.stored_responses.record_ended_request)
-        self.placer = RequestPlacer(reading, self.tenants, self.proxy)
-        self.dispatcher = RequestDispatcher(self.proxy, reading, self.tenants, self.placer)
+        self.dispatcher = RequestDispatcher(self.proxy, reading, self.tenants)
         worker_routes = ForwardedRoutes(self.dispatcher, self.routes, config)
         self.app = RouterApp(self.proxy, worker_routes, self.routes, guard or (lambda connection, request: None))
         self.listener = Listener(self.app, config.client_timeouts, config.connections_max)

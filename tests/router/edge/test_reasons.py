@@ -100,7 +100,7 @@ def router(edge: Any, tmp_path: Path) -> Any:
         )
         edge.ended = []
         edge.proxy.on_end.append(edge.ended.append)
-        edge.placer.reasons = edge.explanations._reasons = reasons
+        edge.dispatcher.reasons = edge.explanations._reasons = reasons
         return reasons
 
     return start
