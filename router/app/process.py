@@ -64,37 +64,40 @@ class RouterProcess:
         """Ask other routers for the index's hash seed, and make all parts, in an event loop. Raises ConfigError."""
         self._config = config
         self._version = version
-        self._resources = contextlib.AsyncExitStack()
-        """Everything that is to be closed at the end."""
         self._admin_key = config.admin_api_key or secrets.token_urlsafe(24)
-        now = time.monotonic  # uvloop's own clock stands still within a turn of the loop
+        self._resources = contextlib.AsyncExitStack()
+        """Everything that is to be closed at the end, the newest part first."""
+
+        # The pipeline reads requests, chooses their workers and forwards them.
         seed, snapshot_urls = fetch_seed(config.snapshot_from, self._admin_key)
         index = make_index(seed)
         worker_tls = make_client_context(
             config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls"
         )
+        now = time.monotonic  # uvloop's own clock stands still within a turn of the loop
         self.pipeline = RequestPipeline(config, index, worker_tls, now)
         self._resources.callback(self.pipeline.close)
         self._add_tracing()
+
+        # The cluster tells the pipeline which workers there are, and what they cache.
         session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=worker_tls))
         self._resources.push_async_callback(session.close)
         peer_client = PeerClient(session, snapshot_urls, self._admin_key)
         self.cluster = Cluster(config, self.pipeline, index, session, peer_client)
         self._resources.push_async_callback(self.cluster.close)
-        proxy, fleet = self.pipeline.proxy, self.cluster.fleet
+
+        # Clients and operators reach both by HTTP.
+        proxy, fleet, get_explanation = self.pipeline.proxy, self.cluster.fleet, self.pipeline.reasons.analyzer.get
         self._health = HealthRoutes(proxy.core, fleet, self.cluster.feed, now, config.edge.ready_s)
         self._worker_list = WorkerListRoutes(proxy, fleet, self.pipeline.prompt_reader)
         self._dashboard = Dashboard(
-            proxy,
-            self._worker_list.describe_workers,
-            version=version,
-            get_explanation=self.pipeline.reasons.analyzer.get,
+            proxy, self._worker_list.describe_workers, version=version, get_explanation=get_explanation
         )
         self._local_routes = self._make_local_routes()
         self._dispatcher = self._make_dispatcher()
         self._addresses = ListenAddresses(config, self._admin_key, self._make_app)
-        self._shutdown = Shutdown(config.edge, self.pipeline.proxy, self._addresses)
         self._timers = self._make_timers()
+        self._shutdown = Shutdown(config.edge, proxy, self._addresses)
 
     async def run(self) -> None:
         """Serve until a signal, then drain. Raises OSError for an address that cannot be used, and ConfigError."""
