@@ -24,7 +24,8 @@ from engine.http.body_workers import BodyParser
 from engine.http.metrics import RequestClock
 from engine.http.response_store import StoredResponse
 from engine.http.state import ServerState, make_not_running_error, make_random_id
-from engine.output.choice import Choice, ChoiceDelta
+from engine.output.choice import Choice
+from engine.output.delta_builder import ChoiceDelta
 from engine.process.client import EngineDeadError, OutputStream
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.completions import CompletionFormatter

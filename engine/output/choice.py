@@ -8,31 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import msgspec
-
-from engine.output.delta_builder import ToolCallDelta
+from engine.output.delta_builder import ChoiceDelta, ToolCallDelta
 from engine.output.detokenizer import Detokenizer, DetokenizerFactory
 from engine.output.parser import OutputParser, OutputParserConfig
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
-
-
-class ChoiceDelta(msgspec.Struct, gc=False):
-    """Text and tokens that one output of the core added to a choice.
-
-    Text can be held back, so `token_ids` and `logprobs` may be ahead of the text. A formatter removes the logprobs that
-    it formats.
-    """
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
-    prompt_logprobs: list[TokenLogprobs | None] = []
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    reasoning: str = ""
-    tool_calls: list[ToolCallDelta] = []
-    should_abort: bool = False
-    """Whether a stop string ended the choice, which the core still computes."""
 
 
 @dataclass(slots=True)
@@ -46,12 +25,11 @@ class Choice:
     index: int
     params: SamplingParams
     detokenizer: Detokenizer
+    parser: OutputParser
     keeps_text: bool
     """Whether text, reasoning and token ids are collected, for an answer that is sent whole."""
     keeps_logprobs: bool = False
     """Whether `logprobs` and `prompt_logprobs` are collected, for `LLM`."""
-    parser: OutputParser | None = None
-    """None: the whole answer is text, and no stop string ends it."""
     completion_tokens: int = 0
     reasoning_tokens: int = 0
     cached_tokens: int = 0
@@ -125,65 +103,30 @@ class Choice:
         The core looks for stop tokens only. If a stop string is found here, the choice ends, and the tokens after the
         stop string are dropped. Unless the core has ended the sequence too, the delta says that it is to be aborted.
         """
-        if self.parser is None:
-            return self._decode_plain_text(output)
-        token_ids, logprobs, finish_reason = output.token_ids, output.logprobs or [], output.finish_reason
+        parser, token_ids, finish_reason = self.parser, output.token_ids, output.finish_reason
         text_ids = self._get_text_token_ids(output)
-        for i, token_id in enumerate(token_ids):  # one by one: tokens after a stop string do not count
-            text = self.detokenizer.push([token_id]) if i < len(text_ids) else ""
-            if finish_reason is not None and i == len(token_ids) - 1:
+        token_count = 0
+        for token_id in token_ids:  # one by one: tokens after a stop string do not count
+            text = self.detokenizer.push([token_id]) if token_count < len(text_ids) else ""
+            token_count += 1
+            if finish_reason is not None and token_count == len(token_ids):
                 text += self.detokenizer.flush()
-            self.parser.push(text, may_stop=self.completion_tokens + i + 1 > self.params.min_tokens)
-            self.reasoning_tokens += i < len(text_ids) and self.parser.is_reasoning
-            if self.parser.stop_string is not None:
-                self.parser.finish()
-                return self._make_delta(
-                    token_ids[: i + 1], logprobs[: i + 1], "stop", self.parser.stop_string, aborts=finish_reason is None
-                )
-        if finish_reason is None:
-            return self._make_delta(token_ids, logprobs, None, None)
-        if not token_ids:
-            self.parser.push(self.detokenizer.flush(), may_stop=False)
-        self.parser.finish()
-        return self._make_delta(token_ids, logprobs, finish_reason.value, output.stop_token_id)
-
-    def _decode_plain_text(self, output: SequenceOutput) -> ChoiceDelta:
-        """Return what an output adds to a choice without reasoning, calls and stop strings."""
-        text = self.detokenizer.push(self._get_text_token_ids(output))
-        finish_reason = None
-        if output.finish_reason is not None:
-            text += self.detokenizer.flush()
-            finish_reason = output.finish_reason.value
-        return ChoiceDelta(
-            text,
-            output.token_ids,
-            output.logprobs or [],
-            finish_reason=finish_reason,
-            stop_reason=output.stop_token_id,
-        )
-
-    def _make_delta(
-        self,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs],
-        finish_reason: str | None,
-        stop_reason: str | int | None,
-        *,
-        aborts: bool = False,
-    ) -> ChoiceDelta:
-        """Return the delta of what the parser has found since the last one."""
-        assert self.parser is not None
-        parsed_delta = self.parser.build_delta()
-        return ChoiceDelta(
-            parsed_delta.text,
-            token_ids,
-            logprobs,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            reasoning=parsed_delta.reasoning if self.parser.config.shows_reasoning else "",
-            tool_calls=parsed_delta.tool_calls,
-            should_abort=aborts,
-        )
+            parser.push(text, may_stop=self.completion_tokens + token_count > self.params.min_tokens)
+            self.reasoning_tokens += token_count <= len(text_ids) and parser.is_reasoning
+            if parser.stop_string is not None:
+                break
+        if finish_reason is not None and not token_ids:
+            parser.push(self.detokenizer.flush(), may_stop=False)
+        if finish_reason is not None or parser.stop_string is not None:
+            parser.finish()
+        delta = parser.build_delta()
+        delta.token_ids, delta.logprobs = token_ids[:token_count], (output.logprobs or [])[:token_count]
+        if parser.stop_string is not None:
+            delta.finish_reason, delta.stop_reason = "stop", parser.stop_string
+            delta.should_abort = finish_reason is None
+        elif finish_reason is not None:
+            delta.finish_reason, delta.stop_reason = finish_reason.value, output.stop_token_id
+        return delta
 
     def _get_text_token_ids(self, output: SequenceOutput) -> list[int]:
         """Return the ids that become text: all but a stop token at the end, which stays only if the request says so."""
@@ -211,9 +154,7 @@ def make_choice(
         index=index,
         params=params,
         detokenizer=factory.create(skip_special_tokens, parser_config.special_markers),
+        parser=OutputParser(parser_config, params),
         keeps_text=keeps_text,
         keeps_logprobs=keeps_logprobs,
-        parser=OutputParser(parser_config, params)
-        if params.stop or parser_config.reasoning_format or parser_config.call_format
-        else None,
     )

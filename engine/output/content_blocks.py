@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from engine.output.choice import Choice, ChoiceDelta
+from engine.output.choice import Choice
+from engine.output.delta_builder import ChoiceDelta
 
 BlockKind = Literal["reasoning", "text", "call"]
 
@@ -96,6 +97,6 @@ class ContentBlocks:
 def make_blocks_of_choice(choice: Choice) -> list[ContentBlock]:
     """Return the blocks of a choice that collected its whole text."""
     blocks = ContentBlocks()
-    blocks.push(ChoiceDelta(choice.text, [], [], reasoning=choice.reasoning, tool_calls=choice.tool_calls))
+    blocks.push(ChoiceDelta(choice.text, choice.reasoning, choice.tool_calls))
     blocks.finish()
     return blocks.blocks

@@ -5,6 +5,10 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass, field
 
+import msgspec
+
+from engine.types import TokenLogprobs
+
 SHORT_ID_CHARS = 9
 
 
@@ -18,13 +22,24 @@ class ToolCallDelta:
     id: str | None = None
 
 
-@dataclass(slots=True)
-class ParsedDelta:
-    """Text, reasoning and at most one piece of each tool call."""
+class ChoiceDelta(msgspec.Struct, gc=False):
+    """Text and tokens that one output of the core added to a choice.
 
-    text: str
-    reasoning: str
-    tool_calls: list[ToolCallDelta]
+    Text can be held back, so `token_ids` and `logprobs` may be ahead of the text. A formatter removes the logprobs that
+    it formats.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = []
+    """At most one piece of each tool call."""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs | None] = []
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    should_abort: bool = False
+    """Whether a stop string ended the choice, which the core still computes."""
 
 
 @dataclass(slots=True)
@@ -100,13 +115,13 @@ class DeltaBuilder:
             self._texts += self._pending_spaces
         self._pending_spaces = []
 
-    def build(self) -> ParsedDelta:
-        """Return what was added since the last call. The first piece of a tool call gets the call's id."""
+    def build(self) -> ChoiceDelta:
+        """Return the text, reasoning and calls since the last call. The first piece of a call gets the call's id."""
         calls = []
         for call in self._pending_calls:
             call_id = None if call.name is None else self._make_call_id()
             calls.append(ToolCallDelta(call.index, "".join(call.arguments), call.name, call_id))
-        delta = ParsedDelta("".join(self._texts), "".join(self._reasoning_texts), calls)
+        delta = ChoiceDelta("".join(self._texts), "".join(self._reasoning_texts), calls)
         self._texts, self._reasoning_texts, self._pending_calls = [], [], []
         return delta
 

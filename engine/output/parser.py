@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.output.delta_builder import DeltaBuilder, ParsedDelta
+from engine.output.delta_builder import ChoiceDelta, DeltaBuilder
 from engine.output.formats import (
     CALL_FORMATS,
     FUNCTION_NAME,
@@ -118,9 +118,11 @@ class OutputParser:
         next(self._steps, None)
         self._delta.finish()
 
-    def build_delta(self) -> ParsedDelta:
-        """Return what was parsed since the last call."""
+    def build_delta(self) -> ChoiceDelta:
+        """Return the text, reasoning and calls since the last call, as far as the client gets them."""
         delta = self._delta.build()
+        if not self.config.shows_reasoning:
+            delta.reasoning = ""
         if self.config.single_call:
             delta.tool_calls = [call for call in delta.tool_calls if call.index == 0]
         return delta

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from msgspec import UNSET, Raw, Struct, UnsetType
 from msgspec.structs import replace
 
-from engine.output.choice import Choice, ChoiceDelta
-from engine.output.delta_builder import ToolCallDelta
+from engine.output.choice import Choice
+from engine.output.delta_builder import ChoiceDelta, ToolCallDelta
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import Generation, Usage
 from engine.protocol.logprobs import join_json_list
@@ -100,6 +100,8 @@ class ChatFormatter(OpenAIFormatter):
         parser_config = generation.parser_config
         self._hides_tokens = parser_config.reasoning_format is not None and not parser_config.shows_reasoning
         """Whether token ids and logprobs are left out, because they would show hidden reasoning."""
+        self._is_parsed = bool(parser_config.reasoning_format or parser_config.call_format or body.stop)
+        """Whether answers may have reasoning, calls or stop strings."""
         super().__init__(generation, body, factory, bool(body.logprobs))
         self._includes_ids = self._includes_ids and not self._hides_tokens
         self._body = body
@@ -123,9 +125,7 @@ class ChatFormatter(OpenAIFormatter):
 
     def _make_chunk_choice(self, choice: Choice, delta: ChoiceDelta) -> ChatChunkChoice:
         """Return a delta in the form of a chunk. The content is left out if it is empty and another field is not."""
-        has_other_fields = (
-            delta.reasoning or delta.tool_calls or (choice.parser is not None and delta.finish_reason is not None)
-        )
+        has_other_fields = delta.reasoning or delta.tool_calls or (self._is_parsed and delta.finish_reason is not None)
         return ChatChunkChoice(
             index=choice.index,
             delta=Delta(
@@ -226,6 +226,5 @@ def _make_tool_call(call: ToolCallDelta, *, is_complete: bool) -> ToolCall:
 
 def _get_finish_reason(reason: str | None, choice: Choice) -> str | None:
     """Return OpenAI's finish reason: "tool_calls" after calls, unless the request named the function."""
-    parser = choice.parser
-    ends_for_calls = parser is not None and parser.has_tool_calls and not parser.config.names_function
+    ends_for_calls = choice.parser.has_tool_calls and not choice.parser.config.names_function
     return "tool_calls" if ends_for_calls and reason == "stop" else reason

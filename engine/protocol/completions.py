@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from engine.output.choice import Choice, ChoiceDelta
+from engine.output.choice import Choice
+from engine.output.delta_builder import ChoiceDelta
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import Generation, Usage
 from engine.protocol.logprobs import CompletionLogprobs, PendingLogprobs, join_json_list

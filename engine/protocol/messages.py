@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-from engine.output.choice import Choice, ChoiceDelta
+from engine.output.choice import Choice
 from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks, make_blocks_of_choice
+from engine.output.delta_builder import ChoiceDelta
 from engine.protocol.generation import Generation
 from prompts.errors import RequestError
 
@@ -161,5 +162,4 @@ def get_stop_reason(choice: Choice) -> tuple[str | None, str | None]:
     stop = choice.stop_reason
     if isinstance(stop, str):
         return "stop_sequence", stop  # not "tool_use": the stop sequence may have cut a call, which must not run
-    has_tool_calls = choice.parser is not None and choice.parser.has_tool_calls
-    return "tool_use" if has_tool_calls else "end_turn", None
+    return "tool_use" if choice.parser.has_tool_calls else "end_turn", None

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from engine.output.choice import Choice, ChoiceDelta
+from engine.output.choice import Choice
+from engine.output.delta_builder import ChoiceDelta
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import Generation
 from engine.protocol.logprobs import SLICE_POSITIONS, LogprobFormatter

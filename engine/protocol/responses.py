@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from engine.output.choice import Choice, ChoiceDelta
+from engine.output.choice import Choice
 from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks, make_blocks_of_choice
 from engine.output.custom_input import CustomInputDecoder
+from engine.output.delta_builder import ChoiceDelta
 from engine.protocol.generation import CompletionTokensDetails, Generation, PromptTokensDetails
 from engine.protocol.messages import format_event
 from engine.protocol.parsed_request import ResponseContext

@@ -9,9 +9,9 @@ import pytest
 from msgspec import structs
 
 from engine.http.response_store import ResponseStore, StoredResponse
-from engine.output.choice import Choice, ChoiceDelta, make_choice
+from engine.output.choice import Choice, make_choice
 from engine.output.content_blocks import ContentBlocks
-from engine.output.delta_builder import ToolCallDelta
+from engine.output.delta_builder import ChoiceDelta, ToolCallDelta
 from engine.protocol.generation import Generation
 from engine.protocol.messages import MessagesFormatter
 from engine.protocol.parsed_request import ResponseContext
@@ -30,7 +30,7 @@ ASKED = ResponseContext(
 
 
 def piece(text: str = "", reasoning: str = "", calls: Any = ()) -> ChoiceDelta:
-    return ChoiceDelta(text, [], [], reasoning=reasoning, tool_calls=list(calls))
+    return ChoiceDelta(text, reasoning, list(calls))
 
 
 PIECES = [

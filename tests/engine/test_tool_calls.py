@@ -12,7 +12,7 @@ from call_formats import EXAMPLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.output.delta_builder import ParsedDelta
+from engine.output.delta_builder import ChoiceDelta
 from engine.output.formats import (
     CALL_FORMATS,
     detect_format,
@@ -52,7 +52,7 @@ def make_parser(name: str) -> OutputParser:
 def run(name: str, pieces: list[str], *, ends: bool = True) -> Told:
     """(what was said, [(name, arguments)]) of a text that came in these pieces."""
     parser = make_parser(name)
-    deltas: list[ParsedDelta] = []
+    deltas: list[ChoiceDelta] = []
     for piece in pieces:
         parser.push(piece, may_stop=True)
         deltas.append(parser.build_delta())
