@@ -17,39 +17,22 @@ PENDING_TOKENS_MAX = 32
 """Most tokens that wait for the rest of a character."""
 
 
-class TokenBytes(dict[int, bytes]):
-    """Table of the bytes of each token in a byte-level vocabulary. Filled on first use, shared by all sequences.
-
-    Unknown ids and skipped ids have no bytes, as in the tokenizer's own decode.
-    """
-
-    def __init__(self, tokenizer: HFTokenizer, skipped_ids: frozenset[int]) -> None:
-        """`skipped_ids`: special tokens that become no text."""
-        super().__init__()
-        self._tokenizer = tokenizer
-        self._skipped_ids = skipped_ids
-
-    def __missing__(self, token_id: int) -> bytes:
-        token = None if token_id in self._skipped_ids else self._tokenizer.id_to_token(token_id)
-        value = b"" if token is None else _decode_byte_level_token(token)
-        self[token_id] = value
-        return value
-
-
 class ByteLevelDetokenizer:
     """Decodes byte-level BPE exactly, as UTF-8 in which invalid bytes are replaced."""
 
-    __slots__ = ("_pending_bytes", "_table")
+    __slots__ = ("_get_bytes", "_pending_bytes", "_skipped_ids")
 
-    def __init__(self, table: TokenBytes) -> None:
-        self._table = table
+    def __init__(self, get_bytes: Callable[[int], bytes], skipped_ids: frozenset[int]) -> None:
+        """`get_bytes`: returns the bytes of a token. `skipped_ids`: special tokens that become no text."""
+        self._get_bytes = get_bytes
+        self._skipped_ids = skipped_ids
         self._pending_bytes = b""
         """Beginning of a character."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add the next ids. Return the text that has become final."""
-        table = self._table
-        data = self._pending_bytes + b"".join([table[token_id] for token_id in token_ids])
+        parts = [self._get_bytes(token_id) for token_id in token_ids if token_id not in self._skipped_ids]
+        data = self._pending_bytes + b"".join(parts)
         text, decoded_bytes = codecs.utf_8_decode(data, "replace", False)
         self._pending_bytes = data[decoded_bytes:]
         return text
@@ -112,7 +95,8 @@ class DetokenizerFactory:
         self._tokenizer = tokenizer
         added_tokens = tokenizer.get_added_tokens_decoder()
         self._special_ids = {token.content: token_id for token_id, token in added_tokens.items() if token.special}
-        self._tables: dict[frozenset[int], TokenBytes] = {}
+        self._bytes_by_id: dict[int, bytes] = {}
+        """Bytes of the tokens that have occurred."""
         self.is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
 
     def create(self, skip_special_tokens: bool = True, visible_tokens: frozenset[str] = frozenset()) -> Detokenizer:
@@ -121,7 +105,7 @@ class DetokenizerFactory:
         if skip_special_tokens:
             skipped_ids = frozenset(i for text, i in self._special_ids.items() if text not in visible_tokens)
         if self.is_byte_level:
-            return ByteLevelDetokenizer(self._table(skipped_ids))
+            return ByteLevelDetokenizer(self.token_bytes, skipped_ids)
         tokenizer = self._tokenizer
 
         def decode(token_ids: list[int]) -> str:
@@ -129,17 +113,18 @@ class DetokenizerFactory:
 
         return WindowDetokenizer(decode)
 
-    def _table(self, skipped_ids: frozenset[int]) -> TokenBytes:
-        """Return the table of all sequences that skip the same tokens. Few sets of them occur, one for each format."""
-        if skipped_ids not in self._tables:
-            self._tables[skipped_ids] = TokenBytes(self._tokenizer, skipped_ids)
-        return self._tables[skipped_ids]
-
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token alone, special tokens spelled out, as logprobs show them."""
-        if self.is_byte_level:
-            return self._table(frozenset())[token_id]
-        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        """Return the bytes of one token alone, special tokens spelled out; none of an unknown id."""
+        token_bytes = self._bytes_by_id.get(token_id)
+        if token_bytes is None:
+            token_bytes = self._bytes_by_id[token_id] = self._decode_alone(token_id)
+        return token_bytes
+
+    def _decode_alone(self, token_id: int) -> bytes:
+        if not self.is_byte_level:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+        token = self._tokenizer.id_to_token(token_id)
+        return b"" if token is None else _decode_byte_level_token(token)
 
 
 def _make_byte_level_alphabet() -> dict[str, int]:
