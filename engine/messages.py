@@ -107,26 +107,6 @@ class StepOutputs(msgspec.Struct, tag="outputs", array_like=True, frozen=True):
     """Sent with `stats` if steps are simulated."""
 
 
-PROMPT_LOGPROBS_MAX = 1024
-"""Most prompt positions with logprobs in one message, so that the HTTP process decodes no message for long."""
-
-
-def split_output(output: SequenceOutput) -> list[SequenceOutput]:
-    """Split an output with logprobs of many prompt tokens, because long messages would block the HTTP process.
-
-    The parts add up to the output. All but the last hold logprobs only.
-    """
-    prompt_logprobs = output.prompt_logprobs
-    if prompt_logprobs is None or len(prompt_logprobs) <= PROMPT_LOGPROBS_MAX:
-        return [output]
-    parts = [
-        prompt_logprobs[start : start + PROMPT_LOGPROBS_MAX]
-        for start in range(0, len(prompt_logprobs), PROMPT_LOGPROBS_MAX)
-    ]
-    first = [SequenceOutput(request_id=output.request_id, token_ids=[], prompt_logprobs=part) for part in parts[:-1]]
-    return [*first, msgspec.structs.replace(output, prompt_logprobs=parts[-1])]
-
-
 class CallDone(msgspec.Struct, tag="done", array_like=True, frozen=True):
     """Reply to `CallCore`."""
 

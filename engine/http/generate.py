@@ -214,10 +214,6 @@ class DeltaStream:
         self._generation = generation
         self._stream = stream
         self._clock = RequestClock(state.metrics, time.perf_counter())
-        self.may_have_logprobs = any(
-            request.params.logprobs is not None or request.params.prompt_logprobs is not None
-            for request in generation.requests
-        )
 
     def __aiter__(self) -> DeltaStream:
         return self
@@ -265,7 +261,7 @@ async def format_logprobs(
         return
     logprobs_since_pause = 0
     for choice, delta in deltas:
-        while formatted_count := formatter.format_logprob_slice(choice, delta):
+        for formatted_count in formatter.format_logprobs(choice, delta):
             release_logprobs(formatted_count)
             logprobs_since_pause += formatted_count
             if logprobs_since_pause >= LOGPROBS_PER_PAUSE:
@@ -284,8 +280,7 @@ async def _stream_response(
     comment_task = asyncio.ensure_future(writer.send_keepalive_comments())
     try:
         async for deltas in delta_stream:
-            if delta_stream.may_have_logprobs:
-                await format_logprobs(formatter, deltas, release_logprobs)
+            await format_logprobs(formatter, deltas, release_logprobs)
             await writer.write(b"".join([formatter.format_delta(choice, delta) for choice, delta in deltas]))
         final_events = formatter.format_end()
         _store_response(state, formatter)  # a client may continue the response as soon as it has the end

@@ -76,7 +76,7 @@ class Choice:
         if output.prompt_logprobs is not None:
             delta.prompt_logprobs = output.prompt_logprobs
             if self.keeps_logprobs:
-                self.prompt_logprobs = [*(self.prompt_logprobs or ()), *output.prompt_logprobs]
+                self.prompt_logprobs = output.prompt_logprobs
         self._add_delta(delta)
         return delta
 

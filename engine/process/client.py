@@ -133,16 +133,14 @@ def _count_prompt_logprobs(request: Request) -> int:
 
 
 def merge_outputs(first: SequenceOutput, second: SequenceOutput) -> SequenceOutput:
-    """Merge two consecutive outputs of one sequence into the first one, and return it."""
+    """Merge two consecutive outputs of one sequence into the first one, and return it.
+
+    Only a sequence's first output has facts about the prompt, so the second of two has none.
+    """
     first.token_ids.extend(second.token_ids)
     if second.logprobs:
         first.logprobs = first.logprobs or []
         first.logprobs.extend(second.logprobs)
-    if second.prompt_logprobs:
-        first.prompt_logprobs = first.prompt_logprobs or []
-        first.prompt_logprobs.extend(second.prompt_logprobs)
-    if first.cached_tokens is None:
-        first.cached_tokens = second.cached_tokens
     first.finish_reason = second.finish_reason
     first.stop_token_id = second.stop_token_id
     first.error, first.is_client_error = second.error, second.is_client_error

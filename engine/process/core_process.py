@@ -39,7 +39,6 @@ from engine.messages import (
     Report,
     StepOutputs,
     encode_frame,
-    split_output,
 )
 from engine.types import Request, RunnerLostError, SequenceOutput
 from options.logs import configure_logging
@@ -168,19 +167,9 @@ class CoreLoop:
         if is_stats_due:
             self._stats_due_s = now_s + STATS_PERIOD_S
         if rejected_outputs or outputs or is_stats_due:
-            self._send_first_parts(outputs)
             self._core_socket.send(self._make_report([*rejected_outputs, *outputs], with_stats=is_stats_due))
         else:
             self._core_socket.flush()
-
-    def _send_first_parts(self, outputs: list[SequenceOutput]) -> None:
-        """Split outputs that are too long for one message. Send all parts but the last, which stays in `outputs`."""
-        for output in outputs:
-            if output.prompt_logprobs is not None:
-                *parts, last = split_output(output)
-                for part in parts:
-                    self._core_socket.send(StepOutputs([part]))
-                output.prompt_logprobs = last.prompt_logprobs
 
     def _make_report(self, outputs: list[SequenceOutput], *, with_stats: bool) -> StepOutputs:
         """Return the message of a step, with statistics if they are due."""

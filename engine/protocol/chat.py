@@ -13,7 +13,7 @@ from engine.output.delta_builder import ChoiceDelta, ToolCallDelta
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import Generation, Usage
 from engine.protocol.logprobs import join_json_list
-from engine.protocol.openai import OpenAIFormatter, ResponseBase, StopReason, encoder, has_only_prompt_logprobs
+from engine.protocol.openai import OpenAIFormatter, ResponseBase, StopReason, encoder
 from engine.types import TokenLogprobs
 from prompts import ChatRequest
 
@@ -111,8 +111,6 @@ class ChatFormatter(OpenAIFormatter):
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
         """Return the chunks of a delta, before them the role if it is the first; empty bytes if there are none."""
         self._format_all_logprobs(choice, delta)
-        if has_only_prompt_logprobs(delta):
-            return b""
         role_chunk = self._format_role_chunk(choice) if self._is_first_delta(choice) else b""
         if self._is_text_only and delta.finish_reason is None and not delta.tool_calls:
             if not delta.reasoning and not delta.text:

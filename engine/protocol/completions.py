@@ -12,7 +12,7 @@ from engine.output.delta_builder import ChoiceDelta
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import Generation, Usage
 from engine.protocol.logprobs import CompletionLogprobs, PendingLogprobs, join_json_list
-from engine.protocol.openai import OpenAIFormatter, ResponseBase, StopReason, encoder, has_only_prompt_logprobs
+from engine.protocol.openai import OpenAIFormatter, ResponseBase, StopReason, encoder
 from engine.types import TokenLogprobs
 from prompts import CompletionRequest
 
@@ -56,8 +56,6 @@ class CompletionFormatter(OpenAIFormatter):
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
         """Return the chunk of a delta; empty bytes if the delta has no text yet."""
         self._format_all_logprobs(choice, delta)
-        if has_only_prompt_logprobs(delta):
-            return b""
         text, is_first = delta.text, self._is_first_delta(choice)
         if is_first:
             text = self._prepend_prompt(choice, text)

@@ -7,8 +7,8 @@ them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -24,6 +24,7 @@ from prompts import ChatRequest, CompletionRequest, RequestError
 SSE_DONE = b"data: [DONE]\n\n"
 encoder = msgspec.json.Encoder()
 StopReason = str | int | None
+Position = TypeVar("Position", bound=TokenLogprobs | None)
 
 
 class ResponseBase(Struct, frozen=True, kw_only=True):
@@ -68,22 +69,21 @@ class OpenAIFormatter:
         self._prompt_logprobs: defaultdict[int, list[bytes]] = defaultdict(list)
         """`prompt_logprobs` of each choice that shows any."""
 
-    def format_logprob_slice(self, choice: Choice, delta: ChoiceDelta) -> int:
-        """Format the delta's next logprobs. Return their number, 0 if none is left. `format_delta` formats all."""
-        if delta.prompt_logprobs:
-            prompt_logprobs = delta.prompt_logprobs[:SLICE_POSITIONS]
-            del delta.prompt_logprobs[:SLICE_POSITIONS]
-            self._format_prompt_logprobs(choice, prompt_logprobs)
-            return count_logprobs(prompt_logprobs)
-        if not delta.logprobs:
-            return 0
-        sampled_logprobs = delta.logprobs[:SLICE_POSITIONS]
-        del delta.logprobs[:SLICE_POSITIONS]
-        self._format_logprobs(choice, sampled_logprobs)
-        return count_logprobs(sampled_logprobs)
+    def format_logprobs(self, choice: Choice, delta: ChoiceDelta) -> Iterator[int]:
+        """Format the logprobs of a delta part by part, and remove them. Yields the number of logprobs of each part.
+
+        The server serves other requests between two parts. `format_delta` formats what is left.
+        """
+        for prompt_part in _split_positions(delta.prompt_logprobs):
+            self._format_prompt_logprobs(choice, prompt_part)
+            yield count_logprobs(prompt_part)
+        for part in _split_positions(delta.logprobs):
+            self._format_logprobs(choice, part)
+            yield count_logprobs(part)
+        delta.prompt_logprobs, delta.logprobs = [], []
 
     def _format_all_logprobs(self, choice: Choice, delta: ChoiceDelta) -> None:
-        while self.format_logprob_slice(choice, delta):
+        for _ in self.format_logprobs(choice, delta):
             pass
 
     def _format_prompt_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
@@ -118,9 +118,9 @@ class OpenAIFormatter:
         return token_ids if self._includes_ids else UNSET
 
 
-def has_only_prompt_logprobs(delta: ChoiceDelta) -> bool:
-    """Return whether a delta comes before the first token: the core sends the logprobs of a long prompt in parts."""
-    return not delta.token_ids and delta.finish_reason is None
+def _split_positions(positions: list[Position]) -> Iterator[list[Position]]:
+    for start in range(0, len(positions), SLICE_POSITIONS):
+        yield positions[start : start + SLICE_POSITIONS]
 
 
 class ModelCard(Struct, frozen=True, kw_only=True):

@@ -63,8 +63,7 @@ class RecordedServer:
                 output.stop_token_id = stop_reason if isinstance(stop_reason, int) else None
             if choice.finish_reason is None:
                 piece = choice.push(output)
-                while answer.format_logprob_slice(choice, piece):
-                    pass
+                list(answer.format_logprobs(choice, piece))
                 streamed_bytes += answer.format_delta(choice, piece) if body.stream else b""
         if not body.stream:
             return json.loads(answer.format_response())

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.http.generate import LOGPROBS_PER_PAUSE, format_logprobs
-from engine.messages import PROMPT_LOGPROBS_MAX, StepOutputs, split_output
+from engine.messages import StepOutputs
 from engine.output.detokenizer import DetokenizerFactory
 from engine.process.client import EngineClient, OutputStream, merge_outputs
 from engine.process.logprob_budget import LogprobBudget, LogprobShare
@@ -84,8 +84,7 @@ def test_a_chats_logprobs_are_those_of_the_engine(scores: list[TokenLogprobs], p
     generation, answer = chat(top_logprobs=3, prompt_logprobs=3)
     for output in outputs_of(scores, [None, *prompt]):
         piece = generation.choices[0].push(output)
-        while answer.format_logprob_slice(generation.choices[0], piece):
-            pass
+        list(answer.format_logprobs(generation.choices[0], piece))
     response = json.loads(answer.format_response())
     assert response["choices"][0]["logprobs"]["content"] == [
         in_chat(s.token_id, s.logprob) | {"top_logprobs": [in_chat(*other) for other in s.top_logprobs]} for s in scores
@@ -107,19 +106,14 @@ def in_prompt(score: TokenLogprobs) -> dict[str, Any]:
 def test_a_completions_logprobs_begin_with_the_echoed_prompt(
     stream: bool, scores: list[TokenLogprobs], prompt: list[TokenLogprobs]
 ) -> None:
-    """However the core cuts the prompt's; a chunk without a token is not sent."""
     generation, answer = completion(echo=True, stream=stream)
-    first, *later_outputs = outputs_of(scores, [None, *prompt])
-    lone = SequenceOutput(request_id="u-0", token_ids=[], prompt_logprobs=[None])
-    first.prompt_logprobs = list(prompt)
     stream_bytes = b""
-    for output in [lone, first, *later_outputs]:
+    for output in outputs_of(scores, [None, *prompt]):
         piece = generation.choices[0].push(output)
         if stream:
             stream_bytes += answer.format_delta(generation.choices[0], piece)
         else:
-            while answer.format_logprob_slice(generation.choices[0], piece):
-                pass
+            list(answer.format_logprobs(generation.choices[0], piece))
     if stream:
         chunks = [json.loads(event[6:]) for event in stream_bytes.split(b"\n\n") if event]
         parts = [chunk["choices"][0]["logprobs"] for chunk in chunks]
@@ -168,18 +162,6 @@ def test_the_loop_goes_on_while_many_logprobs_are_formatted(samples: int, tokens
     in_all = samples * (tokens + prompt) * 21
     assert turns >= in_all // (2 * LOGPROBS_PER_PAUSE)
     assert not any(piece.logprobs or piece.prompt_logprobs for _, piece in pieces)
-
-
-@given(st.integers(0, 4 * PROMPT_LOGPROBS_MAX))
-def test_the_logprobs_of_a_long_prompt_come_in_parts(count: int) -> None:
-    scores: list[TokenLogprobs | None] = [TokenLogprobs.pack(i, -1.0, 1, []) for i in range(count)]
-    full_output = SequenceOutput(request_id="r", token_ids=[4], cached_tokens=0, prompt_logprobs=scores)
-    first, *later_parts = split_output(full_output)
-    assert all(len(part.prompt_logprobs or ()) <= PROMPT_LOGPROBS_MAX for part in (first, *later_parts))
-    assert [part.token_ids for part in (first, *later_parts)] == [[]] * len(later_parts) + [[4]]
-    for part in later_parts:
-        first = merge_outputs(first, part)
-    assert (first.token_ids, first.prompt_logprobs, first.cached_tokens) == ([4], scores, 0)
 
 
 class Client:
