@@ -293,7 +293,8 @@ def _resolve_reference(param: str, item: Item, items: Mapping[str, Item]) -> Ite
     """Return the stored item that an `item_reference` names; any other item as it is. Raises RequestError."""
     if item.get("type") != "item_reference":
         return item
-    referenced_item = items.get(item.get("id", ""))
+    referenced_id = item.get("id")
+    referenced_item = items.get(referenced_id) if isinstance(referenced_id, str) else None
     if referenced_item is None:
         raise RequestError(f"{param}.id: no such item is here", param=f"{param}.id")
     return referenced_item
@@ -490,6 +491,8 @@ def _convert_named_tool(param: str, choice: Item, tools: Mapping[str, ClientTool
     if tool_type not in ("function", "custom"):
         expectation = '"function", "custom" or "allowed_tools": no server here runs other tools'
         raise bad_value(f"{param}.type", tool_type, expectation)
+    if not isinstance(name, str):
+        raise bad_value(f"{param}.name", name, "a string")
     flat_name = _make_flat_name(namespace, name)
     if flat_name not in tools:
         matching_names = [full_name for full_name, tool in tools.items() if tool.name == name and namespace is None]

@@ -100,8 +100,9 @@ class ArgumentWriter:
             parts.append(f"/(?s:.{{{min_length or 0},{'' if max_length is None else max_length}}})/")
         if isinstance(schema.get("pattern"), str):
             parts.append(_make_search_regex(schema["pattern"]))
-        if schema.get("format") in TEXT_FORMATS:
-            parts.append(slash_regex(TEXT_FORMATS[schema["format"]]))
+        text_format = schema.get("format")
+        if isinstance(text_format, str) and text_format in TEXT_FORMATS:
+            parts.append(slash_regex(TEXT_FORMATS[text_format]))
         for name, operator in (("anyOf", " | "), ("oneOf", " | "), ("allOf", " & ")):
             branches = schema.get(name)
             if isinstance(branches, list) and branches:
@@ -192,11 +193,10 @@ class ArgumentWriter:
         properties = list_properties(self._root)
         if properties is not None and all(can_write(property.name) for property in properties):
             return properties
-        keywords = (
-            set(self._root if isinstance(self._root, dict) else ()) - _ANNOTATIONS - {"type", "additionalProperties"}
-        )
+        schema = self._root if isinstance(self._root, dict) else {}
+        keywords = set(schema) - _ANNOTATIONS - {"type", "additionalProperties"}
         if properties is None and not keywords:
-            return [] if self._root.get("additionalProperties") is False else None
+            return [] if schema.get("additionalProperties") is False else None
         if self._options.get("lenient"):
             return None
         raise RequestError(

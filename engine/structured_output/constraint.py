@@ -352,11 +352,15 @@ def _select_tools(body: ChatRequest) -> _ToolSelection:
 def _select_allowed_tools(choice: dict[str, Json], tools_by_name: Mapping[str, _Tool]) -> _ToolSelection:
     """Return the tools that a `tool_choice` of type allowed_tools lists. Raises RequestError."""
     allowed_tools = choice.get("allowed_tools", choice)
-    mode = allowed_tools.get("mode")
+    if not isinstance(allowed_tools, dict):
+        raise bad_value("tool_choice.allowed_tools", allowed_tools, "an object with mode and tools")
+    mode, listed_tools = allowed_tools.get("mode"), allowed_tools.get("tools") or []
     if mode not in ("auto", "required"):
         raise bad_value("tool_choice.allowed_tools.mode", mode, '"auto" or "required"')
     path = "tool_choice.allowed_tools.tools"
-    tools = [_find_named_tool(tool, path, tools_by_name) for tool in allowed_tools.get("tools") or ()]
+    if not isinstance(listed_tools, list):
+        raise bad_value(path, listed_tools, "an array of tools")
+    tools = [_find_named_tool(tool, path, tools_by_name) for tool in listed_tools]
     return _ToolSelection(mode == "required", tools)
 
 

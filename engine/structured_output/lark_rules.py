@@ -50,10 +50,15 @@ class GrammarRules:
 
 
 def json_directive(schema: Json, options: Mapping[str, Any]) -> str:
-    """Return an expression of a schema. Our options replace options in the client's schema."""
+    """Return an expression of a schema. Our options replace options in the client's schema.
+
+    The compiler refuses a schema that is neither an object nor a boolean.
+    """
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
-    return "%json " + json.dumps({**schema, "x-guidance": dict(options)})
+    if isinstance(schema, dict):
+        schema = {**schema, "x-guidance": dict(options)}
+    return "%json " + json.dumps(schema)
 
 
 def slash_regex(pattern: str) -> str:

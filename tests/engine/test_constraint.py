@@ -467,6 +467,10 @@ def test_options_of_the_compiler_are_not_the_clients() -> None:
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": TOOLS}, "tool_choice.function.name"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}}, "tools": TOOLS},
          "tool_choice.allowed_tools.mode"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": None}, "tools": TOOLS},
+         "tool_choice.allowed_tools"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": 5}}, "tools": TOOLS},
+         "tool_choice.allowed_tools.tools"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_names_its_field(fields: dict[str, Any], param: str) -> None:
@@ -474,6 +478,15 @@ def test_what_cannot_be_meant_names_its_field(fields: dict[str, Any], param: str
         grammar(chat(**fields), "hermes")
     assert error_info.value.param == param
     assert error_info.value.status == 400
+
+
+@pytest.mark.parametrize("schema", [True, {"properties": {"a": None}}, {"properties": {"a": {"format": []}}},
+                                    {"properties": {"a": {"type": "string", "format": {}}}}])  # fmt: skip
+@pytest.mark.parametrize("style", ["qwen_xml", "python"])
+def test_a_schema_of_a_wrong_type_is_left_to_the_compiler(schema: Any, style: str) -> None:
+    """Some raised errors that became an answer of status 500."""
+    tag = {"format": {"type": "json_schema", "style": style, "json_schema": schema}}
+    assert "start:" in grammar(chat(structured_outputs={"structural_tag": tag}))
 
 
 def test_formats_inside_each_other_end_somewhere() -> None:

@@ -200,6 +200,8 @@ def test_other_fields() -> None:
         ({"tools": [PATCH | {"format": {"type": "grammar", "syntax": "lark"}}]}, "tools[0].format.definition: got"),
         ({"tools": [PATCH], "tool_choice": {"type": "custom", "name": "x"}}, "tool_choice.name: got"),
         ({"tools": [PATCH], "tool_choice": {"type": "web_search"}}, "tool_choice.type: got"),
+        ({"tools": [PATCH], "tool_choice": {"type": "custom", "name": []}}, "tool_choice.name: got an empty array"),
+        ({"input": [{"type": "item_reference", "id": []}]}, "input[0].id: no such item"),
         ({"tools": [PATCH], "tool_choice": {"type": "allowed_tools", "tools": "x"}}, "tool_choice.tools: got"),
         (
             {"tools": [PATCH], "tool_choice": {"type": "allowed_tools", "tools": [{"type": "custom", "name": "x"}]}},
