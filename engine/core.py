@@ -36,8 +36,9 @@ log = logging.getLogger(__name__)
 FAILURES_MAX = 10
 """Failed steps in a row after which the engine ends, because only a new process may help."""
 
-PREPARATION_WAIT_S = 0.01
-"""Longest wait of a step for a grammar or for blocks when there is no other work. It bounds the wait of commands."""
+PREPARATION_WAIT_S = 0.002
+"""Longest wait of a step for a grammar or for blocks when there is no other work. It bounds the wait of commands, and
+of blocks to copy for peers."""
 
 PublishEvents = Callable[[Collection[Event]], None]
 """Publishes the events of a step. Iterating the collection makes the events."""
@@ -340,7 +341,7 @@ class EngineCore:
         """Wait a moment for a grammar or for blocks of a peer."""
         futures = [future for entry in self._preparing_requests.values() for future in entry.futures]
         pending_futures = [future for future in futures if not future.done()]
-        wait([*pending_futures, self.transfers.copies_arrival], PREPARATION_WAIT_S, FIRST_COMPLETED)
+        wait(pending_futures, PREPARATION_WAIT_S, FIRST_COMPLETED)
 
     def _find_prepared_ids(self) -> list[str]:
         """Return the ids of the requests that are prepared: grammars are compiled, and blocks are pulled."""

@@ -15,7 +15,7 @@ from engine.cache.host_tier import HostLoad
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_KIND
 from engine.transfer.messages import SentBlock, WantedBlock
-from engine.transfer.pull_plan import PulledPrompt, PullItem, choose_blocks_to_pull, count_resumable_blocks
+from engine.transfer.pull_plan import Pull, PullItem, choose_blocks_to_pull, count_resumable_blocks
 from engine.types import BlockCopy, BlockPlace, Request
 from engine.types import Sequence as EngineSequence
 
@@ -82,15 +82,15 @@ class BlockExchange:
             parent = node
         return bytes(masks)
 
-    def choose_blocks_to_pull(self, prompt: PulledPrompt, remote_masks: bytes) -> list[PullItem]:
+    def choose_blocks_to_pull(self, keys: Sequence[BlockKey], remote_masks: bytes) -> list[PullItem]:
         """Return the blocks of a prompt to pull. `remote_masks`: `BlocksLocated.kind_masks`. For any thread."""
-        local_masks = self.locate([key.hash for key in prompt.keys])
-        return choose_blocks_to_pull(local_masks, remote_masks[: len(prompt.keys)], len(self._kinds), self._windows)
+        local_masks = self.locate([key.hash for key in keys])
+        return choose_blocks_to_pull(local_masks, remote_masks[: len(keys)], len(self._kinds), self._windows)
 
-    def is_cached(self, prompt: PulledPrompt) -> bool:
+    def is_cached(self, keys: Sequence[BlockKey]) -> bool:
         """Whether nothing of a prompt has to be computed that could be pulled."""
-        local_masks = self.locate([key.hash for key in prompt.keys])
-        return count_resumable_blocks(local_masks, len(self._kinds), self._windows) == len(prompt.keys)
+        local_masks = self.locate([key.hash for key in keys])
+        return count_resumable_blocks(local_masks, len(self._kinds), self._windows) == len(keys)
 
     def read(self, wanted_blocks: Sequence[WantedBlock]) -> ReadBlocks:
         """Copy the contents of the blocks that a peer wants, up to the first that is in neither memory of ours."""
@@ -125,15 +125,15 @@ class BlockExchange:
 
     # ------------------------------------------------------------------ what a peer has sent
 
-    def list_keys(self, request: Request) -> PulledPrompt:
+    def list_keys(self, request: Request) -> list[BlockKey]:
         """Return the names of the blocks of a prompt that need not be computed, and that its source may have."""
         seq = EngineSequence(request, request.token_ids, len(request.token_ids), arrival_s=0.0)
         keys, source = self._cache.list_prompt_keys(seq), request.kv_source
         if source is not None and source.cached_tokens is not None:
             keys = keys[: source.cached_tokens // self._cache.spec.block_size]
-        return PulledPrompt(keys)
+        return keys
 
-    def store(self, prompt: PulledPrompt, items: Sequence[PullItem], contents: memoryview) -> int:
+    def store(self, pull: Pull, items: Sequence[PullItem], contents: memoryview) -> int:
         """Copy blocks of a prompt, which a peer has sent, into the cache, and announce them.
 
         `contents` is the contents of all `items`, one after the other. There is no item if the peer has none of the
@@ -141,36 +141,34 @@ class BlockExchange:
         if a block before them was evicted meanwhile. After an error, the cache is empty and nothing more of the prompt
         is stored.
         """
-        if prompt.is_abandoned or not items:
+        if pull.is_abandoned or not items:
             return 0
         new_blocks: list[_NewBlock] = []
         try:
-            self._store(prompt, items, contents, new_blocks)
+            self._store(pull, items, contents, new_blocks)
         except Exception:
-            prompt.is_abandoned = True
+            pull.is_abandoned = True
             self._cache.reset()  # so that a block which is not filled leaves the tree before it is released
             raise
         finally:
             for new_block in reversed(new_blocks):
                 self._release(new_block)
-        return next((i for i, item in enumerate(items) if not _is_stored(prompt, item)), len(items))
+        return next((i for i, item in enumerate(items) if not _is_stored(pull, item)), len(items))
 
-    def _store(
-        self, prompt: PulledPrompt, items: Sequence[PullItem], contents: memoryview, new_blocks: list[_NewBlock]
-    ) -> None:
+    def _store(self, pull: Pull, items: Sequence[PullItem], contents: memoryview, new_blocks: list[_NewBlock]) -> None:
         """Allocate blocks for items, fill them, and announce them. The caller releases what is in `new_blocks` then."""
         cache, memory = self._cache, self._memory
-        is_first = not prompt.nodes
-        cache.tree.extend_match(prompt.keys, prompt.nodes)
+        is_first = not pull.nodes
+        cache.tree.extend_match(pull.keys, pull.nodes)
         if is_first:
-            self._mark_used(prompt.nodes)
-        self._allocate(prompt, items, new_blocks)
+            self._mark_used(pull.nodes)
+        self._allocate(pull, items, new_blocks)
         for new_block in new_blocks:
             if new_block.host_block is not None:
                 cache.host_tier.plan_load_copy(HostLoad(new_block.block, new_block.host_block))
         memory.execute(cache.take_copies())
         _write_contents(memory, items, new_blocks, contents)
-        self._attach_all(prompt, new_blocks)
+        self._attach_all(pull, new_blocks)
 
     def _mark_used(self, nodes: Sequence[Node]) -> None:
         """Let the part of a prompt that is here be evicted last: memory for the other part is found by evicting."""
@@ -181,13 +179,13 @@ class BlockExchange:
         for block in reversed(blocks):
             pool.release(block)
 
-    def _allocate(self, prompt: PulledPrompt, items: Sequence[PullItem], new_blocks: list[_NewBlock]) -> None:
+    def _allocate(self, pull: Pull, items: Sequence[PullItem], new_blocks: list[_NewBlock]) -> None:
         """Append to `new_blocks` a device block for each item that is not here yet, as far as memory allows.
 
         Blocks of the prompt before these that are only in host memory come first, because a block on the device needs
         those before it there, too. Appends nothing if one of them is just being computed.
         """
-        host_nodes = self._find_host_ancestors(prompt, items)
+        host_nodes = self._find_host_ancestors(pull, items)
         if host_nodes is None:
             return
         for node in host_nodes:
@@ -199,33 +197,33 @@ class BlockExchange:
             host_block = self._cache.host_tier.pin(node, FULL_KIND)
             new_blocks.append(_NewBlock(PullItem(node.depth, FULL_KIND), block, host_block))
         for item in items:
-            if item.block_index < len(prompt.nodes) and prompt.nodes[item.block_index].blocks[item.kind] is not None:
+            if item.block_index < len(pull.nodes) and pull.nodes[item.block_index].blocks[item.kind] is not None:
                 continue  # computed here meanwhile
             block = self._cache.pool.allocate(item.kind)
             if block is None:
                 break
             new_blocks.append(_NewBlock(item, block))
 
-    def _find_host_ancestors(self, prompt: PulledPrompt, items: Sequence[PullItem]) -> list[Node] | None:
+    def _find_host_ancestors(self, pull: Pull, items: Sequence[PullItem]) -> list[Node] | None:
         """Return the known nodes that must come from host memory first. None if one of them is being computed."""
-        needed_count = min(len(prompt.nodes), max(item.block_index + (item.kind != FULL_KIND) for item in items))
+        needed_count = min(len(pull.nodes), max(item.block_index + (item.kind != FULL_KIND) for item in items))
         first_index = needed_count
-        while first_index and not prompt.nodes[first_index - 1].has_computed(FULL_KIND):
+        while first_index and not pull.nodes[first_index - 1].has_computed(FULL_KIND):
             first_index -= 1
-        nodes = prompt.nodes[first_index:needed_count]
+        nodes = pull.nodes[first_index:needed_count]
         return None if any(node.blocks[FULL_KIND] is not None for node in nodes) else nodes
 
-    def _attach_all(self, prompt: PulledPrompt, new_blocks: Sequence[_NewBlock]) -> None:
+    def _attach_all(self, pull: Pull, new_blocks: Sequence[_NewBlock]) -> None:
         """Announce blocks that are filled, up to the first that can have no name."""
         for new_block in new_blocks:
             index = new_block.item.block_index
-            if index > len(prompt.nodes):
+            if index > len(pull.nodes):
                 return
-            parent = prompt.nodes[index - 1] if index else None
-            node = self._attach(new_block, prompt.keys[index], parent)
+            parent = pull.nodes[index - 1] if index else None
+            node = self._attach(new_block, pull.keys[index], parent)
             if node is None:
                 return
-            prompt.nodes[index : index + 1] = [node]
+            pull.nodes[index : index + 1] = [node]
 
     def _attach(self, new_block: _NewBlock, key: BlockKey, parent: Node | None) -> Node | None:
         """Put a filled block into the prefix tree, announce it, and return its node.
@@ -292,5 +290,5 @@ def _write_contents(
         memory.write_blocks(places, memoryview(bytearray(b"".join(parts))))
 
 
-def _is_stored(prompt: PulledPrompt, item: PullItem) -> bool:
-    return item.block_index < len(prompt.nodes) and prompt.nodes[item.block_index].has_computed(item.kind)
+def _is_stored(pull: Pull, item: PullItem) -> bool:
+    return item.block_index < len(pull.nodes) and pull.nodes[item.block_index].has_computed(item.kind)

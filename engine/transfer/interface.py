@@ -24,11 +24,6 @@ class Transfers:
         return ()
 
     @property
-    def copies_arrival(self) -> Future[None]:
-        """Done once there is something to copy."""
-        return Future()
-
-    @property
     def has_copies(self) -> bool:
         """Whether `copy_blocks` has something to do."""
         return False

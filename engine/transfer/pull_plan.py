@@ -1,13 +1,17 @@
-"""Which blocks a pull moves: those that this cache lacks of the longest prefix after which it can resume."""
+"""A pull, and which blocks it moves: those that this cache lacks of the longest prefix after which it can resume."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.blocks import BlockKey, Node
 from engine.cache.spec import FULL_KIND
+from engine.types import KVSource
 
 
 class PullItem(NamedTuple):
@@ -17,23 +21,30 @@ class PullItem(NamedTuple):
     kind: int
 
 
-class PulledPrompt:
-    """The prompt of a pull."""
+@dataclass(slots=True, eq=False)
+class Pull:
+    """Blocks of one prompt that are pulled from one source, for all requests that wait for them."""
 
-    def __init__(self, keys: list[BlockKey]) -> None:
-        self.keys = keys
-        """Names of the blocks that need not be computed."""
-        self.nodes: list[Node] = []
-        """Nodes of the first blocks, for the thread of the steps: filled when the first blocks arrive."""
-        self.is_stored = False
-        """Whether the last blocks to arrive are stored, so that the pull ends at once. For the thread of the steps."""
-        self.is_abandoned = False
-        """Nothing more is stored for the prompt: nobody waits for it, or the cache was reset."""
+    source: KVSource
+    keys: list[BlockKey]
+    """Names of the prompt's blocks that need not be computed."""
+    nodes: list[Node] = field(default_factory=list)
+    """Nodes of the first blocks, for the thread of the steps: filled when the first blocks arrive."""
+    request_ids: set[str] = field(default_factory=set)
+    """Requests that wait, for the thread of the steps."""
+    end: Future[None] = field(default_factory=Future)
+    """Done when the requests need wait no longer."""
+    is_stored: bool = False
+    """Whether the last blocks to arrive are stored, so that the pull ends at once. For the thread of the steps."""
+    is_abandoned: bool = False
+    """Nothing more is stored: nobody waits, or the cache was reset."""
+    task: asyncio.Task[None] | None = None
+    """For the thread of the network."""
 
-    def begins_with(self, other: PulledPrompt) -> bool:
-        """Whether the other prompt's blocks are the first ones of this prompt."""
-        count = len(other.keys)
-        return count <= len(self.keys) and self.keys[count - 1].hash == other.keys[-1].hash
+    @property
+    def id(self) -> tuple[KVSource, int]:
+        """Source and last block, by which a request finds a pull that it can share."""
+        return self.source, self.keys[-1].hash
 
     def parent_hash(self, index: int) -> int | None:
         return self.keys[index - 1].hash if index else None

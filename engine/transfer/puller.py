@@ -31,7 +31,7 @@ from engine.transfer.messages import (
     WantedBlock,
     decode_answer,
 )
-from engine.transfer.pull_plan import PulledPrompt, PullItem, split_into_batches
+from engine.transfer.pull_plan import Pull, PullItem, split_into_batches
 from engine.transfer.settings import BATCH_BLOCKS_MAX, BATCH_BYTES_MAX, CONNECT_S_MAX, TransferSettings, TransferStats
 from engine.transfer.simulated_link import SimulatedLink
 from engine.transfer.step_jobs import StepJobs
@@ -79,17 +79,17 @@ class Puller:
         self._retry_s_by_source: dict[Address, float] = {}
         """Time from which on a source that has failed may be asked again."""
 
-    async def pull(self, source: KVSource, prompt: PulledPrompt) -> None:
+    async def pull(self, pull: Pull) -> None:
         """Store the blocks of a prompt that the source has and this cache lacks. Failures are counted and logged."""
         start_s = time.monotonic()
         try:
-            await asyncio.wait_for(self._pull_in_turn(source, prompt), self._settings.timeout_s)
+            await asyncio.wait_for(self._pull_in_turn(pull), self._settings.timeout_s)
         except TransferError as error:
-            self._count_failure(source, error.reason, str(error))
+            self._count_failure(pull.source, error.reason, str(error))
         except asyncio.TimeoutError:
-            self._count_failure(source, "timeout", f"no end within {self._settings.timeout_s:g} s")
+            self._count_failure(pull.source, "timeout", f"no end within {self._settings.timeout_s:g} s")
         except OSError as error:
-            self._count_failure(source, "closed", str(error))
+            self._count_failure(pull.source, "closed", str(error))
         finally:
             self._stats.pulls += 1
             self._stats.pull_s += time.monotonic() - start_s
@@ -98,19 +98,20 @@ class Puller:
         self._stats.failures[reason] += 1
         log.warning("no more blocks from %s:%d: %s", source.host, source.port, message)
 
-    async def _pull_in_turn(self, source: KVSource, prompt: PulledPrompt) -> None:
-        lock = self._locks.setdefault((source.address, prompt.keys[0].hash), asyncio.Lock())
+    async def _pull_in_turn(self, pull: Pull) -> None:
+        source = pull.source
+        lock = self._locks.setdefault((source.address, pull.keys[0].hash), asyncio.Lock())
         async with lock, self._pull_slots:
             if time.monotonic() < self._retry_s_by_source.get(source.address, 0.0):
                 raise TransferError("recent", f"failed less than {RETRY_AFTER_S:g} s ago")
             try:
                 connection = await _connect(source, self._settings.fleet_key)
                 try:
-                    await self._transfer(connection, prompt)
+                    await self._transfer(connection, pull)
                 finally:
                     connection.close()
             except BaseException:  # also a time-out, which arrives as a cancellation
-                if not prompt.is_abandoned:
+                if not pull.is_abandoned:
                     self._remember_failure(source)
                 raise
 
@@ -122,18 +123,18 @@ class Puller:
             }
         self._retry_s_by_source[source.address] = now_s + RETRY_AFTER_S
 
-    async def _transfer(self, connection: Connection, prompt: PulledPrompt) -> None:
+    async def _transfer(self, connection: Connection, pull: Pull) -> None:
         """Ask the source which blocks it has, and fetch those that are useful and not cached here."""
-        hashes = [key.hash for key in prompt.keys]
+        hashes = [key.hash for key in pull.keys]
         await connection.send(LocateBlocks(self._settings.fingerprint, hashes))
         located, _ = await _receive(connection, BlocksLocated, 0)
-        items = self._exchange.choose_blocks_to_pull(prompt, located.kind_masks)
+        items = self._exchange.choose_blocks_to_pull(pull.keys, located.kind_masks)
         if not items:
             return
-        stored_count = await self._fetch(connection, prompt, items)
+        stored_count = await self._fetch(connection, pull, items)
         self._stats.missing_blocks += len(items) - stored_count
 
-    async def _fetch(self, connection: Connection, prompt: PulledPrompt, items: list[PullItem]) -> int:
+    async def _fetch(self, connection: Connection, pull: Pull, items: list[PullItem]) -> int:
         """Fetch items in order, in batches, and return how many were stored before the first item that failed.
 
         The next batches are requested while earlier ones arrive and are stored, so that neither the network nor the
@@ -154,13 +155,13 @@ class Puller:
                         break
                     batch = batches.popleft()
                     bytes_ahead += batch_bytes
-                    wanted_blocks = [WantedBlock(prompt.keys[index].hash, kind) for index, kind in batch]
+                    wanted_blocks = [WantedBlock(pull.keys[index].hash, kind) for index, kind in batch]
                     await connection.send(FetchBlocks(wanted_blocks))
                     requested_batches.append(batch)
                 if requested_batches:
                     batch = requested_batches.popleft()
                     is_last = not batches and not requested_batches
-                    storing_batch = await self._receive_batch(connection, prompt, batch, is_last=is_last)
+                    storing_batch = await self._receive_batch(connection, pull, batch, is_last=is_last)
                     storing_batches.append(storing_batch)
                     if storing_batch.arrived_count < len(batch):
                         # The source has evicted a block, so later blocks are of no use.
@@ -180,29 +181,27 @@ class Puller:
         return stored_count
 
     async def _receive_batch(
-        self, connection: Connection, prompt: PulledPrompt, batch: list[PullItem], *, is_last: bool
+        self, connection: Connection, pull: Pull, batch: list[PullItem], *, is_last: bool
     ) -> _StoringBatch:
         """Receive the requested blocks of a batch, check them, and have the step thread store them in the cache."""
         get_bytes = self._exchange.get_block_bytes
         sent, payload = await _receive(connection, BlocksSent, sum(get_bytes(kind) for _, kind in batch))
         arrived_batch = batch[: len(sent.blocks)]
-        self._check_sent_blocks(prompt, batch, sent, len(payload))
+        self._check_sent_blocks(pull, batch, sent, len(payload))
         byte_count = self._count_bytes(arrived_batch)
         if self._link is not None:
             await self._link.carry(byte_count)
         is_last = is_last or len(arrived_batch) < len(batch)
-        store = partial(self._store, prompt, arrived_batch, memoryview(payload), is_last=is_last)
+        store = partial(self._store, pull, arrived_batch, memoryview(payload), is_last=is_last)
         return _StoringBatch(batch, len(arrived_batch), self._jobs.submit(store, byte_count))
 
-    def _store(self, prompt: PulledPrompt, batch: list[PullItem], contents: memoryview, *, is_last: bool) -> int:
+    def _store(self, pull: Pull, batch: list[PullItem], contents: memoryview, *, is_last: bool) -> int:
         """Store blocks, on the thread of the steps, and return how many there was room for."""
-        stored_count = self._exchange.store(prompt, batch, contents)
-        prompt.is_stored = is_last
+        stored_count = self._exchange.store(pull, batch, contents)
+        pull.is_stored = is_last
         return stored_count
 
-    def _check_sent_blocks(
-        self, prompt: PulledPrompt, batch: list[PullItem], sent: BlocksSent, payload_bytes: int
-    ) -> None:
+    def _check_sent_blocks(self, pull: Pull, batch: list[PullItem], sent: BlocksSent, payload_bytes: int) -> None:
         """Raise TransferError unless the sent blocks are the first ones of the batch, computed with our weights."""
         get_bytes = self._exchange.get_block_bytes
         if sent.fingerprint != self._settings.fingerprint:
@@ -211,7 +210,7 @@ class Puller:
         if len(sent.blocks) > len(batch) or payload_bytes != sum(get_bytes(kind) for _, kind in arrived_batch):
             raise TransferError("malformed", f"{len(sent.blocks)} blocks of {payload_bytes} bytes")
         for item, block in zip(arrived_batch, sent.blocks):
-            key, parent_hash = prompt.keys[item.block_index], prompt.parent_hash(item.block_index)
+            key, parent_hash = pull.keys[item.block_index], pull.parent_hash(item.block_index)
             if not block.is_of(item.kind, key, parent_hash):
                 raise TransferError("malformed", f"block {item.block_index} of the prompt is another one")
 

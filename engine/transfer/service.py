@@ -12,13 +12,13 @@ import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 
+from engine.cache.blocks import BlockKey
 from engine.cache.spec import FULL_KIND
 from engine.transfer.block_exchange import BlockExchange
 from engine.transfer.block_server import BlockServer
 from engine.transfer.interface import Transfers
-from engine.transfer.pull_plan import PulledPrompt
+from engine.transfer.pull_plan import Pull
 from engine.transfer.puller import Puller
 from engine.transfer.settings import TransferSettings, TransferStats
 from engine.transfer.simulated_link import SimulatedLink
@@ -35,18 +35,6 @@ PULLS_MAX = 2048
 END_WAIT_S_MAX = 0.01
 """Longest wait for the thread of the network to end a pull."""
 CLOSE_S_MAX = 5.0
-
-
-@dataclass(slots=True, eq=False)
-class _Pull:
-    """One pull, for all requests that wait for the same blocks from the same source."""
-
-    prompt: PulledPrompt
-    key: tuple[KVSource, int]
-    end: Future[None] = field(default_factory=Future)
-    request_ids: set[str] = field(default_factory=set)
-    task: asyncio.Task[None] | None = None
-    """For the thread of the network."""
 
 
 class KVTransfers(Transfers):
@@ -77,8 +65,8 @@ class KVTransfers(Transfers):
         self._jobs = StepJobs()
         self._exchange = exchange
         self._compute_fingerprint = compute_fingerprint
-        self._pull_by_key: dict[tuple[KVSource, int], _Pull] = {}
-        self._pull_by_request_id: dict[str, _Pull] = {}
+        self._pull_by_id: dict[tuple[KVSource, int], Pull] = {}
+        self._pull_by_request_id: dict[str, Pull] = {}
         self._loop = asyncio.new_event_loop()
         self._puller = Puller(exchange, self._jobs, settings, self.stats, link)
         self._server = BlockServer(listener, exchange, self._jobs, settings, self.stats)
@@ -101,10 +89,6 @@ class KVTransfers(Transfers):
         return [self._jobs.wake_socket]
 
     @property
-    def copies_arrival(self) -> Future[None]:
-        return self._jobs.arrival
-
-    @property
     def has_copies(self) -> bool:
         return bool(self._jobs)
 
@@ -114,7 +98,7 @@ class KVTransfers(Transfers):
         The thread of the network ends such a pull at once. So the next step computes its requests, not the one after.
         """
         self._jobs.run(STEP_COPY_BYTES_MAX)
-        wait([pull.end for pull in self._pull_by_key.values() if pull.prompt.is_stored], END_WAIT_S_MAX)
+        wait([pull.end for pull in self._pull_by_id.values() if pull.is_stored], END_WAIT_S_MAX)
 
     # ------------------------------------------------------------------ pulls
 
@@ -126,33 +110,34 @@ class KVTransfers(Transfers):
         without a source waits for a pull of its prompt's first blocks: to compute them, too, would waste both.
         """
         source = request.kv_source
-        if source is None and not self._pull_by_key:
+        if source is None and not self._pull_by_id:
             return None
-        prompt = self._exchange.list_keys(request)
-        if not prompt.keys or self._exchange.is_cached(prompt):
+        keys = self._exchange.list_keys(request)
+        if not keys or self._exchange.is_cached(keys):
             return None
-        pull = self._find_pull(prompt) if source is None else self._begin_or_join_pull(prompt, source)
+        pull = self._find_pull(keys) if source is None else self._begin_or_join_pull(source, keys)
         if pull is None:
             return None
         pull.request_ids.add(request.request_id)
         self._pull_by_request_id[request.request_id] = pull
         return pull.end
 
-    def _find_pull(self, prompt: PulledPrompt) -> _Pull | None:
+    def _find_pull(self, keys: list[BlockKey]) -> Pull | None:
         """Return the longest pull of blocks that a prompt begins with; None if there is none."""
-        pulls = (pull for pull in self._pull_by_key.values() if prompt.begins_with(pull.prompt))
-        return max(pulls, key=lambda pull: len(pull.prompt.keys), default=None)
+        hashes = {key.hash for key in keys}  # a hash is that of all blocks up to its own
+        pulls = (pull for pull in self._pull_by_id.values() if pull.keys[-1].hash in hashes)
+        return max(pulls, key=lambda pull: len(pull.keys), default=None)
 
-    def _begin_or_join_pull(self, prompt: PulledPrompt, source: KVSource) -> _Pull | None:
+    def _begin_or_join_pull(self, source: KVSource, keys: list[BlockKey]) -> Pull | None:
         """Return the pull of a prompt, which begins if there is none yet; None if there are too many pulls."""
-        key = (source, prompt.keys[-1].hash)
-        pull = self._pull_by_key.get(key)
+        new_pull = Pull(source, keys)
+        pull = self._pull_by_id.get(new_pull.id)
         if pull is None:
-            if len(self._pull_by_key) >= PULLS_MAX:
+            if len(self._pull_by_id) >= PULLS_MAX:
                 self.stats.failures["busy"] += 1
                 return None
-            pull = self._pull_by_key[key] = _Pull(prompt, key)
-            self._loop.call_soon_threadsafe(self._begin, pull, source)
+            pull = self._pull_by_id[new_pull.id] = new_pull
+            self._loop.call_soon_threadsafe(self._begin, pull)
         return pull
 
     def stop_waiting(self, request_id: str) -> None:
@@ -164,7 +149,7 @@ class KVTransfers(Transfers):
             self._abandon(pull)
 
     def abandon_pulls(self) -> None:
-        for pull in list(self._pull_by_key.values()):
+        for pull in list(self._pull_by_id.values()):
             self._abandon(pull)
 
     def change_weights(self, path: str | None) -> None:
@@ -174,10 +159,10 @@ class KVTransfers(Transfers):
             log.warning("no blocks move until the weights change again, because their files cannot be read: %s", error)
             self.settings.fingerprint = os.urandom(len(self.settings.fingerprint))
 
-    def _abandon(self, pull: _Pull) -> None:
-        pull.prompt.is_abandoned = True
-        if self._pull_by_key.get(pull.key) is pull:
-            del self._pull_by_key[pull.key]
+    def _abandon(self, pull: Pull) -> None:
+        pull.is_abandoned = True
+        if self._pull_by_id.get(pull.id) is pull:
+            del self._pull_by_id[pull.id]
         if not pull.end.done():
             self._loop.call_soon_threadsafe(self._cancel, pull)
 
@@ -195,14 +180,14 @@ class KVTransfers(Transfers):
             self._loop.run_until_complete(asyncio.gather(server_task, *tasks, return_exceptions=True))
             self._loop.close()
 
-    def _begin(self, pull: _Pull, source: KVSource) -> None:
-        if pull.prompt.is_abandoned:
+    def _begin(self, pull: Pull) -> None:
+        if pull.is_abandoned:
             pull.end.set_result(None)
             return
-        pull.task = self._loop.create_task(self._puller.pull(source, pull.prompt))
+        pull.task = self._loop.create_task(self._puller.pull(pull))
         pull.task.add_done_callback(lambda task: _end(pull, task))
 
-    def _cancel(self, pull: _Pull) -> None:
+    def _cancel(self, pull: Pull) -> None:
         if pull.task is not None:
             pull.task.cancel()
 
@@ -214,7 +199,7 @@ class KVTransfers(Transfers):
             self._jobs.close()
 
 
-def _end(pull: _Pull, task: asyncio.Task[None]) -> None:
+def _end(pull: Pull, task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("a pull has failed for a reason that is not the peer's", exc_info=error)
     pull.end.set_result(None)

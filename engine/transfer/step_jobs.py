@@ -27,8 +27,6 @@ class StepJobs:
         """Readable after a job was submitted, for a thread that waits on sockets. That thread must read from it."""
         self.wake_socket.setblocking(False)
         self._waking_socket.setblocking(False)
-        self.arrival: Future[None] = Future()
-        """Done when a job was submitted since the last `run` began, for a thread that waits on futures."""
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
@@ -37,8 +35,6 @@ class StepJobs:
         """Queue `work`, which copies `byte_count` bytes. It is skipped if the returned future is cancelled before."""
         future: Future[Result] = Future()
         self._jobs.append(_Job(work, byte_count, future))
-        if not self.arrival.done():
-            self.arrival.set_result(None)
         with suppress(BlockingIOError):  # the socket is full, so it wakes the other thread anyway
             self._waking_socket.send(b"\0")
         return future
@@ -48,7 +44,6 @@ class StepJobs:
 
         If a job raises, its future gets the error, and this raises it too. Later jobs are left for the next call.
         """
-        self.arrival = Future()
         copied_bytes = 0
         while self._jobs and copied_bytes < bytes_max:
             job = self._jobs.popleft()

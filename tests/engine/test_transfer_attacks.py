@@ -313,7 +313,7 @@ def test_a_thousand_pulls_at_once_from_good_and_dead_sources(short_waits: None) 
         assert most_threads <= thread_count + 40, "a thread for each pull"
         stats = consumer.transfers.stats
         assert stats.pulls == 1000
-        assert not consumer.transfers._pull_by_key
+        assert not consumer.transfers._pull_by_id
         assert not consumer.transfers._pull_by_request_id
         consumer.core.reset_prefix_cache()
         consumer.answer("a", good_texts[0], source.serve().source)

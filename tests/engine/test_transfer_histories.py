@@ -20,8 +20,8 @@ from engine.scheduler import RequestRefusedError, SchedulerConfig
 from engine.transfer.block_exchange import BlockExchange, ReadBlocks
 from engine.transfer.interface import Transfers
 from engine.transfer.messages import WantedBlock
-from engine.transfer.pull_plan import PulledPrompt, PullItem, split_into_batches
-from engine.types import BlockCopy, BlockPlace, Request, SamplingParams
+from engine.transfer.pull_plan import Pull, PullItem, split_into_batches
+from engine.types import BlockCopy, BlockPlace, KVSource, Request, SamplingParams
 from events import AllBlocksCleared
 
 CONTENT_BYTES = 8
@@ -190,9 +190,9 @@ class PeerHistory:
             request_id="pull", token_ids=text, params=SamplingParams(), cache_salt=rng.choice([None, None, "s"]),
             lora_name=rng.choice([None, None, "l"]),
         )  # fmt: skip
-        prompt = consumer.exchange.list_keys(request)
+        prompt = Pull(KVSource("source", 1), consumer.exchange.list_keys(request))
         masks = source.exchange.locate([key.hash for key in prompt.keys])
-        items = consumer.exchange.choose_blocks_to_pull(prompt, masks)
+        items = consumer.exchange.choose_blocks_to_pull(prompt.keys, masks)
         sizes = [CONTENT_BYTES] * len(self.spec.block_bytes_by_kind())
         for batch in split_into_batches(items, sizes, CONTENT_BYTES * rng.randint(1, 12), 100):
             if rng.random() < 0.3:
@@ -207,14 +207,14 @@ class PeerHistory:
             if self._store(consumer, prompt, batch[: len(sent.blocks)], sent) < len(batch):
                 return
 
-    def _read(self, source: Peer, prompt: PulledPrompt, batch: list[PullItem]) -> ReadBlocks | None:
+    def _read(self, source: Peer, prompt: Pull, batch: list[PullItem]) -> ReadBlocks | None:
         """Returns None if the source fails."""
         wanted_blocks = [WantedBlock(prompt.keys[index].hash, kind) for index, kind in batch]
         results: list[ReadBlocks] = []
         source.between_steps(lambda: results.append(source.exchange.read(wanted_blocks)))
         return results[0] if results else None
 
-    def _store(self, consumer: Peer, prompt: PulledPrompt, items: list[PullItem], sent: ReadBlocks) -> int:
+    def _store(self, consumer: Peer, prompt: Pull, items: list[PullItem], sent: ReadBlocks) -> int:
         counts: list[int] = []
         consumer.between_steps(lambda: counts.append(consumer.exchange.store(prompt, items, sent.contents)))
         if not counts:

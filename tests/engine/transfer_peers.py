@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -128,8 +129,7 @@ class Engine:
             if self.core.has_work:
                 self.step()
             else:
-                with suppress(TimeoutError):
-                    self.transfers.copies_arrival.result(0.01)
+                time.sleep(0.001)
 
     def pause(self) -> None:
         if self._thread is not None:
