@@ -147,13 +147,15 @@ class ResponsesFormatter:
 
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
         """Return the events of a delta."""
-        events = b""
-        if self._sequence_number < 0:
-            response = self.make_response("in_progress", [])
-            events = self._format_event("response.created", response=response) + self._format_event(
-                "response.in_progress", response=response
-            )
-        return events + b"".join(map(self._format_block_event, self._blocks.push(delta)))
+        return self._format_beginning() + b"".join(map(self._format_block_event, self._blocks.push(delta)))
+
+    def _format_beginning(self) -> bytes:
+        """Return the events that come first in a stream; empty bytes if they were returned already."""
+        if self._sequence_number >= 0:
+            return b""
+        response = self.make_response("in_progress", [])
+        created_event = self._format_event("response.created", response=response)
+        return created_event + self._format_event("response.in_progress", response=response)
 
     def format_end(self) -> bytes:
         """Return the bytes that follow the last piece."""
@@ -162,9 +164,10 @@ class ResponsesFormatter:
         return events + self._format_event("response.completed", response=self.make_final_response())
 
     def format_error(self, error: RequestError) -> bytes:
-        """Return the bytes that end a stream that was cut off."""
+        """Return the bytes that end a stream that was cut off, perhaps before its first token."""
+        events = self._format_beginning()
         response = self.make_response("failed", self._blocks.blocks, error)
-        return self._format_event("response.failed", response=response)
+        return events + self._format_event("response.failed", response=response)
 
     def _format_block_event(self, event: BlockEvent) -> bytes:
         if event.action == "start":

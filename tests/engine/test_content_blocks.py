@@ -194,6 +194,14 @@ def test_a_response_that_breaks_off_has_failed() -> None:
     assert failed_event["response"]["output"][0]["status"] == "incomplete"
 
 
+def test_a_response_that_fails_before_its_first_token_was_created() -> None:
+    """OpenAI's client refuses a stream whose first event is another one."""
+    new_generation, _ = generation()
+    stream_events = events(ResponsesFormatter(new_generation, ASKED).format_error(RequestError("late", param=None)))
+    assert [event["type"] for event in stream_events] == ["response.created", "response.in_progress", "response.failed"]
+    assert [event["sequence_number"] for event in stream_events] == [0, 1, 2]
+
+
 def test_the_store_keeps_within_its_bytes_and_drops_what_was_not_used() -> None:
     new_generation, _ = generation()
     store = ResponseStore(5_000)
