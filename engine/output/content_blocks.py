@@ -54,8 +54,14 @@ class ContentBlocks:
         self._current_block: ContentBlock | None = None
 
     def push(self, delta: ChoiceDelta) -> list[BlockEvent]:
-        """Add a delta, and return the changes of the blocks in their order."""
+        """Add a delta, and return the changes of the blocks in their order.
+
+        A call that an earlier delta began is continued first: text of the same delta comes after the call.
+        """
         events: list[BlockEvent] = []
+        for call in delta.tool_calls:
+            if call.name is None:
+                self._append_text("call", call.arguments, events)
         if delta.reasoning:
             self._append_text("reasoning", delta.reasoning, events)
         if delta.text:
@@ -63,7 +69,7 @@ class ContentBlocks:
         for call in delta.tool_calls:
             if call.name is not None:
                 self._start_block(ContentBlock("call", len(self.blocks), id=call.id or "", name=call.name), events)
-            self._append_text("call", call.arguments, events)
+                self._append_text("call", call.arguments, events)
         return events
 
     def finish(self) -> list[BlockEvent]:

@@ -76,6 +76,16 @@ def test_one_block_is_open_at_a_time() -> None:
     ]  # fmt: skip
 
 
+def test_the_end_of_a_call_belongs_to_it_though_text_comes_in_the_same_delta() -> None:
+    """Several tokens come in one delta when a client reads slowly. The end became a call without a name."""
+    blocks = ContentBlocks()
+    blocks.push(piece(calls=[ToolCallDelta(0, '{"a"', "f", "call_1")]))
+    blocks.push(piece(" So", calls=[ToolCallDelta(0, ": 1}"), ToolCallDelta(1, "{}", "g", "call_2")]))
+    assert [(block.kind, block.name, block.text) for block in blocks.blocks] == [
+        ("call", "f", '{"a": 1}'), ("text", "", " So"), ("call", "g", "{}"),
+    ]  # fmt: skip
+
+
 def test_messages() -> None:
     new_generation, choice = generation()
     message = json.loads(MessagesFormatter(new_generation).format_response())
