@@ -38,7 +38,15 @@ from events.frames import (
 )
 from events.loop_thread import LoopThread, SocketPoller
 from events.stream import StreamState
-from events.stream_types import Clear, DroppedMessages, Instruction, MalformedMessage, RequestReplay, RequestSnapshot
+from events.stream_types import (
+    Apply,
+    Clear,
+    DroppedMessages,
+    Instruction,
+    MalformedMessage,
+    RequestReplay,
+    RequestSnapshot,
+)
 from events.types import DecodeError, EventsError
 
 logger = logging.getLogger(__name__)
@@ -91,7 +99,7 @@ class EventFeed:
         """Stream of each DEALER socket, on which the replies to a request come."""
         self._stream_by_id: dict[str, FollowedStream] = {}
         self._busy_streams: set[FollowedStream] = set()
-        """Streams with work that waits for the next turn."""
+        """Streams with work, which is done once the sockets were read."""
         self.ignored_message_count = 0
         """Live messages whose topic belongs to no followed stream."""
         self.fault_count = 0
@@ -160,7 +168,7 @@ class EventFeed:
         stream = self._stream_by_id.get(stream_id)
         if stream is not None:
             stream.pending_work.append(work)
-            self._run_guarded(stream, self._process_stream, stream)
+            self._busy_streams.add(stream)
 
     def _run(self) -> None:
         next_tick_at = time.monotonic() + TICK_S
@@ -176,8 +184,6 @@ class EventFeed:
         if has_commands:
             for command in self._thread.take_commands():
                 self._run_guarded(None, command)
-        for busy_stream in list(self._busy_streams):
-            self._run_guarded(busy_stream, self._process_stream, busy_stream)
         for socket in ready_sockets:
             # A handler or an earlier socket of this round may have closed it.
             if (subscription := self._subscription_by_socket.get(socket)) is not None:
@@ -186,6 +192,8 @@ class EventFeed:
                 self._run_guarded(failing_stream, read_socket, subscription)
             elif (stream := self._stream_by_dealer.get(socket)) is not None:
                 self._run_guarded(stream, self._read_replies, stream)
+        for busy_stream in list(self._busy_streams):
+            self._run_guarded(busy_stream, self._process_stream, busy_stream)
 
     def _tick(self, now: float) -> None:
         for stream in list(self._stream_by_id.values()):
@@ -441,30 +449,31 @@ class EventFeed:
 
     def _enqueue_instructions(self, stream: FollowedStream, instructions: list[Instruction]) -> None:
         stream.enqueue(instructions)
-        self._process_stream(stream)
+        self._busy_streams.add(stream)
 
     def _process_stream(self, stream: FollowedStream) -> None:
-        """Perform the waiting work of a stream, up to TURN_BYTES in one pass of the thread's loop (a turn).
+        """Perform the waiting work of a stream, up to TURN_BYTES.
 
         So a stream with much work does not hold up the others: the rest is done in the next turn, after theirs. Work is
         a continuation that the handler began, then instructions and scheduled calls, then replies.
         """
-        if stream.turn_number != self._thread.iteration:
-            stream.turn_number, stream.turn_bytes = self._thread.iteration, 0
-        while stream.is_busy and stream.turn_bytes < TURN_BYTES:
+        used_bytes = 0
+        while stream.is_busy and used_bytes < TURN_BYTES:
             if stream.continuation is not None:
-                stream.turn_bytes = TURN_BYTES  # long work: one part of it a turn
+                used_bytes = TURN_BYTES  # long work: one part of it a turn
                 has_more = stream.continuation()
                 if not has_more:
                     stream.continuation = None
             elif stream.pending_work:
-                self._perform(stream, stream.pop_work())
+                work = stream.pop_work()
+                used_bytes += len(work.payload) if isinstance(work, Apply) else 0
+                self._perform(stream, work)
             else:
-                stream.enqueue(self._handle_reply(stream, stream.pop_reply()))
+                frames = stream.pop_reply()
+                used_bytes += 64 + sum(map(len, frames)) // 16  # its payload is counted when it is applied
+                stream.enqueue(self._handle_reply(stream, frames))
         self._report_dropped_messages(stream)
-        if stream.is_busy:
-            self._busy_streams.add(stream)
-        else:
+        if not stream.is_busy:
             self._busy_streams.discard(stream)
 
     def _perform(self, stream: FollowedStream, work: Instruction | Callable[[], bool]) -> None:
@@ -543,7 +552,7 @@ class EventFeed:
                 )
                 self._enqueue_instructions(stream, instructions)
                 return
-        self._process_stream(stream)
+        self._busy_streams.add(stream)
 
     def _handle_reply(self, stream: FollowedStream, frames: list[bytes]) -> list[Instruction]:
         now, request_id = time.monotonic(), stream.request_id

@@ -86,10 +86,6 @@ class FollowedStream:
         """Dropped messages that the handler knows of."""
         self.continuation: Callable[[], bool] | None = None
         """Performs the next part of unfinished work, and returns whether to call it again."""
-        self.turn_number = 0
-        """Number of the feed's turn that last served this stream."""
-        self.turn_bytes = 0
-        """Bytes applied in that turn."""
 
     @property
     def is_busy(self) -> bool:
@@ -114,7 +110,6 @@ class FollowedStream:
         work = self.pending_work.popleft()
         if isinstance(work, Apply):
             self.pending_bytes -= len(work.payload)
-            self.turn_bytes += len(work.payload)
         return work
 
     def store_reply(self, frames: list[bytes]) -> bool:
@@ -125,9 +120,7 @@ class FollowedStream:
 
     def pop_reply(self) -> list[bytes]:
         frames = self.replies.popleft()
-        frames_bytes = sum(map(len, frames))
-        self.reply_bytes -= frames_bytes
-        self.turn_bytes += 64 + frames_bytes // 16  # its payload is counted when it is applied
+        self.reply_bytes -= sum(map(len, frames))
         return frames
 
     def clear_replies(self) -> None:

@@ -57,7 +57,6 @@ class LoopThread:
 
     def __init__(self, name: str, run: Callable[[], None]) -> None:
         self.wakeup = WakeupPipe()
-        self.iteration = 0
         self._lock = threading.Lock()
         self._commands: deque[Callable[[], None]] = deque()
         self._is_stopping = False
@@ -69,7 +68,6 @@ class LoopThread:
         self._thread.start()
 
     def begin_iteration(self) -> bool:
-        self.iteration += 1
         self._iteration_began_s = time.monotonic()
         return not self._is_stopping
 

@@ -241,7 +241,16 @@ def test_many_bytes_of_one_stream_are_applied_over_many_turns(
     feed.add(pub.source("a"))
     keep_sending(pub, lambda: handler.count_applied("a"), "followed")
     turns: list[int] = []
-    handler.reply = lambda stream_id, instruction: turns.append(feed._thread.iteration)
+    turn_numbers, poll_once = itertools.count(), feed._poll_once
+    turn = next(turn_numbers)
+
+    def count_turns(wait_ms: int) -> None:
+        nonlocal turn
+        turn = next(turn_numbers)
+        poll_once(wait_ms)
+
+    feed._poll_once = count_turns  # type: ignore[method-assign]
+    handler.reply = lambda stream_id, instruction: turns.append(turn)
     for _ in range(40):
         pub.send(bytes(100_000))
     wait_until(lambda: len(turns) >= 40, "applied")
