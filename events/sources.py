@@ -7,9 +7,11 @@ an address by the worker's host.
 from __future__ import annotations
 
 import re
+from typing import Annotated
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import Meta
 
 from events.types import DecodeError
 from options.addresses import bracket_host
@@ -18,14 +20,23 @@ DEFAULT_PORT = 5557
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "::", "[::]", ""})
 _ENDPOINT_PATTERN = re.compile(r"tcp://[!-~]{1,255}:(?P<port>[0-9]{1,5})|(?:ipc|inproc)://\S{1,512}")
 
+RANKS_MAX = 256
+"""Most ranks of a worker; each takes four file descriptors."""
+GROUPS_MAX = 256
+TOKEN_BYTES_MAX = 1 << 30
+"""Most bytes of a cached token."""
+Name = Annotated[str, Meta(max_length=1024)]
+Rank = Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
+BlockTokens = Annotated[int, Meta(gt=0, le=1 << 24)]
+
 
 class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One cache group, as in `GET /kv_cache/groups`. `block_size` is the hash block size, in tokens."""
 
-    group_idx: int
-    kind: str
-    block_size: int
-    sliding_window: int | None = None
+    group_idx: Annotated[int, Meta(ge=0, lt=1 << 16)]
+    kind: Name
+    block_size: BlockTokens
+    sliding_window: BlockTokens | None = None
 
 
 class KVTransferOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,11 +44,11 @@ class KVTransferOffer(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoint: str
     """`tcp://HOST:PORT`; a wildcard host is that of the worker."""
-    group: str
+    group: Name
     """Engines of the same group have equal weights and cache layouts, so that blocks may move between them."""
-    bytes_per_token: int
+    bytes_per_token: Annotated[int, Meta(gt=0, le=TOKEN_BYTES_MAX)]
     """Bytes by which each further token of a prefix lengthens its transfer."""
-    gb_s: float = 0.0
+    gb_s: Annotated[float, Meta(ge=0.0)] = 0.0
     """Rate at which blocks come from the engine, in 1e9 bytes a second, until a router learns it. 0: not known."""
 
 
@@ -51,17 +62,17 @@ class EventSource(msgspec.Struct, frozen=True, kw_only=True):
     publisher: str | None = "zmq"
     endpoint: str
     replay_endpoint: str | None = None
-    topic: str = ""
-    data_parallel_rank: int = 0
+    topic: Name = ""
+    data_parallel_rank: Rank = 0
     snapshot_endpoint: str | None = None
     """Address of a socket that answers snapshots only (vLLM's open change 57789)."""
-    epoch: str | None = None
+    epoch: Name | None = None
     """Id of the publisher's start, for operators; None: the worker does not report one."""
     snapshot: bool = False
     """Whether the replay socket answers snapshot requests."""
-    model: str | None = None
-    block_size: int | None = None
-    groups: tuple[GroupInfo, ...] = ()
+    model: Name | None = None
+    block_size: BlockTokens | None = None
+    groups: Annotated[tuple[GroupInfo, ...], Meta(max_length=GROUPS_MAX)] = ()
     reannounces: bool = False
     """Whether stores may repeat held blocks (vLLM's `kv_cache_report_mode=full`): such copies are not counted."""
     kv_transfer: KVTransferOffer | None = None
@@ -84,7 +95,7 @@ def parse_sources(body: bytes, worker_url: str) -> list[EventSource]:
         if isinstance(answer, dict) and isinstance(answer.get("sources"), list):
             answer = answer["sources"]
         if isinstance(answer, dict):
-            source_by_rank = msgspec.convert(answer, dict[int, EventSource], strict=False)
+            source_by_rank = msgspec.convert(answer, dict[Rank, EventSource], strict=False)
             sources = [
                 msgspec.structs.replace(source_by_rank[rank], data_parallel_rank=rank)
                 for rank in sorted(source_by_rank)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
-from events.sources import EventSource, is_endpoint, parse_endpoint_host, parse_sources
+from events.sources import RANKS_MAX, EventSource, is_endpoint, parse_endpoint_host, parse_sources
 from events.types import DecodeError
 from router.decide.load import EngineLoad
 from router.decide.workers import VLLM, ServedModel
@@ -25,13 +25,7 @@ MODELS_MAX = 4096
 NAME_CHARS_MAX = 1024
 TOKENS_MAX = 2**48
 """Most tokens of a context or a cache."""
-RANKS_MAX = 256
-"""Most ranks of a worker; each takes four file descriptors."""
-GROUPS_MAX = 256
-GROUP_INDEX_MAX = 1 << 16
 BLOCK_TOKENS_MAX = 1 << 24
-TOKEN_BYTES_MAX = 1 << 30
-"""Most bytes of a cached token."""
 OBJECTS_MAX = 32_768
 """Most lists and objects in an answer; 4,096 models of vLLM's have three each."""
 LINE_CHARS_MAX = 8192
@@ -121,8 +115,12 @@ def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
     if len(sources) > RANKS_MAX:
         raise DecodeError(f"/kv_event_sources: {len(sources)} ranks, more than {RANKS_MAX}")
     for source in sources:
-        reason = _find_source_fault(source)
-        if reason is not None:
+        for endpoint in list_endpoints(source):
+            if not is_endpoint(endpoint):
+                reason = f"{endpoint[:80]!r} is no address"
+                raise DecodeError(f"/kv_event_sources: rank {source.data_parallel_rank}: {reason}")
+        if source.kv_transfer is not None and parse_endpoint_host(source.kv_transfer.endpoint) is None:
+            reason = f"{source.kv_transfer.endpoint[:80]!r} is no address of a peer"
             raise DecodeError(f"/kv_event_sources: rank {source.data_parallel_rank}: {reason}")
     return tuple(sources)
 
@@ -132,31 +130,6 @@ def list_endpoints(source: EventSource) -> list[str]:
     transfer_endpoint = source.kv_transfer and source.kv_transfer.endpoint
     endpoints = (source.endpoint, source.replay_endpoint, source.snapshot_endpoint, transfer_endpoint)
     return [endpoint for endpoint in endpoints if endpoint]
-
-
-def _find_source_fault(source: EventSource) -> str | None:
-    """Return why an event stream cannot be followed; None if it can."""
-    for endpoint in list_endpoints(source):
-        if not is_endpoint(endpoint):
-            return f"{endpoint[:80]!r} is no address"
-    offer = source.kv_transfer
-    if offer is not None and parse_endpoint_host(offer.endpoint) is None:
-        return f"{offer.endpoint[:80]!r} is no address of a peer"
-    if offer is not None and not 0 < offer.bytes_per_token <= TOKEN_BYTES_MAX:
-        return f"a token that is not of 1 to {TOKEN_BYTES_MAX} bytes"
-    if offer is not None and offer.gb_s < 0:
-        return "a rate below 0"
-    names = (source.topic, source.epoch, source.model, offer and offer.group)
-    if any(len(text or "") > NAME_CHARS_MAX for text in names):
-        return f"a name of more than {NAME_CHARS_MAX} characters"
-    if not 0 <= source.data_parallel_rank < RANKS_MAX or len(source.groups) > GROUPS_MAX:
-        return f"a rank beyond {RANKS_MAX} or more than {GROUPS_MAX} groups"
-    sizes = [source.block_size, *(size for group in source.groups for size in (group.block_size, group.sliding_window))]
-    if any(size is not None and not 0 < size <= BLOCK_TOKENS_MAX for size in sizes):
-        return f"a block or window that is not of 1 to {BLOCK_TOKENS_MAX} tokens"
-    if any(not 0 <= group.group_idx < GROUP_INDEX_MAX or len(group.kind) > NAME_CHARS_MAX for group in source.groups):
-        return f"a group that is not one of {GROUP_INDEX_MAX}"
-    return None
 
 
 class EngineSizes(NamedTuple):

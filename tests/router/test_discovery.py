@@ -280,8 +280,8 @@ def test_an_engine_says_where_peers_get_its_blocks() -> None:
         (kv_offer("ipc:///tmp/kv"), "no address of a peer"),
         (kv_offer("tcp://caf\u00e9:7001"), "is no address"),
         (kv_offer("tcp://*:70000"), "is no address"),
-        (kv_offer(bytes_per_token=0), "a token that is not of"),
-        (kv_offer() | {"gb_s": -1.0}, "a rate below 0"),
+        (kv_offer(bytes_per_token=0), "Expected `int` >= 1 - at `$[...].kv_transfer.bytes_per_token`"),
+        (kv_offer() | {"gb_s": -1.0}, "Expected `float` >= 0.0 - at `$[...].kv_transfer.gb_s`"),
         ({"endpoint": "tcp://*:7001"}, "missing required field"),
     ],
 )
