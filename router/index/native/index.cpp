@@ -30,7 +30,7 @@ u64 Index::add_holder(const std::string& model) {
     }
     const u64 id = next_holder_++;
     auto holder = std::make_unique<Holder>(id, entry.get(), digester_, pages_, nodes_, seats_, departed_);
-    entry->holders.push_back(holder.get());
+    entry->place(holder.get());
     holders_.emplace(id, std::move(holder));
     return id;
 }
@@ -49,12 +49,9 @@ void Index::remove_holder(u64 id) {
     }
     holder->leave();
     const auto model = models_.find(holder->model->name);
-    model->second->place(holder, true);
-    auto& holders = model->second->holders;
-    holders.erase(std::remove(holders.begin(), holders.end(), holder), holders.end());
-    const bool last = holders.empty();
+    model->second->remove(holder);
     holders_.erase(id);
-    if (last) models_.erase(model);
+    if (model->second->empty()) models_.erase(model);
 }
 
 void Index::clear(u64 holder) {

@@ -215,21 +215,18 @@ void AnyMatcher::count_tiers(const Holder& holder, const std::vector<u32>& deman
 
 }  // namespace
 
-void ModelHolders::place(const Holder* holder, bool leaves) {
-    HolderPosition& standing = now_;
-    standing.clear();
-    if (!leaves) standing_of(*holder, pins.count(holder) != 0, standing);
-    const auto known = standings_.find(holder);
-    if (known != standings_.end()) {
-        if (!leaves && known->second == standing) return;
-        stand(holder, known->second, false);
-    }
-    stand(holder, standing, true);
-    if (leaves) {
-        standings_.erase(holder);
-    } else {
-        standings_[holder] = standing;
-    }
+void ModelHolders::place(const Holder* holder) {
+    HolderPosition& known = standings_[holder];
+    HolderPosition now = standing_of(*holder, pins.count(holder) != 0);
+    if (now == known) return;
+    stand(holder, known, false);
+    stand(holder, now, true);
+    known = std::move(now);
+}
+
+void ModelHolders::remove(const Holder* holder) {
+    stand(holder, standings_[holder], false);
+    standings_.erase(holder);
 }
 
 void ModelHolders::stand(const Holder* holder, const HolderPosition& standing, bool on) {

@@ -46,11 +46,6 @@ struct HolderPosition {
     bool other = false;   // whether it is matched by itself
     Seat seat = 0;
     Layout layout;
-    void clear() {
-        length = seat = 0;
-        pinned = other = false;
-        layout.clear();
-    }
     bool operator==(const HolderPosition& to) const {
         return std::tie(length, pinned, other, seat, layout) ==
                std::tie(to.length, to.pinned, to.other, to.seat, to.layout);
@@ -59,19 +54,19 @@ struct HolderPosition {
 
 // Holders of one model, classified by how they are matched, so that a match does not have to find that out.
 struct ModelHolders : Model {
-    std::vector<const Holder*> holders;           // in the order in which they were added
     std::unordered_map<const Holder*, u64> pins;  // holder -> number of its prompts in flight
     std::map<u32, LayoutGroup> alike;             // block length -> holders with only that length
     std::vector<const Holder*> others;            // other holders that have blocks, ascending by id
 
-    // Classify a holder again; call it after every change of its groups, seat, entries or pins. `leaves`: remove it.
-    void place(const Holder* holder, bool leaves = false);
+    // Classify a new holder, or one whose groups, seat, entries or pins have changed.
+    void place(const Holder* holder);
+    void remove(const Holder* holder);
+    bool empty() const { return standings_.empty(); }
 
 private:
     void stand(const Holder* holder, const HolderPosition& standing, bool on);
 
     std::unordered_map<const Holder*, HolderPosition> standings_;
-    HolderPosition now_;  // scratch of `place`, which is called for every payload and seldom changes anything
 };
 
 struct KeyMemo;
@@ -180,7 +175,7 @@ inline u32 fastest_tier(const Nodes& nodes, u32 id, Seat seat, u32 ordinal) {
 }
 
 // match_planes.cpp: match the holders whose blocks all have `length` tokens, 64 at a time. `standing_of` finds them.
-void standing_of(const Holder& holder, bool pinned, HolderPosition& standing);
+HolderPosition standing_of(const Holder& holder, bool pinned);
 void match_planes(const Context& context, u32 length, const LayoutGroup& alike, std::vector<Match>& matches);
 
 }  // namespace blockcast

@@ -240,29 +240,15 @@ private:
         return all;
     }
 
-    // By step: are its last `count` blocks held, or all of them where there are fewer? Sliding minimum by blocks of `count`
-    // (van Herk, 1992; Gil and Werman, 1993): two operations a step, however long the window.
+    // By step: are its last `count` blocks held, or all of them where there are fewer? What is known of the last `known`
+    // blocks of two steps tells it of up to twice as many.
     Words trailing(const Words& held, u64 steps, u64 count) const {
-        Words from_start(held.begin(), held.begin() + static_cast<long>((steps + 1) * words_));
-        Words to_end = from_start;
-        for (u64 step = 1; step <= steps; ++step) {
-            if ((step - 1) % count == 0) continue;
-            for (std::size_t word = 0; word < words_; ++word) {
-                from_start[step * words_ + word] &= from_start[(step - 1) * words_ + word];
-            }
+        Words all(held.begin(), held.begin() + static_cast<long>((steps + 1) * words_));
+        for (u64 known = 1; known < count && known <= steps; known *= 2) {
+            const std::size_t back = std::min(known, count - known) * words_;
+            for (std::size_t at = all.size(); at-- > back;) all[at] &= all[at - back];
         }
-        for (u64 step = steps; step-- > 1;) {
-            if (step % count == 0) continue;
-            for (std::size_t word = 0; word < words_; ++word) {
-                to_end[step * words_ + word] &= to_end[(step + 1) * words_ + word];
-            }
-        }
-        for (u64 step = steps; step > count; --step) {
-            for (std::size_t word = 0; word < words_; ++word) {
-                from_start[step * words_ + word] &= to_end[(step - count + 1) * words_ + word];
-            }
-        }
-        return from_start;
+        return all;
     }
 
     void count_tiers(const Holder& holder, Match& match) const {
@@ -295,8 +281,8 @@ private:
 
 }  // namespace
 
-// `standing`: a clear one.
-void standing_of(const Holder& holder, bool pinned, HolderPosition& standing) {
+HolderPosition standing_of(const Holder& holder, bool pinned) {
+    HolderPosition standing;
     standing.seat = holder.seat;
     standing.pinned = pinned;
     standing.other = pinned || holder.entries() != 0;
@@ -304,18 +290,19 @@ void standing_of(const Holder& holder, bool pinned, HolderPosition& standing) {
     bool full = holder.groups.empty();
     for (const Group& group : holder.groups) {
         for (const auto& [own, names] : group.lengths) {
-            if (length != 0 && length != own) return;
+            if (length != 0 && length != own) return standing;
             length = own;
         }
         full = full || (holder.demands(group) && group.role() == Role::Full);
     }
-    if (!full || length == 0) return;
+    if (!full || length == 0) return standing;
     for (const Group& group : holder.groups) {
-        if (holder.demands(group) && group.role() == Role::Chunk && *group.window % length != 0) return;
+        if (holder.demands(group) && group.role() == Role::Chunk && *group.window % length != 0) return standing;
     }
     standing.length = length;
     standing.other = false;
     add_layout(holder, length, standing.layout);
+    return standing;
 }
 
 void match_planes(const Context& context, u32 length, const LayoutGroup& alike, std::vector<Match>& matches) {

@@ -289,33 +289,10 @@ private:
         ++segment.count;
     }
 
-    // Fill a new segment. A counter for each chunk gives the next free slot, as reading tags right after writing them stalls.
-    struct Filling {
-        Segment segment;
-        u8 taken[kPagesMax * kPerPage] = {};
-    };
-
-    void place(Filling& filling, const Entry& entry, u32 hash) {
-        const u32 scrambled = scramble(hash);
-        Segment& segment = filling.segment;
-        u32 at = home(scrambled, segment.size);
-        while (filling.taken[at] == kSlots) {
-            u8& overflow = chunk_of(segment, at)->overflow;
-            if (overflow != 255) ++overflow;
-            if (++at == segment.size) at = 0;
-        }
-        Chunk* chunk = chunk_of(segment, at);
-        const u32 slot = filling.taken[at]++;
-        chunk->tags[slot] = tag_of(scrambled);
-        chunk->slots[slot] = entry;
-        ++segment.count;
-    }
-
     void resize(Segment& segment, u32 pages) {
-        Filling filling{allocate(segment.depth, pages)};
-        auto move = [&](const Entry& entry) { place(filling, entry, Traits::hash(entry)); };
+        Segment fresh = allocate(segment.depth, pages);
+        auto move = [&](const Entry& entry) { place(fresh, entry, Traits::hash(entry)); };
         visit_segment(segment, move);
-        const Segment& fresh = filling.segment;
         release(segment);
         segment = fresh;
     }
@@ -331,7 +308,7 @@ private:
         u32 counts[2] = {0, 0};
         auto count = [&](const Entry& entry) { ++counts[Traits::hash(entry) >> (31 - old.depth) & 1]; };
         visit_segment(old, count);
-        Filling halves[2] = {{allocate(old.depth + 1u, pages_for(counts[0]))}, {allocate(old.depth + 1u, pages_for(counts[1]))}};
+        Segment halves[2] = {allocate(old.depth + 1u, pages_for(counts[0])), allocate(old.depth + 1u, pages_for(counts[1]))};
         auto move = [&](const Entry& entry) {
             const u32 hash = Traits::hash(entry);
             place(halves[hash >> (31 - old.depth) & 1], entry, hash);
@@ -339,8 +316,8 @@ private:
         visit_segment(old, move);
         release(old);
         const u32 second = static_cast<u32>(segments_.size());
-        segments_[number] = halves[0].segment;
-        segments_.push_back(halves[1].segment);
+        segments_[number] = halves[0];
+        segments_.push_back(halves[1]);
         const std::size_t span = std::size_t{1} << (depth_ - old.depth);
         const std::size_t first = index(any_hash) / span * span;
         for (std::size_t i = span / 2; i < span; ++i) directory_[first + i] = second;
