@@ -358,7 +358,7 @@ class Fleet:
             await self._join(member)
         else:
             await self._poll_models(member)
-        await self._fetch_missing_snapshots(member)
+        self._spawn(self._fetch_missing_snapshots(member))
         if self._now() >= member.next_loads_poll_at_s:
             member.next_loads_poll_at_s = math.inf  # until it is answered, which may take longer than the next check
             self._spawn(self._poll_load(member))
@@ -372,11 +372,14 @@ class Fleet:
         if not missing_from:
             member.peers_pause_s = 0.0
             return
-        snapshots = await self._peers.fetch_snapshots(worker_id, member.facts.sources, only_before=missing_from)
-        for rank, snapshot in snapshots.items():
-            self._feed.resume(worker_id, rank, snapshot)
-        member.peers_pause_s = _next_pause(member.peers_pause_s, self._config.peers_s, self._config.peers_s_max)
-        member.next_peers_poll_at_s = self._now() + member.peers_pause_s
+        member.next_peers_poll_at_s = math.inf  # until they have answered, which may take longer than the next check
+        try:
+            snapshots = await self._peers.fetch_snapshots(worker_id, member.facts.sources, only_before=missing_from)
+            for rank, snapshot in snapshots.items():
+                self._feed.resume(worker_id, rank, snapshot)
+        finally:
+            member.peers_pause_s = _next_pause(member.peers_pause_s, self._config.peers_s, self._config.peers_s_max)
+            member.next_peers_poll_at_s = self._now() + member.peers_pause_s
 
     async def _poll_load(self, member: _Member) -> None:
         """Read the load of a worker's ranks from its `/metrics` for the core, and set the time of the next reading."""

@@ -327,6 +327,7 @@ async def watching(
     events: str | None = "none",
     index: PrefixIndex | None = None,
     timeout_s: float = 5.0,
+    peers: Any = None,
 ) -> AsyncIterator[tuple[Fleet, RouterCore, str]]:
     """A fleet that knows the worker of this page; and the worker's id.
 
@@ -343,7 +344,7 @@ async def watching(
         prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None)
         now = asyncio.get_running_loop().time
         prober = Prober(session, timeout_s=timeout_s, kv_dialects=("mooncake",))
-        fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=now)
+        fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=now, peers=peers)
         address = f"127.0.0.1:{runner.addresses[0][1]}"
         kv_settings = {"kv": "mooncake", "bootstrap": address} if is_mooncake else {}
         event_settings = {} if events is None else {"events": events}
@@ -571,6 +572,27 @@ def test_sizes_that_a_worker_told_too_late_for_its_first_probe_are_learned() -> 
             page.metrics = SIZES
             await wait_until(lambda: core.workers[name].spec.cache_tokens == 1600)
             assert core.snapshot(0.0).workers[0].cache_tokens == 1600
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_worker_is_checked_while_another_router_does_not_answer() -> None:
+    """The other router is asked for what this one has missed of the worker's events, and may take a minute."""
+    is_asked = asyncio.Event()
+
+    async def fetch_snapshots(worker_id: str, sources: Any, only_before: Any = None) -> dict[int, Any]:
+        if only_before is not None:
+            is_asked.set()
+            await asyncio.sleep(3600.0)
+        return {}
+
+    async def run() -> None:
+        page, peers = Page(), SimpleNamespace(fetch_snapshots=fetch_snapshots)
+        feed = feed_of(find_incomplete_ranks=lambda _: {0: 5})
+        async with watching(page, FleetConfig(health_s=0.001), feed, peers=peers) as (_, core, name):
+            await is_asked.wait()
+            page.answers["/health"] = (503, "")
+            await wait_until(lambda: core.workers[name].is_down)
 
     asyncio.run(asyncio.wait_for(run(), 60))
 
