@@ -123,7 +123,6 @@ class SocketPoller:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._socket_by_descriptor: dict[int, Socket] = {}
-        self._descriptor_by_socket: dict[Socket, int] = {}
         self._readable_sockets: dict[Socket, None] = {}
         """Sockets with input, in the order in which they were found."""
         self._wakeup_descriptor = -1
@@ -135,13 +134,13 @@ class SocketPoller:
 
     def register(self, socket: Socket) -> None:
         descriptor = socket.getsockopt(zmq.FD)
-        self._socket_by_descriptor[descriptor], self._descriptor_by_socket[socket] = socket, descriptor
+        self._socket_by_descriptor[descriptor] = socket
         self._epoll.register(descriptor, select.EPOLLIN)
         self._readable_sockets[socket] = None  # earlier messages do not make the descriptor ready again
 
     def unregister(self, socket: Socket) -> None:
         """Stop watching a socket, before it is closed."""
-        descriptor = self._descriptor_by_socket.pop(socket)
+        descriptor = socket.getsockopt(zmq.FD)
         del self._socket_by_descriptor[descriptor]
         self._epoll.unregister(descriptor)
         self._readable_sockets.pop(socket, None)

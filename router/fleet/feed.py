@@ -202,9 +202,7 @@ class IndexFeed:
             return False
         streams = self._streams_by_worker[worker_id]
         old_stream = streams[rank]
-        self.events.remove(old_stream.stream_id)
-        with self._lock:
-            self._stream_by_id.pop(old_stream.stream_id, None)
+        self._stop_stream(old_stream)
         self._clear_and_report(old_stream)
         streams[rank] = self._replace_stream(old_stream, snapshot)
         return True
@@ -333,9 +331,12 @@ class IndexFeed:
 
     def _stop_streams(self, worker_id: str) -> None:
         for stream in self._streams_by_worker.get(worker_id, []):
-            self.events.remove(stream.stream_id)
-            with self._lock:
-                self._stream_by_id.pop(stream.stream_id, None)
+            self._stop_stream(stream)
+
+    def _stop_stream(self, stream: WorkerStream) -> None:
+        self.events.remove(stream.stream_id)
+        with self._lock:
+            self._stream_by_id.pop(stream.stream_id, None)
 
     def _report_cleared(self, stream: WorkerStream) -> None:
         self._report(CacheCleared(stream.worker_id, stream.rank, time.monotonic()))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from events.types import DecodeError
 from options import ConfigError
@@ -36,6 +36,8 @@ from router.prompting.model_tokenizers import ModelTokenizers
 
 log = logging.getLogger("router")
 
+_Result = TypeVar("_Result")
+
 TRAFFIC_ONLY_RECOVERY = frozenset(
     f"{kind.value} failure"
     for kind in (FailureKind.TIMEOUT, FailureKind.STALLED, FailureKind.SERVER_ERROR, FailureKind.STREAM)
@@ -53,6 +55,8 @@ CONCURRENT_POLLS_MAX = 32
 REASON_CHARS_MAX = 300
 """Longest text of a worker that is written to the log and to `/workers`."""
 TOKENIZER_S_MAX = 60.0
+JOIN_SNAPSHOTS_S_MAX = 10.0
+"""Longest wait for other routers' snapshots before a new worker joins; after that, missing ones are asked for again."""
 BLOCKS_MAX_DEFAULT = 1 << 22
 """Blocks that a rank may announce if its worker does not say how much its cache holds."""
 BLOCKS_MIN, BLOCKS_FACTOR, BLOCK_TOKENS = 1 << 16, 16, 16
@@ -452,7 +456,8 @@ class Fleet:
         is_new = worker_id not in self._core.workers
         snapshots: Mapping[int, PeerSnapshot] = {}
         if is_new and self._peers is not None:
-            snapshots = await self._peers.fetch_snapshots(worker_id, facts.sources)
+            fetching = self._peers.fetch_snapshots(worker_id, facts.sources)
+            snapshots = await _run_with_timeout(JOIN_SNAPSHOTS_S_MAX, fetching) or {}
         if self._members.get(worker_id) is not member:
             return False
         has_lacked_room, followed_facts = member.lacks_room, self._limit_streams(member, facts)
@@ -554,8 +559,8 @@ def compute_max_blocks(spec: WorkerSpec) -> int:
     return BLOCKS_MIN + BLOCKS_FACTOR * per_rank
 
 
-async def _run_with_timeout(seconds: float, work: Coroutine[Any, Any, object]) -> None:
-    """Await `work`, but no longer than `seconds`.
+async def _run_with_timeout(seconds: float, work: Coroutine[Any, Any, _Result]) -> _Result | None:
+    """Await `work`, but no longer than `seconds`; return its result, or None if it took longer.
 
     Up to Python 3.11, `asyncio.wait_for` loses a cancellation that comes when the work is done, and the task of a
     removed worker would run for ever.
@@ -565,8 +570,7 @@ async def _run_with_timeout(seconds: float, work: Coroutine[Any, Any, object]) -
         await asyncio.wait({task}, timeout=seconds)
     finally:
         task.cancel()
-    if task.done():
-        task.result()
+    return task.result() if task.done() else None
 
 
 def _next_pause(pause_s: float, first_s: float, max_s: float) -> float:

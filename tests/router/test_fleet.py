@@ -597,6 +597,19 @@ def test_a_worker_is_checked_while_another_router_does_not_answer() -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_a_worker_joins_although_another_router_does_not_answer(monkeypatch: Any) -> None:
+    monkeypatch.setattr("router.fleet.members.JOIN_SNAPSHOTS_S_MAX", 0.05)
+
+    async def fetch_snapshots(*_: object, **__: object) -> None:
+        await asyncio.sleep(3600.0)
+
+    async def run() -> None:
+        async with watching(Page(), RARELY_HEALTH, feed_of(), peers=SimpleNamespace(fetch_snapshots=fetch_snapshots)):
+            pass
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_worker_that_was_down_and_is_not_ready_says_so_once(caplog: Any) -> None:
     async def run() -> None:
         page, config = Page(), FleetConfig(health_s=0.001, starting_s=0.001)
