@@ -10,8 +10,8 @@ import struct
 
 import msgspec
 
-from events.event_parser import infer_block_size, parse_event
-from events.types import BlockStored, DecodedBatch, DecodeError, EventBatch
+from events.event_parser import parse_event
+from events.types import DecodedBatch, DecodeError, EventBatch
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -25,7 +25,6 @@ class _RawBatch(msgspec.Struct, array_like=True):
 _DECODE_ERRORS = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError)
 """Errors that msgspec raises for foreign bytes; TypeError for a map whose keys cannot be hashed."""
 
-_BATCH_DECODER = msgspec.msgpack.Decoder(EventBatch)
 _RAW_BATCH_DECODER = msgspec.msgpack.Decoder(_RawBatch)
 
 
@@ -60,18 +59,6 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     Events that are malformed or of an unknown type are left out and counted in the result. Raises DecodeError if the
     payload is not `[ts, events, rank]` in msgpack.
     """
-    try:
-        decoded_batch = DecodedBatch(_BATCH_DECODER.decode(payload))
-        for typed_event in decoded_batch.batch.events:
-            if isinstance(typed_event, BlockStored) and not typed_event.block_size:
-                infer_block_size(typed_event)
-        return decoded_batch
-    except _DECODE_ERRORS:
-        return _decode_events_separately(payload)
-
-
-def _decode_events_separately(payload: bytes) -> DecodedBatch:
-    """Decode a batch event by event, because not all of them are well-formed maps of known types."""
     try:
         raw_batch = _RAW_BATCH_DECODER.decode(payload)
     except _DECODE_ERRORS as error:

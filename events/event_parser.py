@@ -51,12 +51,12 @@ def parse_event(raw_event: Raw) -> tuple[str, Event | None]:
         return type_name, None
     event = event_class(**dict(_decode_fields(event_class, raw_value_by_field)))
     if isinstance(event, BlockStored):
-        infer_block_size(event)
+        _infer_block_size(event)
         _move_texts_to_extra_keys(event)
     return type_name, event
 
 
-def infer_block_size(event: BlockStored) -> None:
+def _infer_block_size(event: BlockStored) -> None:
     """Set a block size of 0 to the number of tokens per block, if that is a whole number."""
     block_count, token_count = len(event.block_hashes), len(event.token_ids)
     if event.block_size == 0 and block_count and token_count % block_count == 0:
@@ -70,8 +70,7 @@ def _move_texts_to_extra_keys(event: BlockStored) -> None:
     its texts, as (text, offset in the block). Raises ValidationError if the tokens do not fill the blocks exactly.
     """
     token_ids: list[Any] = event.token_ids
-    text_positions = [position for position, value in enumerate(token_ids) if isinstance(value, str)]
-    if not text_positions:
+    if str not in map(type, token_ids):
         return
     block_count, block_size = len(event.block_hashes), event.block_size
     if not block_count or block_count * block_size != len(token_ids):
@@ -79,8 +78,9 @@ def _move_texts_to_extra_keys(event: BlockStored) -> None:
     keys_by_block: list[Any] = list(event.extra_keys or ())
     keys_by_block += [None] * (block_count - len(keys_by_block))
     first_position_by_block: dict[int, int] = {}
-    for position in text_positions:
-        first_position_by_block.setdefault(position // block_size, position)
+    for position, value in enumerate(token_ids):
+        if isinstance(value, str):
+            first_position_by_block.setdefault(position // block_size, position)
     for block_index, position in first_position_by_block.items():
         other_keys = keys_by_block[block_index] or ()
         keys_by_block[block_index] = (*other_keys, (token_ids[position], position % block_size))
