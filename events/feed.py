@@ -454,39 +454,39 @@ class EventFeed:
     def _process_stream(self, stream: FollowedStream) -> None:
         """Perform the waiting work of a stream, up to TURN_BYTES.
 
-        So a stream with much work does not hold up the others: the rest is done in the next turn, after theirs. Work is
-        a continuation that the handler began, then instructions and scheduled calls, then replies.
+        So a stream with much work does not hold up the others: the rest is done in the next turn, after theirs. Replies
+        come after other work.
         """
         used_bytes = 0
         while stream.is_busy and used_bytes < TURN_BYTES:
-            if stream.continuation is not None:
-                used_bytes = TURN_BYTES  # long work: one part of it a turn
-                has_more = stream.continuation()
-                if not has_more:
-                    stream.continuation = None
-            elif stream.pending_work:
-                work = stream.pop_work()
-                used_bytes += len(work.payload) if isinstance(work, Apply) else 0
-                self._perform(stream, work)
-            else:
+            if not stream.pending_work:
                 frames = stream.pop_reply()
                 used_bytes += 64 + sum(map(len, frames)) // 16  # its payload is counted when it is applied
                 stream.enqueue(self._handle_reply(stream, frames))
+                continue
+            work = stream.pop_work()
+            if isinstance(work, Instruction):
+                used_bytes += len(work.payload) if isinstance(work, Apply) else 0
+                self._perform(stream, work)
+            else:
+                used_bytes = TURN_BYTES  # long work: one part of it a turn
+                if work():
+                    stream.pending_work.appendleft(work)
         self._report_dropped_messages(stream)
         if not stream.is_busy:
             self._busy_streams.discard(stream)
 
-    def _perform(self, stream: FollowedStream, work: Instruction | Callable[[], bool]) -> None:
-        """Send a request, or give another instruction to the handler, or set scheduled work as the continuation."""
-        if isinstance(work, RequestReplay):
-            replay = build_replay_request(work.start_seq)
-            self._send_request(stream, work.request_id, stream.source.replay_endpoint, replay)
-        elif isinstance(work, RequestSnapshot):
-            self._request_snapshot(stream, work.request_id)
-        elif isinstance(work, Instruction):
-            stream.continuation = self._handler.handle(stream.source.stream_id, work, stream.topic)
+    def _perform(self, stream: FollowedStream, instruction: Instruction) -> None:
+        """Send a request, or give another instruction to the handler."""
+        if isinstance(instruction, RequestReplay):
+            replay = build_replay_request(instruction.start_seq)
+            self._send_request(stream, instruction.request_id, stream.source.replay_endpoint, replay)
+        elif isinstance(instruction, RequestSnapshot):
+            self._request_snapshot(stream, instruction.request_id)
         else:
-            stream.continuation = work
+            continuation = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
+            if continuation is not None:
+                stream.pending_work.appendleft(continuation)
 
     def _report_dropped_messages(self, stream: FollowedStream) -> None:
         dropped_count = stream.stream_state.dropped_message_count - stream.reported_drop_count

@@ -76,7 +76,7 @@ class FollowedStream:
         self.retry_at: float | None = None
         """Time at which the stream is followed again after a fault, without its earlier state."""
         self.pending_work: deque[Instruction | Callable[[], bool]] = deque()
-        """Instructions of the state, and work that the feed's user has scheduled after them."""
+        """Instructions of the state, and calls: each is repeated, before anything else, until it returns False."""
         self.pending_bytes = 0
         """Bytes of the payloads in `pending_work`."""
         self.replies: deque[list[bytes]] = deque()
@@ -84,12 +84,10 @@ class FollowedStream:
         self.reply_bytes = 0
         self.reported_drop_count = 0
         """Dropped messages that the handler knows of."""
-        self.continuation: Callable[[], bool] | None = None
-        """Performs the next part of unfinished work, and returns whether to call it again."""
 
     @property
     def is_busy(self) -> bool:
-        return self.continuation is not None or bool(self.pending_work) or bool(self.replies)
+        return bool(self.pending_work or self.replies)
 
     @property
     def is_full(self) -> bool:
@@ -106,7 +104,6 @@ class FollowedStream:
         return not self.source.topic or self.source.topic.encode() == topic
 
     def pop_work(self) -> Instruction | Callable[[], bool]:
-        """Take the next instruction, or the next work that the feed's user has scheduled."""
         work = self.pending_work.popleft()
         if isinstance(work, Apply):
             self.pending_bytes -= len(work.payload)
@@ -132,7 +129,6 @@ class FollowedStream:
         self.pending_work.clear()
         self.clear_replies()
         self.pending_bytes = self.reported_drop_count = 0
-        self.continuation = None
         self.retry_at = retry_at
 
     def _make_state(self, resume_position: tuple[int, int] | None) -> StreamState:
