@@ -4,13 +4,13 @@
 
 Only names of blocks of 512 tokens (of 2,048 characters where a trace has text), full ones, one request at a time; all
 sessions of a trace begin at once. A cache's size is a share of the trace's distinct blocks; a block is found with all
-those before it. The first tenth of the requests is served and not counted. `ours` is the engine's own order
-(`engine.cache.eviction_queue`); Belady knows the future. Traces: Mooncake
+those before it. The first tenth of the requests is served and not counted. LRU and adaptive are the orders of the
+engine's own cache (`played_cache`); Belady knows the future. Traces: Mooncake
 (kvcache-ai/Mooncake, FAST25-release/traces), agents' sessions (callanjfox/kv-cache-tester), agents' texts
 (LMCache/lmcache-agent-trace). `contrary` is made here: what was learned of each of its conversations is wrong.
 
-`--state-blocks 12` plays a hybrid model's cache too, the engine's own (`hybrid_play`): a prompt is resumed only at
-states that were kept, each in the room of 12 blocks. `present` is GreedyDual, and Belady's order has no states to keep.
+`--state-blocks 12` plays a hybrid model's cache too: a prompt is resumed only at states that were kept, each in the
+room of 12 blocks. LRU is GreedyDual then, and Belady's order has no states to keep.
 """
 
 from __future__ import annotations
@@ -23,118 +23,30 @@ import random
 import sys
 import tarfile
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import _path  # noqa: F401
-from harness.belady import belady_hits, count_cached_prefix
+from harness.belady import belady_hits
 from harness.figures import describe_machine, markdown_table, write_json
-from hybrid_play import HybridCache
-
-from engine.cache.learned_order import LearnedEviction
-from engine.cache.reuse_stats import ConversationTurn
-from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
+from played_cache import PlayedCache
 
 BLOCK = 512
 Trace = list[list[int]]
 """Names of the full blocks of each prompt."""
 
 
-class Cache(Protocol):
-    refused_prompts: int
-    """Prompts that were longer than the whole cache, where it refuses some."""
-
-    def serve(self, names: list[int]) -> int:
-        """Serve a prompt; how many of its leading blocks were found."""
+Orders = dict[str, Callable[[int], PlayedCache]]
 
 
-# ---------------------------------------------------------------------- the orders
-
-
-class Lru:
-    """The oldest goes first; of one prompt its last block."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.refused_prompts = 0
-        self.blocks: OrderedDict[int, None] = OrderedDict()
-
-    def serve(self, names: list[int]) -> int:
-        hit_count = count_cached_prefix(names, self.blocks)
-        for name in reversed(names):
-            self.blocks[name] = None
-            self.blocks.move_to_end(name)
-        while len(self.blocks) > self.capacity:
-            self.blocks.popitem(last=False)
-        return hit_count
-
-
-class Node:
-    """A block and what it hangs from."""
-
-    __slots__ = ("cached_child_count", "depth", "hash", "parent")
-
-    def __init__(self, name: int, depth: int, parent: Node | None) -> None:
-        self.hash, self.depth, self.parent = name, depth, parent
-        self.cached_child_count = 0
-
-
-class EngineOrder:
-    """The engine's order, asked as the engine's pool asks it: one block at a time."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.refused_prompts = 0
-        self.nodes: dict[int, Node] = {}
-        group = GroupSpec(FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=64, dtype_bytes=2)
-        self.order = LearnedEviction(CacheSpec(BLOCK, (group,)), capacity)
-
-    def serve(self, names: list[int]) -> int:
-        hit_count, turn = self.begin_request(names)
-        self.end_request(names, turn)
-        self.trim()
-        return hit_count
-
-    def begin_request(self, names: list[int]) -> tuple[int, ConversationTurn]:
-        """A request begins and holds its blocks: how many were found."""
-        hit_count = count_cached_prefix(names, self.nodes)
-        turn = self.order.reuse_stats.begin_turn(names, hit_count)
-        parent = self.nodes[names[hit_count - 1]] if hit_count else None
-        if parent is not None:
-            self.order.device_queue.remove(parent)
-        for depth in range(hit_count, len(names)):
-            node = self.nodes[names[depth]] = Node(names[depth], depth, parent)
-            if parent is not None:
-                parent.cached_child_count += 1
-            parent = node
-        return hit_count, turn
-
-    def end_request(self, names: list[int], turn: ConversationTurn) -> None:
-        self.order.finish_turn(turn)
-        leaf = self.nodes[names[-1]]
-        if not leaf.cached_child_count:
-            self.order.device_queue.add(leaf, turn)
-
-    def trim(self) -> None:
-        """Evict what does not fit, of what nobody holds."""
-        while len(self.nodes) > self.capacity and (leaf := self.order.device_queue.select_leaf()) is not None:
-            self.evict(leaf)
-
-    def evict(self, leaf: Node) -> None:
-        assert not leaf.cached_child_count
-        del self.nodes[leaf.hash]
-        parent = leaf.parent
-        if parent is not None:
-            parent.cached_child_count -= 1
-        if parent is None or parent.cached_child_count:
-            self.order.device_queue.remove(leaf)
-        else:
-            self.order.device_queue.shorten_path(leaf, parent)
-
-
-ORDERS: dict[str, Callable[[int], Cache]] = {"LRU": Lru, "ours": EngineOrder}
+def make_orders(state_blocks: int | None = None) -> Orders:
+    """Return the functions that make a cache of a capacity in blocks; `state_blocks`: of a hybrid model."""
+    return {
+        order: partial(PlayedCache, block_tokens=BLOCK, state_blocks=state_blocks, adaptive=order == "adaptive")
+        for order in ("LRU", "adaptive")
+    }
 
 
 # ---------------------------------------------------------------------- the traces
@@ -209,9 +121,7 @@ def generate_contrary(requests: int = 6000) -> Trace:
 # ---------------------------------------------------------------------- figures
 
 
-def play(
-    trace: Trace, percents: Sequence[int], warm: int, orders: dict[str, Callable[[int], Cache]], bound: str
-) -> dict[str, dict[str, float]]:
+def play(trace: Trace, percents: Sequence[int], warm: int, orders: Orders, bound: str) -> dict[str, dict[str, float]]:
     """Share of prompt blocks found, by size and order; `bound` names Belady's. The cache has the room of a share of the
     distinct blocks."""
     distinct_count = len({name for names in trace for name in names})
@@ -229,13 +139,6 @@ def play(
         row[bound] = sum(belady_hits(trace, capacity)[warm:]) / block_count
         print(f"    {percent} %: " + "  ".join(f"{k} {row[k]:.3f}" for k in (*orders, bound)), file=sys.stderr)
     return rows
-
-
-def hybrid_orders(state_blocks: int) -> dict[str, Callable[[int], Cache]]:
-    return {
-        order: lambda capacity, order=order: HybridCache(capacity, BLOCK, state_blocks, adaptive=order == "adaptive")
-        for order in ("present", "adaptive")
-    }
 
 
 def main() -> None:
@@ -258,14 +161,14 @@ def main() -> None:
         trace = generate_contrary(args.requests) if path is None else read(path, args.requests)
         distinct, block_count = len({n for names in trace for n in names}), sum(map(len, trace))
         print(f"{name}: {len(trace)} requests, {block_count} blocks, {distinct} distinct", file=sys.stderr)
-        rows = play(trace, args.percents, len(trace) // 10, ORDERS, "Belady")
+        rows = play(trace, args.percents, len(trace) // 10, make_orders(), "Belady")
         figures[name] = {"requests": len(trace), "blocks": block_count, "distinct": distinct, "rows": rows}
-        columns = {title: (title, "{:.3f}") for title in (*ORDERS, "Belady")}
+        columns = {title: (title, "{:.3f}") for title in ("LRU", "adaptive", "Belady")}
         print(f"\n{name}\n\n{markdown_table(rows, columns, 'cache')}\n")
         for blocks in args.state_blocks:
-            hybrid = play(trace, args.percents, len(trace) // 10, hybrid_orders(blocks), "Belady, no states")
+            hybrid = play(trace, args.percents, len(trace) // 10, make_orders(blocks), "Belady, no states")
             figures[name][f"a state as {blocks} blocks"] = hybrid
-            columns = {title: (title, "{:.3f}") for title in ("present", "adaptive", "Belady, no states")}
+            columns = {title: (title, "{:.3f}") for title in ("LRU", "adaptive", "Belady, no states")}
             print(f"{name}, a state as {blocks} blocks\n\n{markdown_table(hybrid, columns, 'cache')}\n")
     write_json(args.json, {"machine": describe_machine(), "requests": args.requests, "traces": figures})
 

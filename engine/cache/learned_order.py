@@ -187,11 +187,11 @@ class LearnedEviction(LruEviction):
         self._turn_by_sequence[seq] = self.reuse_stats.begin_turn(hashes, hit_blocks)
 
     def end_turn(self, seq: EngineSequence) -> None:
-        """Record that the sequence is over: from now on its next turn can come, and its blocks become cached."""
-        self.finish_turn(self._turn_by_sequence.pop(seq))
+        """Record that the sequence is over: from now on its next turn can come, and its blocks become cached.
 
-    def finish_turn(self, turn: ConversationTurn) -> None:
-        """Record that a turn is over. From now on, the path of the turn before it is evicted first."""
+        The path of the turn before it is evicted first from now on.
+        """
+        turn = self._turn_by_sequence.pop(seq)
         self.reuse_stats.end_turn(turn)
         if turn.previous is not None:
             self.device_queue.mark_abandoned(turn.previous)

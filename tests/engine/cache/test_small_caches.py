@@ -16,10 +16,8 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))  # last: it has files named like packages
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
-from eviction import EngineOrder
 from harness.belady import NEVER, belady_hits, count_cached_prefix
-
-from engine.cache.reuse_stats import ConversationTurn
+from played_cache import PlayedCache
 
 CONVERSATIONS, WORKERS, TURNS, AT_ONCE, DRAWS = 8, 2, 4, 3, 4
 CONTEXT_TOKENS, TURN_TOKENS, ANSWER_TOKENS, BLOCK = 2600, 160, 24, 16
@@ -36,12 +34,12 @@ class ReferenceCache:
         self.capacity = capacity
         self.future_prompts = future_prompts
         self.start_count = 0
-        self.nodes: dict[int, int] = {}
+        self.names: dict[int, int] = {}
         """Names with their worth."""
         self.running: list[list[int]] = []
 
     def start(self, names: list[int]) -> int:
-        hit_blocks = count_cached_prefix(names, self.nodes)
+        hit_blocks = count_cached_prefix(names, self.names)
         self.start_count += 1
         self.running.append(names)
         self._use(names)
@@ -53,38 +51,24 @@ class ReferenceCache:
 
     def _use(self, names: list[int]) -> None:
         """Of one prompt the last block is worth least."""
-        self.nodes.update((name, self.start_count * 1000 - depth) for depth, name in enumerate(names))
-        if (over := len(self.nodes) - self.capacity) <= 0:
+        self.names.update((name, self.start_count * 1000 - depth) for depth, name in enumerate(names))
+        if (over := len(self.names) - self.capacity) <= 0:
             return
-        worth = self.nodes
+        worth = self.names
         if self.future_prompts is not None:
-            worth = dict.fromkeys(self.nodes, -NEVER)
+            worth = dict.fromkeys(self.names, -NEVER)
             for at in range(len(self.future_prompts) - 1, self.start_count - 1, -1):
                 worth.update((name, -at * 1000 - depth) for depth, name in enumerate(self.future_prompts[at]))
         running_blocks = {name for prompt in self.running for name in prompt}
-        for name in sorted(self.nodes.keys() - running_blocks, key=lambda name: worth[name])[:over]:
-            del self.nodes[name]
+        for name in sorted(self.names.keys() - running_blocks, key=lambda name: worth[name])[:over]:
+            del self.names[name]
 
 
-class AdaptiveEviction(EngineOrder):
-    """The engine's order, over what does not run."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self.turns: dict[int, ConversationTurn] = {}
-        """Of the running requests, by their last block."""
-
-    def start(self, names: list[int]) -> int:
-        hit_blocks, self.turns[names[-1]] = self.begin_request(names)
-        self.trim()
-        return hit_blocks
-
-    def finish(self, names: list[int]) -> None:
-        self.end_request(names, self.turns.pop(names[-1]))
-        self.trim()
+def make_adaptive(capacity: int) -> PlayedCache:
+    return PlayedCache(capacity, BLOCK, adaptive=True)
 
 
-def play(make: Callable[[int], ReferenceCache | AdaptiveEviction], seed: int) -> tuple[int, int, int]:
+def play(make: Callable[[int], ReferenceCache | PlayedCache], seed: int) -> tuple[int, int, int]:
     """Blocks found of one draw, what Belady finds of the same, and Belady that evicts nothing that runs."""
     rng = random.Random(seed)
     final_blocks = (CONTEXT_TOKENS + TURNS * 2 * TURN_TOKENS) // BLOCK
@@ -106,7 +90,7 @@ def play(make: Callable[[int], ReferenceCache | AdaptiveEviction], seed: int) ->
                 caches[worker].finish(names)
                 steps.append((worker, False, names))
             names = texts[conversation][: (CONTEXT_TOKENS + turn * (TURN_TOKENS + ANSWER_TOKENS)) // BLOCK]
-            hits_by_cache = [count_cached_prefix(names, cache.nodes) for cache in caches]
+            hits_by_cache = [count_cached_prefix(names, cache.names) for cache in caches]
             loads = [sum(at == worker for at, _ in running) for worker in range(WORKERS)]
             ranks = [
                 (-k if max(hits_by_cache) >= CACHED_MIN else 0, load, rng.random())
@@ -127,7 +111,7 @@ def play(make: Callable[[int], ReferenceCache | AdaptiveEviction], seed: int) ->
 
 def test_half_of_beladys_hits_are_found() -> None:
     """Also in the worst of the draws; LRU finds less in the mean, and nobody more than the bound."""
-    lru, ours = ([play(make, seed) for seed in range(DRAWS)] for make in (ReferenceCache, AdaptiveEviction))
+    lru, ours = ([play(make, seed) for seed in range(DRAWS)] for make in (ReferenceCache, make_adaptive))
     assert min(hits / best for hits, best, _ in ours) > 0.5
     hits, best, _ = (sum(column) for column in zip(*lru))
     assert hits / best < 0.5

@@ -130,7 +130,7 @@ def test_a_superseded_state_goes_before_the_ends_of_paths_that_are_worth_more(
 def hybrid(monkeypatch: pytest.MonkeyPatch) -> Any:
     root = Path(__file__).resolve().parents[3]
     monkeypatch.setattr(sys, "path", [*sys.path, str(root / "benchmarks"), str(root / "scripts")])
-    return importlib.import_module("hybrid_play").HybridCache
+    return importlib.import_module("played_cache").PlayedCache
 
 
 def conversations(rng: random.Random, requests: int) -> list[list[int]]:
