@@ -61,7 +61,7 @@ class Engine:
         self.runner = ModelRunner(
             self.model,
             DevicePool(self.spec, self.units, device=self.device, dtype=self.dtype),
-            RunnerConfig(max_model_len=self.max_len, overlaps_steps=self.overlap),
+            RunnerConfig(max_model_len=self.max_len, max_num_seqs=512, overlaps_steps=self.overlap),
             kernels=self._kernels(),
             capture=self._capture(),
         )

@@ -16,17 +16,15 @@ from engine.types import BlockId, Chunk, Sequence
 from kernels.interface import BlockTable, IntArray, PagedKV
 from kernels.transfer import upload
 
-INITIAL_ROWS = 16
-"""Rows of the tables at first. Their number is doubled when more sequences come."""
-
 
 class RowAllocator:
     """Assigns a row of the per-sequence tables to each running sequence, as long as it is in every step."""
 
-    def __init__(self) -> None:
-        self.row_count = INITIAL_ROWS
+    def __init__(self, row_count: int) -> None:
+        """`row_count`: most sequences of a step."""
+        self._row_count = row_count
         self._row_by_sequence: dict[Sequence, int] = {}
-        self._free_rows = list(range(INITIAL_ROWS))[::-1]
+        self._free_rows = list(range(row_count))[::-1]
 
     def assign(self, sequences: list[Sequence]) -> tuple[IntArray, list[int]]:
         """Return the row of each sequence of a step, and the rows that were assigned just now.
@@ -36,9 +34,6 @@ class RowAllocator:
         previous_rows = self._row_by_sequence
         self._row_by_sequence = {seq: previous_rows.pop(seq) for seq in sequences if seq in previous_rows}
         self._free_rows += previous_rows.values()
-        while len(self._free_rows) < len(sequences) - len(self._row_by_sequence):
-            self._free_rows += range(self.row_count, 2 * self.row_count)
-            self.row_count *= 2
         new_rows = []
         for seq in sequences:
             if seq not in self._row_by_sequence:
@@ -49,22 +44,25 @@ class RowAllocator:
     def clear(self) -> None:
         """Free all rows. After a failed step, the tables in them may be half written."""
         self._row_by_sequence = {}
-        self._free_rows = list(range(self.row_count))[::-1]
+        self._free_rows = list(range(self._row_count))[::-1]
 
 
 class BlockTables:
     """Holds the block tables of one attention group where the kernels read them, a row for each running sequence."""
 
-    def __init__(self, group: int, kv: PagedKV, blocks_max: int, device: torch.device | None) -> None:
-        """`blocks_max`: blocks of the longest sequence. `device`: where kernels read the tables; None: on the host."""
+    def __init__(self, group: int, kv: PagedKV, row_count: int, blocks_max: int, device: torch.device | None) -> None:
+        """Make tables of `row_count` sequences of at most `blocks_max` blocks.
+
+        `device`: where kernels read the tables; None: on the host.
+        """
         self._group = group
         self._kv = kv
         self._device = device
-        self._host_tables = np.zeros((INITIAL_ROWS, blocks_max), np.int64)
+        self._host_tables = np.zeros((row_count, blocks_max), np.int64)
         self._device_tables = (
-            None if device is None else torch.zeros(blocks_max, INITIAL_ROWS, dtype=torch.int32, device=device)
+            None if device is None else torch.zeros(blocks_max, row_count, dtype=torch.int32, device=device)
         )
-        self._table_states = np.zeros((2, INITIAL_ROWS), np.int64)
+        self._table_states = np.zeros((2, row_count), np.int64)
         """[2, rows]: `table_version` and number of blocks of each row's sequence when the row was last written."""
 
     def update(
@@ -73,14 +71,12 @@ class BlockTables:
         ends: IntArray,
         rows: IntArray,
         new_rows: list[int],
-        row_count: int,
     ) -> None:
         """Write the blocks that the tables of a step's sequences gained since their rows were last written.
 
         chunks, ends, rows: chunk, end of the context and row of each sequence of the step. In `new_rows`, and after
-        blocks were replaced (`table_version`), the whole table is written. `row_count`: rows that the tables must have.
+        blocks were replaced (`table_version`), the whole table is written.
         """
-        self._extend(row_count)
         if new_rows:
             self._table_states[1, new_rows] = 0
         lengths = self._table_states[1, rows]  # blocks that are written already
@@ -121,15 +117,3 @@ class BlockTables:
     def make_step_table(self, rows: IntArray) -> BlockTable:
         """Return the tables of a step's sequences, which have these rows. Valid until the next `update`."""
         return BlockTable(self._host_tables, self._device_tables, rows)
-
-    def _extend(self, row_count: int) -> None:
-        """Enlarge the tables to at least `row_count` rows."""
-        missing_rows = row_count - self._table_states.shape[1]
-        if missing_rows <= 0:
-            return
-        block_count = self._host_tables.shape[1]
-        self._table_states = np.concatenate([self._table_states, np.zeros((2, missing_rows), np.int64)], 1)
-        self._host_tables = np.concatenate([self._host_tables, np.zeros((missing_rows, block_count), np.int64)])
-        if self._device_tables is not None:
-            new_columns = self._device_tables.new_zeros(block_count, missing_rows)
-            self._device_tables = torch.cat([self._device_tables, new_columns], 1)

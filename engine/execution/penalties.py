@@ -77,8 +77,6 @@ class PenaltyStep:
     new_rows: NewRows | None
     width: int
     """Upper bound of the distinct tokens of any row, before and after the step."""
-    row_count: int
-    """Rows of the per-sequence tables."""
     gathered: GatheredRows | None = None
     """Set by `apply` for `count_sampled`, which frees it: the step's inputs live until its result is read."""
 
@@ -112,15 +110,15 @@ def make_penalty_rows(sequences: list[Sequence], table_rows: list[int], device: 
 class Penalties:
     """Keeps the token counts of all rows on the device, and applies the penalties to logits."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, row_count: int, device: torch.device) -> None:
         self._device = device
-        self._token_count_bounds: IntArray = np.zeros(0, np.int64)
+        self._token_count_bounds: IntArray = np.zeros(row_count, np.int64)
         """Upper bound of each row's distinct tokens after the last prepared step; 0 for a row that is not in use."""
-        self._token_ids = torch.zeros(0, INITIAL_ROW_TOKENS, dtype=torch.int64, device=device)
+        self._token_ids = torch.zeros(row_count, INITIAL_ROW_TOKENS, dtype=torch.int64, device=device)
         """[rows, room]: the distinct tokens of each row's sequence, in no order."""
-        self._output_counts = torch.zeros(0, INITIAL_ROW_TOKENS, dtype=torch.int32, device=device)
+        self._output_counts = torch.zeros(row_count, INITIAL_ROW_TOKENS, dtype=torch.int32, device=device)
         """[rows, room]: how often the output has each token; 0 if only the prompt has it."""
-        self._token_counts = torch.zeros(0, dtype=torch.int64, device=device)
+        self._token_counts = torch.zeros(row_count, dtype=torch.int64, device=device)
         """[rows]: number of distinct tokens of each row."""
 
     def reset_rows(self, rows: Rows[int] | None = None) -> None:
@@ -128,22 +126,19 @@ class Penalties:
         if rows is None:
             self._token_count_bounds[:] = 0
         else:
-            self._token_count_bounds[[row for row in rows if row < len(self._token_count_bounds)]] = 0
+            self._token_count_bounds[rows] = 0
 
-    def prepare(self, batch: PenaltyRows, row_count: int) -> PenaltyStep:
+    def prepare(self, batch: PenaltyRows) -> PenaltyStep:
         """Prepare a step on the host, which counts the tokens of sequences that are new here.
 
         The host does not know how many distinct tokens a row has on the device. So it adds one for each step, as an
-        upper bound. `row_count`: rows that the tables of counts must have.
+        upper bound.
         """
-        missing_rows = row_count - len(self._token_count_bounds)
-        if missing_rows > 0:
-            self._token_count_bounds = np.concatenate([self._token_count_bounds, np.zeros(missing_rows, np.int64)])
         is_new = self._token_count_bounds[batch.table_rows] == 0
         new_rows = self._count_new_rows(batch, is_new.nonzero()[0]) if is_new.any() else None
         self._token_count_bounds[batch.table_rows] += 1
         width = int(self._token_count_bounds[batch.table_rows].max())
-        return PenaltyStep(new_rows, width, row_count)
+        return PenaltyStep(new_rows, width)
 
     def _count_new_rows(self, batch: PenaltyRows, indices: IntArray) -> NewRows:
         """Count the tokens of the batch's sequences at these indices, and send the counts to the device."""
@@ -158,7 +153,7 @@ class Penalties:
 
     def apply(self, logits: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
         """Store the counts of new rows, set `step.gathered`, and penalise logits [all rows, vocab] fp32 in place."""
-        self._enlarge_tables(step.row_count, step.width)
+        self._widen_tables(step.width)
         if step.new_rows is not None:
             self._store_new_rows(step.new_rows)
         step.gathered = self._gather_rows(batch, step.width)
@@ -210,16 +205,13 @@ class Penalties:
         self._token_ids.index_put_((new.token_rows, new.token_columns), new.token_ids)
         self._output_counts.index_put_((new.token_rows, new.token_columns), new.output_counts.int())
 
-    def _enlarge_tables(self, row_count: int, width: int) -> None:
-        """Enlarge the tables of counts to at least `row_count` rows and `width` tokens in a row."""
-        old_rows, old_width = self._token_ids.shape
-        if row_count <= old_rows and width <= old_width:
-            return
-        new_rows = max(row_count - old_rows, 0)
-        new_width = 0 if width <= old_width else max(old_width, width - old_width)
-        self._token_ids = F.pad(self._token_ids, (0, new_width, 0, new_rows))
-        self._output_counts = F.pad(self._output_counts, (0, new_width, 0, new_rows))
-        self._token_counts = F.pad(self._token_counts, (0, new_rows))
+    def _widen_tables(self, width: int) -> None:
+        """Give each row of the tables of counts room for at least `width` tokens."""
+        old_width = self._token_ids.shape[1]
+        if width > old_width:
+            added_width = max(old_width, width - old_width)
+            self._token_ids = F.pad(self._token_ids, (0, added_width))
+            self._output_counts = F.pad(self._output_counts, (0, added_width))
 
 
 def count_penalised_tokens(seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

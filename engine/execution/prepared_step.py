@@ -87,8 +87,6 @@ class PreparedStep:
     selected: SelectedTokens
     batch_state: BatchState
     sampling_inputs: SamplingInputs | None
-    row_count: int
-    """Rows of the per-sequence tables."""
     device_tokens: DeviceTokens | None
     """Tokens that the previous step draws, which only the device knows."""
     prompt_logprob_chunks: list[int]

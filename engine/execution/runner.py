@@ -14,7 +14,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -57,6 +57,8 @@ class RunnerConfig:
     """How a runner computes steps, besides its model and its memory."""
 
     max_model_len: int
+    max_num_seqs: int = 256
+    """Most sequences in a step."""
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
     overlaps_steps: bool = False
@@ -89,20 +91,22 @@ class ModelRunner:
         self._ops = select_kernels(device) if kernels is None else kernels
         vocab_size = model.config.vocab_size
         self._masks = None if grammars is None else Masks(grammars, vocab_size, device, config.mask_threads)
-        self._sampler = Sampler(vocab_size, device, config.eos_token_ids, config.seed, self._ops, self._masks)
+        rows = config.max_num_seqs
+        self._sampler = Sampler(vocab_size, device, config.eos_token_ids, config.seed, self._ops, self._masks, rows)
         self._ropes = model.make_rope_tables(config.max_model_len, pool.dtype, device)
         self._windows = model.window_by_group
-        self._last_tokens = torch.zeros(0, dtype=torch.int64, device=device) if config.overlaps_steps else None
+        self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=device) if config.overlaps_steps else None
         """[rows]: the token that was drawn last for the sequence in each row."""
         self._read_last_tokens: Callable[[], dict[int, int]] = dict
         """Waits for the tokens that the newest step draws, and returns them by row. Before the first step: none."""
         has_fixed_plans = isinstance(self._ops, FixedPlanKernels)
-        self._row_allocator = RowAllocator()
+        self._row_allocator = RowAllocator(rows)
         self._batch_state: BatchState | None = None
         """State of the last step's sequences; None before the first step, and after a failed one."""
         blocks_max = ceil_div(config.max_model_len, spec.block_size)
         self._tables = [
-            BlockTables(group, kv, blocks_max, device if has_fixed_plans else None) for group, kv in enumerate(pool.kv)
+            BlockTables(group, kv, rows, blocks_max, device if has_fixed_plans else None)
+            for group, kv in enumerate(pool.kv)
         ]
         self._states = pool.view_states(model.make_state_layout(pool.dtype))
         self._graphs: DecodeGraphs | None = None
@@ -119,7 +123,7 @@ class ModelRunner:
 
     def release_pool(self) -> None:
         """Give the pool's memory and the recorded steps back. No step may come before `allocate_pool`."""
-        self._forget_batch()
+        self._forget_rows()
         if self._graphs is not None:
             self._graphs.clear()
         self.pool.release()
@@ -136,10 +140,14 @@ class ModelRunner:
     def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Begin a step, after all steps that were begun before. Returns a function that waits for the step's result.
 
-        `submit` and that function may raise any error of the step, or RunnerLostError if the device is lost. The plan
-        is not read after `submit` returns.
+        That function raises any error of the step, also of its beginning, or RunnerLostError if the device is lost. The
+        plan is not read after `submit` returns.
         """
-        return self._reset_on_error(partial(self._submit, plan))
+        try:
+            return self._submit(plan)
+        except Exception as error:  # noqa: BLE001 - it is raised when the step's result is asked for
+            self._forget_rows()
+            return partial(self._reset_on_error, partial(_raise, error))
 
     def _submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Prepare a step and begin to compute it. Returns a function that waits for its result."""
@@ -155,18 +163,18 @@ class ModelRunner:
         try:
             return call()
         except Exception as error:
-            self._forget_batch()
-            self._sampler.reset_rows()
+            self._forget_rows()
             try:
                 self._check_device()
             except RuntimeError as fault:
                 raise RunnerLostError(f"{self.device} computes nothing any more: {fault}".partition("\n")[0]) from error
             raise
 
-    def _forget_batch(self) -> None:
+    def _forget_rows(self) -> None:
         """Forget the rows of all sequences, so that the next step writes all per-sequence tables anew."""
         self._row_allocator.clear()
         self._batch_state = None
+        self._sampler.reset_rows()
 
     def _check_device(self) -> None:
         """Compute something small, which raises RuntimeError if an earlier error has broken the CUDA context."""
@@ -181,9 +189,8 @@ class ModelRunner:
         chunks, order, batch = sort_for_kernels(plan.chunks)
         context_ends = batch.context_lens
         state, new_rows = self._update_batch_state(chunks)
-        row_count = self._row_allocator.row_count
         for tables in self._tables:
-            tables.update(chunks, context_ends, state.rows, new_rows, row_count)
+            tables.update(chunks, context_ends, state.rows, new_rows)
         prompt_logprob_chunks = find_prompt_logprob_chunks(chunks) if state.has_prompt_logprobs else []
         token_ids, device_tokens = self._build_token_ids(chunks, state)
         return PreparedStep(
@@ -197,7 +204,6 @@ class ModelRunner:
             selected=self._select_tokens(chunks, batch.query_starts, prompt_logprob_chunks, state.sampled_chunks),
             batch_state=state,
             sampling_inputs=self._prepare_sampling(state, context_ends),
-            row_count=row_count,
             device_tokens=device_tokens,
             prompt_logprob_chunks=prompt_logprob_chunks,
         )
@@ -254,7 +260,7 @@ class ModelRunner:
         if state.sampling_batch is None:
             return None
         sampled_ends = ends if len(state.sampled_chunks) == len(ends) else ends[state.sampled_chunks]
-        return self._sampler.prepare(state.sampling_batch, sampled_ends, self._row_allocator.row_count)
+        return self._sampler.prepare(state.sampling_batch, sampled_ends)
 
     def _build_token_ids(self, chunks: Items[Chunk], state: BatchState) -> tuple[Tensor, DeviceTokens | None]:
         """Return the step's token ids on the device, and the tokens among them that the previous step still draws.
@@ -304,13 +310,9 @@ class ModelRunner:
 
     def _fill_device_tokens(self, step: PreparedStep) -> None:
         """Write the tokens that the previous step draws, which the host does not know, into the step's token ids."""
-        if self._last_tokens is None:
-            return
-        missing_rows = step.row_count - len(self._last_tokens)
-        if missing_rows > 0:
-            self._last_tokens = torch.cat([self._last_tokens, self._last_tokens.new_zeros(missing_rows)])
         if step.device_tokens is None:
             return
+        assert self._last_tokens is not None
         token_indices, rows = step.device_tokens
         step.token_ids.index_copy_(0, token_indices, self._last_tokens.index_select(0, rows))
 
@@ -388,3 +390,7 @@ class ModelRunner:
             return StepResult([None] * len(step.chunks))
         failures = {} if step.sampling_inputs is None else self._sampler.failures(step.sampling_inputs)
         return build_result(step, outputs, failures)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -138,12 +138,14 @@ class Sampler:
         seed: int = 0,
         ops: Kernels | None = None,
         masks: Masks | None = None,
+        row_count: int = 256,
     ) -> None:
         """Make a sampler. `seed`: used, with the request's id, for requests without a seed.
 
         `eos_token_ids`: tokens that end an answer, which min_tokens bans. Some checkpoints give ids outside the
         vocabulary; they have no logit, and are ignored. `ops`: the kernels that draw; None: plain torch.
-        `masks`: makes the masks of answers with a grammar; None: no answer has one.
+        `masks`: makes the masks of answers with a grammar; None: no answer has one. `row_count`: rows of the
+        per-sequence tables.
         """
         self._vocab_size = vocab_size
         self._device = device
@@ -151,7 +153,7 @@ class Sampler:
         self._seed = seed
         ops = ReferenceKernels(device) if ops is None else ops
         self._draw = ops.draw
-        self._penalties = Penalties(device)
+        self._penalties = Penalties(row_count, device)
         self._masks = masks
 
     def reset_rows(self, rows: Rows[int] | None = None) -> None:
@@ -160,17 +162,17 @@ class Sampler:
         if self._masks is not None:
             self._masks.reset_rows(rows)
 
-    def prepare(self, batch: SamplingBatch, ends: IntArray, row_count: int) -> SamplingInputs:
+    def prepare(self, batch: SamplingBatch, ends: IntArray) -> SamplingInputs:
         """Prepare, on the host, to draw the token at position `ends[i]` of sequence i of the batch.
 
-        The token before it need not be known on the host. `row_count`: rows of the per-sequence tables.
+        The token before it need not be known on the host.
         """
         positions = ends - batch.prompt_lens
         return SamplingInputs(
             batch=batch,
             uniforms=self._make_uniforms(batch, positions) if len(batch.random_rows) else batch.settings.uniforms,
             banned_indices=self._find_banned_indices(batch, positions),
-            penalty_step=None if batch.penalty_rows is None else self._penalties.prepare(batch.penalty_rows, row_count),
+            penalty_step=None if batch.penalty_rows is None else self._penalties.prepare(batch.penalty_rows),
             mask_requests=self._make_mask_requests(batch, ends, positions),
         )
 

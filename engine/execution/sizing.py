@@ -128,6 +128,7 @@ def make_runner(
     pool = DevicePool(rank.spec, unit_count, device=device, dtype=rank.dtype, host_unit_count=host_unit_count)
     runner_config = RunnerConfig(
         max_model_len=rank.max_model_len,
+        max_num_seqs=count_sequences_max(config),
         eos_token_ids=eos_token_ids,
         seed=config.seed,
         overlaps_steps=should_overlap(config, device),

@@ -103,9 +103,9 @@ class FakeDevice:
         self.on_execute = lambda plan: None
         self.plans: list[list[tuple[str, int, int]]] = []
         self.computed_tokens = 0
-        self._row_allocator = RowAllocator()
+        self._row_allocator = RowAllocator(64)
         layout = SimpleNamespace(block_size=block_size)
-        self._tables = [BlockTables(group, layout, 500, None) for group in range(len(windows))]  # type: ignore[arg-type]
+        self._tables = [BlockTables(group, layout, 64, 500, None) for group in range(len(windows))]  # type: ignore[arg-type]
         self._queue: deque[SubmittedStep] = deque()
         self._last: dict[str, int] = {}
         """Request -> the token found for it last."""
@@ -117,7 +117,7 @@ class FakeDevice:
         rows, new = self._row_allocator.assign([chunk.seq for chunk in plan.chunks])
         ends, tables = np.array([chunk.end for chunk in plan.chunks]), []
         for table in self._tables:
-            table.update(plan.chunks, ends, rows, new, self._row_allocator.row_count)
+            table.update(plan.chunks, ends, rows, new)
             tables.append(table.make_step_table(rows).host_blocks[rows].tolist())
         chunks = [
             (copy(c), c.seq.token_ids[: c.end], [table[i] for table in tables], c.seq.state_unit)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.execution import block_tables
-from engine.execution.block_tables import INITIAL_ROWS, BlockTables, RowAllocator
+from engine.execution.block_tables import BlockTables, RowAllocator
 from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence
 from kernels import PagedKV
 
@@ -32,9 +32,9 @@ def test_tables_are_those_of_this_step() -> None:
     seed = random.randrange(2**32)
     print("seed", seed)
     rng = random.Random(seed)
-    row_allocator, groups = RowAllocator(), [BlockTables(group, POOL, 80, CPU) for group in range(2)]
-    host_groups = [BlockTables(group, POOL, 80, None) for group in range(2)]
-    seqs = [sequence(rng) for _ in range(INITIAL_ROWS + 9)]
+    row_allocator, groups = RowAllocator(25), [BlockTables(group, POOL, 25, 80, CPU) for group in range(2)]
+    host_groups = [BlockTables(group, POOL, 25, 80, None) for group in range(2)]
+    seqs = [sequence(rng) for _ in range(25)]
     for _ in range(300):
         calm = rng.random() < 0.5  # tables only grow
         for seq in seqs:
@@ -61,7 +61,7 @@ def test_tables_are_those_of_this_step() -> None:
         assert len(set(rows.tolist())) == len(chunks)
         for group, tables in enumerate(zip(groups, host_groups, strict=True)):
             for table in tables:
-                table.update(chunks, np.array(ends), rows, new, row_allocator.row_count)
+                table.update(chunks, np.array(ends), rows, new)
             kept_tables, host_table = (table.make_step_table(rows) for table in tables)
             table_rows = host_table.host_blocks[rows]
             assert kept_tables.block_start_rows is not None
@@ -76,7 +76,7 @@ def test_tables_are_those_of_this_step() -> None:
 
 
 def test_a_decode_step_sends_new_blocks_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, row_allocator, tables = random.Random(0), RowAllocator(), BlockTables(0, POOL, 80, CPU)
+    rng, row_allocator, tables = random.Random(0), RowAllocator(4), BlockTables(0, POOL, 4, 80, CPU)
     sent_sizes: list[int] = []
     upload = block_tables.upload
     monkeypatch.setattr(
@@ -89,11 +89,11 @@ def test_a_decode_step_sends_new_blocks_only(monkeypatch: pytest.MonkeyPatch) ->
         ends = np.array([20, 20 + (step == 4), 20, 20])
         chunks = [Chunk(seq, end - 1, end, should_sample=True) for seq, end in zip(seqs, ends.tolist())]
         rows, new = row_allocator.assign(seqs)
-        tables.update(chunks, ends, rows, new, row_allocator.row_count)
+        tables.update(chunks, ends, rows, new)
     assert sent_sizes == [20, 1]
 
 
 def test_too_few_blocks() -> None:
     chunk = Chunk(sequence(random.Random(0)), 20, 21, should_sample=True)
     with pytest.raises(AssertionError, match="r: fewer blocks than tokens"):
-        BlockTables(0, POOL, 80, None).update([chunk], np.array([21]), np.array([0]), [0], INITIAL_ROWS)
+        BlockTables(0, POOL, 1, 80, None).update([chunk], np.array([21]), np.array([0]), [0])

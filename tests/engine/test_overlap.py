@@ -387,6 +387,29 @@ def test_a_step_that_stands_on_a_failed_one_reads_no_foreign_memory() -> None:
     assert len(computed_steps) == 1  # the one that stood on it went through
 
 
+def answer_beside(fails: bool) -> list[int]:
+    """What a request with a penalty gets that comes behind a step which fails to begin."""
+    core, runner = make_overlapped_core(units=64, max_num_seqs=4, max_num_batched_tokens=64)
+    core.add(Request(request_id="a", token_ids=[1, 2, 3], params=SamplingParams(max_tokens=9)), 0.0)
+    core.step(0.0)
+    forward = runner._forward
+    if fails:
+        runner._forward = lambda step: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    core.step(0.0)
+    runner._forward = forward  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=8, frequency_penalty=2.0)
+    core.add(Request(request_id="b", token_ids=[4, 5, 6], params=params), 0.0)
+    tokens = []
+    while core.has_work:
+        tokens += [token for out in core.step(0.0) if out.request_id == "b" for token in out.token_ids]
+    runner.close()
+    return tokens
+
+
+def test_what_a_step_counted_that_stood_on_a_failed_one_is_forgotten() -> None:
+    assert answer_beside(fails=True) == answer_beside(fails=False)
+
+
 @pytest.mark.parametrize(
     ("how", "device", "ranks", "expected"),
     [

@@ -40,17 +40,16 @@ def penalise_one(logits: torch.Tensor, seq: Sequence) -> torch.Tensor:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("seed", range(5))
 def test_steps_of_penalised_rows(device: str, all_rows: bool, seed: int) -> None:
-    """Rows change hands, their number grows, a failed step loses all counts, and each step counts the drawn tokens."""
+    """Rows change hands, a failed step loses all counts, and each step counts the drawn tokens."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    penalties, count = Penalties(torch.device(device)), 5
+    penalties, count = Penalties(16, torch.device(device)), 5
     seq_by_row: dict[int, Sequence] = {}
     for step_number in range(12):
-        row_count = 8 if step_number < 6 else 16
         left_rows = [row for row in seq_by_row if rng.random() < 0.3]
         for row in left_rows:
             del seq_by_row[row]
-        free_rows = rng.sample(sorted(set(range(row_count)) - set(seq_by_row)), count - len(seq_by_row))
+        free_rows = rng.sample(sorted(set(range(16)) - set(seq_by_row)), count - len(seq_by_row))
         seq_by_row |= {row: make_sequence(rng, f"{step_number}-{row}") for row in free_rows}
         penalties.reset_rows(None if step_number == 9 else free_rows)
         rows, sequences = list(seq_by_row), list(seq_by_row.values())
@@ -64,7 +63,7 @@ def test_steps_of_penalised_rows(device: str, all_rows: bool, seed: int) -> None
             batch_sequences[logits_row], table_rows[logits_row] = seq, row
         batch = make_penalty_rows(batch_sequences, table_rows, torch.device(device))
         assert batch is not None
-        step = penalties.prepare(batch, row_count)
+        step = penalties.prepare(batch)
         expected = logits.double()
         for row, seq in zip(logits_rows, sequences, strict=True):
             expected[row] = penalise_one(logits[row], seq)

@@ -21,6 +21,7 @@ from engine.types import Request, SamplingParams, Sequence, TokenLogprobs
 from kernels import sampling
 
 VOCAB = 97
+ROWS = 20_000
 CPU = torch.device("cpu")
 
 
@@ -28,7 +29,7 @@ class Drawing:
     """A sampler as the runner drives it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        self.sampler, self.row_allocator = Sampler(*args, **options), RowAllocator()
+        self.sampler, self.row_allocator = Sampler(*args, row_count=ROWS, **options), RowAllocator(ROWS)
         self.batch: SamplingBatch | None = None
 
     def __call__(self, logits: torch.Tensor, seqs: list[Sequence]) -> tuple[list[int], dict[int, TokenLogprobs]]:
@@ -38,7 +39,7 @@ class Drawing:
             rows, new = self.row_allocator.assign(seqs)
             self.sampler.reset_rows(new)
             self.batch = self.sampler.make_batch(list(seqs), rows.tolist())
-        inputs = self.sampler.prepare(self.batch, np.array(ends), self.row_allocator.row_count)
+        inputs = self.sampler.prepare(self.batch, np.array(ends))
         tokens, logprobs = self.sampler.sample(logits.clone(), inputs)
         rows = inputs.batch.logprobs
         if rows is None:
