@@ -55,8 +55,6 @@ class _UnsupportedMessageError(Exception):
 class _Placeholder(NamedTuple):
     kind: _Kind
     message: Message
-    is_first: bool
-    """Whether no earlier placeholder in the list has this kind."""
 
 
 class PlaceholderMessages(msgspec.Struct, frozen=True, eq=False):
@@ -152,14 +150,13 @@ def _append_or_fold_loop(placeholders: list[_Placeholder], kind: _Kind, message:
     first C is new, so C replaces C B.
     """
     for index in reversed(range(len(placeholders))):
-        placeholder = placeholders[index]
-        if placeholder.kind == kind:
-            placeholders[index:] = [_Placeholder(kind, message, placeholder.is_first)]
+        last_kind = placeholders[index].kind
+        if last_kind == kind:
+            placeholders[index:] = [_Placeholder(kind, message)]
             return
-        if placeholder.is_first:
-            break
-    is_first = all(placeholder.kind != kind for placeholder in placeholders)
-    placeholders.append(_Placeholder(kind, message, is_first))
+        if all(placeholder.kind != last_kind for placeholder in placeholders[:index]):
+            break  # it is the first of its kind
+    placeholders.append(_Placeholder(kind, message))
 
 
 def _shorten_message(message: Message, markers: tuple[str, ...]) -> tuple[_Kind, Message]:
