@@ -1,15 +1,16 @@
 """Estimate what `router run` would have given, by two simulations of the recorded requests. No I/O.
 
 One simulation places the requests as they were placed, the other as `router run` would. Both have the same engines
-(simulation/engine.py, with step times fitted to the recorded answers) and the same caches, so that a fault of the model
-is in both. The measured times are then scaled by the ratio of the two. In the first simulation requests arrive at their
-recorded times. In the second one, a request that waited for an answer arrives as long after that answer as it did.
+(simulation/engine.py, with step times learned from the recorded answers) and the same caches, so that a fault of the
+model is in both. The measured times are then scaled by the ratio of the two. In the first simulation requests arrive at
+their recorded times. In the second one, a request that waited for an answer arrives as long after that answer as it
+did.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from enum import IntEnum
 from itertools import count, islice
 from math import ceil
@@ -28,8 +29,6 @@ from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
 from simulation.workload import SimRequest, Workload
 
-FIT_ROUNDS_MAX, FIT_TOLERANCE = 3, 0.01
-"""Most simulations to fit step times to the recorded answers, and the relative error that is good enough."""
 DEFAULT_MAX_NUM_SEQS = 256
 """Largest batch of a worker that does not report it."""
 
@@ -73,7 +72,7 @@ class Comparison(msgspec.Struct):
     saved: ReplayTotals
     """Gain by `router run`, relative to `measured` if that is known, else to `today`."""
     steps: dict[str, StepTimes]
-    """Fitted step times of each worker."""
+    """Learned step times of each worker."""
     quantiles: dict[str, list[float]] = {}
     """Name of a curve -> percentiles 0 to 100 of its times to first token: recorded, and of both simulations."""
 
@@ -109,7 +108,9 @@ def compare(
     workload = make_workload(observed_requests, block_tokens, waits=False)
     waiting_workload = make_workload(observed_requests, block_tokens, waits=True)
     cluster = _make_cluster(observed_requests, engines, workload, block_tokens)
-    cluster, today_result = _simulate_recorded_placement(observed_requests, engines, cluster, workload)
+    worker_index_by_name = {engine.name: i for i, engine in enumerate(engines)}
+    recorded_placement = RecordedPlacement([worker_index_by_name[request.worker] for request in observed_requests])
+    today_result = Cluster(cluster, workload, [recorded_placement]).run()
     router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
     has_ends = any(request.end_s is not None for request in observed_requests)
     today_totals = _sum_simulated_totals(today_result, workload, indices, has_ends=has_ends)
@@ -161,32 +162,6 @@ def _make_cluster(
     return ClusterConfig(workers, limits=limits)
 
 
-def _simulate_recorded_placement(
-    observed_requests: Sequence[ObservedRequest],
-    engines: Sequence[ObservedEngine],
-    cluster: ClusterConfig,
-    workload: Workload,
-) -> tuple[ClusterConfig, SimulationResult]:
-    """Simulate the requests at their recorded workers, and fit the simulated decode times to the recorded answers.
-
-    If decoding took 1.2 times as long as simulated, the simulation runs again with times 1.2 times as long, up to
-    FIT_ROUNDS_MAX times. Returns the cluster with the fitted times, and the last result.
-    """
-    worker_index_by_name = {engine.name: i for i, engine in enumerate(engines)}
-    worker_indices = [worker_index_by_name[request.worker] for request in observed_requests]
-    for fit_round in range(FIT_ROUNDS_MAX + 1):
-        result = Cluster(cluster, workload, [RecordedPlacement(worker_indices)]).run()
-        decode_ratio = _measure_decode_ratio(observed_requests, result)
-        is_fitted = abs(decode_ratio - 1.0) < FIT_TOLERANCE
-        if is_fitted or fit_round == FIT_ROUNDS_MAX:
-            break
-        workers = [
-            replace(worker, step_times=_scale_decode(worker.step_times, decode_ratio)) for worker in cluster.workers
-        ]
-        cluster = replace(cluster, workers=workers)
-    return cluster, result
-
-
 def _compute_savings(base: ReplayTotals, today: ReplayTotals, ours: ReplayTotals) -> ReplayTotals:
     """Return the part of the `base` totals that `router run` would save.
 
@@ -199,26 +174,6 @@ def _compute_savings(base: ReplayTotals, today: ReplayTotals, ours: ReplayTotals
         _scale_saving(base.computed_tokens, today.computed_tokens, ours.computed_tokens),
         _scale_saving(base.ttft_s, today.ttft_s, ours.ttft_s),
         seconds,
-    )
-
-
-def _measure_decode_ratio(requests: Sequence[ObservedRequest], result: SimulationResult) -> float:
-    """Return the recorded time from first tokens to the ends of answers, divided by the simulated time."""
-    recorded_s = simulated_s = 0.0
-    for i, request in enumerate(requests):
-        if request.end_s is not None and request.first_token_s is not None:
-            recorded_s += request.end_s - request.first_token_s
-            simulated_s += result.e2e_s_by_request[i] - result.ttft_s_by_request[i]
-    return recorded_s / simulated_s if simulated_s > 0.0 else 1.0
-
-
-def _scale_decode(steps: StepTimes, ratio: float) -> StepTimes:
-    """Return step times with which decoding takes `ratio` times as long."""
-    return replace(
-        steps,
-        step_s=steps.step_s * ratio,
-        decode_request_s=steps.decode_request_s * ratio,
-        decode_context_s=steps.decode_context_s * ratio,
     )
 
 
