@@ -234,7 +234,7 @@ bool overflows() {
     SegmentedTable<u64, Same> table(pages);
     constexpr u64 count = 5000;
     const auto find = [&](u64 key) { return table.find(0xDEADBEEF, [&](u64 entry) { return entry == key; }); };
-    for (u64 key = 1; key <= count; ++key) table.insert(table.spot(0xDEADBEEF), key);
+    for (u64 key = 1; key <= count; ++key) table.insert(key);
     for (u64 key = 1; key <= count; ++key) {
         if (find(key) == nullptr) return false;
     }
