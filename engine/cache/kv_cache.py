@@ -31,7 +31,6 @@ from engine.cache.eviction_order import LruEviction
 from engine.cache.host_tier import HostHit, HostLoad, HostTier, HostUsage
 from engine.cache.learned_order import LearnedEviction
 from engine.cache.pool import UnitPool
-from engine.cache.prefix_matcher import PrefixMatcher
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.sequence_blocks import SequenceBlocks
 from engine.cache.spec import FULL_KIND, CacheSpec, ceil_div
@@ -88,7 +87,8 @@ class KVCache:
         self.pool = UnitPool(
             unit_count, spec.blocks_per_unit_by_kind(), spec.state_kind, self._eviction.device_order, self.tree.evict
         )
-        self._matcher = PrefixMatcher(spec.block_size, self._hasher, self.tree)
+        self._matched_nodes: dict[Sequence, list[Node]] = {}
+        """Last result of `_match` for each waiting sequence, because a step may look a long prompt up several times."""
         self._block_copies: list[BlockCopy] = []
         """Copies of the plan being made. `HostTier` shares this list."""
         self.host_tier = HostTier(host_unit_count, spec, self.tree, self._eviction.host_order, self._block_copies)
@@ -129,7 +129,26 @@ class KVCache:
 
     def count_cached_tokens(self, seq: Sequence) -> int:
         """Return how many tokens of `seq` need not be computed if it is admitted now."""
-        return self.windows.count_resumable_nodes(self._matcher.match(seq)) * self.block_size
+        return self.windows.count_resumable_nodes(self._match(seq)) * self.block_size
+
+    def _match(self, seq: Sequence) -> list[Node]:
+        """Return the nodes of the longest cached prefix of `seq`; blocks that planned steps compute count as cached.
+
+        The list is valid until the next call for `seq`.
+        """
+        nodes = self._matched_nodes.setdefault(seq, [])
+        self.tree.extend_match(self._list_keys(seq), nodes)
+        return nodes
+
+    def _list_keys(self, seq: Sequence) -> list[BlockKey]:
+        """Return the keys of the blocks of `seq` that need not be computed if the cache has them.
+
+        The last token must be computed in any case. If the request wants logprobs of its prompt, all tokens must.
+        """
+        if seq.request.params.prompt_logprobs is not None:
+            return []
+        block_count = (len(seq.token_ids) - 1) // self.block_size
+        return self._hasher.block_keys(seq, block_count)[:block_count]
 
     def should_wait(self, seq: Sequence) -> bool:
         """Return whether `seq` should wait, because a running sequence is about to cache more of its prompt.
@@ -137,8 +156,8 @@ class KVCache:
         With 3 blocks of the prompt cached, the question is whether a running sequence is going to compute the fourth.
         In a model with recurrent states, it must also leave a checkpoint from which `seq` can resume.
         """
-        matched_nodes = self._matcher.match(seq)
-        keys = self._matcher.list_keys(seq)
+        matched_nodes = self._match(seq)
+        keys = self._list_keys(seq)
         if self.has_states:
             return self.states.has_planned_checkpoint(keys, self.windows.count_resumable_nodes(matched_nodes))
         match_count = len(matched_nodes)
@@ -162,7 +181,7 @@ class KVCache:
         the blocks that other sequences hold. So an admitted sequence always finds memory for its prompt.
         """
         assert seq not in self._blocks_by_sequence
-        matched_nodes = self._matcher.match(seq)
+        matched_nodes = self._match(seq)
         nodes = matched_nodes[: self.windows.count_resumable_nodes(matched_nodes)]
         sequence_block_count = ceil_div(len(seq.token_ids), self.block_size)
         block_counts = self.windows.count_missing_blocks(nodes, sequence_block_count + reserve_blocks)
@@ -180,7 +199,7 @@ class KVCache:
         seq.host_tokens = self.block_size * sum(hit.group == FULL_KIND for hit in host_hits)
         seq.computed_tokens = len(nodes) * self.block_size
         self._plan_checkpoints(seq, len(matched_nodes))
-        self._matcher.forget(seq)
+        del self._matched_nodes[seq]
         self._eviction.begin_turn(seq, self._hasher, len(matched_nodes))
         return True
 
@@ -310,7 +329,7 @@ class KVCache:
     def discard_keys(self, seq: Sequence) -> None:
         """Discard the block keys of a request that has ended."""
         self._hasher.discard(seq)
-        self._matcher.forget(seq)
+        self._matched_nodes.pop(seq, None)
 
     def register_full_blocks(self, seq: Sequence, end: int) -> None:
         """Put the blocks that are full once `seq` is computed up to `end` into the prefix tree, as pending blocks."""
@@ -342,7 +361,7 @@ class KVCache:
 
     def list_prompt_keys(self, seq: Sequence) -> list[BlockKey]:
         """Return the keys of the blocks of `seq` that need not be computed if they are cached. `seq` is not queued."""
-        keys = self._matcher.list_keys(seq)
+        keys = self._list_keys(seq)
         self._hasher.discard(seq)
         return keys
 

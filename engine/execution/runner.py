@@ -334,7 +334,7 @@ class ModelRunner:
         A decode step is replayed as a CUDA graph if one is recorded.
         """
         batch = step.batch
-        if self._graphs is not None and batch.decode_count == len(step.chunks):
+        if self._graphs is not None:
             hidden = self._graphs.forward(step.token_ids, batch, step.tables, step.units)
             if hidden is not None:
                 return hidden if step.selected.indices is None else hidden[step.selected.indices]
