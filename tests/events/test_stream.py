@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from budget import examples
@@ -26,7 +27,7 @@ from events import (
     StreamPhase,
     StreamState,
 )
-from events.frames import END_SEQ, SNAPSHOT_SEQ
+from events.frames import END_SEQ, SNAPSHOT_SEQ, pack_seq
 
 steps = st.lists(
     st.one_of(
@@ -442,4 +443,58 @@ def test_what_is_held_is_one_process_without_holes(script: list[str], late: bool
             request = pending.pop()
             assert isinstance(request, RequestSnapshot)
             perform(stream.on_snapshot(request.request_id, seq - 1, identity, [b"%d 0 %d" % (life, seq - 1)], now))
+        stream.check_invariants()
+
+
+SEQS = st.one_of(st.integers(0, 6), st.sampled_from([2**32, SNAPSHOT_SEQ - 1, SNAPSHOT_SEQ, END_SEQ]))
+PAYLOADS = st.sampled_from([b"", b"x", b"y", b"z" * 50])
+IDS = st.sampled_from([b"", A, B])
+STIMULI = st.one_of(
+    st.tuples(st.just("live"), SEQS, PAYLOADS, IDS),
+    st.tuples(st.just("reply"), SEQS, PAYLOADS, IDS),
+    st.tuples(st.just("end")),
+    st.tuples(st.just("snapshot"), st.one_of(st.none(), st.integers(-1, 6), SEQS), IDS, st.lists(PAYLOADS, max_size=2)),
+    st.tuples(st.just("failed")),
+    st.tuples(st.just("tick"), st.sampled_from([0.1, 2.0, 6.0, 20.0])),
+    st.tuples(st.just("connected")),
+    st.tuples(st.just("disconnected")),
+)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(st.lists(STIMULI, max_size=60), st.sampled_from(StartMode), st.booleans(), st.booleans())
+def test_whatever_a_publisher_sends_the_state_stays_valid(
+    script: list[Any], mode: StartMode, can_replay: bool, has_snapshots: bool
+) -> None:
+    """Batches, replies and ids that contradict each other: what is applied has no holes, and little is stored."""
+    config = StreamConfig(mode, can_replay, has_snapshots, max_early_batches=4, max_early_bytes=100)
+    stream, now, request_id = StreamState(config), 0.0, 0
+    last_seq: int | None = None
+    instructions = stream.on_connected(now)
+    for stimulus, *values in [*script, ("tick", 20.0)]:
+        if stimulus == "live":
+            instructions = stream.on_live_batch(values[0], values[1], now, values[2])
+        elif stimulus == "reply":
+            instructions = stream.on_reply(request_id, values[0], values[1], now, values[2])
+        elif stimulus == "end":
+            instructions = stream.on_reply_end(request_id, now)
+        elif stimulus == "snapshot":
+            instructions = stream.on_snapshot(request_id, *values, now)
+        elif stimulus == "failed":
+            instructions = stream.on_request_failed(request_id, now)
+        elif stimulus == "tick":
+            now += values[0]
+            instructions = stream.on_tick(now)
+        else:
+            instructions = stream.on_connected(now) if stimulus == "connected" else stream.on_disconnected()
+        for instruction in instructions:
+            if isinstance(instruction, RequestReplay | RequestSnapshot):
+                request_id = instruction.request_id
+            if isinstance(instruction, RequestReplay):
+                pack_seq(instruction.start_seq)
+            if isinstance(instruction, Clear):
+                last_seq = None
+            elif isinstance(instruction, Apply) and instruction.seq is not None:
+                assert last_seq is None or instruction.seq == last_seq + 1
+                last_seq = instruction.seq
         stream.check_invariants()
