@@ -23,7 +23,16 @@ from events.codec import decode_batch_rank
 from events.feed import EventFeed
 from events.feed_sockets import StreamSource
 from events.sources import EventSource
-from events.stream_types import Apply, Clear, DroppedMessages, Gap, Instruction, MalformedMessage, PublisherRestarted
+from events.stream_types import (
+    Apply,
+    Clear,
+    DroppedMessages,
+    DuplicateBatch,
+    Gap,
+    Instruction,
+    MalformedMessage,
+    PublisherRestarted,
+)
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
 from router.fleet.worker_stream import ObservedCapacity, StreamCounters, WorkerStream
@@ -431,6 +440,8 @@ class IndexFeed:
                     self._clear_and_report(stream)
                 case Gap():
                     stream.counters.gaps += 1
+                case DuplicateBatch():
+                    stream.counters.repeated += 1
                 case PublisherRestarted(reason):
                     stream.count_restart(reason)
                     stream.full_cache = ObservedCapacity()

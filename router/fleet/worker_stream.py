@@ -75,6 +75,7 @@ class StreamCounters:
     restarts: int = 0
     snapshots: int = 0
     replayed: int = 0
+    repeated: int = 0
     overflowed: int = 0
     forgotten: int = 0
     """Blocks forgotten because there were too many."""

@@ -18,7 +18,7 @@ from events.codec import encode_batch
 from events.config import KVEventsConfig
 from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
-from events.stream_types import Apply, Origin, PublisherRestarted, StartMode, StreamConfig
+from events.stream_types import Apply, DuplicateBatch, Origin, PublisherRestarted, StartMode, StreamConfig
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
 from router.fleet.feed import IndexFeed
@@ -384,6 +384,14 @@ def test_what_cannot_be_read_is_counted_and_shown(index: ReferenceIndex, feed: I
     (row,) = feed.describe_streams("a")["streams"]
     assert row["malformed"] == 2
     assert len(row["problems"]) == 2
+
+
+def test_batches_that_come_again_are_counted(index: ReferenceIndex, feed: IndexFeed) -> None:
+    """A second publisher of a topic, with old sequence numbers, shows by nothing else."""
+    feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [index.add_holder("m")])
+    (stream_id,) = feed._stream_by_id
+    feed.handle(stream_id, DuplicateBatch(3), b"")
+    assert feed.sum_counters()["a"]["repeated"] == 1
 
 
 def test_how_late_a_batch_counted_is_shown(index: ReferenceIndex, feed: IndexFeed) -> None:
