@@ -29,7 +29,7 @@ from router.app.dispatch import RequestDispatcher
 from router.app.guard import Guard
 from router.app.listen_addresses import ListenAddresses
 from router.app.request_pipeline import RequestPipeline
-from router.app.server import FORWARDED_PATHS, ForwardedRoutes, RouterApp, WorkerRoutes
+from router.app.server import FORWARDED_PATHS, RouterApp, WorkerRoutes
 from router.app.shutdown import Shutdown
 from router.app.system import (
     HeapTrimmer,
@@ -172,7 +172,7 @@ class RouterProcess:
     def _make_worker_routes(self) -> WorkerRoutes:
         """Return the routes of requests for workers."""
         is_forwarding = not isinstance(self._config, EppConfig)
-        return ForwardedRoutes(self._dispatcher, self._local_routes, self._config.edge, is_enabled=is_forwarding)
+        return WorkerRoutes(self._dispatcher, self._local_routes, self._config.edge, is_enabled=is_forwarding)
 
     def _make_app(self, guard: Guard) -> RouterApp:
         """Return the HTTP application of one address."""

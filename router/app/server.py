@@ -6,7 +6,7 @@ itself is in router/admin.
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final
 
 from prompts.paths import make_unknown_path_error
 from router.app.dispatch import RequestDispatcher
@@ -38,40 +38,26 @@ FORWARDED_PATHS = {
 """Forwarded paths and their methods. Other routes under /v1 change a worker, or use data that only one worker has."""
 
 
-class WorkerRoutes(Protocol):
-    """Interface of the routes that are about workers: `RouterApp` passes their requests on."""
-
-    paths: dict[str, tuple[str, ...]]
-    """Methods of each path."""
-
-    def get_methods(self, path: str) -> tuple[str, ...] | None:
-        """Return the methods of a path; None if the path is not served."""
-
-    def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        """Return the tenant of a request, by its head. Raises RequestError if the request is refused."""
-
-    def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Answer a request, now or later. Raises RequestError."""
-
-
-class ForwardedRoutes:
+class WorkerRoutes:
     """Routes of requests that are forwarded to workers."""
 
     def __init__(
         self, dispatcher: RequestDispatcher, local_routes: Routes, config: EdgeConfig, *, is_enabled: bool = True
     ) -> None:
         """`local_routes` answers the list of models. `is_enabled`: False if nothing else under /v1/ is served."""
-        self._dispatcher = dispatcher
+        self.dispatcher = dispatcher
         self._local_routes = local_routes
         self._keys = ApiKeys(config.api_keys)
         forwarded_paths: dict[str, tuple[str, ...]] = {}
         if is_enabled:
             forwarded_paths = FORWARDED_PATHS | dict.fromkeys(config.pass_routes, FORWARDED_METHODS)
         self.paths: dict[str, tuple[str, ...]] = LOCAL_PATHS | forwarded_paths
+        """Methods of each path."""
         self._folders = [(path[:-1], methods) for path, methods in forwarded_paths.items() if path.endswith("/*")]
         """(prefix, methods) of the path patterns that end in `*`."""
 
     def get_methods(self, path: str) -> tuple[str, ...] | None:
+        """Return the methods of a path; None if the path is not served."""
         if path.startswith(MODEL_PATH_PREFIX) and ".." not in path:
             return LOCAL_PATHS["/v1/models"]
         return self.paths.get(path) or self._get_folder_methods(path)
@@ -110,7 +96,7 @@ class ForwardedRoutes:
         elif path == "/v1/models" or path.startswith(MODEL_PATH_PREFIX):
             self._local_routes.handle(connection, request)
         else:
-            self._dispatcher.dispatch(connection, request, Exchange)
+            self.dispatcher.dispatch(connection, request, Exchange)
 
 
 class RouterApp:

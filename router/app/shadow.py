@@ -14,7 +14,7 @@ from prompts.routing import API_KIND_BY_PATH
 from router.app.config import ShadowProcessConfig
 from router.app.dispatch import RequestDispatcher
 from router.app.process import RouterProcess
-from router.app.server import ForwardedRoutes, WorkerRoutes
+from router.app.server import WorkerRoutes
 from router.app.shadow_reporter import ShadowReporter
 from router.edge.mirrored_exchange import MirroredExchange
 from router.edge.proxy import Exchange
@@ -41,13 +41,8 @@ class CopyDispatcher(RequestDispatcher):
         self.reader.store_conversation(context)
 
 
-class CopiedRoutes:
+class CopiedRoutes(WorkerRoutes):
     """Takes copies of requests that another balancer mirrors to the router, and answers 204 to each."""
-
-    def __init__(self, dispatcher: RequestDispatcher, forwarded_routes: ForwardedRoutes) -> None:
-        self._dispatcher = dispatcher
-        self.paths = forwarded_routes.paths
-        self.get_methods = forwarded_routes.get_methods
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
         return connection.peer
@@ -56,14 +51,14 @@ class CopiedRoutes:
         """Answer 204: when the copy was read and priced, or at once if it is no request for a model."""
         if request.path in API_KIND_BY_PATH and request.method == "POST":
             try:
-                self._dispatcher.dispatch(connection, request, MirroredExchange)
+                self.dispatcher.dispatch(connection, request, MirroredExchange)
                 return
             except RequestError:
                 pass  # the client hears of the error from the worker that answers the original request
         exchange = connection.responder
         if not isinstance(exchange, MirroredExchange):
-            context = RequestContext(request, connection.tenant, self._dispatcher.proxy.now())
-            exchange = self._dispatcher.open(context, connection, MirroredExchange)
+            context = RequestContext(request, connection.tenant, self.dispatcher.proxy.now())
+            exchange = self.dispatcher.open(context, connection, MirroredExchange)
         assert isinstance(exchange, MirroredExchange)
         exchange.answer()
 
@@ -103,8 +98,7 @@ class ShadowProcess(RouterProcess):
         return CopyDispatcher(self.pipeline.proxy, self.pipeline.request_reader, self.pipeline.tenant_limits)
 
     def _make_worker_routes(self) -> WorkerRoutes:
-        forwarded_routes = ForwardedRoutes(self._dispatcher, self._local_routes, self._config.edge)
-        return CopiedRoutes(self._dispatcher, forwarded_routes)
+        return CopiedRoutes(self._dispatcher, self._local_routes, self._config.edge)
 
     async def _replay_log(self, log_path: Path) -> None:
         """Record the requests of a log, then end the process. Raises ConfigError, and OSError for its file."""

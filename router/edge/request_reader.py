@@ -78,7 +78,6 @@ class RequestReader:
         """Aliases, canaries and fallbacks of models; None if none are configured."""
         self.model_header: bytes | None = None
         """Header of a gateway that names the model and replaces that of the body; None if there is no gateway."""
-        self._scope_by_model: dict[tuple[str, str | None], Scope] = {}
 
     def begin_read(self, context: RequestContext, path: str | None) -> Coroutine[Any, Any, None] | None:
         """Read a request to `path` into `context.body`, or return a coroutine that does so if it takes long.
@@ -223,7 +222,7 @@ class RequestReader:
         return RouteRequest(
             request_id=context.request_id,
             model=model.name,
-            scope=self._get_scope(model.base_model, body_request.cache_salt, model.lora),
+            scope=Scope(model.base_model, body_request.cache_salt, model.lora),
             token_ids=token_ids,
             prompt_tokens=size.tokens,
             prompt_count=size.prompt_count,
@@ -255,17 +254,6 @@ class RequestReader:
         if served_model is None:
             return ResolvedModel(name, name, is_renamed=is_renamed)
         return ResolvedModel(name, served_model.base, served_model.lora, served_model.max_model_len, is_renamed)
-
-    def _get_scope(self, base: str, salt: str | None, lora: str | None) -> Scope:
-        """Return the scope of a prompt. Requests without a salt share one object for each served model."""
-        if salt is not None:
-            return Scope(base, salt, lora)
-        scope = self._scope_by_model.get((base, lora))
-        if scope is None:
-            scope = Scope(base, None, lora)
-            if self._core.resolve_model(lora or base) is not None:
-                self._scope_by_model[base, lora] = scope
-        return scope
 
 
 async def _await_body(context: RequestContext, reading: Coroutine[Any, Any, ParsedBody[ResolvedModel]]) -> None:

@@ -21,7 +21,7 @@ from router.admin.metrics_page import MetricsRoutes, MetricsSources
 from router.admin.workers import WorkerListRoutes
 from router.app.dispatch import RequestDispatcher
 from router.app.guard import Guard
-from router.app.server import ForwardedRoutes, RouterApp
+from router.app.server import RouterApp, WorkerRoutes
 from router.app.tenant_limits import TenantLimits
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
@@ -329,7 +329,7 @@ class Edge:
         self.proxy.on_end.append(self.tenants.remove_request)
         self.proxy.on_end.append(reading.stored_responses.record_ended_request)
         self.dispatcher = RequestDispatcher(self.proxy, reading, self.tenants)
-        worker_routes = ForwardedRoutes(self.dispatcher, self.routes, config)
+        worker_routes = WorkerRoutes(self.dispatcher, self.routes, config)
         self.app = RouterApp(self.proxy, worker_routes, self.routes, guard or (lambda connection, request: None))
         self.listener = Listener(self.app, config.client_timeouts, config.connections_max)
         self.port = await self.listener.bind("127.0.0.1", 0, None)
