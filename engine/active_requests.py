@@ -59,6 +59,10 @@ class ActiveRequests:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._entry_by_id
 
+    def is_active(self, entry: RequestEntry) -> bool:
+        """Return whether a request has not ended. Another one may have its id by now."""
+        return self._entry_by_id.get(entry.request_id) is entry
+
     def __len__(self) -> int:
         """Number of requests that have not ended."""
         return len(self._entry_by_id)

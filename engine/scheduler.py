@@ -138,7 +138,7 @@ class Scheduler:
         arrivals, self._new_arrivals = self._new_arrivals, []
         if not arrivals or not self._uses_shared_prefixes:
             return
-        new_entries = [entry for entry in arrivals[:_WAITING_SCAN_MAX] if entry.request_id in self._requests]
+        new_entries = [entry for entry in arrivals[:_WAITING_SCAN_MAX] if self._requests.is_active(entry)]
         for entry in self._requests.running:
             is_prefill = len(entry.seq.token_ids) - entry.seq.computed_tokens > 1
             if is_prefill:

@@ -456,3 +456,16 @@ def test_a_grammar_that_fails_to_compile_for_any_reason_ends_its_request_alone(e
     assert bench.ends["b"].error == f"the engine failed to prepare the request: {type(error).__name__}: {error}"
     assert not bench.ends["b"].is_client_error
     assert bench.ends["a"].error is None
+
+
+def test_an_id_that_is_used_again_in_the_step_of_its_abort() -> None:
+    """Also beside a running prompt that begins alike, by which new requests are put in order."""
+    bench = make_bench(max_num_batched_tokens=16)
+    bench.add("a", list(range(60)), max_tokens=2)
+    bench.step()
+    bench.add("b", [*range(40), 99], max_tokens=2)
+    bench.abort("b")
+    bench.ends.clear()
+    bench.add("b", [*range(40), 98], max_tokens=2)
+    bench.drain()
+    bench.assert_correct()
