@@ -9,27 +9,23 @@ from msgspec import Struct
 
 from engine.protocol.params import ModelLimits
 from engine.protocol.support import check_supported
-from prompts import Tokenizer, bad_value
+from prompts import RequestError, Tokenizer, bad_value
 from prompts.schemas import TokenIdField, decode_json, parse_chat
 
 
-class TokenizePrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A body of `/tokenize` with a text. A body with `messages` is a chat."""
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A body of `/tokenize`: a text, or a chat with `messages`, which has all fields of a chat."""
 
-    prompt: str
+    prompt: str | None = None
+    messages: Any = None
     model: str | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     tokens: Annotated[list[TokenIdField], msgspec.Meta(max_length=4_000_000)]
     model: str | None = None
-
-
-class _TokenizeProbe(msgspec.Struct):
-    messages: Any = None
-    return_token_strs: bool | None = None
 
 
 class TokenizeResponse(Struct, frozen=True, kw_only=True):
@@ -43,24 +39,24 @@ class DetokenizeResponse(Struct, frozen=True):
     prompt: str
 
 
-_probe_decoder = msgspec.json.Decoder(_TokenizeProbe)
-_prompt_decoder = msgspec.json.Decoder(TokenizePrompt)
+_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
 def read_tokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:
     """Return (requested model, answer as JSON). Raises RequestError."""
-    probe = decode_json(_probe_decoder, data)
-    if probe.messages is not None:
+    body = decode_json(_tokenize_decoder, data)
+    if body.messages is not None:
         chat = parse_chat(data)
         check_supported(chat)
-        model, ids = chat.model, tokenizer.encode_chat(chat)
+        ids = tokenizer.encode_chat(chat)
+    elif body.prompt is not None:
+        ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
     else:
-        text = decode_json(_prompt_decoder, data)
-        model, ids = text.model, tokenizer.encode(text.prompt, text.add_special_tokens)
-    strings = [tokenizer.id_to_token(i) or "" for i in ids] if probe.return_token_strs else None
+        raise RequestError("prompt: missing, expected this field to be given", param="prompt")
+    strings = [tokenizer.id_to_token(i) or "" for i in ids] if body.return_token_strs else None
     answer = TokenizeResponse(count=len(ids), max_model_len=limits.max_model_len, tokens=ids, token_strs=strings)
-    return model, msgspec.json.encode(answer)
+    return body.model, msgspec.json.encode(answer)
 
 
 def read_detokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:

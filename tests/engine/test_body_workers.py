@@ -163,6 +163,30 @@ def test_clients_take_turns_at_the_processes(odd: Any, monkeypatch: Any) -> None
     with_reader(use)
 
 
+def test_checked_grammars_take_a_bounded_memory(monkeypatch: Any) -> None:
+    """Of 4,096 grammars of a million characters each, 4 GB were kept."""
+    monkeypatch.setattr(body_workers, "CHECKED_CHARS_MAX", 1_000)
+    checked_numbers: list[str] = []
+
+    async def check_in_process(reader: BodyReader, constraint: Constraint, tenant: str) -> Constraint:
+        checked_numbers.append(constraint.lark_grammar[:1])
+        return constraint
+
+    monkeypatch.setattr(BodyReader, "_check_in_process", check_in_process)
+
+    async def use(reader: BodyReader) -> None:
+        for number in "012130":
+            await reader.check(Constraint(number + "x" * 300, "x"))
+        assert sum(map(len, reader._checked_grammars.values())) == reader._checked_chars == 903
+        await asyncio.gather(*[reader.check(Constraint("4" + "x" * 300, "x")) for _ in range(3)])
+        assert len(reader._checked_grammars) == 3
+        await reader.check(Constraint("5" * 2_000, "x"))
+        assert not reader._checked_grammars
+
+    with_reader(use)
+    assert "".join(checked_numbers[:5]) == "01230"
+
+
 def test_a_client_is_known_by_its_key_or_else_by_its_address() -> None:
     headers = {"Authorization": "Bearer k1"}
     assert ApiKeys(["k1", "k2"], None).get_tenant(headers, "10.0.0.1") == "k1"
