@@ -80,8 +80,8 @@ class PromptTarget(Protocol):
 class ParsedBody(msgspec.Struct, Generic[Target], eq=False):
     """A client's body after it was parsed: its request, the target that the caller chose, and its prompt.
 
-    Only a body that another process parsed has `spans`, and only one that continues a cached conversation has a
-    `continuation`. A body that was parsed whole in this process has neither.
+    It was parsed in one of three ways. Whole in this process: it has `fields`. By a worker process: it has `spans`, and
+    its request has no prompt. Only after the messages of a cached conversation: it has a `continuation`.
     """
 
     request: RoutingRequest
@@ -94,9 +94,9 @@ class ParsedBody(msgspec.Struct, Generic[Target], eq=False):
     media: MediaPrompt | None = None
     """Conversation and size of a body with images or other media."""
     spans: FieldSpans | None = None
-    """Spans of the body's fields, if another process read it."""
+    """Spans of the fields of a body that a worker process parsed, or of a form."""
     fields: dict[str, msgspec.Raw] | None = None
-    """The body's top-level fields as JSON, if they were decoded. They refer to the body, which so stays in memory."""
+    """The top-level fields as JSON of a body that was parsed whole here. They keep the body in memory."""
     first_message_digest: int | None = None
     """Digest of the first user message; None until `digest_first_message` computes it."""
     continuation: Continuation | None = None
