@@ -441,18 +441,19 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Return the present values, and totals since the start."""
-        usage, totals = self.scheduler.cache.usage, self.scheduler.totals
+        cache, totals = self.scheduler.cache, self.scheduler.totals
+        host = cache.host_tier.measure_usage()
         return EngineStats(
             running_requests=self.scheduler.running_count,
             waiting_requests=self.scheduler.waiting_count + len(self._preparing_requests),
-            kv_cache_usage=usage.live_units / usage.total_units,
+            kv_cache_usage=cache.used_share,
             token_limit=self.scheduler.token_limit,
             prefix_cache_queries=totals.prefix_queried_tokens,
             prefix_cache_hits=totals.prefix_hit_tokens,
             host_cache_hits=totals.host_hit_tokens,
-            host_cache_usage=usage.host.used_share,
-            host_stored_bytes=usage.host.stored_bytes,
-            host_loaded_bytes=usage.host.loaded_bytes,
+            host_cache_usage=host.used_share,
+            host_stored_bytes=host.stored_bytes,
+            host_loaded_bytes=host.loaded_bytes,
             host_copy_s=0.0 if self._model is None else self._model.get_copy_s(),
             prompt_tokens=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,

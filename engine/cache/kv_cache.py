@@ -21,14 +21,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.block_hasher import BlockHasher, NoBlockKeys
 from engine.cache.blocks import Block, BlockKey, Node
 from engine.cache.event_log import StepEvents
 from engine.cache.eviction_order import LruEviction
-from engine.cache.host_tier import HostHit, HostLoad, HostTier, HostUsage
+from engine.cache.host_tier import HostHit, HostLoad, HostTier
 from engine.cache.learned_order import LearnedEviction
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
@@ -37,18 +36,6 @@ from engine.cache.spec import FULL_KIND, CacheSpec, ceil_div
 from engine.cache.state_checkpoints import NoStates, StateCheckpoints
 from engine.cache.step_log import StepLog
 from engine.types import BlockCopy, Chunk, Sequence, StepPlan
-
-
-@dataclass(frozen=True, slots=True)
-class CacheUsage:
-    """Number of units of the device's memory, and how many of them are used, with the usage of host memory."""
-
-    total_units: int
-    live_units: int
-    """Units that running sequences need if their blocks are packed; `live_units / total_units` is the cache's usage."""
-    free_units: int
-    """Units without any block, not even a cached one."""
-    host: HostUsage
 
 
 class KVCache:
@@ -109,9 +96,9 @@ class KVCache:
         return self.spec.state is not None
 
     @property
-    def usage(self) -> CacheUsage:
-        pool = self.pool
-        return CacheUsage(len(pool.units), pool.live_units, pool.free_units, self.host_tier.measure_usage())
+    def used_share(self) -> float:
+        """Share of the device's units that running sequences need if their blocks are packed, 0 .. 1."""
+        return self.pool.live_units / len(self.pool.units)
 
     @property
     def token_capacity(self) -> int:

@@ -334,7 +334,7 @@ class Bench:
                 break
             self.step()
         assert not self.core.has_work, "starved"
-        assert self.cache.usage.live_units == 0, "memory leaked"
+        assert self.cache.pool.live_units == 0, "memory leaked"
 
     def assert_correct(self) -> None:
         """Every request that ended by itself said what a correct engine says."""

@@ -34,7 +34,7 @@ def test_same_step_twins_share_the_blocks_that_the_first_is_about_to_fill() -> N
         (first, second) = plan.chunks
         assert (first.start, first.end, second.start, second.end) == (0, 14, 12, 14)
         assert first.seq.block_tables[0][:3] == second.seq.block_tables[0][:3]
-        assert bench.cache.usage.live_units == 5
+        assert bench.cache.pool.live_units == 5
         refs = [bench.cache.pool.units[b].blocks[0].ref_count for b in first.seq.block_tables[0]]
         assert refs == [2, 2, 2, 1]
 
@@ -55,7 +55,7 @@ def test_twins_whose_prompt_ends_on_a_block_boundary_end_on_one_block() -> None:
     bench.add("b", prompt)
     bench.step()
     assert bench.firsts["b"].cached_tokens == 8
-    assert bench.cache.usage.live_units == 3
+    assert bench.cache.pool.live_units == 3
     bench.drain()
     bench.assert_correct()
 
@@ -196,7 +196,7 @@ def test_the_owner_of_pending_blocks_aborted_in_that_step_leaves_its_sharer_corr
     bench.step()
     bench.device.on_execute = lambda plan: None
     assert bench.ends["a"].finish_reason is FinishReason.ABORT
-    assert bench.cache.usage.live_units == 4
+    assert bench.cache.pool.live_units == 4
     bench.drain()
     bench.assert_correct()
     assert bench.outputs["a"] == []
@@ -236,7 +236,7 @@ def test_reset_is_published_at_once_and_running_sequences_keep_their_blocks() ->
     bench.core.reset_prefix_cache()
     assert len(bench.events.events) == before + 1
     assert bench.events.resident == {}
-    assert bench.cache.usage.free_units == 64
+    assert bench.cache.pool.free_units == 64
 
 
 def test_reset_in_the_middle_of_a_step_announces_nothing_of_it() -> None:

@@ -97,7 +97,7 @@ def answers(
             assert out.error is None
         core.check_invariants()
     runner.close()
-    assert cache.usage.live_units == 0
+    assert cache.pool.live_units == 0
     return answers_by_id, core
 
 

@@ -96,7 +96,7 @@ class AttackedEngine:
             self.ends[name] = output.finish_reason or FinishReason.ABORT
 
     def close(self) -> None:
-        assert self.cache.usage.live_units == 0, "memory leaked"
+        assert self.cache.pool.live_units == 0, "memory leaked"
         self.runner.close()
 
 

@@ -96,7 +96,7 @@ def test_a_job_that_fails_to_store_ends_its_pull_only(
         assert breaker.has_raised or (skipped_calls and point in ("match", "copy", "write", "promote"))
         check_answers(consumer, family, expected)
         assert len(consumer.tokens("runs")) == 40
-        assert consumer.cache.usage.live_units == 0, "memory leaked"
+        assert consumer.cache.pool.live_units == 0, "memory leaked"
         assert consumer.core.stats().failed_steps == breaker.has_raised
         assert not sum(consumer.transfers.stats.failures.values())
         consumer.core.reset_prefix_cache()
@@ -128,7 +128,7 @@ def test_a_job_that_fails_to_read_is_answered_and_ends_nothing_else(
         assert len(source.tokens("runs")) == 40
         for engine in (source, consumer):
             check_answers(engine, family, expected)
-            assert engine.cache.usage.live_units == 0, "memory leaked"
+            assert engine.cache.pool.live_units == 0, "memory leaked"
 
 
 def test_weights_whose_files_are_gone_wake_up_and_are_shared_with_no_peer() -> None:

@@ -103,7 +103,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self._release(seq)
             self.running = []
             self.holds()
-            assert self.cache.usage.live_units == 0
+            assert self.cache.pool.live_units == 0
 
     # ------------------------------------------------------------------ one step's parts
 
