@@ -72,27 +72,20 @@ class ChatFields(msgspec.Struct, frozen=True, eq=False):
 
     request: RoutingRequest
     """The request without its messages."""
-    end_bytes: int
-    """Bytes of the body after its messages, the closing bracket included."""
-    end_digest: int
-    """Digest of those bytes."""
+    end_json: bytes
+    """The body after its messages, the closing bracket included."""
     keeps_messages_as_sent: bool
     """Value of `ChatTemplate.keeps_messages_as_sent` when the body was read."""
 
     @classmethod
     def make(cls, chat: RoutingRequest, body: bytes, messages_end: int, *, keeps_messages_as_sent: bool) -> ChatFields:
         """Make the fields of a body with the closing bracket of its messages at `messages_end`."""
-        digest = _digest_from(body, messages_end)
-        return cls(chat.replace(messages=None), len(body) - messages_end, digest, keeps_messages_as_sent)
+        return cls(chat.replace(messages=None), body[messages_end:], keeps_messages_as_sent)
 
     def find_messages_end(self, body: bytes, start: int) -> int | None:
         """Return where the messages of a body end if it has these fields, and its messages end after `start`."""
-        end = len(body) - self.end_bytes
-        return end if start <= end and _digest_from(body, end) == self.end_digest else None
-
-
-def _digest_from(body: bytes, start: int) -> int:
-    return xxhash.xxh3_64_intdigest(memoryview(body)[start:])
+        end = len(body) - len(self.end_json)
+        return end if start <= end and body.endswith(self.end_json) else None
 
 
 class CachedConversation(msgspec.Struct, eq=False):
@@ -136,7 +129,8 @@ class CachedConversation(msgspec.Struct, eq=False):
             size_bytes += len(self.outline.messages) + len(self.outline.tools)
         size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.rendered.text) for boundary in self.boundaries])
         if self.chat_fields is not None:
-            size_bytes += _DECODED_BYTES_PER_BYTE * (self.messages_start + self.chat_fields.end_bytes)
+            end_bytes = len(self.chat_fields.end_json)
+            size_bytes += end_bytes + _DECODED_BYTES_PER_BYTE * (self.messages_start + end_bytes)
         return size_bytes + len(str(self.first_message.get("content")))
 
 
