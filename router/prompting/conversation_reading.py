@@ -23,7 +23,7 @@ from prompts.routing import (
     RoutingRequest,
     convert_source_to_chat,
     has_media,
-    parse_routing_of_kind,
+    parse_body,
     raw_fields_decoder,
 )
 from prompts.schemas import Message
@@ -181,7 +181,7 @@ def cache_conversation(
     chat, prompt_ids = prompt.chat, prompt.token_ids
     if chat is None or prompt_ids is None or not chat.messages or not _is_supported(request, chat):
         return None
-    messages_array = _locate_messages(body)
+    messages_array = _locate_messages(body, raw_fields_decoder.decode(body))
     if messages_array is None:
         return None
     messages = chat.messages
@@ -432,11 +432,11 @@ def _read_tail(
     if has_more_objects(short_body, TAIL_BRACKETS_MAX):
         return None
     try:
-        request = parse_routing_of_kind(conversation.kind, short_body)
+        request, fields = parse_body(conversation.kind, short_body)
         chat = request if request.source is None else convert_source_to_chat(request, template)
-        messages_array = _locate_messages(short_body, messages_start)
     except RequestError:
         return None
+    messages_array = _locate_messages(short_body, fields, messages_start)
     # A system text beside the array becomes the first message of the chat; the sentinel comes after it.
     messages = chat.messages or []
     system_message_count = 0 if messages[:1] == [_SENTINEL_MESSAGE] else 1
@@ -454,17 +454,17 @@ def _read_tail(
     )
 
 
-def _locate_messages(body: bytes, messages_start: int | None = None) -> _MessagesArray | None:
+def _locate_messages(
+    body: bytes, fields: dict[str, msgspec.Raw], messages_start: int | None = None
+) -> _MessagesArray | None:
     """Return a body's array of messages; None if its place cannot be told, or if there is none.
 
-    `messages_start`: offset of the array, if known. Else the array is searched by its first bytes.
+    `fields`: top-level fields of the body. `messages_start`: offset of the array, if known. Else the array is searched
+    by its first bytes.
     """
-    try:
-        array_json = bytes(raw_fields_decoder.decode(body).get("messages", b""))
-        if messages_start is None:
-            messages_start = body.find(array_json[:256])
-        if not array_json.startswith(b"[") or not body.startswith(array_json, messages_start):
-            return None
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    array_json = bytes(fields.get("messages", b""))
+    if messages_start is None:
+        messages_start = body.find(array_json[:256])
+    if not array_json.startswith(b"[") or not body.startswith(array_json, messages_start):
         return None
     return _MessagesArray(messages_start, array_json)
