@@ -19,7 +19,12 @@ from engine.output.parser import OutputParserConfig
 from engine.output.schema_types import read_parameter_types
 from engine.protocol.params import ModelLimits, check_prompt
 from engine.protocol.support import check_supported
-from engine.structured_output.constraint import is_call_required, make_scripted_constraint, parse_requested_constraint
+from engine.structured_output.constraint import (
+    is_call_required,
+    make_scripted_constraint,
+    names_function,
+    parse_requested_constraint,
+)
 from engine.structured_output.lark import write_lark
 from engine.types import Constraint
 from prompts import (
@@ -341,7 +346,7 @@ def make_parser_config(body: ChatRequest, prompt: str, limits: ModelLimits) -> O
         parameter_types=read_parameter_types(tools) if tools and limits.call_format == "qwen3_coder" else {},
         single_call=body.parallel_tool_calls is False,
         requires_call=is_call_required(body),
-        names_function=isinstance(body.tool_choice, dict) and body.tool_choice.get("type") != "allowed_tools",
+        names_function=names_function(body),
     )
 
 

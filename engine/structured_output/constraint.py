@@ -116,7 +116,7 @@ def parse_requested_constraint(
     if selection.is_call_required:
         if tool_markup is None:
             raise bad_value("tool_choice", body.tool_choice, "none or auto: no --tool-call-parser fits this model")
-        allows_several = allows_several and not _names_function(body.tool_choice)
+        allows_several = allows_several and not names_function(body)
         return RequestedConstraint("tool_choice", _make_calls_format(MARKUPS[tool_markup], tools, allows_several))
     if not tools or tool_markup is None:
         return text_constraint
@@ -133,6 +133,11 @@ def parse_requested_constraint(
 def is_call_required(body: ChatRequest) -> bool:
     """Return whether the answer must be calls and nothing else. Raises RequestError."""
     return _select_tools(body).is_call_required
+
+
+def names_function(body: ChatRequest) -> bool:
+    """Return whether a request names the one function that must be called."""
+    return isinstance(body.tool_choice, dict) and body.tool_choice.get("type") != "allowed_tools"
 
 
 def make_schema_format(schema: Json, whitespace: str | None = None) -> Format:
@@ -371,10 +376,6 @@ def _find_named_tool(choice: Json, path: str, tools_by_name: Mapping[str, _Tool]
     if not isinstance(name, str) or name not in tools_by_name:
         raise bad_value(f"{path}.function.name", name, f"one of the tools: {', '.join(tools_by_name)}")
     return tools_by_name[name]
-
-
-def _names_function(choice: Json) -> bool:
-    return isinstance(choice, dict) and choice.get("type") != "allowed_tools"
 
 
 def _make_tool_tags(markup: ToolMarkup, tools: Sequence[_Tool]) -> list[Format]:
