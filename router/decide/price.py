@@ -169,14 +169,17 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
 def estimate_queue(candidate: Candidate, prefill_s: float, now: float) -> tuple[float, int]:
     """Return the seconds of prefill that come before a request, and the number of waiting requests that it overtakes.
 
-    Most engines compute prompts in the order of arrival, so that the request overtakes none. Some compute the shortest
-    prompt first. There, longer prompts wait for this request, unless it needs the prefix that one of them computes.
+    Most engines compute prompts in the order of arrival. There, the request overtakes the prompts that wait for KV from
+    another target, or comes behind them if it waits for KV, too. Some engines compute the shortest prompt first. There,
+    longer prompts wait for this request, unless it needs the prefix that one of them computes.
     """
     target = candidate.target
     queue_s = target.estimate_queue_s(now)
-    if not queue_s or not target.prefill_queue.is_shortest_first:
-        return queue_s, 0
-    return target.estimate_shortest_first_wait(prefill_s, find_awaited_request(candidate), queue_s)
+    if target.prefill_queue.is_shortest_first:
+        return target.estimate_shortest_first_wait(prefill_s, find_awaited_request(candidate), queue_s)
+    if candidate.plan is None:
+        return queue_s, target.load.incoming_transfers
+    return queue_s + target.prefill_queue.arriving_prefill_s, 0
 
 
 def find_awaited_request(candidate: Candidate) -> InFlightRequest | None:

@@ -209,8 +209,7 @@ class PrefillQueue:
     last_answered_send_index: int = -1
     """Highest `send_index` of a request that has its first token."""
     total_prefill_s: float = 0.0
-    """Prefill seconds of all prompts here, of those that arrive and of other routers' ones; Q without the progress of
-    the current prefill."""
+    """Prefill seconds of all prompts here, other routers' included; Q without the progress of the current prefill."""
     busy_since_s: float = 0.0
     """When the target began with the current prefill."""
     fixed_step_share: float = 0.0
@@ -289,7 +288,6 @@ class PrefillQueue:
             self.total_prefill_s = self.order.estimate_total_s(self.own_prefill_s)
             if oldest_request is not None:  # the progress until now was subtracted from the shortest prompt
                 prefill_s, sent_at_s = self.order.cumulative_remaining_s[1], self.progress_recorded_at_s
-        self.total_prefill_s += self.arriving_prefill_s
         if peer_prefills.prefill_s > 0.0:
             self.total_prefill_s += peer_prefills.prefill_s
             if peer_prefills.oldest_sent_at_s < sent_at_s:

@@ -248,16 +248,14 @@ class LoadTracker:
             target.totals.reported_cached_tokens += reported_cached_tokens
 
     def start_transfer(self, request: InFlightRequest, transfer_s: float, now: float) -> None:
-        """Count a transfer at both ends, and the prefill that follows it as work that waits at its target."""
+        """Count a transfer at both ends. At its end the request joins its target's prefill queue."""
         if request.phase is not RequestPhase.SOURCE_PREFILL:
             return
         assert request.source is not None
         target, request.phase = request.target, RequestPhase.TRANSFER
-        self._mark_changed(target)
         target.load.incoming_transfers += 1
         request.source.load.outgoing_transfers += 1
         target.prefill_queue.arriving_prefill_s += request.prefill_s
-        target.recompute_queue()
         self._estimated_arrivals.add(now + transfer_s, request)
 
     def end_transfer(self, request: InFlightRequest, now: float) -> None:

@@ -152,19 +152,22 @@ def test_a_transfer_is_counted_at_both_ends_until_it_should_have_come() -> None:
     assert len(target.prefill_queue.requests) == 1
 
 
-def test_a_prompt_whose_kv_is_on_its_way_waits_at_its_target() -> None:
-    """A later request would be computed first, and the prompt after it."""
+def test_a_prompt_whose_kv_is_on_its_way_is_overtaken_by_those_that_need_none() -> None:
     core, index = make_fleet("abc")
     index.store(core.workers["a"].holders[0], PROMPT[:390])
     make_busy(core, "a", 0.0)
     first = route(core, "r", PROMPT, 0.0)
     assert first.transfer is not None
-    target = core.registry.get_targets(first.worker)[0]
-    assert target.estimate_queue_s(0.001) == pytest.approx(first.terms.prefill_s)
-    second = route(core, "s", [7] * 400, 0.001)
-    assert second.worker not in ("a", first.worker)
+    pulling = route(core, "s", PROMPT, 0.001, worker=first.worker)
+    assert pulling.transfer is not None
+    assert pulling.terms.queue_s == pytest.approx(first.terms.prefill_s), "the KV of the first request comes first"
+    overtaking = route(core, "t", [7] * 400, 0.001, worker=first.worker)
+    assert overtaking.terms.queue_s == 0.0
+    assert overtaking.terms.congestion_s >= 2 * overtaking.terms.prefill_s, "both wait for it"
+    assert route(core, "u", [8] * 400, 0.001).worker not in ("a", first.worker)
     core.tick(1.0)
-    assert (target.prefill_queue.arriving_prefill_s, len(target.prefill_queue.requests)) == (0.0, 1)
+    queue = core.registry.get_targets(first.worker)[0].prefill_queue
+    assert (queue.arriving_prefill_s, len(queue.requests)) == (0.0, 3)
 
 
 @pytest.mark.parametrize("tokens", [5, 200])
