@@ -52,7 +52,8 @@ class Capacity:
         """Learn the number of sequence slots from a first token that came beside `decode_request_count` requests.
 
         `has_waited_for_slot`: the request waited far longer than predicted and began just as another one ended. If that
-        happens SLOT_VOTES times beside about the same number of requests, that number is the number of slots.
+        happens SLOT_VOTES times beside about the same number of requests, that number is the number of slots. For
+        example, one of four workers has 32 slots, the others 64: first tokens wait 13 ms in the mean, else 249 ms.
         """
         if self.has_reported_max_num_seqs:
             return
