@@ -11,10 +11,11 @@ import argparse
 import hmac
 import multiprocessing
 import resource
+import select
 import socket
 import statistics
 import time
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future, wait
 from multiprocessing.connection import Connection
 
 import _path  # noqa: F401  (first: `engine` is a package here)
@@ -22,10 +23,11 @@ import torch
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
+from engine.core import PREPARATION_WAIT_S
 from engine.execution.device_pool import DevicePool
 from engine.process.core_process import keep_freed_memory
 from engine.transfer.block_exchange import BlockExchange
-from engine.transfer.pull_plan import PullItem
+from engine.transfer.pull_plan import Pull, PullItem
 from engine.transfer.service import KVTransfers
 from engine.transfer.settings import TransferSettings
 from engine.types import KVSource, Request, SamplingParams
@@ -59,20 +61,23 @@ class Peer:
 
     def fill(self) -> None:
         """Have the whole prompt."""
-        prompt = self.exchange.list_keys(self.request)
+        pull = Pull(KVSource("", 0), self.exchange.list_keys(self.request))
         block_bytes = self.exchange.get_block_bytes(0)
-        for index in range(len(prompt.keys)):
-            stored = self.exchange.store(prompt, [PullItem(index, 0)], memoryview(bytearray(block_bytes)))
+        for index in range(len(pull.keys)):
+            stored = self.exchange.store(pull, [PullItem(index, 0)], memoryview(bytearray(block_bytes)))
             assert stored == 1
 
     def run_steps(self, until: Future[None] | None = None) -> None:
+        """Copy blocks until `until` is done; None: for ever. Waits for them as the core and its process do."""
+        wake_sockets = self.transfers.wake_sockets
         while until is None or not until.done():
             if self.transfers.has_copies:
                 self.transfers.copy_blocks()
-            elif until is None:
-                self.transfers.copies_arrival.result()
+            elif until is not None:
+                wait([until], PREPARATION_WAIT_S)
             else:
-                wait([until, self.transfers.copies_arrival], return_when=FIRST_COMPLETED)
+                for wake_socket in select.select(wake_sockets, [], [])[0]:
+                    wake_socket.recv(4096)
 
 
 def measure_hmac() -> float:

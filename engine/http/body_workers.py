@@ -56,8 +56,8 @@ GRAMMAR_STACK_BYTES_MAX = 1 << 20
 """Stack of the checking process, smaller than any stack of the core: a grammar that is too deep fails there first."""
 CHECKED_GRAMMARS_MAX = 4096
 """Most grammars whose check is remembered."""
-CHECKED_CHARS_MAX = 64 << 20
-"""Most characters of these grammars together."""
+CHECKED_BYTES_MAX = 64 << 20
+"""Most bytes of these grammars together."""
 
 log = logging.getLogger("engine.server")
 
@@ -94,9 +94,9 @@ class BodyReader:
             (_load_tokenizer, (folder, chat_template, limits)), PROCESS_COUNT, MEMORY_BYTES_MAX
         )
         self._compiler_pool = WorkerPool((_load_vocabulary, (folder, limits.vocab_size)), 1, GRAMMAR_BYTES_MAX)
-        self._checked_grammars: OrderedDict[bytes, str] = OrderedDict()
-        """Digest of a grammar -> the checked grammar, in the form that the core compiles."""
-        self._checked_chars = 0
+        self._checked_grammars: OrderedDict[bytes, bytes] = OrderedDict()
+        """Digest of a grammar -> UTF-8 of the checked grammar, in the form that the core compiles."""
+        self._checked_bytes = 0
 
     async def read(self, parse: BodyParser[T], data: bytes, *, extra_bytes: int = 0, tenant: str = "") -> T:
         """Return the result of `parse` for a body. Raises RequestError, also if it takes too much time or memory.
@@ -143,19 +143,19 @@ class BodyReader:
         lark = self._checked_grammars.get(digest)
         if lark is None:
             checked_constraint = await finish_uncancelled(self._check_in_process(constraint, tenant))
-            lark = checked_constraint.lark_grammar
+            lark = checked_constraint.lark_grammar.encode()
             self._remember_check(digest, lark)
         else:
             self._checked_grammars.move_to_end(digest)
-        return msgspec.structs.replace(constraint, lark_grammar=lark, source_json=b"")
+        return msgspec.structs.replace(constraint, lark_grammar=lark.decode(), source_json=b"")
 
-    def _remember_check(self, digest: bytes, lark: str) -> None:
+    def _remember_check(self, digest: bytes, lark: bytes) -> None:
         """Remember a checked grammar, and forget those that were used longest ago to make room."""
-        self._checked_chars += len(lark) - len(self._checked_grammars.pop(digest, ""))
+        self._checked_bytes += len(lark) - len(self._checked_grammars.pop(digest, b""))
         self._checked_grammars[digest] = lark
-        while len(self._checked_grammars) > CHECKED_GRAMMARS_MAX or self._checked_chars > CHECKED_CHARS_MAX:
+        while len(self._checked_grammars) > CHECKED_GRAMMARS_MAX or self._checked_bytes > CHECKED_BYTES_MAX:
             _, oldest_lark = self._checked_grammars.popitem(last=False)
-            self._checked_chars -= len(oldest_lark)
+            self._checked_bytes -= len(oldest_lark)
 
     async def _check_in_process(self, constraint: Constraint, tenant: str) -> Constraint:
         """Compile the grammar of a constraint in another process. Raises RequestError if that fails or takes too

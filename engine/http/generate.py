@@ -261,12 +261,14 @@ async def format_logprobs(
         return
     logprobs_since_pause = 0
     for choice, delta in deltas:
+        delta_logprobs = 0
         for formatted_count in formatter.format_logprobs(choice, delta):
-            release_logprobs(formatted_count)
+            delta_logprobs += formatted_count
             logprobs_since_pause += formatted_count
             if logprobs_since_pause >= LOGPROBS_PER_PAUSE:
                 logprobs_since_pause = 0
                 await asyncio.sleep(0)
+        release_logprobs(delta_logprobs)
 
 
 async def _stream_response(

@@ -165,7 +165,7 @@ def test_clients_take_turns_at_the_processes(odd: Any, monkeypatch: Any) -> None
 
 def test_checked_grammars_take_a_bounded_memory(monkeypatch: Any) -> None:
     """Of 4,096 grammars of a million characters each, 4 GB were kept."""
-    monkeypatch.setattr(body_workers, "CHECKED_CHARS_MAX", 1_000)
+    monkeypatch.setattr(body_workers, "CHECKED_BYTES_MAX", 1_000)
     checked_numbers: list[str] = []
 
     async def check_in_process(reader: BodyReader, constraint: Constraint, tenant: str) -> Constraint:
@@ -176,9 +176,10 @@ def test_checked_grammars_take_a_bounded_memory(monkeypatch: Any) -> None:
 
     async def use(reader: BodyReader) -> None:
         for number in "012130":
-            await reader.check(Constraint(number + "x" * 300, "x"))
-        assert sum(map(len, reader._checked_grammars.values())) == reader._checked_chars == 903
-        await asyncio.gather(*[reader.check(Constraint("4" + "x" * 300, "x")) for _ in range(3)])
+            await reader.check(Constraint(number + "🙂" * 75, "x"))
+        assert sum(map(len, reader._checked_grammars.values())) == reader._checked_bytes == 903
+        results = await asyncio.gather(*[reader.check(Constraint("4" + "🙂" * 75, "x")) for _ in range(3)])
+        assert {result.lark_grammar for result in results} == {"4" + "🙂" * 75}
         assert len(reader._checked_grammars) == 3
         await reader.check(Constraint("5" * 2_000, "x"))
         assert not reader._checked_grammars

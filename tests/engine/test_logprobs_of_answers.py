@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from engine.http.generate import LOGPROBS_PER_PAUSE, format_logprobs
 from engine.messages import StepOutputs
@@ -25,7 +26,7 @@ from engine.protocol.logprobs import LOGPROB_FLOOR
 from engine.protocol.params import ModelLimits
 from engine.protocol.parsed_request import ParsedRequest
 from engine.tiny.tokenizer import build_tokenizer
-from engine.types import FinishReason, SequenceOutput, TokenLogprobs
+from engine.types import FinishReason, SequenceOutput, TokenLogprobs, count_logprobs
 from prompts import ChatRequest, CompletionRequest, RequestError, parse_chat, parse_completion
 
 FACTORY = DetokenizerFactory(build_tokenizer(1024))
@@ -162,6 +163,22 @@ def test_the_loop_goes_on_while_many_logprobs_are_formatted(samples: int, tokens
     in_all = samples * (tokens + prompt) * 21
     assert turns >= in_all // (2 * LOGPROBS_PER_PAUSE)
     assert not any(piece.logprobs or piece.prompt_logprobs for _, piece in pieces)
+
+
+def test_logprobs_count_until_they_are_formatted_and_gone() -> None:
+    """Those of a long answer were released while the answer still had them."""
+    generation, answer = completion(n=2, logprobs=1)
+    output = SequenceOutput(request_id="u", token_ids=[9] * 500, logprobs=[score(1)] * 500)
+    pieces = [(choice, choice.push(structs.replace(output))) for choice in generation.choices]
+    held_count = 2 * 500 * 2
+
+    def release(count: int) -> None:
+        nonlocal held_count
+        held_count -= count
+        assert sum(count_logprobs(piece.logprobs) for _, piece in pieces) <= held_count
+
+    asyncio.run(format_logprobs(answer, pieces, release))
+    assert held_count == 0
 
 
 class Client:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from transfer_peers import BLOCK_SIZE, RECIPES, Engine, prompt
 from engine.transfer.messages import WantedBlock
 from engine.types import Request, SamplingParams
 
+ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = list(RECIPES)
 PLAIN: dict[tuple[str, str], list[int]] = {}
 
@@ -276,3 +280,11 @@ def test_a_salt_keeps_caches_apart() -> None:
         source.pause()
         assert consumer.cached_tokens("a") == 0
         check_no_failure(consumer)
+
+
+@pytest.mark.long
+def test_the_benchmark_of_a_pull_runs() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "kv_transfer.py"), "--blocks", "8", "--rounds", "1"]
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    assert "median" in process.stdout
