@@ -25,7 +25,6 @@ import zmq
 from events import BlockStored, EventFeed, Message, Origin, StartMode, StreamConfig, StreamSource, Subscriber
 from events.sources import EventSource
 from events.types import DecodeError
-from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, parse_routing
 from prompts.tokenizer import Tokenizer
 from router.decide.watchdog import UNREACHABLE_HINT
@@ -432,7 +431,7 @@ def _tokenize(request: RoutingRequest, tokenizer: Tokenizer | None) -> Sequence[
     """Return the token ids of a prompt as the router reads it; None if it cannot be read."""
     try:
         return tokenize_prompt(request, tokenizer, None)[0].token_ids
-    except RequestError:
+    except Exception:  # noqa: BLE001  a model's tokenizer or template may raise anything
         return None
 
 

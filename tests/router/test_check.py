@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers.models import WordLevel
 
 from engine.tiny.tokenizer import write_tokenizer
 from events import BlockStored, EventPublisher, KVEventsConfig, hash_blocks
@@ -206,6 +208,14 @@ def test_a_sound_worker_has_no_problem(checkpoint: Path) -> None:
     assert {"address", "tokenizer", "template", "events", "cached", "salt", "LoRA", "replay"} <= findings_by_step.keys()
     assert "64 tokens predicted" in findings_by_step["cached"].text
     assert "64 reported" in findings_by_step["cached"].text
+
+
+def test_a_tokenizer_that_fails_is_a_finding(checkpoint: Path, tmp_path: Path) -> None:
+    """Its library raises a plain Exception for words that are not in its vocabulary."""
+    tokenizer = HfTokenizer(WordLevel({"a": 0}, unk_token="[UNK]"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    finding = run_checks(checkpoint, "", tokenizer=str(tmp_path))["tokenizer"]
+    assert (finding.is_ok, "cannot read this prompt" in finding.text) == (False, True)
 
 
 def test_the_key_that_is_given_is_used(checkpoint: Path) -> None:
