@@ -533,7 +533,7 @@ class EventFeed:
             stream.clear_replies()
 
     def _read_replies(self, stream: FollowedStream) -> None:
-        """Queue the replies to a stream's request that have arrived, up to REPLY_SLICE, and process the stream.
+        """Queue the replies to a stream's request that have arrived, up to REPLY_SLICE.
 
         If the queued replies have too many bytes, the stream cannot keep up: its request fails, and may be repeated.
         """

@@ -25,9 +25,11 @@ RANKS_MAX = 256
 GROUPS_MAX = 256
 TOKEN_BYTES_MAX = 1 << 30
 """Most bytes of a cached token."""
-Name = Annotated[str, Meta(max_length=1024)]
+NAME_CHARS_MAX = 1024
+BLOCK_TOKENS_MAX = 1 << 24
+Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Rank = Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
-BlockTokens = Annotated[int, Meta(gt=0, le=1 << 24)]
+BlockTokens = Annotated[int, Meta(gt=0, le=BLOCK_TOKENS_MAX)]
 
 
 class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):

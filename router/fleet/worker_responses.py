@@ -16,16 +16,22 @@ from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 
-from events.sources import RANKS_MAX, EventSource, is_endpoint, parse_endpoint_host, parse_sources
+from events.sources import (
+    BLOCK_TOKENS_MAX,
+    NAME_CHARS_MAX,
+    RANKS_MAX,
+    EventSource,
+    is_endpoint,
+    parse_endpoint_host,
+    parse_sources,
+)
 from events.types import DecodeError
 from router.decide.load import EngineLoad
 from router.decide.workers import VLLM, ServedModel
 
 MODELS_MAX = 4096
-NAME_CHARS_MAX = 1024
 TOKENS_MAX = 2**48
 """Most tokens of a context or a cache."""
-BLOCK_TOKENS_MAX = 1 << 24
 OBJECTS_MAX = 32_768
 """Most lists and objects in an answer; 4,096 models of vLLM's have three each."""
 LINE_CHARS_MAX = 8192
