@@ -284,7 +284,7 @@ class IndexFeed:
         return {
             worker_id: max(lags)
             for worker_id, streams in list(self._streams_by_worker.items())
-            if (lags := [s.last_event.lag_s for s in streams if s.last_event.lag_s is not None])
+            if (lags := [lag_s for stream in streams if (lag_s := stream.last_event.lag_s) is not None])
         }
 
     def is_synced(self, worker_id: str) -> bool:

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -22,7 +22,7 @@ from events.stream_types import Apply, DuplicateBatch, Origin, PublisherRestarte
 from events.types import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
 from router.fleet.feed import IndexFeed
-from router.fleet.worker_stream import EVICTIONS_MIN
+from router.fleet.worker_stream import EVICTIONS_MIN, AppliedBatch
 from router.index.protocol import HolderId, Scope
 
 
@@ -405,6 +405,18 @@ def test_how_late_a_batch_counted_is_shown(index: ReferenceIndex, feed: IndexFee
         lag_s = feed.describe_streams("a")["streams"][0]["last_event_lag_s"]
         assert lag_s == (pytest.approx(100.0, abs=30.0) if is_known else None)
         assert feed.list_event_lags() == ({"a": lag_s} if is_known else {})
+
+
+def test_a_batch_that_comes_while_lags_are_listed_does_not_break_the_list(feed: IndexFeed) -> None:
+    """The page is made on another thread than the batches are applied on."""
+
+    class Stream:
+        batches = iter((AppliedBatch(1.0, 2.0), AppliedBatch(1.0, None)))
+        last_event = property(lambda self: next(self.batches))
+
+    feed._streams_by_worker["a"] = cast("Any", [Stream()])
+    assert feed.list_event_lags() == {"a": 2.0}
+    del feed._streams_by_worker["a"]
 
 
 def test_messages_without_a_sequence_number_are_counted_and_shown(index: ReferenceIndex, feed: IndexFeed) -> None:
