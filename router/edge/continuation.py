@@ -217,7 +217,7 @@ class StreamContinuation:
         if self._engine == BLOCKCAST:
             return True
         # The client has ids of tokens whose text is incomplete. vLLM would generate these tokens again.
-        has_incomplete_text = recorder.text_token_count < len(recorder.output_ids)
+        has_incomplete_text = recorder.text_token_count < recorder.output_token_count
         return not (recorder.has_parsed_output or (self._wants_token_ids and has_incomplete_text))
 
     def _may_continue_after(self, output_token_count: int) -> bool:
@@ -237,7 +237,7 @@ class StreamContinuation:
             self._has_restarted = True
             return
         self._event_template = self._get_event_template()
-        ids, self._sent_token_count = continuation_route.token_ids, len(recorder.output_ids)
+        ids, self._sent_token_count = continuation_route.token_ids, recorder.output_token_count
         assert isinstance(ids, array)
         self.continuation_body = msgspec.json.encode(self._build_body(ids, self._sent_token_count, tokens_max))
 
@@ -396,7 +396,7 @@ class StreamContinuation:
             return None
         if not self._wants_usage or is_usage_sent:
             return _DONE_EVENT
-        prompt_tokens, completion_tokens = len(recorder.prompt_ids), len(recorder.output_ids)
+        prompt_tokens, completion_tokens = len(recorder.prompt_ids), recorder.output_token_count
         usage = {
             "prompt_tokens": prompt_tokens,
             "total_tokens": prompt_tokens + completion_tokens,

@@ -25,13 +25,15 @@ _PLAIN_EVENT_PATTERN = re.compile(
     rb'(data: \{"id":"[^"]*","object":"[^"]*","created":[0-9]*,"model":"[^"]*","choices":\[\{"index":0,(?:'
     rb'"text":"(%b)"|"delta":\{"content":"(%b)"\}|"delta":\{"reasoning(?:_content)?":"%b"(?:,"reasoning_content":"%b")?\})'
     rb'(?:,"logprobs":null)?(?:,"finish_reason":null)?(?:,"stop_reason":null)?)'
-    rb',"token_ids":\[([0-9]{1,9}(?:,[0-9]{1,9})*)\](\}\](?:,"usage":null)?\}\n\n)' % (_TEXT, _TEXT, _TEXT, _TEXT)
+    rb'(?:,"prompt_token_ids":null)?,"token_ids":\[([1-9][0-9]{0,8}(?:,[1-9][0-9]{0,8})*)\](\}\](?:,"usage":null)?\}\n\n)'
+    % (_TEXT, _TEXT, _TEXT, _TEXT)
 )
 """Pattern of an event as vLLM and our engine send it for most tokens. Groups: all before the ids, the text of a
 completion, of a chat, the ids, all behind them."""
-_KEY = rb'"(prompt_)?token_ids" *: *(null|\[[^]]*\])?'
+_KEY = rb'"(prompt_)?token_ids" *: *(null|\[[0-9, ]*\])?'
 _TOKEN_IDS_PATTERN = re.compile(rb"," + _KEY + rb"|(?<=[{,])" + _KEY + rb",?")
 """Pattern of a field with token ids, with the comma before it, or behind it where the field is the first one."""
+_NO_IDS = (b"", b"null", b"[]")
 _BEFORE_KEY: Final = len(',,"prompt_')
 _FAILURE_PREFIXES = (b'data: {"error"', b'data:{"error"')
 _FINISH_REASON_PATTERN = re.compile(rb'"finish_reason" *: *"')
@@ -241,10 +243,10 @@ class TokenRecorder:
                 self._add_output_ids(ids[1:-1])
         except msgspec.MsgspecError:
             ids = b""
-        if not ids or ids.find(b"[", 1) > 0 or b'"' in ids:  # no list of numbers
+        if not ids:
             self.is_unrecognized = True  # the answer cannot be continued
             return match[0]
-        if is_prompt and not self._prompt_digits:
+        if is_prompt and self._prompt_digits in _NO_IDS:
             self._prompt_digits = ids
         return b"" if self._removes_ids else match[0]
 
@@ -258,4 +260,4 @@ class TokenRecorder:
 
 def _decode_ids(ids: bytes) -> array[int]:
     """Return the token ids of a JSON list; none for null and no bytes. Raises MsgspecError for anything else."""
-    return array("I", () if ids in (b"", b"null") else _token_ids_decoder.decode(ids))
+    return array("I", () if ids in _NO_IDS else _token_ids_decoder.decode(ids))

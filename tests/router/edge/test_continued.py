@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from router.http.request import HttpRequest
 WORDS = ["The ", "stream ", "goes ", "on ", "else", "where", ".", ""]
 SPOKEN = [{"content": word} for word in WORDS]
 PROMPT = [5, 6, 7]
+VLLM_GOLDEN = Path(__file__).parents[2] / "golden" / "vllm"
 
 
 def request(body: dict[str, Any], path: str = "/v1/chat/completions") -> HttpRequest:
@@ -227,7 +229,7 @@ CHOICES = st.one_of(
         {"index": st.just(0), key: value},
         optional={
             "logprobs": st.sampled_from([None, {"content": []}]), "finish_reason": st.sampled_from([None, "stop"]),
-            "stop_reason": st.none(), "token_ids": IDS,
+            "stop_reason": st.none(), "prompt_token_ids": st.sampled_from([None, [5]]), "token_ids": IDS,
         },
     )
     for key, value in (("delta", DELTAS), ("text", TEXTS))
@@ -260,6 +262,39 @@ def test_plain_events_are_recorded_as_any_others(pairs: list[tuple[dict[str, Any
 )
 def test_what_is_left_of_an_event_is_json(fields: bytes, left: bytes) -> None:
     assert TokenRecorder(True).feed(b"data: " + fields + b"\n\n") == b"data: " + left + b"\n\n"
+
+
+@pytest.mark.parametrize("first", [{}, {"prompt_token_ids": None}, {"prompt_token_ids": []}])
+def test_ids_of_the_prompt_are_recorded_wherever_they_come_first(first: dict[str, Any]) -> None:
+    tokens = TokenRecorder(True)
+    tokens.feed(event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}], **first))
+    tokens.feed(event(choices=[{"index": 0, "delta": {"content": "x"}, "token_ids": [7]}], prompt_token_ids=[5, 6]))
+    assert tokens.prompt_ids.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("digits", ["007", "00", "-1", "1.5", "1e3"])
+def test_ids_that_are_not_json_numbers_are_noticed_when_they_come(digits: str) -> None:
+    tokens = TokenRecorder(True)
+    head = b'data: {"id":"x","object":"o","created":1,"model":"m","choices":[{"index":0,"text":"a","token_ids":['
+    tokens.feed(head + digits.encode() + b"]}]}\n\n")
+    assert tokens.is_unrecognized
+    assert not tokens.output_ids
+
+
+def test_lists_that_never_end_cost_what_they_are_long() -> None:
+    tokens = TokenRecorder(True)
+    tokens.feed(b"data: {" + b',"token_ids":[' * 200_000 + b"\n\n")  # minutes, if each were searched to the end
+    assert tokens.is_unrecognized
+
+
+def test_nearly_every_event_of_a_completion_of_vllm_is_plain() -> None:
+    capture = json.loads(gzip.decompress((VLLM_GOLDEN / "recorded-0.32.0/engine_dies.json.gz").read_bytes()))
+    answers = [exchange.get("answer", "") for exchange in capture["exchanges"]]
+    events = [
+        event.encode() + b"\n\n" for answer in answers for event in answer.split("\n\n") if '"token_ids":[' in event
+    ]
+    plain = [event for event in events if token_recorder._PLAIN_EVENT_PATTERN.fullmatch(event)]
+    assert len(events) - len(plain) <= 1 < len(plain)  # the first one has the ids of the prompt
 
 
 def test_a_long_event_costs_what_it_is_long_and_is_passed_on_once_it_is_too_long() -> None:
