@@ -180,29 +180,30 @@ class WorkerCheck:
         return isinstance(health, dict) and "workers_up" in health
 
     async def _compare_tokens(self, step: str, path: str, fields: dict[str, Any]) -> Finding:
-        """Compare the tokens of a request as the router reads it with those that the worker's /tokenize returns.
+        """Compare the router's tokens of a request with those that the worker's /tokenize returns.
 
-        If they differ, the router would predict no cached tokens for such requests. A finding with `is_ok` None says
-        that they cannot be compared. `step`: name of the finding.
+        If they differ, the router would predict no cached tokens for such requests. `is_ok` of the finding is None if
+        they cannot be compared. `step`: name of the finding.
         """
         request = parse_routing(path, msgspec.json.encode({"model": self._model.name, **fields}))
         tokenizer = self._tokenizers.get(self._model.base)
         tokenize_request = build_tokenize_request(request, self._model.name)
         assert tokenize_request is not None
         answer = await self._post("/tokenize", tokenize_request)
-        if tokenizer is None:
+        can_worker_tokenize = "tokens" in answer
+        if tokenizer is None:  # without it, the router can still ask the worker for tokens
             reason = self._tokenizers.problems.get(self._model.base, "there is none here")
-            return Finding(step, None if "tokens" in answer else False, reason)
-        token_ids = _tokenize(request, tokenizer)
-        if "tokens" not in answer:
+            return Finding(step, None if can_worker_tokenize else False, reason)
+        if not can_worker_tokenize:
             return Finding(step, None, f"cannot be compared: /tokenize says {_format_error(answer)}")
+        token_ids, worker_ids = _tokenize(request, tokenizer), answer["tokens"]
         if token_ids is None:
             return Finding(step, False, "the router cannot read this prompt: such requests are routed by load alone")
-        if list(token_ids) == answer["tokens"]:
+        if list(token_ids) == worker_ids:
             return Finding(step, True, f"{len(token_ids)} tokens, the same here and there")
-        position = _count_common_tokens(token_ids, answer["tokens"])
+        position = _count_common_tokens(token_ids, worker_ids)
         flag = "--tokenizer" if step == "tokenizer" else "--chat-template (or --tokenizer)"
-        text = f"read otherwise from token {position} on ({len(token_ids)} tokens here, {len(answer['tokens'])} there)"
+        text = f"read otherwise from token {position} on ({len(token_ids)} tokens here, {len(worker_ids)} there)"
         return Finding(step, False, f"{text}: give the router the worker's, {flag}")
 
     def _report_no_source(self) -> Finding:

@@ -324,12 +324,13 @@ class RouterCore:
         silent_s: float = 0.0,
         was_sent: bool = False,
     ) -> list[Instruction]:
-        """End an attempt that failed and try the request elsewhere, if that is possible.
+        """End an attempt that failed, and have another worker take over the request if that is possible.
 
-        Before the first byte, another worker gets the request while its tries and its tenant's budget last. After the
-        first byte, the request is forgotten, unless the edge gives the `continuation` of its answer; continuations need
-        no budget. Where the request is tried again, the first instruction is its Forward, Enqueue or Refuse.
-        `silent_s`: time since its last byte. `was_sent`: the worker got the request before it refused connections.
+        Without a `continuation`, the request is forgotten if its answer has begun. Else it starts again at another
+        worker, or is refused if it has no retry left. `continuation`: request for the rest of the answer; it costs no
+        retry. Unless the request is forgotten, the first instruction is its Forward, Enqueue or Refuse.
+        `silent_s`: seconds since the worker's last byte. `was_sent`: the worker got the request, and then refused a new
+        connection for it.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None:
@@ -341,12 +342,14 @@ class RouterCore:
         instructions: list[Instruction] = []
         if worker is not None and is_worker_fault(kind, active_request.request, worker, now - silent_s):
             instructions += self._record_worker_fault(worker, kind, now, is_probe=is_probe)
-        if continuation is None and (kind in _FAILURES_AFTER_FIRST_BYTE or attempt.has_first_token):
+        has_answer_begun = attempt.has_first_token or kind in _FAILURES_AFTER_FIRST_BYTE
+        if has_answer_begun and continuation is None:
             del self._active_requests[request_id]
             self.counters["failed"] += 1
             return instructions + self._place_queued(now)
-        is_from_start = continuation is None or continuation is active_request.request
-        active_request.crash_suspicions += is_from_start and (was_sent or kind in _FAILURES_OF_CRASHED_WORKERS)
+        starts_again = continuation is None or continuation is active_request.request
+        if starts_again and (was_sent or kind in _FAILURES_OF_CRASHED_WORKERS):
+            active_request.crash_suspicions += 1
         active_request.tried_workers = self._exclude_worker(active_request, worker_id, kind)
         active_request.failed_attempts += 1
         instruction = self._try_again(active_request, continuation, kind, now)

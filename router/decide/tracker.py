@@ -214,9 +214,10 @@ class LoadTracker:
         is_computed: bool = True,
         reported_cached_tokens: int | None = None,
     ) -> None:
-        """Remove a request that finished, failed or was aborted from all counts.
+        """Remove a request that finished, failed or was aborted from the counts of its target.
 
-        `is_computed`: False if the target computed nothing of the request. Its prefill then leaves the utilisation too.
+        `is_computed`: False if the target computed nothing of the request; the target's utilisation is then without its
+        prefill. `reported_cached_tokens`: number of cached tokens by the engine's answer.
         """
         assert request.phase is not RequestPhase.ENDED, "the request has ended already"
         target, load = request.target, request.target.load
@@ -230,12 +231,7 @@ class LoadTracker:
             load.remaining_output_tokens - request.expected_output_tokens if load.request_count else 0.0
         )
         if request.has_no_first_token:
-            if request.is_waiting_for_kv:
-                request.on_arrival = None
-                self.end_transfer(request, now)
-            load.pending_prompt_tokens -= request.prompt_tokens
-            if target.prefill_queue.remove(request):
-                target.prefill_queue.oldest_since_s = now
+            self._remove_prefill(request, now)
         else:
             load.decode_request_count -= 1
             load.decode_context_tokens -= request.context_tokens
@@ -246,6 +242,16 @@ class LoadTracker:
         if reported_cached_tokens is not None:
             target.totals.predicted_cached_tokens += request.cached_tokens
             target.totals.reported_cached_tokens += reported_cached_tokens
+
+    def _remove_prefill(self, request: InFlightRequest, now: float) -> None:
+        """Stop counting the prefill of a request that ends without a first token."""
+        target = request.target
+        if request.is_waiting_for_kv:
+            request.on_arrival = None  # the KV did not come
+            self.end_transfer(request, now)
+        target.load.pending_prompt_tokens -= request.prompt_tokens
+        if target.prefill_queue.remove(request):
+            target.prefill_queue.oldest_since_s = now
 
     def start_transfer(self, request: InFlightRequest, transfer_s: float, now: float) -> None:
         """Count a transfer at both ends. At its end the request joins its target's prefill queue."""
@@ -456,27 +462,25 @@ class LoadTracker:
         return output_tokens
 
     def _observe_steps(self, request: InFlightRequest, step_count: int, now: float) -> None:
-        """Learn how long a decode step takes, from the last `step_count` tokens of a stream and their time.
+        """Learn how long a decode step takes from the last `step_count` tokens of an answer, and their time.
 
-        Prefills of other prompts lengthen steps, so those of the same time are part of the observation. Work that no
-        router sent is not known well enough, so nothing is learned beside it.
+        Other prompts lengthen steps, so the observation includes all work of the target in that time. Nothing is
+        learned while the engine has requests that no router sent, because their work is unknown.
         """
-        target, start_totals = request.target, request.observed_totals
+        target, start_totals, speed = request.target, request.observed_totals, request.target.speed
         if start_totals is None or step_count < OBSERVED_STEPS_MIN or self.targets.get(target.name) is not target:
             return
         target.advance_work_totals(now)
         elapsed_s = now - start_totals.updated_at_s
         if elapsed_s <= 0.0:
             return
-        observation = target.speed.work_totals.compute_work_since(start_totals, elapsed_s, step_count=step_count)
-        request.observed_totals = msgspec.structs.replace(target.speed.work_totals, updated_at_s=now)
+        observation = speed.work_totals.compute_work_since(start_totals, elapsed_s, step_count=step_count)
+        request.observed_totals = msgspec.structs.replace(speed.work_totals, updated_at_s=now)
         request.observed_output_tokens = request.output_tokens
-        if (
-            not target.external_load
-            and now - target.speed.last_step_observation_s >= target.speed.pool.step_observation_interval_s
-        ):
-            target.speed.last_step_observation_s = now
-            self._apply_learned_speeds(target.speed.observe(observation))
+        is_due = now - speed.last_step_observation_s >= speed.pool.step_observation_interval_s
+        if is_due and not target.external_load:
+            speed.last_step_observation_s = now
+            self._apply_learned_speeds(speed.observe(observation))
 
     def close_interval(self, target: Target) -> None:
         """Close a target's open prefill interval and learn from it."""

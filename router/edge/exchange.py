@@ -283,7 +283,7 @@ class Exchange:
         self._attempt.head = head
         redacted_keys = None if has_started else self._proxy.redacted_keys
         continuation = self.context.continuation if is_stream else None
-        self._filter.start_answer(head, continuation, redacted_keys, is_stream=is_stream)
+        self._filter.choose_conversion(head, continuation, redacted_keys, is_stream=is_stream)
         self.attempt_received(head, data, b"" if has_started else self._build_client_head(head))
 
     def attempt_malformed(self, error: ProtocolError) -> None:
@@ -337,7 +337,7 @@ class Exchange:
         """
         context, body, response_filter = self.context, head.body, self._filter
         progress, stream = context.progress, response_filter.stream
-        content = bytearray() if response_filter.takes_content else None
+        content = bytearray() if response_filter.removes_chunks else None
         body_bytes = body.feed(data, content)
         now = self._proxy.now()
         has_surplus = body_bytes != len(data)
@@ -377,7 +377,7 @@ class Exchange:
         if stream is not None and stream.is_truncated:
             self._handle_broken_response("the worker ended its answer without a finish reason")
             return
-        if self._filter.makes_chunks:
+        if self._filter.adds_chunks:
             self.client.write(LAST_CHUNK)
         self._complete(head, reusable=reusable)
 

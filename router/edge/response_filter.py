@@ -24,15 +24,15 @@ class ResponseFilter(msgspec.Struct, eq=False):
 
     is_http_1_0: bool
     """Whether the client does not understand chunks, so that it gets the bare content."""
-    makes_chunks: bool = False
+    removes_chunks: bool = False
+    """Whether `convert` takes the content of the body without the worker's chunks."""
+    adds_chunks: bool = False
     """Whether `convert` puts the content into new chunks."""
-    takes_content: bool = False
-    """Whether `convert` needs the content of the body, without the worker's chunks."""
     stream: StreamContinuation | None = None
     """Continuation that records the tokens of the answer; None if they are not recorded."""
     _redactor: ResponseRedactor | None = None
 
-    def start_answer(
+    def choose_conversion(
         self,
         head: ResponseHead,
         continuation: StreamContinuation | None,
@@ -40,20 +40,20 @@ class ResponseFilter(msgspec.Struct, eq=False):
         *,
         is_stream: bool,
     ) -> None:
-        """Choose by a worker's response head how its body is converted.
+        """Choose by the head of a worker's answer how its body is converted.
 
         `continuation` records the tokens of the answer if it has a recorder. `redacted_keys`: pattern of the JSON
-        fields whose values are blanked; None keeps the redactor of an earlier worker's part. `is_stream`: the answer is
-        a stream of events that the recorder can read.
+        fields whose values are blanked. None if the worker continues an answer: its redactor goes on. `is_stream`: the
+        answer is a stream of events that the recorder can read.
         """
         records_tokens = continuation is not None and continuation.recorder is not None
         self.stream = continuation if records_tokens else None
         if redacted_keys is not None and _is_readable(head):
-            # A stream that is not recorded stays in the worker's chunks, so its redactor has to skip their framing.
+            # The redactor reads a stream that is not recorded with the worker's chunk sizes, and must not blank those.
             self._redactor = ResponseRedactor(redacted_keys, is_chunked=is_stream and not records_tokens)
         redacts_content = self._redactor is not None and isinstance(head.body, ChunkedBody) and not is_stream
-        self.takes_content = self.is_http_1_0 or records_tokens or redacts_content
-        self.makes_chunks = self.takes_content and not self.is_http_1_0
+        self.removes_chunks = self.is_http_1_0 or records_tokens or redacts_content
+        self.adds_chunks = self.removes_chunks and not self.is_http_1_0
 
     def convert(self, data: bytes, *, is_last: bool) -> bytes:
         """Return the bytes for the client that replace the next bytes of the answer. Raises ProtocolError."""
@@ -61,7 +61,7 @@ class ResponseFilter(msgspec.Struct, eq=False):
             data = self.stream.convert_content(data, is_last=is_last)
         if self._redactor is not None:
             data = self._redactor.feed(data, ends=is_last)
-        return encode_chunk(data) if self.makes_chunks else data
+        return encode_chunk(data) if self.adds_chunks else data
 
 
 def is_event_stream(head: ResponseHead) -> bool:

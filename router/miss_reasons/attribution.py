@@ -99,7 +99,7 @@ def find_first_missing_token(decision: Decision) -> int:
 
 def attribute_without_comparison(prompt_tokens: int, placement: Placement) -> list[UncachedRange]:
     """Return the uncached ranges of a prompt, with the reasons that the decision and the index alone show."""
-    builder = _start_ranges(prompt_tokens, placement.decision)
+    builder = _make_builder(prompt_tokens, placement.decision)
     _add_evicted(builder, placement)
     builder.add(NOT_COMPARED, prompt_tokens)
     return builder.ranges
@@ -115,7 +115,7 @@ def attribute_misses(
     first 32 tokens. Then tokens 32 to 63 were evicted, 64 to 69 are a partial block, which no worker caches, and 70 to
     99 are new text.
     """
-    builder = _start_ranges(len(prompt.token_ids), placement.decision)
+    builder = _make_builder(len(prompt.token_ids), placement.decision)
     if match is None:
         _add_evicted(builder, placement)
         builder.add("new_session", builder.prompt_tokens)
@@ -152,10 +152,10 @@ class _Comparison(NamedTuple):
         return cacheable_tokens - cacheable_tokens % self.placement.block_tokens
 
 
-def _start_ranges(prompt_tokens: int, decision: Decision) -> _RangeBuilder:
-    """Return a builder that begins after the tokens predicted to be cached at the chosen worker.
+def _make_builder(prompt_tokens: int, decision: Decision) -> _RangeBuilder:
+    """Make the builder of a prompt's uncached ranges, which begin after the tokens cached at the chosen worker.
 
-    Its first range is the one that only another worker has cached, if there is one.
+    If another worker has more of the prompt cached, the tokens that only that worker has are the first range.
     """
     builder = _RangeBuilder(min(decision.predicted_cached_tokens, prompt_tokens), prompt_tokens)
     best = decision.most_cached
@@ -263,16 +263,18 @@ def _classify_message_difference(comparison: _Comparison) -> tuple[str, int | No
 def _find_template_difference(
     comparison: _Comparison, old_outline: Outline, new_outline: Outline
 ) -> tuple[str, int] | None:
-    """Return why a chat template wrote equal messages as other tokens, and the message's index; None if unknown.
+    """Return why equal messages became other tokens, as a reason and a message's index; None if unknown.
 
-    A template may write an answer otherwise than the model did, or a later system prompt before earlier messages.
+    If only the last tokens of the previous prompt differ, these began the answer, `<assistant><think>` for example. The
+    template writes other tokens there once the answer is a message. If earlier tokens differ, the template may have
+    moved a new system prompt before the earlier messages.
     """
     previous, common_tokens = comparison.match.previous, comparison.match.common_tokens
-    differs_in_tail = len(previous.token_ids) - common_tokens <= TEMPLATE_TAIL_TOKENS
-    if differs_in_tail:  # the tokens that began the answer: a template may write others once it is a message
-        if classify_answer_change(new_outline, previous.message_count) is None:
-            return None
-        is_thought = comparison.facts.is_thinking(previous.scope.model, previous.token_ids[common_tokens:])
-        return ("thinking_dropped" if is_thought else "re_encoded"), previous.message_count
-    added_prompt_index = find_added_system_prompt(old_outline, new_outline)
-    return None if added_prompt_index is None else ("system_prompt", added_prompt_index)
+    if len(previous.token_ids) - common_tokens > TEMPLATE_TAIL_TOKENS:
+        system_prompt_index = find_added_system_prompt(old_outline, new_outline)
+        return None if system_prompt_index is None else ("system_prompt", system_prompt_index)
+    answer_index = previous.message_count
+    if classify_answer_change(new_outline, answer_index) is None:
+        return None  # the message there is no answer
+    is_thought = comparison.facts.is_thinking(previous.scope.model, previous.token_ids[common_tokens:])
+    return ("thinking_dropped" if is_thought else "re_encoded"), answer_index

@@ -184,21 +184,21 @@ class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
     """Pieces that the memo has for the turn; None if it has none."""
 
     def cut(self, count: int) -> RenderedMessages | None:
-        """Return the messages after the first `count`, where the text can be cut; None if it cannot.
+        """Return the messages after the first `count`, with their text; None if the text cannot be cut there.
 
-        The memo keeps the place, so that the next conversation with messages of this kind is cut without a rendering.
+        The place of the cut is stored in `pieces`, which other messages with the same `turn.key` have too. So those are
+        cut without rendering anything.
         """
-        if self.turn is None or self.pieces is None:
-            return self.renderer.cut(self, count)
-        cut = self.pieces.cuts.get(count)
-        if cut is not None:
-            tail_chars = cut.fixed_chars + sum(map(len, self.turn.texts[count:]))
+        turn, pieces = self.turn, self.pieces
+        stored_cut = None if pieces is None else pieces.cuts.get(count)
+        if turn is not None and stored_cut is not None:
+            text_chars = stored_cut.fixed_chars + sum(map(len, turn.texts[count:]))
             return RenderedMessages(
-                self.renderer, cut.rendered, self.inputs, self.messages[count:], self.text[-tail_chars:]
+                self.renderer, stored_cut.rendered, self.inputs, self.messages[count:], self.text[-text_chars:]
             )
         after = self.renderer.cut(self, count)
-        if after is not None and not after.rendered.has_late_system:
-            self.pieces.add_cut(self.turn.texts, count, len(after.text), after.rendered)
+        if turn is not None and pieces is not None and after is not None and not after.rendered.has_late_system:
+            pieces.add_cut(turn.texts, count, len(after.text), after.rendered)
         return after
 
 

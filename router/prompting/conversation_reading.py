@@ -324,22 +324,17 @@ def _choose_next_trailing_count(conversation: CachedConversation, boundary: Boun
 
 
 def _make_successor(continuation: Continuation, next_boundary: Boundary, body: bytes) -> CachedConversation:
-    """Make the cache entry of a continued body: the cached conversation with its new messages and one boundary more.
-
-    If there are too many boundaries, the first one is dropped. The newest boundary before a user's message is kept,
-    because some templates write the messages after it otherwise when the next question comes.
-    """
+    """Make the cache entry of a continued body: the cached conversation with its new messages and one boundary more."""
     conversation, boundary, tail = continuation.conversation, continuation.boundary, continuation.tail
     boundaries = [earlier for earlier in conversation.boundaries if earlier.body_end <= boundary.body_end]
     while len(boundaries) >= BOUNDARIES_MAX:
-        turn_starts = [i for i, earlier in enumerate(boundaries) if earlier.starts_turn]
-        is_first_needed = bool(turn_starts) and turn_starts[-1] == 0
-        boundaries.pop(1 if is_first_needed else 0)
+        _drop_boundary(boundaries)
     new_count = next_boundary.message_count - boundary.message_count
     fields = conversation.chat_fields
-    if fields is not None and tail.chat is not fields.request:  # the body had to be parsed: it may have other fields
-        as_sent = fields.keeps_messages_as_sent
-        fields = ChatFields.make(tail.chat, body, tail.messages_array.end, keeps_messages_as_sent=as_sent)
+    if fields is not None and tail.chat is not fields.request:  # the other fields may have changed
+        fields = ChatFields.make(
+            tail.chat, body, tail.messages_array.end, keeps_messages_as_sent=fields.keeps_messages_as_sent
+        )
     return msgspec.structs.replace(
         conversation,
         outline=_extend_outline(conversation.outline, boundary, tail.messages[:new_count]),
@@ -347,6 +342,16 @@ def _make_successor(continuation: Continuation, next_boundary: Boundary, body: b
         token_ids=continuation.token_ids,
         chat_fields=fields,
     )
+
+
+def _drop_boundary(boundaries: list[Boundary]) -> None:
+    """Drop the first boundary, or the second one if the first is the last that is before a user's message.
+
+    Some templates rewrite the messages since the user's last one once the user sends another. The conversation can then
+    be continued only from the boundary before them.
+    """
+    is_first_needed = boundaries[0].starts_turn and not any(boundary.starts_turn for boundary in boundaries[1:])
+    boundaries.pop(1 if is_first_needed else 0)
 
 
 def _extend_outline(outline: Outline | None, boundary: Boundary, new_messages: list[Message]) -> Outline | None:

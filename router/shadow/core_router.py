@@ -112,23 +112,28 @@ class CoreRouter(Router):
         self._are_loads_scheduled = False
 
     def attach(self, cluster: Cluster) -> None:
-        """Join a simulation: make the core, and add the simulated workers to it."""
+        """Join a simulation: make the core for its workers, and schedule reports to the core and other routers."""
         super().attach(cluster)
         index = BlockScaledIndex(make_index(seed=self._seed + 1), cluster.workload.block_size)
         self.core = RouterCore(index, self._config, seed=self._seed)
-        for number, worker in enumerate(cluster.config.workers):
-            self.core.add_worker(self._describe_worker(number, worker), 0.0)
-        self.holders = [self.core.workers[str(number)].holders[0] for number in range(len(cluster.workers))]
+        self._add_workers(cluster)
         self.siblings = [router for router in cluster.routers if isinstance(router, CoreRouter) and router is not self]
         self.loads = PeerLoads(self.core.tracker, str(cluster.routers.index(self)))
-        if self._knows_constants:
-            for sim_worker in cluster.workers:
-                target = self.core.tracker.targets[str(sim_worker.number)]
-                target.set_service_model(make_service_model(sim_worker.step_times))
         cluster.schedule(PROGRESS_S, self._report_progress)
         cluster.schedule(LOADS_S, self._report_loads)
         if self.siblings:
             cluster.schedule(0.0, self._send_heartbeat)
+
+    def _add_workers(self, cluster: Cluster) -> None:
+        """Add the simulated workers to the core, with their true step times if the core is to know these."""
+        for number, worker in enumerate(cluster.config.workers):
+            self.core.add_worker(self._describe_worker(number, worker), 0.0)
+        # A simulated worker has one rank.
+        self.holders = [self.core.workers[str(number)].holders[0] for number in range(len(cluster.workers))]
+        if self._knows_constants:
+            for sim_worker in cluster.workers:
+                target = self.core.tracker.targets[str(sim_worker.number)]
+                target.set_service_model(make_service_model(sim_worker.step_times))
 
     def _describe_worker(self, number: int, worker: WorkerConfig) -> WorkerSpec:
         """Return what a router knows of a simulated worker."""

@@ -102,14 +102,14 @@ class PrefillLeg:
         return self._handover.source.needs_partner
 
     def start(self) -> None:
-        """Send the prefill of the request, or of the rest of its answer if that was begun elsewhere.
+        """Send the prefill: the client's body with fields that name the transfer, and usually a limit of one token.
 
-        It is the client's body with fields that name the transfer. Usually it asks for one token only.
+        If another worker began the answer, the body is the one that asks for the rest of the answer.
         """
         assert self._dialect.make_prefill_fields is not None
-        body, stream = self._context.request.pieces, self._context.continuation
-        if stream is not None and stream.continuation_body is not None:
-            body, self._path = (stream.continuation_body,), stream.path
+        body, continuation = self._context.request.pieces, self._context.continuation
+        if continuation is not None and continuation.continuation_body is not None:
+            body, self._path = (continuation.continuation_body,), continuation.path
         self._decode_body = body
         fields = self._dialect.make_prefill_fields(self._handover)
         try:
@@ -208,11 +208,11 @@ class PrefillLeg:
             self._finish(head)
 
     def _finish(self, head: ResponseHead) -> None:
-        """Tell the owner after the complete answer that the KV is there, or else why it is not."""
+        """Read the source's complete answer, and tell the owner that the prompt is computed, or why it is not."""
         if head.status != 200:
             self._handle_error_status(head)
             return
-        if not self.is_concurrent:
+        if not self.is_concurrent:  # the answer says where the KV is
             try:
                 self._decode_fields = self._read_decode_fields()
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -223,8 +223,8 @@ class PrefillLeg:
         self._content, self._body = bytearray(), ()
         now = self.times.ended_at_s = self._proxy.now()
         self._deadline_s = now + LEASE_S
-        prefill_s = now - self.times.started_at_s
-        self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,)).observe(prefill_s)
+        duration_histogram = self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,))
+        duration_histogram.observe(now - self.times.started_at_s)
         self._owner.prefill_computed()
 
     def _handle_error_status(self, head: ResponseHead) -> None:
