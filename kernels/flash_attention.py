@@ -54,22 +54,21 @@ def make_query_arguments(batch: RaggedBatch, plan: AttentionPlan) -> dict[str, A
 
 
 def view_overlapping_pages(kv: PagedKV, layer: int) -> tuple[Tensor, Tensor]:
-    """View K and V of a layer as overlapping pages, [rows, block_size, kv_heads, dim] each, without a copy.
+    """View K and V of a layer as overlapping pages, [pages, block_size, kv_heads, dim] each, without a copy.
 
-    Page r has the `block_size` rows from row r on. So a block that begins at any row is a page. Rows are counted from
-    layer 0, so that one table of blocks serves all layers: the view of another layer begins as much later.
+    Tables give the row of the pool at which each block begins in layer 0. For a block that begins at row r, page r of
+    the views has the block's K and V in this layer, which lie a constant number of rows after r.
     """
-    elems_per_row, layer_offset = kv.elems_per_row, layer * kv.rows_per_layer
-    page_count = kv.buffer.numel() // elems_per_row - layer_offset - 2 * kv.block_size + 1
-    shape = (page_count, kv.block_size, kv.num_kv_heads, kv.head_dim)
-    start = kv.buffer.storage_offset() + layer_offset * elems_per_row
-    k, v = (
-        kv.buffer.as_strided(
-            shape, (elems_per_row, elems_per_row, kv.head_dim, 1), start + i * kv.block_size * elems_per_row
-        )
-        for i in (0, 1)
-    )
-    return k, v
+    first_k_row = layer * kv.rows_per_layer
+    first_v_row = first_k_row + kv.block_size
+    last_page = kv.buffer.numel() // kv.elems_per_row - kv.block_size - first_v_row  # its V ends where the pool ends
+    shape = (last_page + 1, kv.block_size, kv.num_kv_heads, kv.head_dim)
+    strides = (kv.elems_per_row, kv.elems_per_row, kv.head_dim, 1)
+
+    def view_pages(first_row: int) -> Tensor:
+        return kv.buffer.as_strided(shape, strides, kv.buffer.storage_offset() + first_row * kv.elems_per_row)
+
+    return view_pages(first_k_row), view_pages(first_v_row)
 
 
 class FlashAttention3:

@@ -166,23 +166,35 @@ def _draw_index(weights: Tensor, uniforms: Tensor) -> Tensor:
     The index is the first one at which the running sum of the weights exceeds `uniforms` times their sum. With the
     weights [1, 3] and 0.5 as the uniform number, the running sums 1 and 4 are compared with 2: index 1 is drawn.
 
-    Running sums need fp64, and would take as long as all other operations over the whole row. So only the sums of spans
-    of `WEIGHTS_PER_SPAN` weights are added up, and then the weights of the span in which the index lies.
+    The sums are fp64, because a small weight would be lost in a large fp32 sum. Running sums of a whole row in fp64
+    would take as long as all other operations over the row. So the row is cut into spans of `WEIGHTS_PER_SPAN` weights:
+    the running sums of the spans find the index's span, and the running sums of that span's weights find the index.
     """
     weight_count = weights.shape[1]
     running_span_sums = _sum_spans(weights).cumsum_(1)
     target_sum = uniforms.double()[:, None] * running_span_sums[:, -1:]
+    span_index, target_in_span = _find_span(running_span_sums, target_sum)
+    span_start = span_index * WEIGHTS_PER_SPAN
+    columns = span_start + torch.arange(WEIGHTS_PER_SPAN, device=weights.device)
+    span_weights = weights.gather(1, columns.clamp(max=weight_count - 1)).double()
+    running_sums = span_weights.masked_fill_(columns >= weight_count, 0.0).cumsum_(1)
+    offset = torch.searchsorted(running_sums, target_in_span, right=True)
+    # The span's sum above was rounded otherwise than the running sums here, so the target may exceed all of these. Then
+    # the last weight that is not zero is drawn: the first at which the running sum reaches its end.
+    last_offset = torch.searchsorted(running_sums, running_sums[:, -1:].contiguous())
+    return (span_start + offset.minimum(last_offset))[:, 0].clamp_(max=weight_count - 1)
+
+
+def _find_span(running_span_sums: Tensor, target_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first span of each row at which the running sum exceeds `target_sum`, and the rest of the target.
+
+    The rest is what the running sum inside of the span must exceed: the target less the sum of all spans before. All
+    tensors but `running_span_sums`, [rows, spans], are [rows, 1]. If no sum exceeds the target, the last span is found.
+    """
     last_span = running_span_sums.shape[1] - 1
     span_index = torch.searchsorted(running_span_sums, target_sum, right=True).clamp_(max=last_span)
     sum_before_span = torch.where(span_index > 0, running_span_sums.gather(1, (span_index - 1).clamp_(min=0)), 0.0)
-    columns = span_index * WEIGHTS_PER_SPAN + torch.arange(WEIGHTS_PER_SPAN, device=weights.device)
-    span_weights = weights.gather(1, columns.clamp(max=weight_count - 1)).double()
-    running_sums = span_weights.masked_fill_(columns >= weight_count, 0.0).cumsum_(1)
-    offset = torch.searchsorted(running_sums, target_sum - sum_before_span, right=True)
-    # Rounding differs between the two kinds of sums, so the target may exceed every running sum of the span. Then the
-    # last weight that is not zero is drawn.
-    last_offset = torch.searchsorted(running_sums, running_sums[:, -1:].contiguous())
-    return (span_index * WEIGHTS_PER_SPAN + offset.minimum(last_offset))[:, 0].clamp_(max=weight_count - 1)
+    return span_index, target_sum - sum_before_span
 
 
 def _sum_spans(weights: Tensor) -> Tensor:

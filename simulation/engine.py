@@ -212,12 +212,15 @@ class SimSequence:
     on_prefilled: Callable[[], None] | None = None
     """Called instead of reporting the sequence, where another worker computes the answer."""
     registered_blocks: int = 0
+    """Leading blocks of the prompt that the cache has by their ids: they were cached, or are computed to their end."""
     reserved_blocks: int = 0
+    """Blocks taken for the sequence. The cache counts those that are not registered in `unnamed_blocks`."""
     blocks_to_load: int = 0
     """Blocks that the next step brings back from host memory."""
     admission_order: int = 0
     """Number of sequences that were admitted before, plus one."""
     finish_step: int = 0
+    """Number of the step that generates the last token."""
     is_prefilled: bool = False
     has_first_token: bool = False
     """Whether the first token was seen."""
@@ -536,9 +539,13 @@ class SimWorker:
         self.cache.evict_excess()
 
     def _preempt(self, sequence: SimSequence) -> None:
-        """Release the blocks of a decoding sequence and have it wait to be computed again."""
+        """Release the blocks of a decoding sequence, which then waits until its tokens are computed again.
+
+        The tokens that it has generated since its prefill become a part of the next prefill.
+        """
         self.preemption_count += 1
-        generated_tokens = sequence.remaining_tokens - (sequence.finish_step - self.step_count)
+        missing_tokens = sequence.finish_step - self.step_count  # each step generates one
+        generated_tokens = sequence.remaining_tokens - missing_tokens
         self.decoding_heap.remove((sequence.finish_step, sequence.admission_order, sequence))
         heapq.heapify(self.decoding_heap)
         self._stop_decoding(sequence, generated_tokens)
@@ -547,7 +554,7 @@ class SimWorker:
             sequence.reserved_blocks - sequence.registered_blocks,
         )
         sequence.prefill_tokens += generated_tokens
-        sequence.remaining_tokens -= generated_tokens
+        sequence.remaining_tokens = missing_tokens
         sequence.computed_tokens = sequence.moved_tokens = 0
         if self.limits.shortest_first:
             self._enqueue(sequence)

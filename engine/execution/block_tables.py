@@ -62,8 +62,10 @@ class BlockTables:
         self._device_tables = (
             None if device is None else torch.zeros(blocks_max, row_count, dtype=torch.int32, device=device)
         )
-        self._table_states = np.zeros((2, row_count), np.int64)
-        """[2, rows]: `table_version` and number of blocks of each row's sequence when the row was last written."""
+        self._written_counts = np.zeros(row_count, np.int64)
+        """[rows]: number of blocks that each row holds."""
+        self._written_versions = np.zeros(row_count, np.int64)
+        """[rows]: `Sequence.table_version` of each row's sequence when the row was last written."""
 
     def update(
         self,
@@ -72,39 +74,39 @@ class BlockTables:
         rows: IntArray,
         new_rows: list[int],
     ) -> None:
-        """Write the blocks that the tables of a step's sequences gained since their rows were last written.
+        """Write the blocks that each sequence of a step gained since the sequence's row was last written.
 
-        chunks, ends, rows: chunk, end of the context and row of each sequence of the step. In `new_rows`, and after
-        blocks were replaced (`table_version`), the whole table is written.
+        chunks, ends, rows: chunk, end of the context and row of each sequence. `new_rows`: rows that were assigned for
+        this step. They, and rows in which blocks were replaced (`table_version`), are written from their first block.
         """
         if new_rows:
-            self._table_states[1, new_rows] = 0
-        lengths = self._table_states[1, rows]  # blocks that are written already
+            self._written_counts[new_rows] = 0
+        written_counts = self._written_counts[rows]
         versions = np.array([chunk.seq.table_version for chunk in chunks])
-        lengths[self._table_states[0, rows] != versions] = 0
-        self._table_states[0, rows] = versions
-        outdated_indices = (lengths * self._kv.block_size < ends).nonzero()[0]
+        written_counts[self._written_versions[rows] != versions] = 0
+        self._written_versions[rows] = versions
+        outdated_indices = (written_counts * self._kv.block_size < ends).nonzero()[0]
         if not len(outdated_indices):
             return
-        stride = self._host_tables.shape[0]
-        table_indices: list[int] = []
-        """Indices of the new blocks in a flat table [blocks, rows]."""
+        row_count = len(self._host_tables)
+        flat_indices: list[int] = []
+        """Index of each new block in all tables, laid out as [blocks, rows]: block index * row_count + row."""
         new_blocks: list[BlockId] = []
         for i in outdated_indices.tolist():
-            chunk, row, length = chunks[i], int(rows[i]), int(lengths[i])
+            chunk, row, written_count = chunks[i], int(rows[i]), int(written_counts[i])
             table = chunk.seq.block_tables[self._group]
             assert len(table) * self._kv.block_size >= chunk.end, (
                 f"{chunk.seq.request.request_id}: fewer blocks than tokens"
             )
-            new_blocks += table[length:]
-            table_indices += range(length * stride + row, len(table) * stride + row, stride)
-            self._table_states[1, row] = len(table)
-        self._write(np.array(table_indices, np.int64), np.array(new_blocks, np.int64))
+            new_blocks += table[written_count:]
+            flat_indices += range(written_count * row_count + row, len(table) * row_count + row, row_count)
+            self._written_counts[row] = len(table)
+        self._write(np.array(flat_indices, np.int64), np.array(new_blocks, np.int64))
 
     def _write(self, flat_indices: IntArray, blocks: IntArray) -> None:
         """Write blocks into the tables on the host and on the device.
 
-        `flat_indices`: index of each block in a flat table [blocks, rows].
+        `flat_indices`: index of each block in all tables, laid out as [blocks, rows].
         """
         block_indices, table_rows = np.divmod(flat_indices, self._host_tables.shape[0])
         self._host_tables[table_rows, block_indices] = blocks

@@ -79,10 +79,13 @@ class CudaCapture:
 
 @dataclass(frozen=True, slots=True)
 class _RecordedStep:
-    """A recorded decode step: its inputs, which are overwritten before each replay, and its result."""
+    """A recorded decode step: its inputs, which are overwritten before each replay, and its result.
 
-    inputs: Tensor
-    """[2, size]: token ids and positions. The padding has values of some earlier step."""
+    Token ids and positions are [size] each. Their padding has values of some earlier step.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
     step: ForwardContext
     replay: Replay
     hidden: Tensor
@@ -118,20 +121,22 @@ class DecodeGraphs:
         tables: Sequence[BlockTable],
         units: IntArray | None,
     ) -> Tensor | None:
-        """Replay the recorded step of the next size that holds a batch of decodes, and return its hidden states.
+        """Compute the hidden states of a batch of decodes, [sequences, hidden], by replaying a recorded step.
 
-        The batch's tokens, positions and plans are copied into the inputs of the recording first. Returns None if the
-        batch is too large, has prompts, or could not be recorded: the caller then computes it without a recording.
+        The batch is copied into the inputs of the recording first. `units`: [sequences], unit of the pool that holds
+        each sequence's recurrent state; None for a model without state. Returns None if the batch is too large, has
+        prompts, or could not be recorded: the caller then computes it without a recording.
         """
         count = batch.decode_count
-        if count > SIZES[-1] or count != len(batch.context_lens):
+        has_prompts = count < len(batch.context_lens)
+        if has_prompts or count > SIZES[-1]:
             return None
-        size = SIZES[bisect_left(SIZES, count)]  # the rest is padding
+        size = SIZES[bisect_left(SIZES, count)]  # the smallest that holds the batch; the rest is padding
         recorded_step = self._get_or_record(size)
         if recorded_step is None:
             return None
-        recorded_step.inputs[0, :count].copy_(token_ids)
-        overwrite(recorded_step.inputs[1], batch.positions)
+        recorded_step.token_ids[:count].copy_(token_ids)
+        overwrite(recorded_step.positions, batch.positions)
         for plan, table, kv in zip(recorded_step.step.plan_by_group, tables, self._kv, strict=True):
             self._plans.refill_decode_plan(plan, batch, table, kv)
         if units is not None:
@@ -158,10 +163,10 @@ class DecodeGraphs:
 
     def _record(self, size: int) -> _RecordedStep | None:
         """Record the forward pass of a step that decodes `size` sequences; None, with a warning, if that fails."""
-        inputs = torch.zeros(2, size, dtype=torch.int64, device=self._ops.device)
+        token_ids, positions = torch.zeros(2, size, dtype=torch.int64, device=self._ops.device)
         step = self._make_fixed_step(size)
         try:
-            replay, hidden = self._capture(partial(self._compute_hidden, inputs, step))
+            replay, hidden = self._capture(partial(self._compute_hidden, token_ids, positions, step))
         except RuntimeError as error:  # an error of CUDA, or torch.OutOfMemoryError
             if self._model.shard.num_ranks > 1:
                 raise  # the other ranks record the step, and would wait for this one
@@ -170,7 +175,7 @@ class DecodeGraphs:
                 "the decode step of %d sequences is not recorded but computed launch by launch: %s", size, reason
             )
             return None
-        return _RecordedStep(inputs, step, replay, hidden)
+        return _RecordedStep(token_ids, positions, step, replay, hidden)
 
     def _make_fixed_step(self, size: int) -> ForwardContext:
         """Return the inputs of a step of `size` decodes besides tokens and positions. Their memory never moves."""
@@ -186,8 +191,7 @@ class DecodeGraphs:
             state_plan=self._plans.make_fixed_state_plan(size) if self._states else None,
         )
 
-    def _compute_hidden(self, inputs: Tensor, step: ForwardContext) -> Tensor:
-        """Compute the hidden states of a step. `inputs`: token ids and positions. Also looks up the rotary angles."""
-        token_ids, positions = inputs
+    def _compute_hidden(self, token_ids: Tensor, positions: Tensor, step: ForwardContext) -> Tensor:
+        """Look up the rotary angles of a step's positions, and compute its hidden states."""
         step.rotary_by_rope = [rope.look_up(positions) for rope in self._ropes]
         return self._model.forward(token_ids, step)

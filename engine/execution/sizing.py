@@ -65,10 +65,10 @@ def resolve_rank_model(config: EngineConfig, model: CausalLM, dtype: torch.dtype
 def size_cache(
     config: EngineConfig, rank: RankModel, all_reduce_min: Callable[[int, torch.device], int] | None = None
 ) -> int:
-    """Return the number of units of the cache, for which every rank has memory. A unit holds one or more blocks.
+    """Return the number of units of the cache on each rank: as many as the rank with the least memory can hold.
 
-    All ranks must have the same number, so each calls `all_reduce_min`, which returns the smallest number of all ranks;
-    None: there is one rank. Raises ConfigError if there is no memory for one unit.
+    A unit is a piece of memory for one or more blocks. `all_reduce_min`: each rank calls it with its own number, and
+    gets the smallest number of all ranks; None: there is one rank. Raises ConfigError if a rank cannot hold one unit.
     """
     step_bytes = _measure_largest_step(config, rank) if rank.device.type == "cuda" else 0
     try:

@@ -105,7 +105,11 @@ class CausalLM:
         mixers = [block.mixer for block in self.blocks]
         self.attention_layers = [(i, mixer) for i, mixer in enumerate(mixers) if isinstance(mixer, Attention)]
         """(index of the block, its attention layer)."""
-        self._layers_by_group = _group_layers([attention.config for _, attention in self.attention_layers])
+        self._layers_by_group = [
+            [self.attention_layers[i] for i in layer_indices]
+            for layer_indices in _group_layers([attention.config for _, attention in self.attention_layers])
+        ]
+        """The attention layers of each cache group."""
         self.recurrent_layers = [(i, mixer) for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)]
         """(index of the block, its recurrent layer)."""
         self._last_mixer_index = max(i for i, _ in (*self.attention_layers, *self.recurrent_layers))
@@ -118,9 +122,8 @@ class CausalLM:
 
     def _number_attention_layers(self) -> None:
         """Tell each attention layer its cache group, and its index among the group's layers."""
-        for group_index, layer_indices in enumerate(self._layers_by_group):
-            for group_layer_index, layer_index in enumerate(layer_indices):
-                attention = self.attention_layers[layer_index][1]
+        for group_index, layers in enumerate(self._layers_by_group):
+            for group_layer_index, (_, attention) in enumerate(layers):
                 attention.group_index, attention.group_layer_index = group_index, group_layer_index
 
     def _number_recurrent_layers(self) -> None:
@@ -139,20 +142,25 @@ class CausalLM:
             attention.rope_index = self._rope_configs.index(rope)
 
     @property
+    def _config_by_group(self) -> list[AttentionConfig]:
+        """Attention config of each group's first layer. Its window and KV sizes are those of the whole group."""
+        return [layers[0][1].config for layers in self._layers_by_group]
+
+    @property
     def window_by_group(self) -> list[int | None]:
         """Sliding window of each group, in tokens; None: full attention."""
-        return [self.attention_layers[layer_indices[0]][1].config.window for layer_indices in self._layers_by_group]
+        return [config.window for config in self._config_by_group]
 
     def make_cache_spec(self, block_size: int, dtype: torch.dtype) -> CacheSpec:
-        """Return what the cache must know about this model, if KV and state have this dtype."""
+        """Describe the model's KV and state, which have this dtype, to the cache."""
         groups: list[GroupSpec] = []
-        for layer_indices in self._layers_by_group:
-            config = self.attention_layers[layer_indices[0]][1].config
+        for group_layers, config in zip(self._layers_by_group, self._config_by_group):
+            # The cache keeps the whole context in group 0, even if all layers have windows: see the module docstring.
             window = config.window if groups else None
             groups.append(
                 GroupSpec(
                     kind=FULL_ATTENTION if window is None else SLIDING_WINDOW,
-                    layer_indices=tuple(self.attention_layers[layer_index][0] for layer_index in layer_indices),
+                    layer_indices=tuple(block_index for block_index, _ in group_layers),
                     num_kv_heads=config.num_kv_heads,
                     head_dim=config.head_dim,
                     dtype_bytes=dtype.itemsize,

@@ -80,9 +80,9 @@ class GatedDeltaNet:
         and v. The gated delta rule then reads and corrects the states. x and the result: [tokens, hidden].
         """
         config, num_tokens, state = self.config, x.shape[0], context.state_by_layer[self.recurrent_index]
-        mixed, gate, rate, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
-        mixed = context.ops.causal_conv(mixed, self.conv.tensor, None, state.conv_tail, context.state_plan, True)
-        q, k, v = torch.split(mixed, [self.key_channels, self.key_channels, self.value_channels], -1)
+        qkv, gate, rate, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
+        qkv = context.ops.causal_conv(qkv, self.conv.tensor, None, state.conv_tail, context.state_plan, silu=True)
+        q, k, v = torch.split(qkv, [self.key_channels, self.key_channels, self.value_channels], -1)
         log_decay = -self.rate_log.tensor.exp() * F.softplus(dt.float() + self.dt_bias.tensor)
         out = context.ops.gated_delta(
             q.view(num_tokens, config.num_key_heads, config.key_dim),
@@ -162,22 +162,25 @@ class Mamba2:
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
         """Mix each token with the tokens before it in its sequence, and advance the sequences' states in place.
 
-        After a short convolution over the last tokens, Mamba-2's recurrence adds each token's input to the states by
-        `input_map` (its B), and reads the output by `output_map` (its C). x and the result: [tokens, hidden].
+        One projection makes the gate, the inputs, and Mamba-2's B, C and time steps (dt). A short convolution over the
+        last tokens smooths the inputs, B and C. For each token, the recurrence multiplies the states by exp(dt * rate),
+        adds dt * B * input, and reads the output by C. x and the result: [tokens, hidden].
         """
         config, num_tokens, state = self.config, x.shape[0], context.state_by_layer[self.recurrent_index]
-        gate, mixed, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
+        gate, inputs_b_c, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
         bias = None if self.conv_bias is None else self.conv_bias.tensor
-        mixed = context.ops.causal_conv(mixed, self.conv.tensor, bias, state.conv_tail, context.state_plan, True)
-        inputs, input_map, output_map = torch.split(
-            mixed, [config.inner_size, config.num_groups * config.state_dim, config.num_groups * config.state_dim], -1
+        inputs_b_c = context.ops.causal_conv(
+            inputs_b_c, self.conv.tensor, bias, state.conv_tail, context.state_plan, silu=True
         )
+        bc_size = config.num_groups * config.state_dim
+        inputs, b, c = torch.split(inputs_b_c, [config.inner_size, bc_size, bc_size], -1)
+        rate = -self.rate_log.tensor.exp()  # negative, so that the states decay
         out = context.ops.state_space(
             inputs.view(num_tokens, config.num_heads, config.head_dim),
             F.softplus(dt.float() + self.dt_bias.tensor).clamp(*config.dt_limits),
-            -self.rate_log.tensor.exp(),
-            input_map.view(num_tokens, config.num_groups, config.state_dim),
-            output_map.view(num_tokens, config.num_groups, config.state_dim),
+            rate,
+            b.view(num_tokens, config.num_groups, config.state_dim),
+            c.view(num_tokens, config.num_groups, config.state_dim),
             self.skip.tensor,
             state.recurrent_state,
             context.state_plan,
@@ -244,6 +247,6 @@ class ShortConv:
         bias = None if self.conv_bias is None else self.conv_bias.tensor
         conv_tail = context.state_by_layer[self.recurrent_index].conv_tail
         mixed = context.ops.causal_conv(
-            input_gate * value, self.conv.tensor, bias, conv_tail, context.state_plan, False
+            input_gate * value, self.conv.tensor, bias, conv_tail, context.state_plan, silu=False
         )
         return self.output_projection(output_gate * mixed)

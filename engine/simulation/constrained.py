@@ -48,30 +48,31 @@ class ConstrainedAnswers:
         self._matcher_states: OrderedDict[str, _MatcherState] = OrderedDict()
 
     def next_token(self, seq: Sequence, preferred_token: int) -> int:
-        """Return the next token of `seq`: one that the grammar forces, or one of those that it allows.
+        """Return the next token of `seq`, a sequence with an answer that must match a grammar.
 
-        `preferred_token`: the token of an answer without a grammar. Raises GrammarError if the answer cannot go on.
+        Reasoning that the prompt began ends at once. After it comes the token that the grammar forces, or one of those
+        that it allows. `preferred_token`: token that the simulation generates where the grammar allows it. Raises
+        GrammarError if the answer cannot go on.
         """
         constraint = seq.request.params.constraint
         assert constraint is not None
         answer_tokens = seq.token_ids[seq.prompt_len :]
         reasoning_end = constraint.reasoning_end_token
-        prompt_began_reasoning = constraint.reasoning_start_token is None
+        prompt_began_reasoning = reasoning_end is not None and constraint.reasoning_start_token is None
         if reasoning_end is not None and prompt_began_reasoning:
             if reasoning_end not in answer_tokens:
                 return reasoning_end
             answer_tokens = answer_tokens[answer_tokens.index(reasoning_end) + 1 :]
         matcher_state = self._advance_matcher(seq.request.request_id, constraint.lark_grammar, answer_tokens)
+        matcher = matcher_state.matcher
+        if not matcher_state.forced_token_ids:
+            matcher_state.forced_token_ids = deque(matcher.compute_ff_tokens())
         if matcher_state.forced_token_ids:
             return matcher_state.forced_token_ids[0]
-        matcher = matcher_state.matcher
         allowed_bitmask: bytes = matcher.compute_bitmask()
         if matcher.is_error():
             raise GrammarError(summarize_error(matcher))
-        matcher_state.forced_token_ids = deque(matcher.compute_ff_tokens())
-        if matcher_state.forced_token_ids:
-            return matcher_state.forced_token_ids[0]
-        has_tags = PARAMETER_END_TAG in constraint.lark_grammar
+        has_tags = PARAMETER_END_TAG in constraint.lark_grammar  # tool calls have their arguments between tags
         return self._choose_token(answer_tokens, allowed_bitmask, preferred_token, has_tags=has_tags)
 
     def _choose_token(

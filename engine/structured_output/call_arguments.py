@@ -222,9 +222,19 @@ _PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.S)
 
 
 def _make_search_regex(pattern: str) -> str:
-    """Return a regular expression, between slashes, for texts in which a pattern of JSON Schema is found.
+    """Return a terminal of Lark, /REGEX/, for the texts that a `pattern` of JSON Schema allows.
 
-    Anchors inside of an alternative stay, and the compiler refuses them.
+    A pattern may be found anywhere in a text, and a terminal must match the whole text. So each alternative without
+    "^" may have any text before it, and each without "$" any text after it: "^a$|b" allows "a", and texts with a "b".
+    Other anchors remain in the terminal: llguidance, which compiles the grammar, raises an error for them.
+    """
+    return slash_regex("|".join(map(_anchor_alternative, _split_alternatives(pattern))))
+
+
+def _split_alternatives(pattern: str) -> list[list[str]]:
+    """Split a pattern at each "|" outside of parentheses, and each alternative into characters, escapes and classes.
+
+    "a|[b-d]$" gives [["a"], ["[b-d]", "$"]]. The escape `\\d` becomes [0-9], because in JavaScript it means that.
     """
     alternatives: list[list[str]] = [[]]
     depth = 0
@@ -239,7 +249,7 @@ def _make_search_regex(pattern: str) -> str:
             alternatives[-1].append(_ESCAPE.sub(_use_ascii_digits, part))
         else:
             alternatives[-1].append("[0-9]" if part == r"\d" else part)
-    return slash_regex("|".join(map(_anchor_alternative, alternatives)))
+    return alternatives
 
 
 def _use_ascii_digits(escape: re.Match[str]) -> str:
@@ -248,7 +258,7 @@ def _use_ascii_digits(escape: re.Match[str]) -> str:
 
 
 def _anchor_alternative(parts: list[str]) -> str:
-    """Return a regular expression that matches a whole text in which the alternative is found."""
+    """Return a regular expression that matches every whole text in which the alternative is found."""
     has_start, has_end = parts[:1] == ["^"], parts[-1:] == ["$"]
     inner = "".join(parts[has_start : len(parts) - has_end])
     return f"{'' if has_start else '(?s:.*)'}(?:{inner}){'' if has_end else '(?s:.*)'}"

@@ -225,7 +225,7 @@ class TritonKernels(ReferenceKernels):
             rows.stride(1), weight.stride(0) if weight is not None and weight.dim() == 2 else 0, cos.stride(0),
             signed_sin.stride(0), eps,
             DIM=dim, HALF=half, NORM=weight is not None, ZERO_CENTRED=zero_centred, ROWS=rows_per_program, BLOCK=block,
-            BLOCK_REST=round_up_to_power_of_two(tail_dims, 8) if tail_dims else 0,
+            BLOCK_COPIED=round_up_to_power_of_two(tail_dims, 8) if tail_dims else 0,
         )  # fmt: skip
         return out
 

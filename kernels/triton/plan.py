@@ -53,25 +53,32 @@ AttendPrompts = Callable[[Tensor, PagedKV, int, float], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The batch of one attention group, as the kernels read it on the device."""
+    """The batch of one attention group, as the kernels read it on the device.
+
+    A fixed plan (`make_fixed_decode_plan`) keeps its shapes and addresses: each batch of decodes is written into it.
+    """
 
     slot_rows: Tensor
-    """[tokens]: row where the K of each token goes in layer 0."""
+    """[tokens]: row of the pool where the K of each token is stored in layer 0."""
     query_starts: Tensor
     """[sequences + 1]: the batch's query_starts."""
     context_lens: Tensor
     """[sequences]: context lengths."""
     block_table: Tensor
-    """[width, sequences]: row of the first token of each block, K of layer 0."""
+    """[most blocks of a sequence, sequences]: row of the pool where each block begins, with its first K of layer 0."""
     batch: RaggedBatch | None
-    """Batch of the plan; None in a fixed plan, which has no prefill."""
+    """Batch of the plan, from which query tiles of prompts are cut; None in a fixed plan, which has no prompts."""
     decode_count: int
     split_count: int
     """Parts that the context of a decoding sequence is cut into."""
     window: int | None
     tiles_by_size: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Results of `get_query_tiles`, by the queries of a tile: the layers of a step share them."""
     refill_buffer: Tensor | None = None
-    """[3, step]: slots, lengths and table rows of a fixed plan's sequences, for one transfer."""
+    """[3, sequences]: memory of a fixed plan's slot rows, context lengths and rows in the `BlockTable`.
+
+    They are adjacent, so that one transfer writes them. None in other plans.
+    """
     attend_prompts: AttendPrompts | None = None
     """Computes the attention of the prompts; None: Triton does."""
 

@@ -62,11 +62,14 @@ def rotate_rows(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, rows, heads, x_token_stride, x_head_stride, weight_head_stride,
     cos_token_stride, sin_token_stride, eps,
     DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, ZERO_CENTRED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr
+    BLOCK: tl.constexpr, BLOCK_COPIED: tl.constexpr
 ):  # fmt: skip
-    """Rotate the first 2 * HALF dims of ROWS (token, head) rows, halves against each other, and copy the other dims.
+    """Apply rotary embedding to ROWS rows, of `rows` in all. A row is one head of one token.
 
-    NORM: the rows are normed first, as `norm_rows` does in the mode "plain".
+    Dims i and HALF + i are rotated together, by the token's angle i. The dims from 2 * HALF on are copied. `sin_ptr`
+    has -sin for the first half of these dims and +sin for the second: first * cos - second * sin, second * cos + first
+    * sin. NORM: root mean square norm before the rotation. ZERO_CENTRED: the norm's weight is the gain minus one.
+    BLOCK, BLOCK_COPIED: HALF and the number of copied dims, rounded up to powers of two; BLOCK_COPIED may be 0.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = (row // heads).to(tl.int64)
@@ -77,21 +80,23 @@ def rotate_rows(
     target = out_ptr + row.to(tl.int64)[:, None] * DIM
     first = tl.load(source + dim[None, :], mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    if BLOCK_REST > 0:
-        tail_dim = 2 * HALF + tl.arange(0, BLOCK_REST)
-        tail_mask = (row < rows)[:, None] & (tail_dim < DIM)[None, :]
-        tail = tl.load(source + tail_dim[None, :], mask=tail_mask, other=0.0).to(tl.float32)
+    if BLOCK_COPIED > 0:
+        copied_dim = 2 * HALF + tl.arange(0, BLOCK_COPIED)
+        copied_mask = (row < rows)[:, None] & (copied_dim < DIM)[None, :]
+        copied = tl.load(source + copied_dim[None, :], mask=copied_mask, other=0.0).to(tl.float32)
     if NORM:
         gains = weight_ptr + head[:, None] * weight_head_stride
         offset = 1.0 if ZERO_CENTRED else 0.0
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
-        if BLOCK_REST > 0:
-            squares += tl.sum(tail * tail, 1)
+        if BLOCK_COPIED > 0:
+            squares += tl.sum(copied * copied, 1)
         scale = (1.0 / tl.sqrt(squares / DIM + eps))[:, None]
         first = first * scale * (tl.load(gains + dim[None, :], mask=mask, other=0.0).to(tl.float32) + offset)
         second = second * scale * (tl.load(gains + HALF + dim[None, :], mask=mask, other=0.0).to(tl.float32) + offset)
-        if BLOCK_REST > 0:
-            tail = tail * scale * (tl.load(gains + tail_dim[None, :], tail_mask, other=0.0).to(tl.float32) + offset)
+        if BLOCK_COPIED > 0:
+            copied = (
+                copied * scale * (tl.load(gains + copied_dim[None, :], copied_mask, other=0.0).to(tl.float32) + offset)
+            )
     cos_ptrs = cos_ptr + token[:, None] * cos_token_stride + dim[None, :]
     sin_ptrs = sin_ptr + token[:, None] * sin_token_stride + dim[None, :]
     first_out = first * tl.load(cos_ptrs, mask=mask, other=0.0) + second * tl.load(sin_ptrs, mask=mask, other=0.0)
@@ -100,8 +105,8 @@ def rotate_rows(
     )
     tl.store(target + dim[None, :], first_out.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(target + HALF + dim[None, :], second_out.to(out_ptr.dtype.element_ty), mask=mask)
-    if BLOCK_REST > 0:
-        tl.store(target + tail_dim[None, :], tail.to(out_ptr.dtype.element_ty), mask=tail_mask)
+    if BLOCK_COPIED > 0:
+        tl.store(target + copied_dim[None, :], copied.to(out_ptr.dtype.element_ty), mask=copied_mask)
 
 
 @triton.jit
