@@ -266,17 +266,18 @@ class Prober:
     ) -> WorkerFacts:
         """Find out a worker's models, event sources and cache size. Raises FetchError, DecodeError.
 
-        The questions are asked at once, so a worker that hangs costs one timeout. `earlier_facts`: result of the
-        previous probe. Its sizes and engine ids are kept for an engine that does not report them now, if the engine is
-        the same one. `restart_count`: restarts of the engine that its event streams have shown.
+        A worker that hangs costs one connection and one timeout: its models are asked for first, then the rest at once.
+        `earlier_facts`: result of the previous probe. Its sizes and engine ids are kept for an engine that does not
+        report them now, if the engine is the same one. `restart_count`: restarts of the engine that its event streams
+        have shown.
         """
         known_sources = () if earlier_facts is None else earlier_facts.sources
-        models = asyncio.ensure_future(self.fetch_models(flag))
+        served = await self.fetch_models(flag)
         event_sources = asyncio.ensure_future(self._find_sources(flag, known_sources))
         bootstrap = asyncio.ensure_future(self._fetch_bootstrap(flag))
         metrics_page = asyncio.ensure_future(self._fetch_metrics(flag))
-        await asyncio.gather(models, event_sources, bootstrap, metrics_page, return_exceptions=True)
-        served, sources, metrics = models.result(), event_sources.result(), metrics_page.result()
+        await asyncio.gather(event_sources, bootstrap, metrics_page, return_exceptions=True)
+        sources, metrics = event_sources.result(), metrics_page.result()
         if flag.reannounces:
             sources = tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
         rank_count = max(1, len(sources))

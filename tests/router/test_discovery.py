@@ -531,18 +531,20 @@ def test_the_names_of_engines_tell_a_start_from_another(
 
 
 def test_the_questions_of_a_probe_are_asked_at_once() -> None:
-    """A worker that hangs costs one timeout, and not one for each question."""
-    paths = {"/v1/models", "/kv_event_sources", "/query", "/metrics"}
+    """A worker that hangs costs one timeout, and not one for each question behind the first."""
+    paths = {"/kv_event_sources", "/query", "/metrics"}
 
     async def run() -> WorkerFacts:
         asked_paths, all_are_asked = set[str](), asyncio.Event()
 
         async def answer(request: web.Request) -> web.Response:
+            if request.path == "/v1/models":
+                return web.Response(text=MODELS[1])
             asked_paths.add(request.path)
             if asked_paths == paths:
                 all_are_asked.set()
             await all_are_asked.wait()
-            bodies = {"/v1/models": MODELS[1], "/query": '{"0": {"engine_id": "a"}}', "/kv_event_sources": source()}
+            bodies = {"/query": '{"0": {"engine_id": "a"}}', "/kv_event_sources": source()}
             return web.Response(text=bodies.get(request.path, ""))
 
         app = web.Application()
@@ -558,6 +560,30 @@ def test_the_questions_of_a_probe_are_asked_at_once() -> None:
         return facts
 
     assert asyncio.run(run()).engine_ids == ("a",)
+
+
+def test_a_worker_that_hangs_takes_one_connection() -> None:
+    """Those of all workers are bounded together, so others would wait for one to be checked."""
+
+    async def run() -> int:
+        connection_count, is_closed = 0, asyncio.Event()
+
+        async def stay_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal connection_count
+            connection_count += 1
+            await reader.read()
+            writer.close()
+            is_closed.set()
+
+        server = await asyncio.start_server(stay_silent, "127.0.0.1", 0)
+        async with server, aiohttp.ClientSession() as session:
+            flag = parse_worker_flag(f"url=http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            with pytest.raises(FetchError, match="timeout"):
+                await Prober(session, timeout_s=0.5).probe(flag)
+            await is_closed.wait()
+        return connection_count
+
+    assert asyncio.run(run()) == 1
 
 
 def test_a_redirect_is_not_followed() -> None:
