@@ -1,18 +1,20 @@
 """Prediction of what each target's cache will have of a prompt.
 
 A prompt that was sent to a target counts as cached there at once. Where the target sends events, the prompt is
-**pinned** in the index while its request runs; meanwhile the events about it come. A target without events has an
-**approximate cache**: an LRU of the prompts sent there, with the advertised capacity. `RecentPrompts` says what running
-prompts share, and whether a target has room for the prompts that will be used again.
+**pinned** in the index while its request runs and for a grace period after, until the events have come. A target
+without events has an **approximate cache**: an LRU of the prompts sent there, with the advertised capacity.
+`RecentPrompts` says what running prompts share, and whether a target has room for the prompts that will be used again.
 
-Invariants: a request has at most one pin; no pin outlives its request or its holder.
+Invariants: a request has at most one pin; no pin outlives its grace or its holder.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Sequence
 from typing import Final
+
+import msgspec
 
 from router.decide.config import CoreConfig
 from router.decide.price import Candidate, estimate_tier_load_s
@@ -20,7 +22,7 @@ from router.decide.recent_prompts import RecentPrompts
 from router.decide.shortlist import RIVALS_MIN, LoadOrder
 from router.decide.target import InFlightRequest, PromptQuery, Target
 from router.decide.workers import CacheView, WorkerSpec
-from router.index.protocol import HolderId, Match, PrefixIndex, PreparedPrompt, Scope
+from router.index.protocol import HolderId, Match, PinId, PrefixIndex, PreparedPrompt, Scope
 
 SHARED_COPY_S: Final = 15.0
 """Time for which later requests are expected to use one more copy of a shared prefix."""
@@ -33,6 +35,14 @@ APPROXIMATE_CACHE_TOKENS: Final = 500_000
 """Assumed cache capacity of a worker without events that does not report it."""
 
 
+class GracePin(msgspec.Struct, frozen=True, eq=False):
+    """Pin of an ended request, until its events have surely come."""
+
+    release_s: float
+    holder: HolderId
+    pin: PinId
+
+
 class CacheState:
     """Predicts what the targets have cached: the prefixes in the index, and those of running prompts.
 
@@ -41,11 +51,18 @@ class CacheState:
     """
 
     def __init__(self, index: PrefixIndex, config: CoreConfig, recent_prompts: RecentPrompts) -> None:
-        self._index, self._cost_config = index, config.cost
+        """Begin without targets.
+
+        A prompt that ends stays pinned for `config.pin_grace_s`, until the events about it have come.
+        """
+        self._index = index
+        self._pin_grace_s, self._cost_config = config.pin_grace_s, config.cost
         self.recent_prompts = recent_prompts
         self._chunk_tokens = recent_prompts.chunk_tokens
         self._approximate_caches: dict[str, ApproximateCache] = {}
         """target name -> approximate cache, for targets without events."""
+        self._grace_pins: deque[GracePin] = deque()
+        """Pins of ended requests, the first to be released first."""
         self.cleared_at_s: OrderedDict[str, float] = OrderedDict()
         """worker -> when the whole cache of the worker, or of one of its ranks, was last lost. Removed workers stay, up
         to CLEARED_WORKERS_MAX workers."""
@@ -83,6 +100,10 @@ class CacheState:
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
             approximate_cache.clear()
+        for grace_pin in self._grace_pins:
+            if grace_pin.holder == target.holder:
+                self._index.unpin(grace_pin.pin)
+        self._grace_pins = deque(grace_pin for grace_pin in self._grace_pins if grace_pin.holder != target.holder)
         for request in in_flight:
             if request.pin is not None:
                 self._index.unpin(request.pin)
@@ -175,17 +196,28 @@ class CacheState:
         assert prompt is not None
         request.pin = self._index.pin(request.target.holder, prompt.prepared_ids, prompt.scope)
 
-    def end_request(self, request: InFlightRequest, *, ended_session: str | None = None) -> None:
-        """End the prompt of a request, if it was read, and the session `ended_session`, if given."""
+    def end_request(
+        self, request: InFlightRequest, now: float, *, is_computed: bool, ended_session: str | None = None
+    ) -> None:
+        """End the prompt of a request, if it was read, and the session `ended_session`, if given.
+
+        A computed prompt stays pinned for the grace period; its events are on their way.
+        """
         if request.prompt is None:
             return
         target, keys = request.target, request.prompt.get_chunk_keys(self._chunk_tokens)
         self._add_duplicate_chunks(target, -self.recent_prompts.end_prompt(target, keys))
         if ended_session is not None:
             self.recent_prompts.end_session(keys, ended_session)
-        if request.pin is not None:
-            self._index.unpin(request.pin)
+        pin = request.pin
         request.prompt = request.pin = None  # the tracker may keep the request until its estimated first token
+        if pin is None:
+            return
+        if is_computed:
+            release_s = now + self._pin_grace_s
+            self._grace_pins.append(GracePin(release_s, target.holder, pin))
+        else:
+            self._index.unpin(pin)
 
     def _add_duplicate_chunks(self, target: Target, chunk_count: int) -> None:
         """Count chunks of running prompts that the target's KV cache holds once for several requests."""
@@ -240,8 +272,19 @@ class CacheState:
             return 0.0
         return evicted_tokens / prompt_tokens * target.estimate_prefill_s(prompt_tokens, 0)
 
+    def release_expired_pins(self, now: float) -> None:
+        """Release the pins at the end of their grace period."""
+        while self._grace_pins and self._grace_pins[0].release_s <= now:
+            self._index.unpin(self._grace_pins.popleft().pin)
+
+    def next_release_s(self) -> float | None:
+        """Return when the next pin is to be released; None if there is none."""
+        return self._grace_pins[0].release_s if self._grace_pins else None
+
     def check_invariants(self, requests: Collection[InFlightRequest]) -> None:
-        """Assert that all counts equal those over the requests in flight."""
+        """Assert that pins end in order and that all counts equal those over the requests in flight."""
+        release_times_s = [entry.release_s for entry in self._grace_pins]
+        assert release_times_s == sorted(release_times_s)
         chunk_counts = Counter(
             (key, request.target)
             for request in requests

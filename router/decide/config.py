@@ -132,6 +132,9 @@ class CoreConfig:
     """It applies to every policy."""
     session_ttl_s: Annotated[Seconds, "How long a session is remembered after its last request."] = 3600.0
     sessions_max: Annotated[Count, "Most sessions that are remembered."] = 100_000
+    pin_grace_s: Annotated[NotNegative, "Seconds that a finished request's prefix still counts as cached."] = 0.25
+    """Events arrive milliseconds after their answer. Until then, only this pin counts the new prefix as cached.
+    A longer time would count prefixes as cached that the worker has evicted since."""
     requests_max: Annotated[Count, Flag("--max-in-flight"),
         "Most requests in flight or queued; more are answered 429."] = 100_000
 

@@ -388,8 +388,9 @@ class RouterCore:
         return not self._placer.queue.is_full(active_request.queue_position)
 
     def tick(self, now: float) -> list[Instruction]:
-        """Apply deadlines, queue tries and pauses that are due. Call at `next_tick()` or a little later."""
+        """Apply deadlines, queue tries, pins and pauses that are due. Call at `next_tick()` or a little later."""
         self.tracker.advance(now)
+        self.cache_state.release_expired_pins(now)
         if [worker for worker in self.registry.down_workers if self.registry.breaker.try_half_open(worker, now)]:
             self.registry.apply_worker_changes()
         expired = self._placer.place_expired(self._active_requests, now)
@@ -398,9 +399,8 @@ class RouterCore:
     def next_tick(self) -> float | None:
         """Return when `tick` will next have something to do; None while nothing is pending."""
         due_times_s = [worker.open_until_s for worker in self.registry.down_workers]
-        next_queue_tick_s = self._placer.next_queue_tick()
-        if next_queue_tick_s is not None:
-            due_times_s.append(next_queue_tick_s)
+        next_times_s = (self.cache_state.next_release_s(), self._placer.next_queue_tick())
+        due_times_s += [next_s for next_s in next_times_s if next_s is not None]
         return min(due_times_s, default=None)
 
     def _get_attempt(self, request_id: str) -> Attempt | None:

@@ -352,7 +352,7 @@ class RequestPlacer:
         if is_computed:
             self._tracker.record_first_token(leg, now)
         self._tracker.end_request(leg, now, is_computed=is_computed, reported_cached_tokens=reported_cached_tokens)
-        self._cache_state.end_request(leg)
+        self._cache_state.end_request(leg, now, is_computed=is_computed)
         if is_computed:
             self._start_transfer(attempt, now)
 
@@ -403,7 +403,7 @@ class RequestPlacer:
     def end_attempt(
         self, active_request: ActiveRequest, now: float, *, is_computed: bool, reported_cached_tokens: int | None = None
     ) -> None:
-        """End the present attempt of a request."""
+        """End the present attempt of a request. What it computed stays pinned until the events about it have come."""
         request, attempt = active_request.request, active_request.attempt
         assert attempt is not None
         active_request.attempt = None
@@ -416,7 +416,7 @@ class RequestPlacer:
         if active_request.is_background:
             in_flight.target.load.background_request_count -= 1
         ended_session = request.session if request.is_final else None
-        self._cache_state.end_request(in_flight, ended_session=ended_session)
+        self._cache_state.end_request(in_flight, now, is_computed=is_computed, ended_session=ended_session)
         worker = self._registry.workers.get(attempt.decision.worker)
         if worker is not None and worker.probe == request.request_id:
             worker.probe = None  # it showed nothing, or the caller says what: the next request may be the probe

@@ -61,6 +61,8 @@ class CoreHistory:
             flags += ["--max-in-flight", str(rng.choice((3, 12)))]
         if rng.random() < 0.3:
             flags.append("--session-affinity")
+        if rng.random() < 0.3:
+            flags += ["--set", "pin_grace_s=0"]
         config, _ = read_config([*flags, "--log-level", "error", "http://127.0.0.1:1"])
         self._core = RouterCore(self._index, config.core, seed=seed)
         self._lines: list[str] = []

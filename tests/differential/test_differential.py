@@ -64,6 +64,7 @@ def test_more_traffic_is_handled_as_recorded(policy: str) -> None:
         (["--chat-template", "{folder}/other.jinja"], "least_requests", 3000, "ids"),
         (["--no-continue-streams"], "least_requests", 2000, "client_bytes"),
         (["--first-byte-timeout", "1"], "least_requests", 2000, "timings"),
+        (["--set", "pin_grace_s=0"], "least_requests", 1005, "metrics"),
     ],
 )
 def test_another_behaviour_is_seen(flags: list[str], policy: str, seed: int, part: str, tmp_path: Path) -> None:

@@ -64,14 +64,16 @@ def test_ties_rotate() -> None:
     assert first == {"a", "b", "c"}
 
 
-def test_pins_end_with_their_requests() -> None:
-    core, index = make_core("a")
+def test_pins_outlive_a_finish_by_the_grace_and_an_early_abort_by_nothing() -> None:
+    core, index = make_core("a", CoreConfig(pin_grace_s=1.0))
     core.route(request("r1", [1, 2, 3]), 0.0)
     core.record_first_token("r1", 0.1)
-    assert len(index.pins) == 1
     core.finish_request("r1", None, 0.2)
+    assert len(index.pins) == 1
+    wake = core.next_tick()
+    assert wake == pytest.approx(1.2)
+    core.tick(1.2)
     assert not index.pins
-    assert core.next_tick() is None
     core.route(request("r2", [1, 2, 3]), 2.0)
     core.abort_request("r2", 2.1)
     assert not index.pins
@@ -87,7 +89,7 @@ def test_an_ended_request_whose_first_token_is_still_estimated_holds_no_prompt()
 
 
 def test_what_a_worker_refused_does_not_count_as_cached_there() -> None:
-    core, index = make_core("a")
+    core, index = make_core("a", CoreConfig(pin_grace_s=1.0))
     core.route(request("r1", [1, 2, 3]), 0.0)
     core.finish_request("r1", None, 0.2, is_error=True)
     assert not index.pins

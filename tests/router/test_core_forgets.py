@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import pytest
 from core_by_hand import make_core, request
 
+from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Forward, ReportedUsage
 from router.decide.workers import CacheView
@@ -60,7 +61,7 @@ def run_requests(core: RouterCore, first: int, count: int) -> None:
 @pytest.mark.parametrize("capacity_tokens", [None, 4_000, 10_000_000])
 @pytest.mark.parametrize("view", list(CacheView))
 def test_requests_that_ended_leave_nothing(view: CacheView, capacity_tokens: int | None) -> None:
-    core, _ = make_core("abc", cache_view=view, cache_tokens=capacity_tokens)
+    core, _ = make_core("abc", CoreConfig(pin_grace_s=0.25), cache_view=view, cache_tokens=capacity_tokens)
     run_requests(core, 0, WARM)
     before = count_entries(core)
     run_requests(core, WARM, MORE)

@@ -61,7 +61,7 @@ class Fleet:
 
     def __init__(self, tokenizer: Tokenizer, rng: random.Random) -> None:
         self.tokenizer, self.rng, self.now = tokenizer, rng, 0.0
-        self.core = RouterCore(make_index(seed=7), CoreConfig())
+        self.core = RouterCore(make_index(seed=7), CoreConfig(pin_grace_s=0.25))
         models = (ServedModel("m", "m"), ServedModel("tuned", "m", "tuned"))
         for name in "ab":
             self.core.add_worker(WorkerSpec(name, f"http://{name}", models, block_size=BLOCK), 0.0)

@@ -305,7 +305,9 @@ class Edge:
         self.timeouts = timeouts or Timeouts()
         self.core = RouterCore(
             self.index,
-            load_config(Schema(CoreConfig, "router"), table={"policy": policy, **(core or {})}).config,
+            load_config(
+                Schema(CoreConfig, "router"), table={"policy": policy, "pin_grace_s": 0.0, **(core or {})}
+            ).config,
         )
         self.pool = UpstreamPool(connect_s_max=self.timeouts.connect_s)
         self.metrics = Metrics()
