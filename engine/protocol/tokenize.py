@@ -53,7 +53,7 @@ def read_tokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tup
     elif body.prompt is not None:
         ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
     else:
-        raise RequestError("prompt: missing, expected this field to be given", param="prompt")
+        raise RequestError("prompt: missing or null, expected a text, or messages in its place", param="prompt")
     strings = [tokenizer.id_to_token(i) or "" for i in ids] if body.return_token_strs else None
     answer = TokenizeResponse(count=len(ids), max_model_len=limits.max_model_len, tokens=ids, token_strs=strings)
     return body.model, msgspec.json.encode(answer)
