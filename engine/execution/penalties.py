@@ -114,10 +114,10 @@ class Penalties:
         self._device = device
         self._token_count_bounds: IntArray = np.zeros(row_count, np.int64)
         """Upper bound of each row's distinct tokens after the last prepared step; 0 for a row that is not in use."""
-        self._token_ids = torch.zeros(row_count, INITIAL_ROW_TOKENS, dtype=torch.int64, device=device)
-        """[rows, room]: the distinct tokens of each row's sequence, in no order."""
-        self._output_counts = torch.zeros(row_count, INITIAL_ROW_TOKENS, dtype=torch.int32, device=device)
-        """[rows, room]: how often the output has each token; 0 if only the prompt has it."""
+        self._token_ids = torch.zeros(1, INITIAL_ROW_TOKENS, dtype=torch.int64, device=device)
+        """[rows so far, room]: the distinct tokens of each row's sequence, in no order."""
+        self._output_counts = torch.zeros(1, INITIAL_ROW_TOKENS, dtype=torch.int32, device=device)
+        """[rows so far, room]: how often the output has each token; 0 if only the prompt has it."""
         self._token_counts = torch.zeros(row_count, dtype=torch.int64, device=device)
         """[rows]: number of distinct tokens of each row."""
 
@@ -153,7 +153,7 @@ class Penalties:
 
     def apply(self, logits: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
         """Store the counts of new rows, set `step.gathered`, and penalise logits [all rows, vocab] fp32 in place."""
-        self._widen_tables(step.width)
+        self._enlarge_tables(int(batch.table_rows.max()) + 1, step.width)
         if step.new_rows is not None:
             self._store_new_rows(step.new_rows)
         step.gathered = self._gather_rows(batch, step.width)
@@ -205,13 +205,17 @@ class Penalties:
         self._token_ids.index_put_((new.token_rows, new.token_columns), new.token_ids)
         self._output_counts.index_put_((new.token_rows, new.token_columns), new.output_counts.int())
 
-    def _widen_tables(self, width: int) -> None:
-        """Give each row of the tables of counts room for at least `width` tokens."""
-        old_width = self._token_ids.shape[1]
-        if width > old_width:
-            added_width = max(old_width, width - old_width)
-            self._token_ids = F.pad(self._token_ids, (0, added_width))
-            self._output_counts = F.pad(self._output_counts, (0, added_width))
+    def _enlarge_tables(self, row_count: int, width: int) -> None:
+        """Enlarge the tables of counts to at least `row_count` rows and `width` tokens in a row.
+
+        With 2,048 rows and one request whose prompt has 100,000 distinct tokens, all rows would take 3 GB.
+        """
+        old_row_count, old_width = self._token_ids.shape
+        if row_count > old_row_count or width > old_width:
+            added_rows = max(old_row_count, row_count - old_row_count) if row_count > old_row_count else 0
+            added_width = max(old_width, width - old_width) if width > old_width else 0
+            self._token_ids = F.pad(self._token_ids, (0, added_width, 0, added_rows))
+            self._output_counts = F.pad(self._output_counts, (0, added_width, 0, added_rows))
 
 
 def count_penalised_tokens(seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

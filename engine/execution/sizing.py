@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -99,14 +98,13 @@ def _measure_largest_step(config: EngineConfig, rank: RankModel) -> int:
         length_max=rank.max_model_len,
     )
     try:
-        runner = make_runner(config, rank, unit_count)
-        step_bytes = measure_peak_bytes(partial(runner.execute, plan), rank.device)
+        # The runner's tables count too: they have a row for each sequence of a step.
+        step_bytes = measure_peak_bytes(lambda: make_runner(config, rank, unit_count).execute(plan), rank.device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"--max-num-batched-tokens {config.step_tokens_max}, --max-num-seqs {config.max_num_seqs}, --max-model-len "
             f"{rank.max_model_len}: no memory for so large a step over so long a context: {error}"
         ) from error
-    del runner
     torch.cuda.empty_cache()
     log.info("the largest step needs %d MiB besides weights and cache", step_bytes >> 20)
     return step_bytes

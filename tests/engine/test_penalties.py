@@ -76,3 +76,13 @@ def test_steps_of_penalised_rows(device: str, all_rows: bool, seed: int) -> None
                 drawn[row] = rng.choice(seq.token_ids)
             seq.token_ids.append(int(drawn[row]))
         penalties.count_sampled(drawn.to(device), batch, step)
+
+
+def test_one_long_row_takes_no_room_in_rows_that_were_never_used() -> None:
+    penalties, prompt = Penalties(2048, torch.device("cpu")), list(range(10_000))
+    params = SamplingParams(repetition_penalty=1.1)
+    seq = Sequence(Request(request_id="a", token_ids=prompt, params=params), prompt, len(prompt), 0.0)
+    batch = make_penalty_rows([seq], [2], torch.device("cpu"))
+    assert batch is not None
+    penalties.apply(torch.zeros(1, 10_000), batch, penalties.prepare(batch))
+    assert penalties._token_ids.nbytes + penalties._output_counts.nbytes <= 4 * 20_000 * 12

@@ -57,6 +57,7 @@ def test_the_memory_of_the_largest_step_is_free_again_before_the_cache_is_sized(
         return runner
 
     def measure(run, device: torch.device) -> int:
+        assert not runners, "the tables of the runner are not measured"
         events.append(len(run().sampled_tokens))
         return 7 << 20
 
