@@ -120,7 +120,7 @@ class EngineConfig:
         "With --simulate: factor on all step times; 0.1 is ten times as fast."] = 1.0
     overlap: Annotated[Literal["auto", "on", "off"], Flag(),
         "Plan a step while another is computed; auto: on a GPU.",
-        "On a CPU it gains nothing; never with --tensor-parallel-size."] = "auto"
+        "On a CPU tokens only come a step later; never with --tensor-parallel-size."] = "auto"
     enforce_eager: Annotated[bool, Flag(), "Do not use CUDA graphs."] = False
     """Whether every kernel of a decode step is launched, instead of replaying a recorded step."""
     kv_transfer: KVTransferConfig = field(default_factory=KVTransferConfig)
