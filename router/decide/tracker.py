@@ -259,6 +259,7 @@ class LoadTracker:
             return
         assert request.source is not None
         target, request.phase = request.target, RequestPhase.TRANSFER
+        self._mark_changed(target)
         target.load.incoming_transfers += 1
         request.source.load.outgoing_transfers += 1
         target.prefill_queue.arriving_prefill_s += request.prefill_s

@@ -17,8 +17,8 @@ from router.decide import chooser
 from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
 from router.decide.load import PeerLoad, PeerPrefills
-from router.decide.messages import Decision, Forward, RouteRequest, Terms
-from router.decide.price import Candidate, RequestFacts, price_worker
+from router.decide.messages import Decision, Forward, RouteRequest, Terms, Transfer, TransferKind
+from router.decide.price import Candidate, RequestFacts, TransferPlan, price_worker
 from router.decide.shortlist import RIVALS_MIN
 from router.decide.target import Target
 from router.decide.workers import ServedModel, WorkerSpec
@@ -184,6 +184,23 @@ def test_a_decision_before_500_takes_at_most_2_2_times_the_work_of_one_before_8(
         counts.append(work(core, requests[20:]))
     assert counts[0] > 1000
     assert counts[1] <= 2.2 * counts[0], counts
+
+
+def test_the_order_follows_transfers() -> None:
+    """A request delays the prompts whose KV is on its way."""
+    core, rng = fleet(60, cached_by=0)
+    core.route(make_request("first", 1, rng), 0.01)
+    (order,) = core.tracker.load_orders
+    source, target = list(core.tracker.targets.values())[-2:]
+    transfer = Transfer(TransferKind.PULL, source.name, None, 900, 0.5)
+    candidate = Candidate(target, plan=TransferPlan(transfer, source, 900, 0.5))
+    request = core.tracker.add_request(
+        target, prompt_tokens=1000, cached_tokens=900, is_streaming=True, now=0.01, candidate=candidate
+    )
+    order.update(0.01, 1.0)
+    core.tracker.start_transfer(request, 0.5, 0.01)
+    order.update(0.01, 1.0)
+    assert order._key_by_holder[target.holder] == order._compute_sort_key(target, 0.01, 1.0)
 
 
 def test_the_order_follows_loads_peers_and_time() -> None:
