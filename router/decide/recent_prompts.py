@@ -95,6 +95,8 @@ class RecentPrompts:
                 duplicate_count += 1
                 continue
             del chunk.running_counts[target]
+            if not chunk.running_counts:
+                chunk.running_counts = {}  # a dict that was emptied keeps its memory
             if chunk.is_reused and chunk.target is target:
                 target.load.idle_prompt_tokens += self.chunk_tokens
         return duplicate_count

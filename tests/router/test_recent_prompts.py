@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
@@ -209,3 +210,11 @@ def test_a_removed_worker_leaves_nothing_behind() -> None:
     core.mark_worker_down("b", 31.0, "gone")
     assert a.load.idle_prompt_tokens == b.load.idle_prompt_tokens == 0
     core.cache_state.recent_prompts.check_invariants(Counter())
+
+
+def test_a_chunk_that_runs_nowhere_keeps_no_room_for_counts() -> None:
+    prompts, tracker = RecentPrompts(), LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    target = tracker.add_target("a", None, HolderId(0))
+    prompts.start_prompt(target, [1], 0.0)
+    prompts.end_prompt(target, [1])
+    assert sys.getsizeof(prompts._chunks[1].running_counts) == sys.getsizeof({})
