@@ -208,7 +208,7 @@ class Penalties:
     def _enlarge_tables(self, row_count: int, width: int) -> None:
         """Enlarge the tables of counts to at least `row_count` rows and `width` tokens in a row.
 
-        With 2,048 rows and one request whose prompt has 100,000 distinct tokens, all rows would take 3 GB.
+        For one prompt with 100,000 distinct tokens, 2,048 rows would take 3 GB.
         """
         old_row_count, old_width = self._token_ids.shape
         if row_count > old_row_count or width > old_width:
