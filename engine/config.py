@@ -154,8 +154,8 @@ class ServerConfig:
         default=(), repr=False)
     admin_api_key: Annotated[Key | None, SECRET, Flag("--admin-api-key", metavar="KEY", env="ENGINE_ADMIN_API_KEY"),
         "Key of the operator's routes, such as /sleep and /reset_prefix_cache.",
-        "Also of /wake_up and /collective_rpc. With --api-key and without this they are "
-        "refused."] = field(default=None, repr=False)
+        "Also of /wake_up and /collective_rpc. Without it, they answer 403 if --api-key is "
+        "set."] = field(default=None, repr=False)
     weights_folders: Annotated[tuple[str, ...], Flag("--allowed-weights-path", metavar="FOLDER"),
         "Folder below which /collective_rpc may load weights, besides MODEL."] = ()
     max_connections: Annotated[int | None, Meta(ge=1, le=10**6, title="N"), Flag(),
@@ -192,7 +192,7 @@ class ServerConfig:
 
     def __post_init__(self) -> None:
         check_config(self)
-        make_server_context(self.tls_cert, self.tls_key, self.tls_client_ca)
+        make_server_context(self.tls_cert, self.tls_key, self.tls_client_ca)  # only checks that the files can be used
 
 
 @dataclass(frozen=True, slots=True)

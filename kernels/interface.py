@@ -158,16 +158,16 @@ def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """Block tables of one attention group. They stay on the host, and on the device, from step to step.
+    """Tables of the blocks of all running sequences, for one attention group: on the host, and on the device.
 
-    A table row lists the blocks of one sequence. A running sequence keeps its table row. So a step uploads only new
-    blocks.
+    A row of a table ("table row") lists the blocks of one sequence, in order. Sequences keep their table rows from step
+    to step, so that a step uploads new blocks only. A row of the pool ("pool row") is one token's K or V in one layer.
     """
 
     host_blocks: IntArray
     """[table rows, blocks]: block numbers. After the last block of a sequence come valid numbers without meaning."""
     block_start_rows: Tensor | None
-    """[blocks, table rows] int32: row of the pool's buffer where each block begins, with its first K of layer 0.
+    """[blocks, table rows] int32: pool row where each block begins. It holds the K of the first token in layer 0.
 
     The axis of blocks comes first, so that the leading blocks of all sequences are contiguous. None: the kernels read
     tables on the host.
@@ -180,7 +180,7 @@ class BlockTable:
         return self.host_blocks[self.table_rows, : count_context_blocks(batch, kv)]
 
     def compute_slot_rows(self, batch: RaggedBatch, kv: PagedKV) -> IntArray:
-        """Return [tokens]: row of the pool's buffer for the K of each token of the batch in layer 0."""
+        """Return [tokens]: pool row for the K of each token of the batch in layer 0."""
         block_index, offset = np.divmod(batch.positions, kv.block_size)
         is_decode = batch.decode_count == len(batch.context_lens)
         rows = self.table_rows if is_decode else self.table_rows[batch.compute_sequence_indices()]

@@ -297,8 +297,8 @@ class KVCache:
         written again.
         """
         moves = self.pool.compact(kind)
-        for group, moved_block, old_id in moves:
-            self._block_copies.append(BlockCopy(group, old_id, moved_block.id))
+        for block, old_id in moves:
+            self._block_copies.append(BlockCopy(block.kind, old_id, block.id))
         for seq_blocks in self._blocks_by_sequence.values():
             seq_blocks.increment_table_version()
             seq_blocks.rewrite_tables()

@@ -207,12 +207,12 @@ class UnitPool:
         self._evict_block(victim)
         return True
 
-    def compact(self, kind: int) -> list[tuple[int, Block, BlockId]]:
+    def compact(self, kind: int) -> list[tuple[Block, BlockId]]:
         """Free a unit of memory that another kind uses, so that `kind` can have it.
 
         Live blocks of that unit move to unused blocks in other units of their kind; cached blocks may be evicted. If
-        `can_allocate` was true before, a unit is free afterwards. Returns the moves as (kind, block, old id), in order.
-        The block already has its new id; the caller must copy the contents.
+        `can_allocate` was true before, a unit is free afterwards. Returns the moves as (block, old id), in order. The
+        block already has its new id; the caller must copy the contents.
         """
         source_unit = self._find_unit_to_empty(kind)
         if source_unit is None:
@@ -237,31 +237,39 @@ class UnitPool:
                 candidates += units
         return min(candidates, key=lambda unit: unit.live_blocks, default=None)
 
-    def _move_live_blocks(self, source_unit: Unit) -> list[tuple[int, Block, BlockId]]:
+    def _move_live_blocks(self, source_unit: Unit) -> list[tuple[Block, BlockId]]:
         """Move the live blocks of a unit to unused blocks (holes) in other units of its kind, and free the unit.
 
-        Without a hole, the oldest cached blocks of the kind are evicted to make one. If an eviction frees another
-        unit, moving stops, because one free unit is enough. Returns the moves as (kind, block, old id).
+        One free unit is enough. So if an eviction frees another unit meanwhile, the other blocks stay in `source_unit`.
+        Returns the moves as (block, old id).
         """
         kind = source_unit.kind
         assert kind is not None
-        moves: list[tuple[int, Block, BlockId]] = []
-        self._unindex_by_holes(source_unit, kind)  # so that no block moves within this unit
+        moves: list[tuple[Block, BlockId]] = []
+        self._unindex_by_holes(source_unit, kind)  # so that `_take_hole` finds holes of other units only
         for slot, block in enumerate(source_unit.blocks):
             if block.ref_count == 0:
                 continue
-            hole = self._take_hole(kind)
-            while hole is None and not self._free_units:
-                self._evict_block(self._order.find_oldest(kind))
-                hole = self._take_hole(kind)
+            hole = self._take_or_evict_hole(kind)
             if hole is None:
                 self._index_by_holes(source_unit, kind)
                 return moves
-            moves.append((kind, block, block.id))
+            moves.append((block, block.id))
             self._swap_with_hole(block, slot, hole)
         assert source_unit.live_blocks == 0
         self._free_unit(source_unit)
         return moves
+
+    def _take_or_evict_hole(self, kind: int) -> Block | None:
+        """Take an unused block of a kind, for which the oldest cached blocks of that kind are evicted if necessary.
+
+        Returns None if no unit has one, and a unit is free.
+        """
+        hole = self._take_hole(kind)
+        while hole is None and not self._free_units:
+            self._evict_block(self._order.find_oldest(kind))
+            hole = self._take_hole(kind)
+        return hole
 
     def _swap_with_hole(self, block: Block, slot: int, hole: Block) -> None:
         """Exchange the memory of a live block and an unused block in another unit. `slot`: of the live block."""

@@ -64,7 +64,7 @@ class StateSource(NamedTuple):
 
 @dataclass(slots=True)
 class _SequenceState:
-    """State and checkpoints of one running sequence."""
+    """Recurrent state of one running sequence, and the copies of it (checkpoints) that are planned or just taken."""
 
     block: StateBlock
     """The sequence's own state, which every step changes."""
@@ -72,10 +72,10 @@ class _SequenceState:
     """Checkpoint that the sequence's first step copies, held until that step is over."""
     needs_init: bool = True
     """Whether the step being planned has to restore or zero the state."""
-    hash_by_stop: dict[int, int] = field(default_factory=dict)
-    """Number of blocks after which a checkpoint is planned -> hash of the last of them; ascending.
+    planned_checkpoints: dict[int, int] = field(default_factory=dict)
+    """Number of blocks before a planned checkpoint -> hash of the last of these blocks; ascending.
 
-    Waiting requests recognise the prefix by the hash.
+    A waiting request that has the same hash after as many blocks can resume from the checkpoint.
     """
     pending_checkpoint_by_end: dict[int, StateBlock] = field(default_factory=dict)
     """End of a chunk, in tokens -> checkpoint that its step takes, until the step is committed."""
@@ -154,8 +154,8 @@ class StateCheckpoints:
     def plan_checkpoint(self, seq: Sequence, block_count: int, hash_: int) -> None:
         """Plan a checkpoint of `seq` after `block_count` blocks. `hash_`: hash of the last of them."""
         state = self._state_by_sequence[seq]
-        if block_count * self._block_size > seq.computed_tokens and block_count not in state.hash_by_stop:
-            state.hash_by_stop = dict(sorted([*state.hash_by_stop.items(), (block_count, hash_)]))
+        if block_count * self._block_size > seq.computed_tokens and block_count not in state.planned_checkpoints:
+            state.planned_checkpoints = dict(sorted([*state.planned_checkpoints.items(), (block_count, hash_)]))
 
     def has_planned_checkpoint(self, keys: Items[BlockKey], resumable_blocks: int) -> bool:
         """Return whether a running sequence will take a checkpoint of this prefix, later than the cached one.
@@ -165,19 +165,19 @@ class StateCheckpoints:
         return any(
             resumable_blocks < block_count <= len(keys) and keys[block_count - 1].hash == hash_
             for state in self._state_by_sequence.values()
-            for block_count, hash_ in state.hash_by_stop.items()
+            for block_count, hash_ in state.planned_checkpoints.items()
         )
 
     def cancel_planned(self, seq: Sequence) -> None:
         """Cancel the planned checkpoints of `seq`, because its further blocks stay out of the prefix tree."""
-        self._state_by_sequence[seq].hash_by_stop.clear()
+        self._state_by_sequence[seq].planned_checkpoints.clear()
 
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
         """Return where a chunk of `seq` up to `end` should end: no later than the next planned checkpoint.
 
         A long chunk ends at a block boundary, because a checkpoint is taken there.
         """
-        next_stop = next(iter(self._state_by_sequence[seq].hash_by_stop), None)
+        next_stop = next(iter(self._state_by_sequence[seq].planned_checkpoints), None)
         if next_stop is None:
             return end
         end = min(end, next_stop * self._block_size)
@@ -196,7 +196,7 @@ class StateCheckpoints:
         block_count, remainder = divmod(end, self._block_size)
         ends_at_block = not remainder and block_count <= len(nodes)
         is_long = end - start >= _CHECKPOINT_CHUNK_TOKENS
-        is_due = block_count in state.hash_by_stop or is_long or _is_decode(seq, start, end)
+        is_due = block_count in state.planned_checkpoints or is_long or _is_decode(seq, start, end)
         if not ends_at_block or not is_due:
             return
         node = nodes[block_count - 1]
@@ -240,8 +240,8 @@ class StateCheckpoints:
                     plan.state_resets.append(state.block.unit.index)
                 else:
                     plan.state_restores.append((state.source_checkpoint.unit.index, state.block.unit.index))
-            for stop in [stop for stop in state.hash_by_stop if stop * self._block_size <= chunk.end]:
-                del state.hash_by_stop[stop]
+            for block_count in [n for n in state.planned_checkpoints if n * self._block_size <= chunk.end]:
+                del state.planned_checkpoints[block_count]
             checkpoint = state.pending_checkpoint_by_end.get(chunk.end)
             if checkpoint is not None:
                 checkpoint.is_in_flight = True
@@ -348,8 +348,8 @@ class StateCheckpoints:
             assert state.block.ref_count == 1
             assert state.block.node is None
             assert state.block.unit.index == seq.state_unit
-            assert list(state.hash_by_stop) == sorted(state.hash_by_stop)
-            assert all(stop * self._block_size > seq.computed_tokens for stop in state.hash_by_stop)
+            assert list(state.planned_checkpoints) == sorted(state.planned_checkpoints)
+            assert all(n * self._block_size > seq.computed_tokens for n in state.planned_checkpoints)
 
     def list_references(self) -> list[Block]:
         """Return the blocks that sequences hold here, one entry for each reference."""

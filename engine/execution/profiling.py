@@ -20,8 +20,9 @@ def make_largest_step(
 ) -> tuple[StepPlan, int]:
     """Make the largest step of at most `token_count` tokens in `sequence_count` sequences of `length_max` tokens.
 
-    Returns the step and the number of units that it uses. Only the memory of the step is measured, so all sequences
-    use the same blocks: one unit for each attention group, and one for the state.
+    Returns the step, and the number of cache units that the pool must have for it. Results are not used, so the
+    sequences may overwrite each other's KV and state: all have the same blocks, of one unit for each attention group,
+    and the same state, in one more unit.
     """
     block_tables = []
     for group in range(len(spec.groups)):

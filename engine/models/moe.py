@@ -28,8 +28,8 @@ class RoutedMLP:
     """Mixture of experts with the weight names of Qwen's checkpoints.
 
     The router, a matrix with a row for each expert, scores the experts for a token by a softmax in fp32. The `top_k`
-    experts with the best scores compute the token, and their outputs are added with the scores as weights. Each rank
-    holds some of the channels of every expert. So all ranks choose the same experts, and have equal work.
+    experts with the best scores compute the token, and their outputs are added with the scores as weights. With several
+    ranks, each has a part of every expert: an equal number of the expert's channels. So all ranks have equal work.
     """
 
     def __init__(self, scope: WeightScope, config: RoutedMLPConfig) -> None:
@@ -45,14 +45,15 @@ class RoutedMLP:
         channel_shard = scope.shard.split(config.expert_size, "channels of an expert")
         channel_count = channel_shard.held_size  # on this rank
         gate_rows, up_rows = slice(0, channel_count), slice(channel_count, 2 * channel_count)
+        up_shape, down_shape = (channel_shard, hidden_size), (hidden_size, channel_shard)
         gate_up_parts, down_parts = [], []
-        for expert in range(num_experts):
-            expert_scope = scope.enter_scope("experts").enter_scope(expert)
+        for i in range(num_experts):
+            expert = scope.enter_scope("experts").enter_scope(i)
             gate_up_parts += [
-                expert_scope.describe_tensor("gate_proj.weight", (channel_shard, hidden_size), (expert, gate_rows)),
-                expert_scope.describe_tensor("up_proj.weight", (channel_shard, hidden_size), (expert, up_rows)),
+                expert.describe_tensor("gate_proj.weight", up_shape, target_index=(i, gate_rows)),
+                expert.describe_tensor("up_proj.weight", up_shape, target_index=(i, up_rows)),
             ]
-            down_parts.append(expert_scope.describe_tensor("down_proj.weight", (hidden_size, channel_shard), (expert,)))
+            down_parts.append(expert.describe_tensor("down_proj.weight", down_shape, target_index=(i,)))
         self.gate_up_weight = scope.declare_combined((num_experts, 2 * channel_count, hidden_size), gate_up_parts)
         self.down_weight = scope.declare_combined((num_experts, hidden_size, channel_count), down_parts)
 

@@ -28,9 +28,10 @@ class Vocabulary:
         vocab_size: int,
         hidden_size: int,
     ) -> None:
-        """Declare the matrices. In a checkpoint the embedding is a part of the decoder's body, and the head is not.
+        """Declare the rows of both matrices that this rank holds, [rows, hidden_size].
 
-        `head_name`: name of the head's weight; None: the head is the embedding.
+        `embedding_name`, in `body_scope`, and `head_name`, in `root_scope`, are their names in a checkpoint, such as
+        "embed_tokens.weight" in the scope "model", and "lm_head.weight". `head_name` None: the embedding is the head.
         """
         self._shard: Shard = root_scope.shard
         self.vocab_size = vocab_size
@@ -38,8 +39,8 @@ class Vocabulary:
         ((self._first_token, self._end_token),) = rows.ranges  # a rank's rows are always one range
         self.embedding: Weight = body_scope.declare_weight(embedding_name, (rows, hidden_size))
         self.head = self.embedding if head_name is None else root_scope.declare_weight(head_name, (rows, hidden_size))
-        self.head.is_linear = True  # it is multiplied, and may be packed for that
-        self.head.is_embedding = head_name is None  # then its rows are read, too, and the plain matrix is kept
+        self.head.is_linear = True  # hidden states are multiplied by it, so it may be packed
+        self.head.is_embedding = head_name is None  # `look_up` reads rows of this matrix, so it is kept unpacked, too
 
     def look_up(self, token_ids: Tensor) -> Tensor:
         """Look up embeddings, [tokens] -> [tokens, hidden]. All ranks get the same.

@@ -54,14 +54,15 @@ class ContentBlocks:
         self._current_block: ContentBlock | None = None
 
     def push(self, delta: ChoiceDelta) -> list[BlockEvent]:
-        """Add a delta, and return the changes of the blocks in their order.
+        """Add a delta, and return the changes of the blocks, in the order in which they happen.
 
-        A call that an earlier delta began is continued first: text of the same delta comes after the call.
+        Only the first piece of a tool call has a name. So pieces without a name continue the open call, which ends
+        before the delta's reasoning and text. Calls that begin in this delta come after these.
         """
         events: list[BlockEvent] = []
-        for call in delta.tool_calls:
-            if call.name is None:
-                self._append_text("call", call.arguments, events)
+        continued_calls = [call for call in delta.tool_calls if call.name is None]
+        for call in continued_calls:
+            self._append_text("call", call.arguments, events)
         if delta.reasoning:
             self._append_text("reasoning", delta.reasoning, events)
         if delta.text:

@@ -220,7 +220,9 @@ class _ParameterValue:
 def encode_as_types(value: str, types: tuple[str, ...]) -> str:
     """Return a parameter's text as JSON of one of `types`, the JSON types that the tool's schema allows.
 
-    Text that fits no type becomes a string. If strings are not allowed, JSON of a wrong type stays as it is.
+    For an integer or a string, the text 5 becomes 5, and five becomes "five". JSON of a type that is not allowed
+    becomes a string only if strings are allowed. Text becomes a string in any case if it is neither JSON nor one of
+    Python's literals of an allowed type.
     """
     text = value.strip()
     lowered_text = text.lower()
@@ -235,8 +237,7 @@ def encode_as_types(value: str, types: tuple[str, ...]) -> str:
         return encode_json(value)
     type_name, value_json = type_and_json
     is_allowed = type_name in types or (allows_number and type_name in ("integer", "number"))
-    must_be_string = "string" in types and not is_allowed
-    return encode_json(value) if must_be_string else value_json
+    return value_json if is_allowed or "string" not in types else encode_json(value)
 
 
 def _decode_value(text: str, types: tuple[str, ...]) -> tuple[str, str] | None:

@@ -75,7 +75,10 @@ class Puller:
         self._link = link
         self._pull_slots = asyncio.Semaphore(PULLS_AT_ONCE_MAX)
         self._locks: WeakValueDictionary[tuple[Address, int], asyncio.Lock] = WeakValueDictionary()
-        """Lock of the pulls from a source for prompts with the same first block, by source and hash."""
+        """Lock of the pulls from a source for prompts with the same first block, by source and hash.
+
+        A lock is dropped when no pull refers to it any more.
+        """
         self._retry_s_by_source: dict[Address, float] = {}
         """Time from which on a source that has failed may be asked again."""
 
@@ -99,6 +102,11 @@ class Puller:
         log.warning("no more blocks from %s:%d: %s", source.host, source.port, message)
 
     async def _pull_in_turn(self, pull: Pull) -> None:
+        """Pull after the earlier pulls of prompts that begin alike from the same source, when a slot is free.
+
+        Such prompts share blocks. In turn, a later pull finds the shared blocks in the cache, and does not ask for
+        them. Raises TransferError, without a connection, if the source has failed a moment ago.
+        """
         source = pull.source
         lock = self._locks.setdefault((source.address, pull.keys[0].hash), asyncio.Lock())
         async with lock, self._pull_slots:

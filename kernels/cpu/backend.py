@@ -45,9 +45,9 @@ class CpuKernels(ReferenceKernels):
         self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: _native.AttentionPlan | ReferencePlan,
         scale: float,
     ) -> Tensor:  # fmt: skip
-        """Store K and V of the tokens in the paged cache, and return their attention, by the native code.
+        """Store K and V of the tokens in the paged cache, and return their attention.
 
-        Dtypes and sizes that the native code does not take were planned with a `ReferencePlan`, and go to torch.
+        A `ReferencePlan` means that the native code does not take the dtype or the size: then torch computes.
         """
         if isinstance(plan, ReferencePlan):
             return super().attention(q, k, v, kv, layer, plan, scale)
@@ -57,8 +57,10 @@ class CpuKernels(ReferenceKernels):
         q, k, v = _make_heads_adjacent(q), _make_heads_adjacent(k), _make_heads_adjacent(v)
         out = torch.empty(q.shape, dtype=q.dtype)
         plan.attend(
-            kv.buffer.data_ptr(), layer, q.data_ptr(), q.stride(0), num_heads, k.data_ptr(), k.stride(0), v.data_ptr(),
-            v.stride(0), out.data_ptr(), scale, torch.get_num_threads(),
+            kv.buffer.data_ptr(), layer,
+            q.data_ptr(), q.stride(0), num_heads,
+            k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0),
+            out.data_ptr(), scale, torch.get_num_threads(),
         )  # fmt: skip
         return out
 
