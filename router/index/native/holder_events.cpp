@@ -92,7 +92,8 @@ void Holder::apply_stretch(const Batch& batch, std::size_t begin, std::size_t en
             turn_->pay(1);
         }
     }
-    taught_ = {};
+    const auto forget = [&] { taught_ = {}; };
+    taught_.size() > kPaidAtOnce ? turn_->without(forget) : forget();  // many take milliseconds
 }
 
 void Holder::teach(const Batch& batch, std::size_t begin, std::size_t end) {
