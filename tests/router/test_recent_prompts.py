@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, ServiceModel
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
+from router.decide.price import Candidate
 from router.decide.recent_prompts import SHARED_RUNNING_MIN, RecentPrompts
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
@@ -218,3 +219,42 @@ def test_a_chunk_that_runs_nowhere_keeps_no_room_for_counts() -> None:
     prompts.start_prompt(target, [1], 0.0)
     prompts.end_prompt(target, [1])
     assert sys.getsizeof(prompts._chunks[1].running_counts) == sys.getsizeof({})
+
+
+@pytest.mark.parametrize(
+    ("host_tokens", "prompt_tokens", "cached_tokens", "present_tokens", "evicted_share"),
+    [
+        (0, 2000, 0, 0, 0.5), (500, 2000, 0, 0, 0.25), (0, 2000, 1500, 0, 0.25), (0, 2000, 0, 600, 0.2),
+        (0, 1000, 0, 0, 0.0), (0, 0, 0, 0, 0.0),
+    ],
+)  # fmt: skip
+def test_a_prompt_evicts_what_finds_no_room_beside_it(
+    host_tokens: int, prompt_tokens: int, cached_tokens: int, present_tokens: int, evicted_share: float
+) -> None:
+    """Beside 3,000 idle tokens and 4,000 free ones."""
+    core = pool(capacity=8_000)
+    target = core.tracker.targets["a"]
+    target.free_kv_tokens, target.load.idle_prompt_tokens = 4_000.0, 3_000
+    target.capacity.host_tokens = host_tokens
+    candidate = Candidate(target, cached_tokens)
+    pressure_s = core.cache_state.estimate_pressure_s(candidate, prompt_tokens, present_tokens)
+    assert pressure_s == pytest.approx(evicted_share * target.estimate_prefill_s(prompt_tokens, 0))
+
+
+def test_what_runs_or_is_idle_at_a_target_needs_no_more_room_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = pool(capacity=8_000)
+    state, target = core.cache_state, core.tracker.targets["a"]
+    query = state.prepare_query(list(range(641)), SCOPE, 641)
+    keys = query.get_chunk_keys(64)
+    for _ in range(2):  # four chunks are used twice; then two of them run
+        state.recent_prompts.start_prompt(target, keys[:4], 0.0)
+        state.recent_prompts.end_prompt(target, keys[:4])
+    state.recent_prompts.start_prompt(target, keys[:2], 0.0)
+    target.free_kv_tokens = 100.0
+    waits: list[float] = []
+    pressures: list[int] = []
+    monkeypatch.setattr(target, "estimate_memory_wait_s", lambda tokens: waits.append(tokens) or 0.0)
+    monkeypatch.setattr(state, "estimate_pressure_s", lambda *args: pressures.append(args[2]) or 0.0)
+    state.add_memory_costs(query, 9.0, [Candidate(target)], 0.0)
+    assert waits == [641 + 9 - 2 * 64]
+    assert pressures == [4 * 64]
