@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -82,15 +81,10 @@ class Score:
     """Prefilled tokens of the busiest worker over the mean."""
     tpot_mean: float = 0.0
     """Time per output token after the first, of each answer."""
-    tpot_p50: float = 0.0
     tpot_p99: float = 0.0
-    e2e_p50: float = 0.0
     e2e_p99: float = 0.0
-    preemptions: int = 0
     moved: float = 0.0
     """Tokens whose KV moved between workers, as a share of all prompt tokens."""
-    busiest: float = 0.0
-    """Share of the requests that went to the worker with the most of them."""
 
 
 Factory = Callable[[Options], Router]
@@ -192,7 +186,6 @@ def score(result: SimulationResult, workload: Workload, skip: int | None) -> Sco
         (result.e2e_s_by_request[r.index] - result.ttft_s_by_request[r.index]) / (r.output_tokens - 1) for r in decoding
     ) or [math.inf]
     mean_prefilled = statistics.mean(result.prefilled_tokens_by_worker) if result.prefilled_tokens_by_worker else 0.0
-    request_counts = Counter(result.worker_by_request[r.index] for r in scored_requests)
     return Score(
         hit=sum(result.hit_tokens_by_request[r.index] for r in scored_requests)
         / max(1, sum(r.prompt_tokens for r in scored_requests)),
@@ -203,13 +196,9 @@ def score(result: SimulationResult, workload: Workload, skip: int | None) -> Sco
         e2e=statistics.fmean(e2e),
         imbalance=max(result.prefilled_tokens_by_worker) / mean_prefilled if mean_prefilled else 1.0,
         tpot_mean=statistics.fmean(tpot),
-        tpot_p50=_percentile(tpot, 0.5),
         tpot_p99=_percentile(tpot, 0.99),
-        e2e_p50=_percentile(e2e, 0.5),
         e2e_p99=_percentile(e2e, 0.99),
-        preemptions=result.preemption_count,
         moved=result.moved_tokens / max(1, sum(r.prompt_tokens for r in workload.requests)),
-        busiest=max(request_counts.values(), default=0) / max(len(scored_requests), 1),
     )
 
 
