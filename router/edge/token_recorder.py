@@ -17,6 +17,8 @@ EVENT_BYTES_MAX: Final = 4 << 20
 """Longest event. From a longer one on, bytes are forwarded as they come, and nothing is recorded."""
 ID_BYTES_MAX: Final = 8 << 20
 """Most bytes of the recorded ids of an answer. A longer answer is not continued."""
+PLAIN_EVENT_BYTES_MAX: Final = 16 << 10
+"""Longest event that is matched with the pattern of plain ones."""
 
 _BLANK_LINE_PATTERN = re.compile(rb"\n\r?\n")
 _BLANK_LINE_BYTES: Final = 3
@@ -113,7 +115,7 @@ class TokenRecorder:
         """
         if self._is_passthrough:
             return content
-        plain_event = None if self._pending else _PLAIN_EVENT_PATTERN.fullmatch(content)
+        plain_event = None if self._pending else _match_plain_event(content)
         if plain_event is not None:  # as nearly always
             return self._record_plain_event(plain_event)
         self._pending += content
@@ -130,11 +132,7 @@ class TokenRecorder:
         if another worker continues the answer.
         """
         pending, complete_events, event_start, position = self._pending, [], 0, self._search_start
-        while (position := pending.find(b"\n", position)) >= 0:
-            blank_line = _BLANK_LINE_PATTERN.match(pending, position)
-            if blank_line is None:
-                position += 1
-                continue
+        while (blank_line := _BLANK_LINE_PATTERN.search(pending, position)) is not None:
             position = blank_line.end()
             event = bytes(pending[event_start:position])
             if event.startswith(_FAILURE_PREFIXES):
@@ -192,7 +190,7 @@ class TokenRecorder:
         without `"token_ids":[5]` unless the client asked for it. Events are searched for a few keys and not parsed, by
         `find`, because `in` raises and catches an exception for bytes.
         """
-        plain_event = _PLAIN_EVENT_PATTERN.fullmatch(event)
+        plain_event = _match_plain_event(event)
         if plain_event is not None:
             return self._record_plain_event(plain_event)
         self.event_count += 1
@@ -256,6 +254,11 @@ class TokenRecorder:
             self._output_digits += digits + b","
         else:
             self.is_unrecognized = True
+
+
+def _match_plain_event(event: bytes) -> re.Match[bytes] | None:
+    """Return the match of an event that is plain and short: matching escapes takes 80 times their bytes."""
+    return _PLAIN_EVENT_PATTERN.fullmatch(event) if len(event) <= PLAIN_EVENT_BYTES_MAX else None
 
 
 def _decode_ids(ids: bytes) -> array[int]:

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import re
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -285,6 +286,20 @@ def test_lists_that_never_end_cost_what_they_are_long() -> None:
     tokens = TokenRecorder(True)
     tokens.feed(b"data: {" + b',"token_ids":[' * 200_000 + b"\n\n")  # minutes, if each were searched to the end
     assert tokens.is_unrecognized
+
+
+def test_a_long_text_of_escapes_takes_no_more_memory_than_other_bytes() -> None:
+    head = b'data: {"id":"x","object":"o","created":1,"model":"m","choices":[{"index":0,"text":"'
+    told = head + b"\\n" * 500_000 + b'","token_ids":[7]}]}\n\n'
+    tokens = TokenRecorder(True)
+    tracemalloc.start()
+    try:
+        tokens.feed(told)
+        assert tracemalloc.get_traced_memory()[1] < 8 * len(told)  # 80 times, if it were matched as a plain event
+    finally:
+        tracemalloc.stop()
+    assert tokens.output_ids.tolist() == [7]
+    assert tokens.text_token_count == 1
 
 
 def test_nearly_every_event_of_a_completion_of_vllm_is_plain() -> None:
