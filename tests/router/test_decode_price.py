@@ -56,7 +56,7 @@ def burst(core: RouterCore, now: float, count: int = 64, **changes: object) -> C
 
 
 def test_sequential_sessions_stay_together_and_a_burst_spreads_at_once() -> None:
-    core, now, homes = pool(cache_view=CacheView.APPROXIMATE), 0.0, set()
+    core, now, homes = pool(), 0.0, set()
     for i in range(20):
         homes.add(send(core, make_request(f"r{i}", i), now))
         now = answer(core, f"r{i}", now, 1000, ReportedUsage(1050, 0, 1000))
