@@ -298,8 +298,8 @@ class EventFeed:
     def _read_monitor(self, subscription: Subscription) -> bool:
         """Handle what a socket's monitor reports about its connections; return whether it reported anything.
 
-        The connection of a StreamSubscription is that of its stream. A bound socket has a connection for each
-        publisher: which publisher it is, only its first message tells.
+        A StreamSubscription has one connection, to the publisher of its stream. A bound socket has a connection from
+        each publisher, and the stream of a publisher is unknown until its first message comes.
         """
         had_event = False
         while subscription.monitor.poll(0):

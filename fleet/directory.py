@@ -81,7 +81,10 @@ class DirectoryActor:
     """
 
     def __init__(self, name: str, initial_state: bytes) -> None:
-        """Load the stored state of the fleet, or else take `initial_state`, and watch the members in it."""
+        """Load the state that Ray has stored for the fleet `name`, or else `initial_state`, and start the loop.
+
+        The loop runs in a thread, and calls the members of the fleet. `initial_state`: a DirectoryState as JSON.
+        """
         exit_with_parent()
         stored_state = internal_kv._internal_kv_get(_make_storage_key(name), namespace=NAMESPACE)
         self._state = msgspec.json.decode(stored_state or initial_state, type=DirectoryState)

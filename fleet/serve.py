@@ -69,9 +69,10 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
     def initialize_state(
         self, router: str, admin_key: str, timeout_s: float = 0.25, model: str = "", tokenizer: str = ""
     ) -> None:
-        """Take the `request_router_kwargs` of the deployment.
+        """Initialise the router. Ray Serve calls this with the `request_router_kwargs` of the deployment.
 
-        `router` is the admin address of a `router run`. `model` and `tokenizer` are those of replicas without HTTP.
+        `router` is the admin address of a `router run` process, which is asked for each decision. `model` and
+        `tokenizer` describe the replicas, which that process cannot ask, because they have no HTTP address.
         """
         self._model, self._tokenizer = model, tokenizer
         self._admin_url, self._admin_key, self._timeout_s = router.rstrip("/"), admin_key, timeout_s
@@ -84,7 +85,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         self._sent_requests: dict[str, _SentRequest] = {}
         """Requests in flight, by their ids."""
         self._last_sent_s_by_worker: dict[str, float] = {}
-        """Time of the last request to each worker; among equals the longest unused comes first."""
+        """Time of the last request to each worker. Of equally cheap workers, the longest unused one is chosen."""
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -483,9 +483,10 @@ def _convert_allowed_tools(choice: Item, tools: Mapping[str, ClientTool]) -> Mes
 
 
 def _convert_named_tool(param: str, choice: Item, tools: Mapping[str, ClientTool]) -> Message:
-    """Return the tool that a choice names, as chats name it. Raises RequestError for an unknown or ambiguous name.
+    """Convert a choice of one tool to the format of chat completions. Raises RequestError for an unknown tool.
 
-    A client may leave the namespace out if only one tool has the name.
+    `tools` are by flat name, which has the namespace and the name. The choice may lack the namespace if only one tool
+    has the name.
     """
     tool_type, name, namespace = choice.get("type"), choice.get("name"), choice.get("namespace")
     if tool_type not in ("function", "custom"):
@@ -495,7 +496,7 @@ def _convert_named_tool(param: str, choice: Item, tools: Mapping[str, ClientTool
         raise bad_value(f"{param}.name", name, "a string")
     flat_name = _make_flat_name(namespace, name)
     if flat_name not in tools:
-        matching_names = [full_name for full_name, tool in tools.items() if tool.name == name and namespace is None]
+        matching_names = [flat for flat, tool in tools.items() if tool.name == name] if namespace is None else []
         if len(matching_names) != 1:
             raise bad_value(f"{param}.name", name, f"one of the tools: {', '.join(tools)}")
         flat_name = matching_names[0]

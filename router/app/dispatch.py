@@ -100,7 +100,7 @@ class RequestDispatcher:
         exchange.place(route)
         self.reader.store_conversation(context)
         if self.reasons is not None and not context.is_done:
-            self.reasons.register_request(context)
+            self.reasons.prepare_comparison(context)
         context.body = None  # its messages are large, and not needed any more
 
     def _apply_key_settings(self, context: RequestContext, route: RouteRequest) -> None:

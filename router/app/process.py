@@ -216,7 +216,7 @@ class RouterProcess:
         print(f"router listening on {scheme}://{host}:{port}", flush=True)
 
     def _bind_picker(self, config: EppConfig) -> PickerServer:
-        """Return the endpoint picker, with its ports bound, and have requests take their model from Envoy's header.
+        """Set up the endpoint picker of `router epp` and bind its ports.
 
         Raises OSError for a port that cannot be used.
         """
@@ -227,7 +227,7 @@ class RouterProcess:
         from router.picker.pick_exchange import PickerState
         from router.picker.server import PickerServer
 
-        self.pipeline.request_reader.model_header = MODEL_REWRITE_HEADER
+        self.pipeline.request_reader.model_header = MODEL_REWRITE_HEADER  # a gateway may rename the model
         picker_state = PickerState(config.picker, EndpointMap(self.pipeline.proxy.core.workers))
         picker = PickerServer(
             PickerApp(self._dispatcher), picker_state, find_unready_reason=self._health.find_unready_reason

@@ -51,8 +51,7 @@ class Shutdown:
     async def drain(self, stop_picker: Callable[[float], Awaitable[None]] | None) -> None:
         """Take requests for `unready_s` more, then give those in flight `shutdown_s` to end.
 
-        `stop_picker` stops the endpoint picker of `router epp`, and is given the seconds that its streams have to end.
-        The picker's requests come over gRPC, so no HTTP connection shows that they are in flight: the proxy does.
+        `stop_picker` stops the endpoint picker of `router epp`; its argument is the seconds that streams have to end.
         """
         await self._wait_unready()
         self._addresses.for_each_listener(Listener.stop_listening)
@@ -60,6 +59,7 @@ class Shutdown:
         if self._proxy.exchanges:
             log.info("shutting down: %d requests in flight", len(self._proxy.exchanges))
         picker_task = None if stop_picker is None else asyncio.ensure_future(stop_picker(self._config.shutdown_s))
+        # Requests of the picker come over gRPC, so they are no reason for `_addresses` to be busy.
         while self._addresses.is_busy or (picker_task is not None and self._proxy.exchanges):
             if self._proxy.now() > deadline_s or self._abort_requested.is_set():
                 log.warning("%d requests were not done in time and are cut off", len(self._proxy.exchanges))

@@ -103,10 +103,10 @@ def format_summary(page: WorkersPage, previous_page: WorkersPage | None, interva
 
 
 def format_transfers(page: WorkersPage, previous_page: WorkersPage | None, interval_s: float) -> str:
-    """Return a line such as "KV that moves: 2.0 pulls/s, 0.5 prefills/s, 0 failed"; empty where no KV can move.
+    """Return a line such as "KV that moves: 2.0 pulls/s, 0.5 prefills/s, 0 failed"; "" if no worker can move KV.
 
-    A pull copies cached KV from another worker, and a prefill has another worker compute the prompt. A group of workers
-    between which no KV moves is listed with the reason.
+    A pull copies cached KV from another worker, and a prefill has another worker compute the prompt. Workers move KV by
+    a common protocol, their dialect. A dialect with a problem is listed, for example "none in nixl: PROBLEM".
     """
     groups, counts_by_kind = page.get("kv_groups", []), page.get("kv_transfers", {})
     if not groups and not counts_by_kind:

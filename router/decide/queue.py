@@ -97,11 +97,11 @@ class _Lane:
         )
 
     def iter_ahead(self, line_name: str, sort_key: SortKey) -> Iterator[QueuedRequest]:
-        """Yield the requests that are served before a new request of a line, one line after the other.
+        """Yield the requests that are served before a new request of a line: those of its line, then those of others.
 
-        For example, nothing was charged to the lines A and B so far, and two requests of 3 s wait in A. A new one in A
-        is served once A was charged 6 s. Requests of B are served first until B was charged 6 s too. Charges of A
-        beyond LOOKAHEAD_MAX requests are left out, which bounds the time of this call.
+        Another line is served first as long as it was charged less than this line will be when the new request's turn
+        comes. For example, no line was charged yet, and two requests of 3 s wait before the new one. Then the requests
+        of each other line up to 6 s go first. At most LOOKAHEAD_MAX requests of the line are summed, to save time.
         """
         own_line = self.lines.get(line_name, ())
         earlier_requests = list(itertools.takewhile(lambda request: request.sort_key <= sort_key, own_line))

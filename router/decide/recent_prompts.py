@@ -63,7 +63,7 @@ class RecentPrompts:
 
     # Prompts -----------------------------------------------------------------------------------------------------
     def start_prompt(self, target: Target, keys: Sequence[int], now: float, *, session: str | None = None) -> int:
-        """Record that a prompt runs at a target from now on; return how many of its chunks ran there before.
+        """Record that a prompt starts at a target; return how many of its chunks other prompts run there already.
 
         `keys` are the keys of the prompt's chunks.
         """
@@ -77,7 +77,8 @@ class RecentPrompts:
                 chunk.target.load.idle_prompt_tokens -= self.chunk_tokens
             running_count = chunk.running_counts.get(target, 0)
             chunk.running_counts[target] = running_count + 1
-            duplicate_count += running_count > 0
+            if running_count:
+                duplicate_count += 1
             chunk.target, chunk.used_at_s, chunk.is_reused = target, now, True
             if chunk.only_session != session:
                 chunk.only_session = None

@@ -324,7 +324,10 @@ class Target:
         self.total_request_count = 0
         """Requests here before and after their first token, other routers' included."""
         self.mutual_step_delay_s = 0.0
-        """Time that all requests here add to a step, plus what one more sequence adds to each of their steps."""
+        """Seconds by which the requests here lengthen a step of a new one, plus those by which it lengthens theirs.
+
+        The time for the new request's own context is not included.
+        """
         self.slot_wait_s = 0.0
         """Time that one more request would wait for a free sequence slot."""
         self.free_kv_tokens = math.inf

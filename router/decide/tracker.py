@@ -89,6 +89,7 @@ class LoadTracker:
         """Speed of the targets of each pool. A pool stays here after the last worker of its model is removed."""
         self.targets: dict[str, Target] = {}
         self._epoch_s: float | None = None
+        """Time by which the utilisation of all targets is scaled (`_get_decay_epoch`)."""
         self._estimated_first_tokens = _RequestTimetable()
         """Estimated times of the first tokens of requests that do not stream."""
         self._estimated_arrivals = _RequestTimetable()
@@ -99,7 +100,7 @@ class LoadTracker:
         self.changed_targets: set[str] = set()
         """Names of targets whose load by this router changed after the last report to the peers."""
         self.load_orders: list[LoadOrder] = []
-        """Orders to be informed of every change of a target's load."""
+        """Targets sorted by price. Each order is told of every target whose load changes."""
 
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, worker_id: str, rank: int | None, holder: HolderId, *, pool: str = "") -> Target:

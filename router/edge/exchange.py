@@ -207,10 +207,10 @@ class Exchange:
         return None if self._attempt is None else self._attempt.head
 
     def attempt_connected(self, connection: UpstreamConnection) -> None:
-        """Send the request over the connection of the attempt.
+        """Send the request over the connection of the attempt, or give the connection back if the client has gone.
 
-        The connection is given back if the client has gone meanwhile. The exchange is aborted if an answer is to be
-        continued and the chosen worker cannot do that.
+        The answer is aborted if another worker began it, and the chosen worker has another engine, which cannot
+        continue it.
         """
         proxy, context, attempt, decision = self._proxy, self.context, self._attempt, self.context.decision
         assert attempt is not None

@@ -76,10 +76,11 @@ class MissReasonsRecorder:
         """Number of sessions that are watched."""
         return len(self._operator_watches)
 
-    def register_request(self, context: RequestContext) -> None:
-        """Note that a request is to be compared, with digests of its messages while these are in memory.
+    def prepare_comparison(self, context: RequestContext) -> None:
+        """Decide whether a prompt will be compared with the last one of its conversation, and digest its messages.
 
-        The prompt is compared at the first byte of the answer. Most requests are not compared at all.
+        The messages are in memory only now; the comparison follows at the first byte of the answer. Most requests are
+        not compared.
         """
         body, route, headers = context.body, context.route, context.headers
         if not self.is_enabled or body is None or route is None or body.request.kind == "other":

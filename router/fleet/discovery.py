@@ -200,10 +200,10 @@ def _is_refusal(error: FetchError) -> bool:
 def _read_engine_ids(
     bootstrap: asyncio.Future[tuple[int, bytes] | None], rank_count: int
 ) -> tuple[tuple[str, ...] | None, str]:
-    """Return the engine ids in the answer of a bootstrap server, one for each rank, and why there are none, if so.
+    """Return the engine id of each rank by the answer of a bootstrap server, and the problem if that failed, else "".
 
-    The ids are empty if nothing listens there or the answer lacks one. They are None if no answer came, or the server
-    was not asked.
+    The ids are () if the worker has none: nothing listens there, or the answer is malformed. They are None if that is
+    unknown: no answer came, or the server was not asked.
     """
     try:
         answer = bootstrap.result()

@@ -134,16 +134,17 @@ class PeerClient:
     async def fetch_snapshots(
         self, worker_id: str, sources: Iterable[EventSource], only_before: Mapping[int, int] | None = None
     ) -> dict[int, PeerSnapshot]:
-        """Return other routers' snapshots of what a worker has cached, by rank: each rank has a stream of events.
+        """Return other routers' snapshots of what a worker has cached, by rank.
 
-        A snapshot is taken from the first router that has a usable one. Streams are left out that have a snapshot of
-        their own, or that cannot repeat the events after one. With `only_before`, only its ranks are fetched, and only
-        snapshots that begin before the batch given there.
+        `sources`: the stream of events of each rank. Each snapshot is from the first router that has a usable one. No
+        snapshot is fetched for a stream that has its own, or that cannot repeat the events after a snapshot.
+        `only_before`: rank -> number of a batch. If given, other ranks are left out, and so are snapshots that do not
+        begin before this batch.
         """
         snapshots: dict[int, PeerSnapshot] = {}
         for rank, source in enumerate(sources):
-            is_wanted = only_before is None or rank in only_before
-            if not is_wanted or not can_use_peer_snapshot(source):
+            is_excluded = only_before is not None and rank not in only_before
+            if is_excluded or not can_use_peer_snapshot(source):
                 continue
             first_batch_before = None if only_before is None else only_before[rank]
             for url in self._urls:

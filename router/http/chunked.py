@@ -127,17 +127,13 @@ class ChunkedBody:
         if len(line) > MAX_LINE_BYTES:
             raise ProtocolError("chunk header too long")
         chunk_bytes = 0
-        if self.remaining_bytes == 0:  # the line end after a chunk's content
+        is_chunk_end = self.remaining_bytes == 0
+        if is_chunk_end:
             if line != b"\r\n":
                 raise ProtocolError(f"chunk longer than its size: {line[:40]!r}")
             self.remaining_bytes = BETWEEN_CHUNKS
         elif self._is_in_trailers:
-            self.is_complete = line == b"\r\n"
-            if not self.is_complete and not _TRAILER_PATTERN.match(line):
-                raise ProtocolError(f"bad trailer in a chunked body: {line[:40]!r}")
-            self._trailer_bytes += len(line)
-            if self._trailer_bytes > MAX_TRAILER_BYTES:
-                raise ProtocolError("trailers too long")
+            self._read_trailer(line)
         else:
             match = _SIZE_LINE_PATTERN.fullmatch(line)
             if match is None:
@@ -145,10 +141,19 @@ class ChunkedBody:
             chunk_bytes = int(match[1], 16)
             if chunk_bytes:
                 self.remaining_bytes = chunk_bytes
-            else:
+            else:  # the last chunk
                 self._is_in_trailers = True
         if self._max_content_bytes is not None:
             self._check_sizes(chunk_bytes, len(line))
+
+    def _read_trailer(self, line: bytes) -> None:
+        """Check a line after the last chunk. An empty line ends the body."""
+        self.is_complete = line == b"\r\n"
+        if not self.is_complete and not _TRAILER_PATTERN.match(line):
+            raise ProtocolError(f"bad trailer in a chunked body: {line[:40]!r}")
+        self._trailer_bytes += len(line)
+        if self._trailer_bytes > MAX_TRAILER_BYTES:
+            raise ProtocolError("trailers too long")
 
     @property
     def is_between_chunks(self) -> bool:

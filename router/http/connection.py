@@ -160,6 +160,7 @@ class ClientConnection(asyncio.Protocol):
         """Object that answers the current request after `Application.handle` has returned."""
         self.peer = ""
         self.cors_headers = b""
+        """Header lines that allow a browser's page to read the current answer."""
         self._is_busy = False
         """Whether a request is being answered, or waits for its turn."""
         self._charge = BufferCharge(app.budget)
@@ -168,8 +169,9 @@ class ClientConnection(asyncio.Protocol):
         self._request: HttpRequest | None = None
         """The current request, as soon as its head is read. Its path decides the format of an error."""
         self._is_handling = False
-        """Whether a caller in the stack starts requests already, so that an answer must not start the next one."""
+        """Whether requests are started in this call stack. Then the end of an answer does not start the next one."""
         self._keep_alive = True
+        """Whether further requests of the client are read after the current answer."""
         self._is_reading_paused = False
         self._is_writing_paused = False
         """Whether the client reads more slowly than answers are written. No further request starts meanwhile."""
@@ -181,7 +183,7 @@ class ClientConnection(asyncio.Protocol):
         self._queued_request: HttpRequest | None = None
         """Request that waits for its turn to start. The connection counts as busy."""
         self._waiting_since_s = self._app.now()
-        """Time from which the client may take its time for a request."""
+        """Time from which the time limit for the client's next request counts."""
 
     # From the event loop ------------------------------------------------------------------------------------------
 

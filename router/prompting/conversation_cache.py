@@ -65,9 +65,10 @@ class Boundary(msgspec.Struct, frozen=True, eq=False):
 
 
 class ChatFields(msgspec.Struct, frozen=True, eq=False):
-    """Fields of a chat's body besides its messages, which another body has too if it ends with the same bytes.
+    """The fields of a chat's body besides its messages, so that they are not parsed again for its next turn.
 
-    For example, `{"model": "m", "messages": [...], "stream": true}` ends with `], "stream": true}`.
+    A body that begins as the cached one and ends with the same bytes after its messages has the same fields. For
+    example, `{"model": "m", "messages": [...], "stream": true}` ends with `], "stream": true}`.
     """
 
     request: RoutingRequest
@@ -75,7 +76,7 @@ class ChatFields(msgspec.Struct, frozen=True, eq=False):
     end_json: bytes
     """The body after its messages, the closing bracket included."""
     keeps_messages_as_sent: bool
-    """Value of `ChatTemplate.keeps_messages_as_sent` when the body was read."""
+    """Whether the template got the messages as the client sent them (`ChatTemplate.keeps_messages_as_sent`)."""
 
     @classmethod
     def make(cls, chat: RoutingRequest, body: bytes, messages_end: int, *, keeps_messages_as_sent: bool) -> ChatFields:

@@ -86,21 +86,22 @@ class _MessagesArray(msgspec.Struct, frozen=True, eq=False):
 
 
 class _BodyTail(msgspec.Struct, frozen=True, eq=False):
-    """The messages of a body after a boundary, and what else the template depends on.
+    """The messages of a body after a boundary, and the other fields of the body.
 
-    The boundary is a place between two messages up to which the body is equal to a cached one.
+    The boundary is a place between two messages up to which the body is equal to a cached one. The messages before it
+    are not read again.
     """
 
     request: RoutingRequest
-    """The body's request, with a sentinel instead of the cached messages, or without messages."""
+    """The body's request, with a sentinel message in place of all before the boundary, or without messages."""
     chat: RoutingRequest
-    """The chat that is rendered; it differs from `request` in Anthropic's format."""
+    """The request as a chat, which the template renders. For a body in OpenAI's format it is `request` itself."""
     messages: list[Message]
     """Messages of the chat after the boundary."""
     inputs_digest: bytes
     """Digest of the template's inputs besides the messages in the body's array, such as tools and options."""
     messages_array: _MessagesArray
-    """The body's array of messages, of which a first one stands for all before the boundary."""
+    """The body's array of messages, whose first item stands for all messages before the boundary."""
 
     def find_message_ends(self) -> list[int]:
         """Return the offsets in the body at which the messages after the boundary end."""

@@ -98,21 +98,21 @@ class SessionNames:
     def make_session(name_by_meaning: NameByMeaning, request: RoutingRequest) -> Session:
         """Return the session of a request by the names in its headers, or else in the fields of its body.
 
-        An agent of a session is a session of its own: its name follows that of the session, and the agent that started
-        it is its parent.
+        Each agent of a session has a session of its own. For example, agent `a` of session `s` has session `s/a`. Its
+        parent is `s/b` if agent `b` started it, or `s`.
         """
-        name = name_by_meaning.get("session") or request.prompt_cache_key or request.metadata_user_id or request.user
-        if not name:
+        main = name_by_meaning.get("session") or request.prompt_cache_key or request.metadata_user_id or request.user
+        if not main:
             return _NO_SESSION
-        parent, agent = name_by_meaning.get("parent"), name_by_meaning.get("agent")
-        if agent is not None and agent != name:
-            parent_agent = name_by_meaning.get("parent_agent", name)
-            parent = name if parent_agent == name else f"{name}/{parent_agent}"
-            name = f"{name}/{agent}"
+        name, parent = main, name_by_meaning.get("parent")
+        agent, parent_agent = name_by_meaning.get("agent", main), name_by_meaning.get("parent_agent", main)
+        if agent != main:  # the main agent is called as the session
+            name = f"{main}/{agent}"
+            parent = main if parent_agent == main else f"{main}/{parent_agent}"
         name = shorten_name(name)
         parent = None if parent is None else shorten_name(parent)
         is_final = name_by_meaning.get("final", "").lower() in ("true", "1")
-        return Session(name, None if parent == name else parent, is_final)
+        return Session(name, None if parent == name else parent, is_final)  # no session is its own parent
 
 
 _NO_SESSION = Session()

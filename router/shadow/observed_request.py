@@ -73,9 +73,10 @@ class PrefixLinks:
 
 
 def find_predecessors(requests: Sequence[ObservedRequest]) -> list[int | None]:
-    """Return the index of the earlier request that each request waited for, until it ended; None if there is none.
+    """Return for each request the index of the earlier request after which the client sent it; None if there is none.
 
-    `requests` are in the order of arrival.
+    `requests` are in the order of arrival. A request waited for the one that it continues, if that had ended before it
+    arrived. Else both of them waited for the same request.
     """
     index_by_serial = {request.serial: i for i, request in enumerate(requests)}
     named_predecessors = _find_named_predecessors(requests)
@@ -85,7 +86,7 @@ def find_predecessors(requests: Sequence[ObservedRequest]) -> list[int | None]:
         if predecessor is None and request.continues is not None:
             predecessor = index_by_serial.get(request.continues)
         while predecessor is not None and not _ended_before(requests[predecessor], request):
-            predecessor = predecessors[predecessor]  # it did not wait for that one, but for the one before
+            predecessor = predecessors[predecessor]
         predecessors.append(predecessor)
     return predecessors
 
