@@ -148,7 +148,10 @@ class WorkerCheck:
             yield await self._check_replay()
 
     async def _check_requests(self, prompt_ids: Sequence[int]) -> AsyncIterator[Finding]:
-        """Send the prompt, and compare what the worker announces and reports with what a router would predict."""
+        """Send the prompt twice, then with a salt and for adapters; check the events and usage that the worker reports.
+
+        Where nobody listens at an address of events, the check listens there itself, as the worker may connect to it.
+        """
         listening_sources = [source for source in self._facts.sources if await self._is_listening(source)]
         silent_sources = [source for source in self._facts.sources if source not in listening_sources]
         with Subscriber(self._make_stream_sources(listening_sources, StartMode.LIVE)) as subscriber:

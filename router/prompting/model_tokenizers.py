@@ -166,11 +166,10 @@ class ModelTokenizers:
             self.remote.remove_worker(url)
 
     async def discover(self, model: str, path: str | None, worker: RemoteWorker) -> None:
-        """Load the tokenizer of a base model; if it is not on this machine, find out whether a worker can be asked for
-        ids.
+        """Load the tokenizer of a base model, or else find out whether the worker can turn its prompts into token ids.
 
-        `path` is the folder in which the worker has the tokenizer; the folder of the command line takes precedence. The
-        reason for a missing tokenizer is put into `problems`.
+        `path` is the folder in which the worker has the tokenizer; the folder of the command line takes precedence. If
+        the tokenizer cannot be loaded here, the reason is put into `problems`.
         """
         folder = self._folder_override or path
         if folder is not None and model not in self.tokenizer_by_model:
