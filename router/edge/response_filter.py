@@ -49,8 +49,9 @@ class ResponseFilter(msgspec.Struct, eq=False):
         records_tokens = continuation is not None and continuation.recorder is not None
         self.stream = continuation if records_tokens else None
         if redacted_keys is not None and _is_readable(head):
-            # The redactor reads a stream that is not recorded with the worker's chunk sizes, and must not blank those.
-            self._redactor = ResponseRedactor(redacted_keys, is_chunked=is_stream and not records_tokens)
+            # The redactor reads a stream with its chunk sizes, unless these are removed. It must not blank them.
+            keeps_chunks = is_stream and not records_tokens and not self.is_http_1_0
+            self._redactor = ResponseRedactor(redacted_keys, is_chunked=keeps_chunks)
         redacts_content = self._redactor is not None and isinstance(head.body, ChunkedBody) and not is_stream
         self.removes_chunks = self.is_http_1_0 or records_tokens or redacts_content
         self.adds_chunks = self.removes_chunks and not self.is_http_1_0
