@@ -19,8 +19,8 @@ def test_moving_shows_pulls_and_the_same_texts(tmp_path: Path) -> None:
         sys.executable,
         "scripts/demo",
         "--moving=60",
-        "--conversations",
-        "4",
+        "--conversations=12",  # four seldom have a pull
+        "--rounds=2",
         "--json",
         str(tmp_path / "figures"),
     ]
@@ -29,7 +29,7 @@ def test_moving_shows_pulls_and_the_same_texts(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     rows = json.loads((tmp_path / "figures").read_text())["moving"]
     assert list(rows) == ["60 %, no pulls", "60 %, pulls"]
-    assert [row["equal_texts"] for row in rows.values()] == ["16 of 16", "16 of 16"]
+    assert [row["equal_texts"] for row in rows.values()] == ["96 of 96", "96 of 96"]
     without_pulls, with_pulls = rows.values()
     assert (without_pulls["pulls"], without_pulls["pulled_blocks"]) == (0, 0)
     assert with_pulls["pulls"] > 0
