@@ -1,15 +1,15 @@
 """Prompts that run now or ran lately: what they share, and what each cache should keep of them. No I/O.
 
 A *chunk* is 256 tokens of a prompt. Its key is the digest of the prompt up to the chunk's end. So two prompts with the
-same first 600 tokens share exactly their first two keys, and a binary search finds the last shared one.
+same first 600 tokens share exactly their first two keys.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from router.decide.target import Target
@@ -24,27 +24,29 @@ SHARED_RUNNING_MIN: Final = 2
 
 
 @dataclass(slots=True, eq=False)
-class _Chunk:
-    """One chunk of one or several prompts."""
+class _Segment:
+    """Consecutive chunks that every prompt has all of, or none."""
 
+    keys: list[int]
+    """Keys of the chunks."""
     target: Target
-    """Target to which the chunk was sent last."""
+    """Target to which the chunks were sent last."""
     used_at_s: float
     running_counts: dict[Target, int]
-    """Number of running prompts that have the chunk, for each target where there are any."""
+    """Number of running prompts that have the chunks, for each target where there are any."""
     only_session: str | None
-    """The session that used the chunk, if no other did."""
+    """The session that used the chunks, if no other did."""
     is_reused: bool = False
-    """Whether the chunk was used at least twice."""
+    """Whether the chunks were used at least twice."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether the target should keep the chunk in memory that is not held by a running request."""
+        """Whether the target should keep the chunks in memory that is not held by a running request."""
         return self.is_reused and self.target not in self.running_counts
 
 
 class RecentPrompts:
-    """Chunks of the prompts that run now or ran within `recent_s` seconds.
+    """Chunks of the prompts that run now or ran within `recent_s` seconds, as a radix tree.
 
     The *idle* chunks of a target are its working set (Denning, 1968): they were sent there last, were used at least
     twice, and do not run there now. A prompt that came back is likely to come back again; one that was not seen for
@@ -53,13 +55,19 @@ class RecentPrompts:
 
     A prefix that several prompts share counts once, and is idle only at the target that got it last.
 
-    Invariants: `_chunks` is in the order of last use. The load of a target counts the tokens of its idle chunks.
+    Each node of the tree is a segment. As a key stands for the whole prompt up to its chunk, the segments need no links
+    to each other: the one that continues a prompt is found by the prompt's next key. So a prompt of 300 chunks that
+    returns costs a few steps, not 300.
+
+    Invariants: `_order` is in the order of last use. The load of a target counts the tokens of its idle chunks.
     """
 
     def __init__(self, *, recent_s: float = RECENT_S, chunk_tokens: int = CHUNK_TOKENS) -> None:
         self.chunk_tokens, self._recent_s = chunk_tokens, recent_s
-        self._chunks: OrderedDict[int, _Chunk] = OrderedDict()
-        """Chunks by key, the least recently used first."""
+        self._segments: dict[int, _Segment] = {}
+        """Segments by their first key."""
+        self._order: OrderedDict[_Segment, None] = OrderedDict()
+        """All segments, the least recently used first."""
 
     # Prompts -----------------------------------------------------------------------------------------------------
     def start_prompt(self, target: Target, keys: Sequence[int], now: float, *, session: str | None = None) -> int:
@@ -67,108 +75,179 @@ class RecentPrompts:
 
         `keys` are the keys of the prompt's chunks.
         """
-        duplicate_count = 0
-        for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is None:
-                self._chunks[key] = _Chunk(target, now, {target: 1}, session)
+        duplicate_count, start = 0, 0
+        previous: _Segment | None = None
+        while start < len(keys):
+            segment = self._segments.get(keys[start])
+            if segment is None:
+                end = start + 1
+                while end < len(keys) and keys[end] not in self._segments:
+                    end += 1
+                segment = _Segment(list(keys[start:end]), target, now, {target: 1}, session)
+                self._add(segment)
+                start, previous = end, None
                 continue
-            if chunk.is_idle:
-                chunk.target.load.idle_prompt_tokens -= self.chunk_tokens
-            running_count = chunk.running_counts.get(target, 0)
-            chunk.running_counts[target] = running_count + 1
-            if running_count:
-                duplicate_count += 1
-            chunk.target, chunk.used_at_s, chunk.is_reused = target, now, True
-            if chunk.only_session != session:
-                chunk.only_session = None
-            self._chunks.move_to_end(key)
+            segment = self._split(segment, self._count_common(segment, keys, start))
+            start += len(segment.keys)
+            if target in segment.running_counts:
+                duplicate_count += len(segment.keys)
+            self._use(segment, target, now, session)
+            if previous is not None and self._join(previous, segment):
+                continue
+            previous = segment
         return duplicate_count
 
     def end_prompt(self, target: Target, keys: Sequence[int]) -> int:
         """Record that a prompt runs no longer; return how many of its chunks other prompts still run at the target."""
         duplicate_count = 0
-        for key in keys:
-            chunk = self._chunks[key]
-            running_count = chunk.running_counts[target]
+        for segment, chunk_count in self._find_segments(keys):
+            running_count = segment.running_counts[target]
             if running_count > 1:
-                chunk.running_counts[target] = running_count - 1
-                duplicate_count += 1
+                segment.running_counts[target] = running_count - 1
+                duplicate_count += chunk_count
                 continue
-            del chunk.running_counts[target]
-            if not chunk.running_counts:
-                chunk.running_counts = {}  # a dict that was emptied keeps its memory
-            if chunk.is_reused and chunk.target is target:
-                target.load.idle_prompt_tokens += self.chunk_tokens
+            del segment.running_counts[target]
+            if not segment.running_counts:
+                segment.running_counts = {}  # a dict that was emptied keeps its memory
+            if segment.is_reused and segment.target is target:
+                self._change_idle_tokens(segment, 1)
         return duplicate_count
 
     def end_session(self, keys: Sequence[int], session: str) -> None:
         """Forget the chunks of a prompt that only this session used, because the session is over."""
-        for key in keys:
-            chunk = self._chunks.get(key)
-            if chunk is not None and chunk.only_session == session:
-                self._forget(key, chunk)
+        for segment, _ in list(self._find_segments(keys)):
+            if segment.only_session == session:
+                self._forget(segment)
 
     def clear(self, target: Target) -> None:
         """Forget what was sent to a target last, because its cache is lost. Its prompts may still run."""
-        for key, chunk in [(key, chunk) for key, chunk in self._chunks.items() if chunk.target is target]:
-            self._forget(key, chunk)
+        for segment in [segment for segment in self._order if segment.target is target]:
+            self._forget(segment)
 
     def expire(self, now: float) -> None:
         """Forget the chunks that were not used for `recent_s`. Running ones stay, but count as used once."""
-        while self._chunks:
-            key, chunk = next(iter(self._chunks.items()))
-            if chunk.used_at_s >= now - self._recent_s:
+        while self._order:
+            segment = next(iter(self._order))
+            if segment.used_at_s >= now - self._recent_s:
                 break
-            chunk.used_at_s = now
-            self._chunks.move_to_end(key)
-            self._forget(key, chunk)
+            segment.used_at_s = now
+            self._order.move_to_end(segment)
+            self._forget(segment)
 
-    def _forget(self, key: int, chunk: _Chunk) -> None:
-        """Forget the past uses of a chunk, and the chunk itself unless it runs."""
-        if chunk.is_idle:
-            chunk.target.load.idle_prompt_tokens -= self.chunk_tokens
-        chunk.is_reused = False
-        if not chunk.running_counts:
-            del self._chunks[key]
+    # Segments ----------------------------------------------------------------------------------------------------
+    def _find_segments(self, keys: Sequence[int]) -> Iterator[tuple[_Segment, int]]:
+        """Yield each segment that has chunks of a prompt, in order, with the number of these chunks."""
+        start = 0
+        while start < len(keys):
+            segment = self._segments.get(keys[start])
+            if segment is None:  # never seen, or forgotten while chunks after it were not
+                start += 1
+                continue
+            chunk_count = self._count_common(segment, keys, start)
+            yield segment, chunk_count
+            start += chunk_count
+
+    @staticmethod
+    def _count_common(segment: _Segment, keys: Sequence[int], start: int) -> int:
+        """Return how many chunks of a segment a prompt has that has the first one at `start`."""
+        segment_keys = segment.keys
+        prompt_keys = keys[start : start + len(segment_keys)]
+        if prompt_keys == segment_keys:
+            return len(segment_keys)
+        return bisect_left(range(len(prompt_keys)), True, key=lambda i: prompt_keys[i] != segment_keys[i])
+
+    def _add(self, segment: _Segment) -> None:
+        self._segments[segment.keys[0]] = segment
+        self._order[segment] = None
+
+    def _remove(self, segment: _Segment) -> None:
+        del self._segments[segment.keys[0]]
+        del self._order[segment]
+
+    def _split(self, segment: _Segment, chunk_count: int) -> _Segment:
+        """Return a segment of the first `chunk_count` chunks, which are used now; the rest keeps its place in time."""
+        if chunk_count == len(segment.keys):
+            return segment
+        first = replace(segment, keys=segment.keys[:chunk_count], running_counts=dict(segment.running_counts))
+        segment.keys = segment.keys[chunk_count:]
+        self._segments[segment.keys[0]] = segment
+        self._add(first)
+        return first
+
+    def _use(self, segment: _Segment, target: Target, now: float, session: str | None) -> None:
+        """Record that a prompt with a known segment starts at a target."""
+        if segment.is_idle:
+            self._change_idle_tokens(segment, -1)
+        segment.running_counts[target] = segment.running_counts.get(target, 0) + 1
+        segment.target, segment.used_at_s, segment.is_reused = target, now, True
+        if segment.only_session != session:
+            segment.only_session = None
+        self._order.move_to_end(segment)
+
+    def _join(self, first: _Segment, second: _Segment) -> bool:
+        """Make one segment of two that a prompt just used one after the other, if they have the same past.
+
+        The prompts that have the second have the first too. So the same prompts run if their numbers are equal.
+        """
+        if first.only_session != second.only_session or first.running_counts != second.running_counts:
+            return False
+        self._remove(second)
+        first.keys += second.keys
+        return True
+
+    def _forget(self, segment: _Segment) -> None:
+        """Forget the past uses of a segment, and the segment itself unless it runs."""
+        if segment.is_idle:
+            self._change_idle_tokens(segment, -1)
+        segment.is_reused = False
+        if not segment.running_counts:
+            self._remove(segment)
+
+    def _change_idle_tokens(self, segment: _Segment, sign: int) -> None:
+        segment.target.load.idle_prompt_tokens += sign * len(segment.keys) * self.chunk_tokens
 
     # Questions of the price --------------------------------------------------------------------------------------
     def count_idle_tokens(self, keys: Sequence[int]) -> Counter[Target]:
         """Return how many tokens of a prompt are in idle chunks, for each target that has any."""
-        chunks = (self._chunks.get(key) for key in keys)
-        idle_counts = Counter(chunk.target for chunk in chunks if chunk is not None and chunk.is_idle)
-        return Counter({target: count * self.chunk_tokens for target, count in idle_counts.items()})
+        idle_tokens: Counter[Target] = Counter()
+        for segment, chunk_count in self._find_segments(keys):
+            if segment.is_idle:
+                idle_tokens[segment.target] += chunk_count * self.chunk_tokens
+        return idle_tokens
 
     def count_running_tokens(self, target: Target, keys: Sequence[int]) -> int:
         """Return how many of a prompt's first tokens prompts that run at a target have, in whole chunks."""
-
-        def is_missing(key: int) -> bool:
-            chunk = self._chunks.get(key)
-            return chunk is None or target not in chunk.running_counts
-
-        return self.chunk_tokens * bisect_left(keys, True, key=is_missing)
+        running_counts = (n for segment, n in self._find_segments(keys) if target in segment.running_counts)
+        return self.chunk_tokens * sum(running_counts)
 
     def find_shared_prefix(self, keys: Sequence[int]) -> tuple[int, dict[Target, int]]:
         """Return how many of a prompt's first tokens at least SHARED_RUNNING_MIN running prompts have.
 
         Also returns the number of these prompts at each target.
         """
-
-        def is_unshared(key: int) -> bool:
-            chunk = self._chunks.get(key)
-            return chunk is None or sum(chunk.running_counts.values()) < SHARED_RUNNING_MIN
-
-        if not keys or is_unshared(keys[0]):
-            return 0, {}
-        chunk_count = bisect_left(keys, True, lo=1, key=is_unshared)
-        return chunk_count * self.chunk_tokens, self._chunks[keys[chunk_count - 1]].running_counts
+        shared_chunk_count, running_counts = 0, {}
+        for segment, chunk_count in self._find_segments(keys):
+            if sum(segment.running_counts.values()) < SHARED_RUNNING_MIN:
+                break
+            shared_chunk_count += chunk_count
+            running_counts = segment.running_counts
+        return shared_chunk_count * self.chunk_tokens, running_counts
 
     def check_invariants(self, running_counts: Counter[tuple[int, Target]]) -> None:
         """Assert that all counts agree. `running_counts`: number of running prompts by chunk key and target."""
-        counts = {(key, target): n for key, chunk in self._chunks.items() for target, n in chunk.running_counts.items()}
+        segments = list(self._order)
+        assert {segment.keys[0]: segment for segment in segments} == self._segments
+        keys = [key for segment in segments for key in segment.keys]
+        assert len(keys) == len(set(keys))
+        counts = {
+            (key, target): n
+            for segment in segments
+            for key in segment.keys
+            for target, n in segment.running_counts.items()
+        }
         assert counts == running_counts
-        idle_counts = Counter(chunk.target for chunk in self._chunks.values() if chunk.is_idle)
-        for target in {chunk.target for chunk in self._chunks.values()}:
-            assert target.load.idle_prompt_tokens == idle_counts[target] * self.chunk_tokens
-        last_use_times_s = [chunk.used_at_s for chunk in self._chunks.values()]
+        for target in {segment.target for segment in segments}:
+            idle_chunks = sum(len(segment.keys) for segment in segments if segment.is_idle and segment.target is target)
+            assert target.load.idle_prompt_tokens == idle_chunks * self.chunk_tokens
+        last_use_times_s = [segment.used_at_s for segment in segments]
         assert last_use_times_s == sorted(last_use_times_s)

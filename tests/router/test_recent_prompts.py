@@ -218,7 +218,7 @@ def test_a_chunk_that_runs_nowhere_keeps_no_room_for_counts() -> None:
     target = tracker.add_target("a", None, HolderId(0))
     prompts.start_prompt(target, [1], 0.0)
     prompts.end_prompt(target, [1])
-    assert sys.getsizeof(prompts._chunks[1].running_counts) == sys.getsizeof({})
+    assert sys.getsizeof(prompts._segments[1].running_counts) == sys.getsizeof({})
 
 
 @pytest.mark.parametrize(
