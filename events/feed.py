@@ -23,6 +23,7 @@ from events.feed_sockets import (
     BoundSubscription,
     Context,
     FollowedStream,
+    SlicedWork,
     StreamSource,
     StreamSubscription,
     Subscription,
@@ -70,11 +71,11 @@ class FeedHandler(Protocol):
     If it raises an exception, the feed resets the stream.
     """
 
-    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:
+    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> SlicedWork | None:
         """Handle an Apply, a Clear or a notice of a stream, in order. The feed performs requests itself.
 
-        A handler with long work returns the rest as a function. The feed serves other streams between calls of it, and
-        calls it before anything else of this stream until it returns False.
+        A handler with long work does a part of it, and returns the rest. The feed serves other streams between its
+        slices, and gives the handler nothing else of this stream before its end.
         """
 
     def on_connection_changed(self, stream_id: str, is_up: bool) -> None:
@@ -131,10 +132,10 @@ class EventFeed:
         """Stop following a stream, when the feed's thread performs this command."""
         self._thread.submit(lambda: self._remove(stream_id))
 
-    def schedule_work(self, stream_id: str, work: Callable[[], bool]) -> None:
-        """Call `work` on the feed's thread, after the waiting instructions of a stream, until it returns False.
+    def schedule_work(self, stream_id: str, work: SlicedWork) -> None:
+        """Do some work on the feed's thread, after the waiting instructions of a stream.
 
-        Other streams are served between the calls. The work is dropped if the stream is removed or reset.
+        The work is dropped if the stream is removed or reset.
         """
         self._thread.submit(lambda: self._enqueue_work(stream_id, work))
 
@@ -164,7 +165,7 @@ class EventFeed:
 
     # The feed's thread
 
-    def _enqueue_work(self, stream_id: str, work: Callable[[], bool]) -> None:
+    def _enqueue_work(self, stream_id: str, work: SlicedWork) -> None:
         stream = self._stream_by_id.get(stream_id)
         if stream is not None:
             stream.pending_work.append(work)
@@ -469,8 +470,9 @@ class EventFeed:
                 used_bytes += len(work.payload) if isinstance(work, Apply) else 0
                 self._perform(stream, work)
             else:
-                used_bytes = TURN_BYTES  # long work: one part of it a turn
-                if work():
+                used_bytes = TURN_BYTES  # one slice in each turn
+                has_more = work()
+                if has_more:
                     stream.pending_work.appendleft(work)
         self._report_dropped_messages(stream)
         if not stream.is_busy:
@@ -484,9 +486,9 @@ class EventFeed:
         elif isinstance(instruction, RequestSnapshot):
             self._request_snapshot(stream, instruction.request_id)
         else:
-            continuation = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
-            if continuation is not None:
-                stream.pending_work.appendleft(continuation)
+            remaining_work = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
+            if remaining_work is not None:
+                stream.pending_work.appendleft(remaining_work)
 
     def _report_dropped_messages(self, stream: FollowedStream) -> None:
         dropped_count = stream.stream_state.dropped_message_count - stream.reported_drop_count

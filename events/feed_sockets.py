@@ -11,7 +11,7 @@ import zmq
 
 from events.frames import MAX_HANDSHAKE_MS
 from events.stream import StreamState
-from events.stream_types import Apply, Instruction, StreamConfig
+from events.stream_types import Apply, Instruction, StreamConfig, StreamPosition
 
 _MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
@@ -29,6 +29,9 @@ Replies are taken out of ZeroMQ's queue at once, as vLLM's ROUTER drops what a s
 MAX_TOPICS, MAX_TOPIC_BYTES = 1_000, 512
 """Most unclaimed topics that a bound socket remembers, and the longest of them in bytes."""
 
+SlicedWork: TypeAlias = Callable[[], bool]
+"""Long work that is done in slices, so that other streams are served between them: each call does one, and returns
+whether more follow."""
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
@@ -44,7 +47,8 @@ class StreamSource:
     topic: str | None = None
     """Topic to subscribe to; None or empty subscribes to all topics."""
     config: StreamConfig = field(default_factory=StreamConfig)
-    resume_position: tuple[int, int] | None = None
+    resume_position: StreamPosition | None = None
+    """Last batch that the subscriber applied before its restart; None: it begins without history."""
     snapshot_endpoint: str | None = None
     """Address of vLLM's socket for snapshots alone. Our engines send snapshots from `replay_endpoint`."""
 
@@ -75,8 +79,8 @@ class FollowedStream:
         """Exceptions that ended the stream so far."""
         self.retry_at: float | None = None
         """Time at which the stream is followed again after a fault, without its earlier state."""
-        self.pending_work: deque[Instruction | Callable[[], bool]] = deque()
-        """Instructions of the state, and calls: each is repeated, before anything else, until it returns False."""
+        self.pending_work: deque[Instruction | SlicedWork] = deque()
+        """Instructions of the state, and long work, which is ended before anything after it begins."""
         self.pending_bytes = 0
         """Bytes of the payloads in `pending_work`."""
         self.replies: deque[list[bytes]] = deque()
@@ -103,7 +107,7 @@ class FollowedStream:
         """Return whether messages of a topic are the stream's: a subscription also gets all longer topics."""
         return not self.source.topic or self.source.topic.encode() == topic
 
-    def pop_work(self) -> Instruction | Callable[[], bool]:
+    def pop_work(self) -> Instruction | SlicedWork:
         work = self.pending_work.popleft()
         if isinstance(work, Apply):
             self.pending_bytes -= len(work.payload)
@@ -131,7 +135,7 @@ class FollowedStream:
         self.pending_bytes = self.reported_drop_count = 0
         self.retry_at = retry_at
 
-    def _make_state(self, resume_position: tuple[int, int] | None) -> StreamState:
+    def _make_state(self, resume_position: StreamPosition | None) -> StreamState:
         source = self.source
         config = replace(
             source.config,

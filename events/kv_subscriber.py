@@ -32,6 +32,7 @@ import events
 from events import BlockRemoved, BlockStored, Event, Message, Notice, StartMode, StreamConfig, StreamSource
 from events.frames import pack_seq
 from events.sources import is_endpoint, make_default_source
+from events.stream_types import StreamPosition
 from options.command import NumberType
 
 EVENT_CLASS_BY_NAME = {"stored": BlockStored, "removed": BlockRemoved, "cleared": events.AllBlocksCleared}
@@ -72,7 +73,7 @@ class PositionFile:
 
     path: Path | None
     """None: positions are not saved."""
-    position_by_stream: dict[str, tuple[int, int]] = field(default_factory=dict)
+    position_by_stream: dict[str, StreamPosition] = field(default_factory=dict)
     saved_at: float = 0.0
 
     @classmethod
@@ -81,7 +82,7 @@ class PositionFile:
         if path is None or not path.exists():
             return cls(path)
         try:
-            return cls(path, msgspec.json.decode(path.read_bytes(), type=dict[str, tuple[int, int]]))
+            return cls(path, msgspec.json.decode(path.read_bytes(), type=dict[str, StreamPosition]))
         except msgspec.MsgspecError as error:
             raise click.ClickException(f"--state {path}: not a state file of kv_subscriber: {error}") from error
 

@@ -38,6 +38,7 @@ from events.stream_types import (
     StartMode,
     StreamConfig,
     StreamPhase,
+    StreamPosition,
 )
 
 NO_REPLAY = "the publisher offers no replay"
@@ -51,7 +52,7 @@ class StreamState:
     performed in order.
     """
 
-    def __init__(self, config: StreamConfig | None = None, resume_position: tuple[int, int] | None = None) -> None:
+    def __init__(self, config: StreamConfig | None = None, resume_position: StreamPosition | None = None) -> None:
         """Begin without history, or after the batch of an earlier `position`, if the subscriber was restarted."""
         self.config = config or StreamConfig()
         self.dropped_message_count = 0
@@ -64,7 +65,7 @@ class StreamState:
         """Digests of the newest applied batches, by which a batch that comes again is recognised."""
         self._early_batches = OutOfOrderBatches(self.config.max_early_batches, self.config.max_early_bytes)
         if resume_position is not None:
-            self._next_seq = resume_position[0] + 1
+            self._next_seq = resume_position.seq + 1
             self._record_applied(*resume_position)
         self._publisher_id = b""
         self._has_applied_state = resume_position is not None
@@ -90,12 +91,12 @@ class StreamState:
         """LIVE: start of the silence; None after it was checked."""
 
     @property
-    def position(self) -> tuple[int, int] | None:
-        """(last applied seq, digest of its payload), to be passed as `resume_position`; None before the first batch."""
+    def position(self) -> StreamPosition | None:
+        """The last applied batch, to be passed as `resume_position`; None before the first."""
         if self._next_seq is None:
             return None
         last_digest = self._digest_by_applied_seq.get(self._next_seq - 1)
-        return None if last_digest is None else (self._next_seq - 1, last_digest)
+        return None if last_digest is None else StreamPosition(self._next_seq - 1, last_digest)
 
     def on_connected(self, now: float) -> list[Instruction]:
         """Handle a new connection, before its first message."""
@@ -126,7 +127,8 @@ class StreamState:
         if seq >= SNAPSHOT_SEQ:
             return [MalformedMessage(f"live message with the reserved seq {seq}")]
         self._silence_began_at = now
-        if self._is_other_publisher(publisher_id):
+        has_restarted = self._record_publisher(publisher_id)
+        if has_restarted:
             return self._handle_restart("the publisher has another id", now, seq, payload)
         if self._next_seq is not None and seq < self._next_seq:
             return self._handle_old_batch(seq, payload, now)
@@ -159,7 +161,8 @@ class StreamState:
         """
         if self._deadline is None or request_id != self._request_id:
             return []
-        if self._is_other_publisher(publisher_id):
+        has_restarted = self._record_publisher(publisher_id)
+        if has_restarted:
             return self._handle_restart("the publisher has another id", now)
         self._deadline = now + self.config.request_timeout_s
         if self.phase is StreamPhase.SNAPSHOT:
@@ -204,7 +207,8 @@ class StreamState:
             return []
         if last_seq is None:
             return self.on_request_failed(request_id, now, NO_SNAPSHOT)
-        if self._is_other_publisher(publisher_id):
+        has_restarted = self._record_publisher(publisher_id)
+        if has_restarted:
             return self._handle_restart("the publisher has another id", now)
         self._deadline = None
         self._next_seq = last_seq + 1
@@ -212,8 +216,8 @@ class StreamState:
         instructions: list[Instruction] = [Apply(None, chunk, Origin.SNAPSHOT) for chunk in chunks]
         return instructions + self._finish_reply(now)
 
-    def _is_other_publisher(self, publisher_id: bytes) -> bool:
-        """Store the publisher id of a message; return whether the last message was from another process."""
+    def _record_publisher(self, publisher_id: bytes) -> bool:
+        """Store the publisher id of a message; return whether the message before came from another process."""
         previous_id = self._publisher_id
         self._publisher_id = publisher_id or previous_id
         return bool(previous_id) and self._publisher_id != previous_id

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 
 class StartMode(enum.Enum):
@@ -27,6 +27,15 @@ class StreamPhase(enum.Enum):
     REPAIR = "repair"
     SNAPSHOT = "snapshot"
     REBUILD = "rebuild"
+
+
+class StreamPosition(NamedTuple):
+    """The last applied batch of a stream, after which a restarted subscriber continues."""
+
+    seq: int
+    """Number of the batch."""
+    payload_digest: int
+    """Digest of its bytes (`digest_payload`). If a replay has others, the publisher has restarted and counts anew."""
 
 
 MAX_EARLY_BATCHES, MAX_EARLY_BYTES = 20_000, 256 << 20

@@ -20,7 +20,7 @@ from events.feed import EventFeed
 from events.feed_sockets import StreamSource
 from events.sources import EventSource, make_default_source, parse_sources
 from events.stream_buffers import digest_payload
-from events.stream_types import Apply, Instruction, MalformedMessage, Origin
+from events.stream_types import Apply, Instruction, MalformedMessage, Origin, StreamPosition
 from events.types import DecodedBatch, DecodeError
 
 
@@ -36,9 +36,9 @@ class Message:
     decoded_batch: DecodedBatch
 
     @property
-    def position(self) -> tuple[int, int] | None:
+    def position(self) -> StreamPosition | None:
         """Position to pass as `StreamSource.resume_position` to continue after this message; None for a chunk."""
-        return None if self.seq is None else (self.seq, digest_payload(self.payload))
+        return None if self.seq is None else StreamPosition(self.seq, digest_payload(self.payload))
 
 
 @dataclass(frozen=True)

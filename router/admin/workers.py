@@ -105,7 +105,7 @@ class WorkerListRoutes:
         if not isinstance(is_draining, bool):
             raise bad_value("on", is_draining, "true or false")
         worker_id = self._find_worker(name)
-        await self._fleet.drain(worker_id, on=is_draining)
+        await self._fleet.drain(worker_id, is_draining=is_draining)
         log.info("admin: worker %s %s", worker_id, "drained" if is_draining else "taken back")
         return Response(msgspec.json.encode({"worker_id": worker_id, "draining": is_draining}))
 

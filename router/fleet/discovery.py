@@ -11,6 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -197,21 +198,27 @@ def _is_refusal(error: FetchError) -> bool:
     return isinstance(cause, aiohttp.ClientConnectorError) and isinstance(cause.os_error, ConnectionRefusedError)
 
 
-def _read_engine_ids(
-    bootstrap: asyncio.Future[tuple[int, bytes] | None], rank_count: int
-) -> tuple[tuple[str, ...] | None, str]:
-    """Return the engine id of each rank by the answer of a bootstrap server, and the problem if that failed, else "".
+class _EngineIds(NamedTuple):
+    """Names of a worker's engines for Mooncake's transfers, as its bootstrap server tells them in one probe."""
 
-    The ids are () if the worker has none: nothing listens there, or the answer is malformed. They are None if that is
-    unknown: no answer came, or the server was not asked.
+    ids: tuple[str, ...] | None
+    """Name for each rank; empty: the worker has none; None: unknown, as no answer came or the server was not asked."""
+    problem: str = ""
+    """Why the server did not tell the names; empty: it did, or was not asked."""
+
+
+def _read_engine_ids(bootstrap: asyncio.Future[tuple[int, bytes] | None], rank_count: int) -> _EngineIds:
+    """Return the engines of a worker by the awaited answer of its bootstrap server. It raises nothing.
+
+    A server that does not exist, or that answers nonsense, has no engines.
     """
     try:
         answer = bootstrap.result()
-        return None if answer is None else read_bootstrap(*answer, rank_count), ""
+        return _EngineIds(None if answer is None else read_bootstrap(*answer, rank_count))
     except DecodeError as error:
-        return (), str(error)
+        return _EngineIds((), str(error))
     except FetchError as error:
-        return () if _is_refusal(error) else None, str(error)
+        return _EngineIds(() if _is_refusal(error) else None, str(error))
 
 
 async def _is_same_host(host: str, worker_host: str) -> bool:

@@ -21,7 +21,7 @@ import msgspec
 
 from events.codec import decode_batch_rank
 from events.feed import EventFeed
-from events.feed_sockets import StreamSource
+from events.feed_sockets import SlicedWork, StreamSource
 from events.sources import EventSource
 from events.stream_types import (
     Apply,
@@ -32,6 +32,7 @@ from events.stream_types import (
     Instruction,
     MalformedMessage,
     PublisherRestarted,
+    StreamPosition,
 )
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
@@ -318,7 +319,7 @@ class IndexFeed:
         """Follow the events of a stopped stream anew."""
         return self._start_stream(old.make_successor(self._make_stream_id(old.worker_id, old.rank)), snapshot)
 
-    def _apply_snapshot(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> tuple[int, int] | None:
+    def _apply_snapshot(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> StreamPosition | None:
         """Apply another router's snapshot; return the position that the worker has to confirm, if any."""
         if snapshot is None:
             return None
@@ -329,7 +330,7 @@ class IndexFeed:
                 log.warning("worker %s: a peer's snapshot is not used: %s", stream.worker_id, report.malformed[0])
                 self._clear(stream)
                 return None
-        stream.position = (snapshot.seq, snapshot.digest)
+        stream.position = StreamPosition(snapshot.seq, snapshot.digest)
         stream.last_seq, stream.complete_from = snapshot.seq, snapshot.complete_from
         return stream.position
 
@@ -411,24 +412,21 @@ class IndexFeed:
         self._clear_and_report(stream)
 
     # The feed's thread ---------------------------------------------------------------------------------------------
-    def on_connection_changed(self, stream_id: str, up: bool) -> None:
+    def on_connection_changed(self, stream_id: str, is_up: bool) -> None:
         """Record that a stream was connected or disconnected. A disconnected one is reported each time."""
         stream = self._stream_by_id.get(stream_id)
         if stream is None:
             return
-        if up:
-            stream.down_since_s, stream.has_warned = None, False
+        if is_up:
+            stream.down_since_s = None
+            stream.has_warned = False
             return
         if stream.is_up:
             stream.down_since_s = time.monotonic()
         self._report(StreamLost(stream.worker_id, stream.rank))
 
-    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:
-        """Apply one instruction of a stream.
-
-        Of a long payload only the first slice is applied; the returned function applies the next one and returns
-        whether there are more.
-        """
+    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> SlicedWork | None:
+        """Apply one instruction of a stream; of a long payload only the first slice, and return the other work."""
         with self._lock:
             stream = self._stream_by_id.get(stream_id)
             if stream is None:
@@ -454,8 +452,8 @@ class IndexFeed:
                     stream.counters.overflowed += count
         return None
 
-    def _ingest(self, stream: WorkerStream, apply: Apply) -> Callable[[], bool] | None:
-        """Apply a payload to the index, or its first slice; then return the function that applies the next one."""
+    def _ingest(self, stream: WorkerStream, apply: Apply) -> SlicedWork | None:
+        """Apply a payload to the index, or only its first slice; then return the work on the others."""
         try:
             if len(apply.payload) <= UNSLICED_BYTES_MAX:
                 self._record_applied(stream, apply, self._index.ingest(stream.holder, apply.payload, time.monotonic()))

@@ -48,6 +48,8 @@ RETRY_S, RETRY_S_MAX = 1.0, 30.0
 _SOURCE_PATTERN = re.compile(r"(?:(?:([a-z0-9-]+)/)?(service|pool)/)?([a-z0-9][a-z0-9.-]*)(?::([a-z0-9-]+))?")
 
 AddressCallback = Callable[[EndpointReadiness], None]
+ApiClient = Any
+"""Client of the package kubernetes_asyncio, which is optional."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +100,13 @@ async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) ->
         await follow(api, source, namespace, update)
 
 
-async def _follow_service(api: Any, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
+async def _follow_service(api: ApiClient, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
     path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
     cache = ObjectCache(partial(read_slice, port=source.port))
     await _ObjectWatch(api, path, f"kubernetes.io/service-name={source.name}", cache, update).run()
 
 
-async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
+async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
     """Follow the pods that a pool selects, and start anew when its selection changes."""
     path = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools/{source.name}"
     selection: PoolSelection | None = None
@@ -137,8 +139,7 @@ async def _follow_pool(api: Any, source: KubernetesSource, namespace: str, updat
 class _ObjectWatch:
     """Keeps a cache of the objects with some labels equal to the API server's, and reports their addresses."""
 
-    api: Any
-    """Client of the package kubernetes_asyncio."""
+    api: ApiClient
     path: str
     """Path of the objects' kind and namespace in the API."""
     labels: str
@@ -207,7 +208,7 @@ class _ObjectWatch:
 
 @asynccontextmanager
 async def _request(
-    api: Any, path: str, query: Mapping[str, str], seconds: float
+    api: ApiClient, path: str, query: Mapping[str, str], seconds: float
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """Ask the API, and close its answer at the end.
 

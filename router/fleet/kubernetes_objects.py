@@ -155,9 +155,9 @@ class ObjectCache:
 
     def apply_list(self, raw: bytes) -> None:
         """Replace all objects by those of a list. Raises DecodeError."""
-        listed = _decode(raw, _List)
-        self._readiness_by_object = {item.key: self._read(item) for item in listed.items or ()}
-        self.version = listed.metadata.resource_version
+        object_list = _decode(raw, _List)
+        self._readiness_by_object = {item.key: self._read(item) for item in object_list.items or ()}
+        self.version = object_list.metadata.resource_version
 
     def apply_event(self, line: bytes) -> bool:
         """Apply one event of a watch; return whether addresses changed.
@@ -170,22 +170,23 @@ class ObjectCache:
             is_version_gone = _decode(bytes(event.object), _Status).code == HTTPStatus.GONE
             error_class = VersionGoneError if is_version_gone else FetchError
             raise error_class(f"the watch ended: {bytes(event.object)[:200]!r}")
-        changed = _decode(bytes(event.object), _Object)
-        previous = self._readiness_by_object.get(changed.key)
+        changed_object = _decode(bytes(event.object), _Object)
+        key = changed_object.key
+        previous_readiness = self._readiness_by_object.get(key)
         if event.type in ("ADDED", "MODIFIED"):
-            self._readiness_by_object[changed.key] = self._read(changed)
+            self._readiness_by_object[key] = self._read(changed_object)
         elif event.type == "DELETED":
-            self._readiness_by_object.pop(changed.key, None)
-        self.version = changed.metadata.resource_version or self.version
-        return previous != self._readiness_by_object.get(changed.key)
+            self._readiness_by_object.pop(key, None)
+        self.version = changed_object.metadata.resource_version or self.version
+        return previous_readiness != self._readiness_by_object.get(key)
 
     def merge_addresses(self) -> EndpointReadiness:
         """Return the addresses of all objects; one is ready if any object says so."""
-        merged: EndpointReadiness = {}
+        is_ready_by_address: EndpointReadiness = {}
         for readiness in self._readiness_by_object.values():
             for address, is_ready in readiness.items():
-                merged[address] = is_ready or merged.get(address, False)
-        return merged
+                is_ready_by_address[address] = is_ready or is_ready_by_address.get(address, False)
+        return is_ready_by_address
 
 
 def _decode(raw: bytes, kind: Any) -> Any:

@@ -196,8 +196,8 @@ class Fleet:
         while not discovery.done() and self._now() < deadline_s and not self._core.registry.is_model_known(model):
             await asyncio.wait({discovery}, timeout=DISCOVERY_POLL_S)
 
-    async def drain(self, worker_id: str, *, on: bool) -> None:
-        self._perform(self._core.set_draining(worker_id, self._now(), is_draining=on))
+    async def drain(self, worker_id: str, *, is_draining: bool) -> None:
+        self._perform(self._core.set_draining(worker_id, self._now(), is_draining=is_draining))
 
     def check_soon(self, worker_id: str) -> None:
         """Check a worker now, because a request to it failed or its event stream broke."""
@@ -394,19 +394,19 @@ class Fleet:
             self._core.record_engine_load(worker_id, loads, in_flight, self._now())
             is_asleep = are_ranks_asleep(loads)
             if is_asleep is not None:
-                self._set_asleep(worker_id, asleep=is_asleep)
+                self._set_asleep(worker_id, is_asleep=is_asleep)
         finally:
             member.next_loads_poll_at_s = self._now() + self._config.loads_s
 
-    def _set_asleep(self, worker_id: str, *, asleep: bool) -> None:
+    def _set_asleep(self, worker_id: str, *, is_asleep: bool) -> None:
         """Record whether a worker sleeps.
 
         A sleeping engine has lost its cache, and publishes that no earlier than its first step afterwards.
         """
         worker = self._core.workers.get(worker_id)
-        if worker is not None and worker.is_asleep is not asleep:
+        if worker is not None and worker.is_asleep is not is_asleep:
             self._feed.clear_worker(worker_id)
-            self._perform(self._core.set_asleep(worker_id, self._now(), is_asleep=asleep))
+            self._perform(self._core.set_asleep(worker_id, self._now(), is_asleep=is_asleep))
 
     async def _poll_all_models(self) -> None:
         """Ask all workers which models they serve."""
@@ -427,12 +427,12 @@ class Fleet:
         LoRA adapters are loaded at run time, and another process may have taken the worker's address.
         """
         try:
-            served = await self._prober.fetch_models(member.flag)
+            model_list = await self._prober.fetch_models(member.flag)
         except (FetchError, DecodeError) as error:
             self._record_problem(member, str(error))
             return
         facts = member.facts
-        if facts is not None and (set(served.models), served.roots) != (set(facts.spec.models), facts.roots):
+        if facts is not None and (set(model_list.models), model_list.roots) != (set(facts.spec.models), facts.roots):
             log.info("worker %s serves other models than before", member.flag.worker_id)
             await self._join(member)
 
@@ -441,17 +441,18 @@ class Fleet:
 
         Return False if it does not answer yet, or was removed meanwhile.
         """
-        worker_id, known = member.flag.worker_id, member.facts
+        worker_id, earlier_facts = member.flag.worker_id, member.facts
         worker = self._core.workers.get(worker_id)
         was_down = worker is not None and worker.is_down
         member.probed_s = self._now()
         try:
-            facts = await self._prober.probe(member.flag, known, member.engine_restarts)
+            facts = await self._prober.probe(member.flag, earlier_facts, member.engine_restarts)
         except (FetchError, DecodeError) as error:
-            self._record_failed_probe(member, str(error)[:REASON_CHARS_MAX], was_up=known is not None and not was_down)
+            was_up = earlier_facts is not None and not was_down
+            self._record_failed_probe(member, str(error)[:REASON_CHARS_MAX], was_up=was_up)
             return False
         member.problem, member.failures = "", 0
-        if was_down or facts != known:
+        if was_down or facts != earlier_facts:
             await self._read_tokenizers(member, facts)
         is_new = worker_id not in self._core.workers
         snapshots: Mapping[int, PeerSnapshot] = {}
@@ -467,7 +468,7 @@ class Fleet:
                 self._log_joined(member, followed_facts, is_new=is_new)
         member.facts = facts
         if facts.is_asleep is not None:
-            self._set_asleep(worker_id, asleep=facts.is_asleep)
+            self._set_asleep(worker_id, is_asleep=facts.is_asleep)
         member.restart_s = 0.0
         return True
 

@@ -80,13 +80,13 @@ class LearnedSpeed(msgspec.Struct, array_like=True):
 
 
 class LoadMessage(msgspec.Struct, array_like=True):
-    """Load of one router. With `full`, targets without an entry are idle, and `speeds` are given."""
+    """Load of one router. In a full message, targets without an entry are idle, and `speeds` are given."""
 
     version: int
     router: Name
     epoch: Name
     seq: int
-    full: bool
+    is_full: bool
     loads: Annotated[list[TargetLoad], msgspec.Meta(max_length=TARGETS_MAX)]
     speeds: Annotated[list[LearnedSpeed], msgspec.Meta(max_length=POOLS_MAX)] = []
 
@@ -187,8 +187,8 @@ class PeerLoads:
         self.stats.received += 1
         self._peers[message.router] = _Peer(message.epoch, message.seq, now)
         loads = {load.target: _make_peer_load(load, now) for load in message.loads}
-        self._tracker.set_peer_loads(message.router, loads, is_full=message.full or is_restarted)
-        if message.full or is_restarted:
+        self._tracker.set_peer_loads(message.router, loads, is_full=message.is_full or is_restarted)
+        if message.is_full or is_restarted:
             speed_by_pool = {
                 s.pool: SharedSpeed(s.prefill_s_per_token, s.prefill_weight, s.step_s, s.step_weight)
                 for s in message.speeds

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from options import ConfigError
@@ -49,27 +50,36 @@ async def watch_file(path: Path, update: WorkerListCallback) -> None:
 
     Before that it may be half written. An unreadable file changes nothing.
     """
-    applied: tuple[int, int, int] | None = None
-    seen = applied
+    signature: _FileSignature | None = None
+    applied_signature = signature
     while True:
         await asyncio.sleep(FILE_POLL_S)
-        previous, seen = seen, _get_file_signature(path)
-        if seen != previous or seen == applied:
+        previous_signature, signature = signature, _get_file_signature(path)
+        is_changing = signature != previous_signature
+        if is_changing or signature == applied_signature:
             continue
-        applied = seen
+        applied_signature = signature
         try:
             update(read_workers_file(path))
         except ConfigError as error:
             log.error("workers file not applied: %s", error)
 
 
-def _get_file_signature(path: Path) -> tuple[int, int, int] | None:
-    """Return values that differ after the file changed; None if there is no file."""
+class _FileSignature(NamedTuple):
+    """Facts about a file, one of which differs after a change."""
+
+    modified_ns: int
+    size_bytes: int
+    inode: int
+
+
+def _get_file_signature(path: Path) -> _FileSignature | None:
+    """Return the signature of a file; None if there is no file."""
     try:
         status = path.stat()
     except OSError:
         return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    return _FileSignature(status.st_mtime_ns, status.st_size, status.st_ino)
 
 
 async def watch_host_name(template: WorkerFlag, every_s: float, update: WorkerListCallback) -> None:

@@ -13,7 +13,7 @@ from events.feed_sockets import StreamSource
 from events.sources import EventSource
 from events.stream import StreamState
 from events.stream_buffers import digest_payload
-from events.stream_types import Apply, Origin, StreamConfig
+from events.stream_types import Apply, Origin, StreamConfig, StreamPosition
 from router.index.protocol import HolderId, IngestReport
 
 log = logging.getLogger("router")
@@ -120,11 +120,11 @@ class WorkerStream:
     has_warned: bool = False
     """Whether the log says that the stream cannot be connected."""
     last_seq: int | None = None
-    position: tuple[int, int] | None = None
-    """Number and digest of the last batch applied; None if the index does not follow from it exactly."""
+    position: StreamPosition | None = None
+    """The last applied batch; None if the index does not follow from it exactly."""
     complete_from: int | None = None
     """First batch from which on the index has all; 0: it has all resident blocks. None: nothing."""
-    position_before_restart: tuple[int, int] | None = None
+    position_before_restart: StreamPosition | None = None
     """`position` when the worker died, until a batch shows whether it is a new process."""
     wrong_rank: int | None = None
     """Data-parallel rank that the batches name, if it is not the one they are followed for."""
@@ -161,8 +161,8 @@ class WorkerStream:
         old, new = ((s.endpoint, s.replay_endpoint, s.snapshot_endpoint, s.topic) for s in (self.source, source))
         return old == new and self.holder == holder
 
-    def make_feed_source(self, resume: tuple[int, int] | None = None) -> StreamSource:
-        """Return the stream's addresses for the event feed; `resume` is the position to start from."""
+    def make_feed_source(self, resume_position: StreamPosition | None = None) -> StreamSource:
+        """Return the stream's addresses for the event feed, and the position to start from."""
         source = self.source
         return StreamSource(
             self.stream_id,
@@ -170,7 +170,7 @@ class WorkerStream:
             source.replay_endpoint,
             source.topic or None,
             StreamConfig(),
-            resume,
+            resume_position,
             source.snapshot_endpoint,
         )
 
@@ -205,8 +205,8 @@ class WorkerStream:
         if apply.seq is None:
             return False
         self.last_seq = apply.seq
-        self.position = (apply.seq, digest_payload(apply.payload))
-        if not self._is_another_process(*self.position, apply.origin):
+        self.position = StreamPosition(apply.seq, digest_payload(apply.payload))
+        if not self._compare_with_position_before_restart(self.position, apply.origin):
             return False
         self.counters.restarts += 1
         log.info("worker %s rank %d came back as another process", self.worker_id, self.rank)
@@ -218,15 +218,22 @@ class WorkerStream:
         if count <= RESTARTS_LOGGED or count.bit_count() == 1:
             log.info("worker %s rank %d restarted (restart %d): %s", self.worker_id, self.rank, count, reason)
 
-    def _is_another_process(self, seq: int, digest: int, origin: Origin) -> bool:
-        """Return whether a batch shows that the worker which died came back as a new process."""
-        if self.position_before_restart is None:
+    def _compare_with_position_before_restart(self, position: StreamPosition, origin: Origin) -> bool:
+        """Return whether a batch shows that the worker which died came back as a new process.
+
+        A new process counts from 0: the batch with the number of the last one before has other bytes, or a live batch
+        has a smaller number. Once a batch shows one or the other, `position_before_restart` is forgotten.
+        """
+        last_position = self.position_before_restart
+        if last_position is None:
             return False
-        last_seq, last_digest = self.position_before_restart
-        is_other = digest != last_digest if seq == last_seq else seq < last_seq and origin is Origin.LIVE
-        if is_other or seq >= last_seq:
+        if position.seq == last_position.seq:
+            is_new_process = position.payload_digest != last_position.payload_digest
+        else:
+            is_new_process = position.seq < last_position.seq and origin is Origin.LIVE
+        if is_new_process or position.seq >= last_position.seq:
             self.position_before_restart = None
-        return is_other
+        return is_new_process
 
     def record_skipped(self, reasons: Iterable[str]) -> None:
         """Keep the reasons for which events were skipped, and log the first."""

@@ -900,11 +900,11 @@ def test_a_worker_that_sleeps_gets_nothing_until_it_is_awake() -> None:
             page.metrics = sleep_state(1)
             await wait_until(lambda: worker.state is WorkerState.UP)
             assert cleared_workers == [name, name], "what came meanwhile is not believed either"
-            await fleet.drain(name, on=True)
+            await fleet.drain(name, is_draining=True)
             page.metrics = sleep_state(0)
             await wait_until(lambda: worker.is_asleep)
             assert worker.state is WorkerState.DRAINING
-            await fleet.drain(name, on=False)
+            await fleet.drain(name, is_draining=False)
             assert worker.state is WorkerState.SLEEPING
             core.mark_worker_down(name, 0.0, "gone")
             assert worker.state is WorkerState.DOWN
