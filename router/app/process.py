@@ -8,6 +8,7 @@ import logging
 import secrets
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +27,7 @@ from router.admin.workers import WorkerListRoutes
 from router.app.cluster import Cluster
 from router.app.config import EppConfig, ProcessConfig
 from router.app.dispatch import RequestDispatcher
-from router.app.guard import Guard
+from router.app.guard import ApiKeys, Guard
 from router.app.listen_addresses import ListenAddresses
 from router.app.request_pipeline import RequestPipeline
 from router.app.server import FORWARDED_PATHS, RouterApp, WorkerRoutes
@@ -221,20 +222,24 @@ class RouterProcess:
         Raises OSError for a port that cannot be used.
         """
         # gRPC is an optional package, which only this command needs.
-        from router.app.picker_app import PickerApp
         from router.picker.endpoint_map import EndpointMap
         from router.picker.messages import MODEL_REWRITE_HEADER
-        from router.picker.pick_exchange import PickerState
+        from router.picker.pick_exchange import PickExchange
+        from router.picker.picker_client import Picker
         from router.picker.server import PickerServer
 
         self.pipeline.request_reader.model_header = MODEL_REWRITE_HEADER  # a gateway may rename the model
-        picker_state = PickerState(config.picker, EndpointMap(self.pipeline.proxy.core.workers))
-        picker = PickerServer(
-            PickerApp(self._dispatcher), picker_state, find_unready_reason=self._health.find_unready_reason
+        proxy = self.pipeline.proxy
+        picker = Picker(
+            proxy,
+            config.picker,
+            EndpointMap(proxy.core.workers),
+            find_tenant=ApiKeys(config.edge.api_keys).find_tenant,
+            dispatch=partial(self._dispatcher.dispatch, make_exchange=PickExchange),
         )
-        certificate = _read_picker_certificate(config)
-        picker.bind(config.host, config.port, config.picker.health_port, certificate)
-        return picker
+        server = PickerServer(picker, find_unready_reason=self._health.find_unready_reason)
+        server.bind(config.host, config.port, config.picker.health_port, _read_picker_certificate(config))
+        return server
 
     async def _start_picker(self, picker: PickerServer) -> None:
         await picker.start()

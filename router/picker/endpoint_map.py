@@ -21,7 +21,7 @@ from router.decide.workers import Worker
 log = logging.getLogger("router")
 
 REFRESH_S = 1.0
-"""Time between two searches for host names to resolve, and for workers with another URL."""
+"""Time between two searches for host names to resolve."""
 RESOLVE_S = 10.0
 """Time between two resolutions of a host name."""
 
@@ -34,9 +34,8 @@ class EndpointMap:
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
         self._workers = workers
-        self._worker_id_by_endpoint: dict[str, str] = {}
-        self._indexed_worker_ids: set[str] = set()
-        """Workers that were looked at for `_worker_id_by_endpoint`."""
+        self._checked_worker_ids: set[str] = set()
+        """Workers with URLs that were looked at for a path."""
         self._ip_by_host_name: dict[str, str] = {}
         self._next_lookup_at_s: dict[str, float] = {}
         """Time of the next resolution of each host name."""
@@ -49,36 +48,32 @@ class EndpointMap:
         if worker is None:
             return None
         address = _parse_url(worker.spec.url)
-        ip = address.host if address.is_ip else self._ip_by_host_name.get(address.host)
-        if ip is None:
-            return None
-        return f"{bracket_host(ip)}:{address.port}"
+        if address.endpoint is not None:
+            return address.endpoint
+        ip = self._ip_by_host_name.get(address.host)
+        return None if ip is None else f"{bracket_host(ip)}:{address.port}"
 
     def get_worker_id(self, endpoint: str) -> str | None:
         """Return the id of the worker at an endpoint; None if there is none."""
-        return next(iter(self.find_worker_ids([endpoint])), None)
+        return next((worker_id for worker_id in self._workers if self.get_endpoint(worker_id) == endpoint), None)
 
     def find_worker_ids(self, endpoints: Iterable[str]) -> frozenset[str]:
         """Return the ids of the workers at these endpoints. Unknown endpoints are left out."""
-        if self._workers.keys() != self._indexed_worker_ids:  # once for all endpoints: it looks at every worker
-            self._index_endpoints()
-        worker_ids = set()
-        for endpoint in endpoints:
-            worker_id = self._worker_id_by_endpoint.get(endpoint)
-            if worker_id is not None and self.get_endpoint(worker_id) == endpoint:  # its URL may have changed since
-                worker_ids.add(worker_id)
-        return frozenset(worker_ids)
+        listed_endpoints = set(endpoints)
+        return frozenset(worker_id for worker_id in self._workers if self.get_endpoint(worker_id) in listed_endpoints)
 
     def refresh(self, now: float) -> None:
-        """Resolve the host names of workers when it is time, and notice changed URLs."""
+        """Resolve the host names of workers when it is time, and log URLs that Envoy cannot be given."""
         if now - self._refreshed_at_s < REFRESH_S:
             return
         self._refreshed_at_s = now
         for worker in self._workers.values():
+            if worker.worker_id not in self._checked_worker_ids:
+                _warn_of_path(worker)
             address = _parse_url(worker.spec.url)
-            if not address.is_ip and now >= self._next_lookup_at_s.get(address.host, now):
+            if address.endpoint is None and now >= self._next_lookup_at_s.get(address.host, now):
                 self._start_lookup(address.host, now)
-        self._index_endpoints()
+        self._checked_worker_ids = set(self._workers)
 
     def _start_lookup(self, host: str, now: float) -> None:
         """Resolve a host name in a task, so that no request waits for DNS."""
@@ -86,17 +81,6 @@ class EndpointMap:
         task = asyncio.get_running_loop().create_task(self._resolve(host))
         self._lookups.add(task)
         task.add_done_callback(self._lookups.discard)
-
-    def _index_endpoints(self) -> None:
-        """Note the worker of each endpoint, as far as the workers' host names are resolved."""
-        self._worker_id_by_endpoint.clear()
-        for worker_id, worker in self._workers.items():
-            if worker_id not in self._indexed_worker_ids:
-                _warn_of_path(worker)
-            endpoint = self.get_endpoint(worker_id)
-            if endpoint is not None:
-                self._worker_id_by_endpoint[endpoint] = worker_id
-        self._indexed_worker_ids = set(self._workers)
 
     async def _resolve(self, host: str) -> None:
         """Look up the address of a host. An address that is still among its addresses is not replaced by another."""
@@ -109,7 +93,6 @@ class EndpointMap:
         ips = sorted({str(info[4][0]) for info in address_infos}, key=lambda ip: (":" in ip, ip))  # IPv4 first
         if self._ip_by_host_name.get(host) not in ips:
             self._ip_by_host_name[host] = ips[0]
-            self._index_endpoints()
 
 
 def _warn_of_path(worker: Worker) -> None:
@@ -124,17 +107,16 @@ class _Address(NamedTuple):
 
     host: str
     port: int
-    is_ip: bool
-    """Whether the host is an IP address, so that it need not be resolved."""
+    endpoint: str | None
+    """The endpoint; None if the host is a name, which has to be resolved."""
 
 
 @lru_cache(maxsize=4096)
 def _parse_url(url: str) -> _Address:
     parts = urlsplit(url)
-    host = parts.hostname or ""
+    host, port = parts.hostname or "", parts.port or get_default_port(parts.scheme)
     try:
         ipaddress.ip_address(host)
-        is_ip = True
     except ValueError:
-        is_ip = False
-    return _Address(host, parts.port or get_default_port(parts.scheme), is_ip)
+        return _Address(host, port, endpoint=None)
+    return _Address(host, port, f"{bracket_host(host)}:{port}")

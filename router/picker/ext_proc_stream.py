@@ -68,14 +68,8 @@ class Choice:
     removed_headers: Sequence[str] = ()
 
 
-class ExtProcHandler(Protocol):
-    """Interface of the object that an `ExtProcStream` tells what Envoy sent."""
-
-    def request_complete(self, request: HttpRequest) -> None:
-        """Choose an endpoint, now or later, by `choose` or `refuse` of the stream."""
-
-    def charge_body_bytes(self, size: int) -> None:
-        """Charge the bytes of the body that are kept. Raises RequestError if they are too many."""
+class AnswerReader(Protocol):
+    """Interface of an object that is told of the answer."""
 
     def response_started(self, status: int, served_by: str | None) -> Sequence[Header]:
         """Return headers for the client. `served_by`: endpoint that answers; None if Envoy does not tell."""
@@ -85,6 +79,16 @@ class ExtProcHandler(Protocol):
 
     def response_ended(self) -> None:
         """Handle the end of the answer."""
+
+
+class ExtProcHandler(AnswerReader, Protocol):
+    """Interface of the object that an `ExtProcStream` tells what Envoy sent."""
+
+    def request_complete(self, request: HttpRequest) -> None:
+        """Choose an endpoint, now or later, by `choose` or `refuse` of the stream."""
+
+    def charge_body_bytes(self, size: int) -> None:
+        """Charge the bytes of the body that are kept. Raises RequestError if they are too many."""
 
 
 class ExtProcStream:

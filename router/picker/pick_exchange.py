@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
 
 from prompts.errors import RequestError
 from prompts.worker_fields import WORKER_HEADERS
@@ -19,46 +17,14 @@ from router.edge.config import Timeouts
 from router.edge.proxy import CHUNKS_PER_PROGRESS_REPORT, RETRYABLE_STATUSES, Proxy
 from router.edge.request_context import RequestContext
 from router.edge.rewrite import RANK_HEADER
-from router.http.connection import Client
-from router.picker.ext_proc_stream import Choice, ExtProcStream
+from router.picker.ext_proc_stream import Choice
+from router.picker.messages import FAIRNESS_HEADER, OBJECTIVE_HEADER, Header
+from router.picker.picker_client import PickerClient
 
-if TYPE_CHECKING:
-    from router.picker.config import PickerConfig
-    from router.picker.endpoint_map import EndpointMap
-
+NAME_BYTES_MAX = 256
 PRIORITY_STEP = 1_000
 """Factor of priorities, which leaves room to order the requests in flight of one fairness id within each."""
 FAIRNESS_IDS_MAX = 10_000
-Header = tuple[bytes, bytes]
-
-
-class PickerState:
-    """State that all requests of the endpoint picker share."""
-
-    def __init__(self, config: PickerConfig, endpoints: EndpointMap) -> None:
-        self.config = config
-        self.endpoints = endpoints
-        self.priorities = config.priorities
-        self.in_flight_counts: Counter[str] = Counter()
-        """Requests in flight by fairness id."""
-
-
-class EnvoyClient(Client, Protocol):
-    """Interface of Envoy as the client of one request, which `PickerClient` implements."""
-
-    picker_state: PickerState
-    stream: ExtProcStream
-    objective: str | None
-    fairness_id: str
-
-    def attach_pick(self, pick: PickExchange) -> None:
-        """Have `pick` receive the messages that Envoy sends about the answer."""
-
-    def send_choice(self, choice: Choice) -> None:
-        """Tell Envoy the chosen endpoints."""
-
-    def abandon(self) -> None:
-        """End the stream to Envoy, because the request has taken too long."""
 
 
 class PickExchange:
@@ -67,15 +33,15 @@ class PickExchange:
     It asks the core for a worker, tells Envoy that worker's endpoint, and reports to the core what comes of the answer.
     """
 
-    __slots__ = ("_fairness_id", "_proxy", "_status", "client", "context", "picker_state")
+    __slots__ = ("_fairness_id", "_proxy", "_status", "client", "context", "picker")
 
-    def __init__(self, proxy: Proxy, client: EnvoyClient, context: RequestContext) -> None:
+    def __init__(self, proxy: Proxy, client: PickerClient, context: RequestContext) -> None:
         self._proxy = proxy
         self.client = client
         self.context = context
         context.progress.last_byte_at_s = context.started_at_s  # the picker does not see when Envoy sends the request
-        self.picker_state = client.picker_state
-        client.attach_pick(self)
+        self.picker = client.picker
+        client.answer_reader = self
         self._status = 0
         """Status of the answer; 0 before it."""
         self._fairness_id: str | None = None
@@ -87,26 +53,26 @@ class PickExchange:
         The gateway's objective sets the priority. Within one priority, a request comes after others if its fairness id
         has more requests in flight: a larger number is a later turn.
         """
-        envoy, picker_state = self.client, self.picker_state
         if self.context.is_done:
             return
-        if envoy.objective is not None:
-            route.priority = picker_state.priorities.get(envoy.objective, route.priority)
-        earlier_requests = self._count_in_flight()
+        stream, request = self.client.stream, self.context.request
+        objective = _decode_name(request.get_header(OBJECTIVE_HEADER))
+        route.priority = self.picker.priorities.get(objective, route.priority)
+        earlier_requests = self._count_in_flight(_decode_name(request.get_header(FAIRNESS_HEADER)))
         route.priority = route.priority * PRIORITY_STEP + min(earlier_requests, PRIORITY_STEP - 1)
-        if envoy.stream.allowed_endpoints is not None:
-            route.allowed_workers = picker_state.endpoints.find_worker_ids(envoy.stream.allowed_endpoints)
-        if not envoy.stream.sees_response_body:
+        if stream.allowed_endpoints is not None:
+            route.allowed_workers = self.picker.endpoints.find_worker_ids(stream.allowed_endpoints)
+        if not stream.sees_response_body:
             # Then the head of an answer has to stand for its first token, as it can for engines of this project only.
             route.is_streaming = route.is_streaming and self._proxy.core.registry.is_blockcast(route.model)
         self._proxy.route(self.context, route)
 
-    def _count_in_flight(self) -> int:
-        """Count the request under its fairness id, and return how many requests with that id are in flight already.
+    def _count_in_flight(self, fairness_id: str) -> int:
+        """Count the request under a fairness id, and return how many requests with that id are in flight already.
 
         Ids beyond FAIRNESS_IDS_MAX are counted as one.
         """
-        in_flight_counts, fairness_id = self.picker_state.in_flight_counts, self.client.fairness_id
+        in_flight_counts = self.picker.in_flight_counts
         has_room = fairness_id in in_flight_counts or len(in_flight_counts) < FAIRNESS_IDS_MAX
         self._fairness_id = fairness_id if has_room else ""
         in_flight_counts[self._fairness_id] += 1
@@ -121,7 +87,7 @@ class PickExchange:
         context.decision = decision
         if context.progress.sent_at_s is not None:
             return
-        endpoint = self.picker_state.endpoints.get_endpoint(decision.worker)
+        endpoint = self.picker.endpoints.get_endpoint(decision.worker)
         if endpoint is None:
             self._handle_unresolved_name()
             return
@@ -175,9 +141,9 @@ class PickExchange:
         """
         proxy = self._proxy
         endpoints: list[str] = []
-        fallbacks_max = self.picker_state.config.fallbacks
+        fallbacks_max = self.picker.config.fallbacks
         for worker_id in proxy.core.find_fallback_workers(self.context.request_id, fallbacks_max, decision.decided_s):
-            endpoint = self.picker_state.endpoints.get_endpoint(worker_id)
+            endpoint = self.picker.endpoints.get_endpoint(worker_id)
             has_rank = decision.rank is None or proxy.core.workers[worker_id].spec.ranks > decision.rank
             if endpoint is not None and has_rank and proxy.workers.get_authorization(worker_id) == authorization:
                 endpoints.append(endpoint)
@@ -208,7 +174,7 @@ class PickExchange:
         now = proxy.now()
         self._status = status
         context.progress.first_byte_at_s = context.progress.last_byte_at_s = now
-        served_by_worker = None if served_by is None else self.picker_state.endpoints.get_worker_id(served_by)
+        served_by_worker = None if served_by is None else self.picker.endpoints.get_worker_id(served_by)
         if served_by_worker is not None and served_by_worker != context.decision.worker:
             self._record_fallback(served_by_worker)
         failure = RETRYABLE_STATUSES.get(status)
@@ -231,7 +197,7 @@ class PickExchange:
         if progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
             proxy.core.record_progress(context.request_id, progress.read_count, now)
 
-    def complete_response(self) -> None:
+    def response_ended(self) -> None:
         """Record the end of the answer."""
         proxy, context = self._proxy, self.context
         context.read_usage()
@@ -241,18 +207,14 @@ class PickExchange:
             proxy.core.record_progress(context.request_id, context.progress.read_count)
         proxy.finish(context, context.usage, is_error=self._status >= 400)
 
-    def stream_closed(self) -> None:
-        """End the request with Envoy's stream. If the answer's body is not seen, this is the end of the answer too."""
-        is_complete = self._status == 200 and self.context.progress.has_final_event(self.context.request.path)
-        if self._status and (is_complete or not self.client.stream.sees_response_body):
-            self.complete_response()
-        else:
-            self.on_client_gone()
-
     def on_client_gone(self) -> None:
-        """End the request, as its client has left."""
-        if self._proxy.end(self.context, "client_gone"):
-            self._proxy.abort(self.context)
+        """End the request with Envoy's stream. If the answer's body is not seen, this is the end of the answer too."""
+        client, context = self.client, self.context
+        is_complete = self._status == 200 and context.progress.has_final_event(context.request.path)
+        if self._status and not client.is_abandoned and (is_complete or not client.stream.sees_response_body):
+            self.response_ended()
+        elif self._proxy.end(context, "client_gone"):
+            self._proxy.abort(context)
 
     def on_client_paused(self) -> None: ...
 
@@ -299,7 +261,7 @@ class PickExchange:
 
     def close(self) -> None:
         """Stop counting the request under its fairness id."""
-        in_flight_counts, fairness_id = self.picker_state.in_flight_counts, self._fairness_id
+        in_flight_counts, fairness_id = self.picker.in_flight_counts, self._fairness_id
         self._fairness_id = None
         if fairness_id is not None:
             in_flight_counts[fairness_id] -= 1
@@ -313,3 +275,8 @@ def _build_decision_headers(decision: Decision) -> Sequence[Header]:
         (b"x-blockcast-worker", decision.worker.encode()),
         (b"x-blockcast-predicted-cached-tokens", b"%d" % decision.predicted_cached_tokens),
     )
+
+
+def _decode_name(value: bytes | None) -> str:
+    """Return the name in a gateway's header; empty without the header."""
+    return (value or b"")[:NAME_BYTES_MAX].decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""The client of one request that comes in a gRPC stream of Envoy.
+"""The client of one request that comes in a gRPC stream of Envoy, and what all such requests share.
 
 Connects the ext_proc stream with the exchange, and charges the bytes of the body. router/picker/server.py knows gRPC.
 """
@@ -6,43 +6,56 @@ Connects the ext_proc stream with the exchange, and charges the bytes of the bod
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from prompts.errors import RequestError
-from router.http.budget import BufferBudget, BufferCharge
-from router.http.config import HttpLimits
-from router.http.connection import Responder, cancel_responder
+from router.edge.proxy import Proxy
+from router.http.budget import BufferCharge
+from router.http.connection import Client, Responder, cancel_responder
 from router.http.decoding import BodyDecoder, DecodingTask, get_body_coding
-from router.http.fair_scheduler import FairScheduler
 from router.http.local_replies import JSON, Header, build_refusal, iter_error_headers
 from router.http.request import HttpRequest
-from router.picker.ext_proc_stream import Choice, ExtProcStream, Phase
-from router.picker.messages import FAIRNESS_HEADER, OBJECTIVE_HEADER, Request
-from router.picker.pick_exchange import PickExchange
-
-if TYPE_CHECKING:
-    from router.picker.pick_exchange import PickerState
-
-NAME_BYTES_MAX = 256
+from router.picker.config import PickerConfig
+from router.picker.endpoint_map import EndpointMap
+from router.picker.ext_proc_stream import AnswerReader, Choice, ExtProcStream, Phase
+from router.picker.messages import Request
 
 
-class PickerApplication(Protocol):
-    """Application behind the picker (router/app/picker_app.py)."""
+class Picker:
+    """State that all requests of the endpoint picker share, and the functions that read and place a request."""
 
-    limits: HttpLimits
-    budget: BufferBudget
-    scheduler: FairScheduler
+    def __init__(
+        self,
+        proxy: Proxy,
+        config: PickerConfig,
+        endpoints: EndpointMap,
+        *,
+        find_tenant: Callable[[Client, HttpRequest], str],
+        dispatch: Callable[[Client, HttpRequest], None],
+    ) -> None:
+        """`find_tenant` returns the tenant by the request's API key, and `dispatch` reads a request and places it, now
+        or later. Both raise RequestError.
+        """
+        self.proxy = proxy
+        self.config = config
+        self.endpoints = endpoints
+        self.find_tenant = find_tenant
+        self.dispatch = dispatch
+        self.priorities = config.priorities
+        self.in_flight_counts: Counter[str] = Counter()
+        """Requests in flight by fairness id."""
 
-    def pick(self, client: PickerClient, request: HttpRequest) -> None:
-        """Place a request, now or later. Raises RequestError."""
+    def record_rejection(self, status: int) -> None:
+        """Count a request that was refused before it was placed."""
+        self.proxy.metrics.http_errors[str(status)] += 1
 
-    def record_rejection(self, status: int) -> None: ...
-
-    def record_crash(self, place: str, error: Exception) -> None: ...
+    def record_crash(self, error: Exception) -> None:
+        """Count and log a fault of the router."""
+        self.proxy.metrics.record_crash("picker", error)
 
 
 class PickerClient:
@@ -52,26 +65,23 @@ class PickerClient:
     with each message, await `decision_made` while `stream` is choosing, and send what `stream.pop_responses` returns.
     """
 
-    def __init__(self, app: PickerApplication, picker_state: PickerState, peer: str) -> None:
+    def __init__(self, picker: Picker, peer: str) -> None:
         """`peer`: address of the Envoy that sent the request."""
-        self._app = app
-        self.picker_state = picker_state
+        self.picker = picker
         self.peer = peer
         self.tenant = peer
         """Tenant by the request's API key; the address until the key is checked."""
         self.responder: Responder | None = None
+        self.answer_reader: AnswerReader | None = None
+        """The exchange, from its beginning on."""
         self.has_response_started = False
         self.cors_headers = b""
-        self._pick: PickExchange | None = None
         self._path = ""
-        self._charge = BufferCharge(app.budget)
-        self.stream = ExtProcStream(self, app.limits.body_bytes_max)
+        self._charge = BufferCharge(picker.proxy.budget)
+        self.stream = ExtProcStream(self, picker.proxy.config.limits.body_bytes_max)
         self.decision_made: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when a worker is chosen, or the request is refused or abandoned."""
         self.is_abandoned = False
-        self.objective: str | None = None
-        """Objective in the gateway's header, which selects a priority; None without the header."""
-        self.fairness_id = ""
 
     def receive(self, message: Request) -> None:
         """Process a message of Envoy. Raises UnexpectedMessage. A request that is refused gets an error response."""
@@ -82,13 +92,6 @@ class PickerClient:
 
     def close(self) -> None:
         """End the request, as the stream has ended."""
-        try:
-            pick = self._pick
-            self._pick = None
-            if pick is not None and not pick.context.is_done:
-                pick.stream_closed()
-        except Exception as error:  # noqa: BLE001  a boundary
-            self._app.record_crash("picker", error)
         self._cancel_responder()
         self._charge.release()
 
@@ -98,18 +101,19 @@ class PickerClient:
         forwarded_for = None if request is None else request.get_header(b"x-forwarded-for")
         return (forwarded_for or b"").rpartition(b",")[2].strip()[:64].decode("latin-1") or self.peer
 
+    # What the stream tells --------------------------------------------------------------------------------------------
+
     def request_complete(self, request: HttpRequest) -> None:
         """Decode the body if it is compressed, then have a worker picked."""
         self._path = request.path
         self.peer = self._client_address()
-        self.objective = _decode_name(request.get_header(OBJECTIVE_HEADER))
-        self.fairness_id = _decode_name(request.get_header(FAIRNESS_HEADER)) or ""
         with self._answer_errors():
             coding = get_body_coding(request) if request.body_bytes else None
             if coding is None:
-                self._app.pick(self, request)
+                self._dispatch(request)
             else:
-                self._decode(request, BodyDecoder(request.pieces, coding, self._app.limits.body_bytes_max))
+                limits = self.picker.proxy.config.limits
+                self._decode(request, BodyDecoder(request.pieces, coding, limits.body_bytes_max))
 
     def _decode(self, request: HttpRequest, decoder: BodyDecoder) -> None:
         """Decode a body in turns of the event loop, then have a worker picked. The decoded bytes are charged too."""
@@ -120,13 +124,19 @@ class PickerClient:
             with self._answer_errors():
                 if decode_error is not None:
                     raise decode_error
-                self._app.pick(self, request)
+                self._dispatch(request)
 
         def charge_decoded_bytes(decoded_bytes: int) -> None:
             self.charge_body_bytes(encoded_bytes + decoded_bytes)
 
         tenant = self._charge.tenant or self._client_address()
-        self.responder = DecodingTask(request, decoder, self._app.scheduler, tenant, charge_decoded_bytes, on_decoded)
+        scheduler = self.picker.proxy.pool.scheduler
+        self.responder = DecodingTask(request, decoder, scheduler, tenant, charge_decoded_bytes, on_decoded)
+
+    def _dispatch(self, request: HttpRequest) -> None:
+        """Have a worker picked, now or later. Raises RequestError."""
+        self.tenant = self.picker.find_tenant(self, request)
+        self.picker.dispatch(self, request)
 
     @contextmanager
     def _answer_errors(self) -> Iterator[None]:
@@ -140,13 +150,9 @@ class PickerClient:
 
     def _refuse(self, error: RequestError) -> None:
         """Count and answer an error in the request itself."""
-        self._app.record_rejection(error.status)
+        self.picker.record_rejection(error.status)
         self._cancel_responder()
         self.respond_error(error)
-
-    def attach_pick(self, pick: PickExchange) -> None:
-        """Set the exchange of this request."""
-        self._pick = pick
 
     def charge_body_bytes(self, body_bytes: int) -> None:
         """Charge the body to the client's address, as its API key is not known yet. Raises RequestError."""
@@ -155,20 +161,26 @@ class PickerClient:
         self._charge.update()
 
     def response_started(self, status: int, served_by: str | None) -> Sequence[Header]:
-        if self.stream.phase is not Phase.CHOSEN or self._pick is None:
+        """Tell the exchange that the answer begins, and return its headers for the client."""
+        if self.stream.phase is not Phase.CHOSEN or self.answer_reader is None:
             self._cancel_responder()  # Envoy answered before a worker got the request
             return ()
-        return self._pick.response_started(status, served_by)
+        return self.answer_reader.response_started(status, served_by)
 
     def response_content(self, data: bytes) -> None:
-        if self._pick is not None:
-            self._pick.response_content(data)
+        """Give the exchange bytes of the answer."""
+        if self.answer_reader is not None:
+            self.answer_reader.response_content(data)
 
     def response_ended(self) -> None:
-        if self._pick is not None:
-            self._pick.complete_response()
+        """Tell the exchange that the answer is complete."""
+        if self.answer_reader is not None:
+            self.answer_reader.response_ended()
+
+    # What the exchange does -------------------------------------------------------------------------------------------
 
     def send_choice(self, choice: Choice) -> None:
+        """Tell Envoy the chosen endpoints."""
         if self.stream.phase is Phase.CHOOSING:
             self.stream.choose(choice)
             self._signal_decision()
@@ -188,7 +200,7 @@ class PickerClient:
         self.respond_error(*build_refusal(status, code, message, retry_after_s, param=param))
 
     def crash(self, error: Exception) -> None:
-        self._app.record_crash("picker", error)
+        self.picker.record_crash(error)
         self._cancel_responder()
         self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
 
@@ -212,8 +224,4 @@ class PickerClient:
             self.decision_made.set_result(None)
 
     def _cancel_responder(self) -> None:
-        cancel_responder(self, "picker", self._app.record_crash)
-
-
-def _decode_name(value: bytes | None) -> str | None:
-    return value[:NAME_BYTES_MAX].decode("utf-8", "replace") if value else None
+        cancel_responder(self, "picker", self.picker.proxy.metrics.record_crash)

@@ -18,8 +18,7 @@ from grpc_health.v1.health import aio as health_aio
 
 from options.addresses import bracket_host
 from router.picker.ext_proc_stream import Phase, UnexpectedMessage
-from router.picker.pick_exchange import PickerState
-from router.picker.picker_client import PickerApplication, PickerClient
+from router.picker.picker_client import Picker, PickerClient
 
 log = logging.getLogger("router")
 
@@ -39,12 +38,9 @@ class PickerServer:
     Call `bind`, `start`, `refresh` a few times a second, and `stop`.
     """
 
-    def __init__(
-        self, app: PickerApplication, picker_state: PickerState, *, find_unready_reason: Callable[[], str | None]
-    ) -> None:
+    def __init__(self, picker: Picker, *, find_unready_reason: Callable[[], str | None]) -> None:
         """`find_unready_reason` returns why the router is not ready for requests; None if it is ready."""
-        self._app = app
-        self._picker_state = picker_state
+        self._picker = picker
         self._find_unready_reason = find_unready_reason
         self._servers: list[grpc.aio.Server] = []
         self._health = health_aio.HealthServicer()
@@ -72,7 +68,7 @@ class PickerServer:
 
     def _make_picker_server(self) -> grpc.aio.Server:
         """Return the gRPC server at which Envoy asks for workers: `_serve_stream` serves each of its streams."""
-        message_bytes_max = self._app.limits.body_bytes_max + ENVELOPE_BYTES
+        message_bytes_max = self._picker.proxy.config.limits.body_bytes_max + ENVELOPE_BYTES
         server = grpc.aio.server(
             options=(
                 ("grpc.max_receive_message_length", min(message_bytes_max, 2**31 - 1)),
@@ -97,7 +93,7 @@ class PickerServer:
 
     def refresh(self, now: float) -> None:
         """Update the health checks and the resolved host names. Call a few times a second."""
-        self._picker_state.endpoints.refresh(now)
+        self._picker.endpoints.refresh(now)
         is_ready = self._find_unready_reason() is None
         if is_ready is not self._is_reported_ready:
             self._is_reported_ready = is_ready
@@ -120,19 +116,19 @@ class PickerServer:
 
         An error ends this stream alone. gRPC passes `_request_iterator`, which reads more slowly than `context.read`.
         """
-        client = PickerClient(self._app, self._picker_state, context.peer())
+        client = PickerClient(self._picker, context.peer())
         self.open_stream_count += 1
         try:
             await _answer_messages(client, context)
         except (UnexpectedMessage, DecodeError) as error:
-            self._app.record_rejection(400)
+            self._picker.record_rejection(400)
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("the gateway sent an unexpected message: %s (only the first is logged)", error)
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
             context.set_details(str(error))
         except Exception as error:  # noqa: BLE001  a fault in one request must not end the server
-            self._app.record_crash("picker", error)
+            self._picker.record_crash(error)
             context.set_code(grpc.StatusCode.INTERNAL)
         finally:
             self.open_stream_count -= 1
