@@ -19,7 +19,7 @@ from router.decide.core import RouterCore
 from router.decide.messages import Decision, RouteRequest
 from router.decide.workers import CacheView
 from router.edge.proxy import Proxy
-from router.edge.request_context import PendingComparison, RequestContext, Sampling
+from router.edge.request_context import RequestContext
 from router.edge.routing_headers import ResolvedModel
 from router.index.protocol import HolderId
 from router.miss_reasons.analyzer import AnalyzedRequest, MissAnalyzer
@@ -60,6 +60,7 @@ class MissReasonsRecorder:
         """Conversations whose clients asked for an explanation by a header."""
         self._operator_watches = WatchedConversations(config.ttl_s)
         """Conversations that the operator named on POST /requests/watch."""
+        self._watches = (self._header_watches, self._operator_watches)
         if config.enabled:
             proxy.on_first_byte.append(self._on_first_byte)
             proxy.on_end.append(self._on_end)
@@ -89,9 +90,9 @@ class MissReasonsRecorder:
             keys = _get_conversation_keys(route, body)
             if headers is not None and headers.wants_explanation:
                 self._header_watches.add(keys[-1])
-            sampling = self._choose_sampling(keys)
-            if sampling.is_compared:
-                context.miss_analysis = _make_comparison(context, body, sampling)
+            is_watched = any(key in watches for watches in self._watches for key in keys)
+            if is_watched or self._is_sampled(keys):
+                context.miss_analysis = self._make_prompt(context, route, body)
                 for key in keys:
                     self._header_watches.record_prompt(key, self._proxy.now())
                     self._operator_watches.record_prompt(key, self._proxy.now())
@@ -115,8 +116,7 @@ class MissReasonsRecorder:
         body, route, decision = context.body, context.route, context.decision
         if not self.is_enabled or body is None or route is None or route.token_ids is None or decision is None:
             return None
-        comparison = _make_comparison(context, body, self._choose_sampling(_get_conversation_keys(route, body)))
-        prompt = self._build_prompt(context, comparison, route)
+        prompt = self._make_prompt(context, route, body)
         placement = self._make_placement(route, route.token_ids, decision)
         return render_explanation(self.analyzer.explain(prompt, placement, self._facts))
 
@@ -125,37 +125,21 @@ class MissReasonsRecorder:
         body, route = context.body, context.route
         if not self.is_enabled or body is None or route is None or route.token_ids is None:
             return
-        sampling = Sampling(is_compared=True, is_sampled=True, has_unknown_history=False)
-        comparison = _make_comparison(context, body, sampling)
-        request = self._compare(context, comparison, self._make_placement(route, route.token_ids, decision))
+        placement = self._make_placement(route, route.token_ids, decision)
+        request = self.analyzer.record_compared(self._make_prompt(context, route, body), placement, self._facts)
         self._record_end(context, request, self._proxy.now())
 
-    def _choose_sampling(self, keys: Sequence[int]) -> Sampling:
-        """Decide whether all requests of a conversation are compared with the ones before them, or none.
-
-        All are if the conversation belongs to the sampled share, or if a client or an operator watches it.
-        `keys`: digest of the name of the session that started the conversation, then of the conversation's own name.
-        """
-        if keys[0] < self._sampling_threshold:
-            return Sampling(is_compared=True, is_sampled=True, has_unknown_history=False)
-        if not self._header_watches and not self._operator_watches:
-            return _NOT_COMPARED
-        matching_watches = [
-            watch for watch in (self._header_watches, self._operator_watches) if any(key in watch for key in keys)
-        ]
-        if not matching_watches:
-            return _NOT_COMPARED
-        now = self._proxy.now()
-        has_prompt = any(watch.has_recent_prompt(key, now) for watch in matching_watches for key in keys)
-        return Sampling(is_compared=True, is_sampled=False, has_unknown_history=not has_prompt)
+    def _is_sampled(self, keys: Sequence[int]) -> bool:
+        """Return whether a conversation belongs to the sampled share, by the first of its keys."""
+        return keys[0] < self._sampling_threshold
 
     # Requests -----------------------------------------------------------------------------------------------------
 
     def _on_first_byte(self, context: RequestContext) -> None:
         """Record where a request went and which of its tokens were not cached, once its answer begins.
 
-        Before that, a failed attempt may still send it to another worker. A PendingComparison in `miss_analysis` asks
-        for a comparison with the conversation's last prompt; None asks for none. A result that is there already stays.
+        Before that, a failed attempt may still send it to another worker. An AnalyzedPrompt in `miss_analysis` is to be
+        compared with the conversation's last one; None asks for no comparison. A result that is there already stays.
         """
         route, decision, analysis = context.route, context.decision, context.miss_analysis
         if route is None or route.token_ids is None or decision is None:
@@ -169,8 +153,8 @@ class MissReasonsRecorder:
                 context.miss_analysis = self.analyzer.record_placed(
                     context.name, route.session, len(route.token_ids), placement
                 )
-            elif isinstance(analysis, PendingComparison):
-                context.miss_analysis = self._compare(context, analysis, placement)
+            elif isinstance(analysis, AnalyzedPrompt):
+                context.miss_analysis = self.analyzer.record_compared(analysis, placement, self._facts)
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without an explanation
             self._record_crash(error)
 
@@ -179,13 +163,6 @@ class MissReasonsRecorder:
         analysis, context.miss_analysis = context.miss_analysis, None
         if isinstance(analysis, AnalyzedRequest) and context.outcome == "status_200":
             self._record_end(context, analysis, self._proxy.now())
-
-    def _compare(self, context: RequestContext, comparison: PendingComparison, placement: Placement) -> AnalyzedRequest:
-        """Compare a prompt with the last one of its conversation; record the request with the result, and return it."""
-        assert context.route is not None
-        prompt = self._build_prompt(context, comparison, context.route)
-        is_sampled = comparison.sampling.is_sampled
-        return self.analyzer.record_compared(prompt, placement, self._facts, is_sampled=is_sampled)
 
     def _record_end(self, context: RequestContext, request: AnalyzedRequest, ended_at_s: float) -> None:
         """Record the end of an answer, and log its explanation if requests are logged."""
@@ -199,25 +176,28 @@ class MissReasonsRecorder:
 
     # Inputs of the analyzer ------------------------------------------------------------------------------------------
 
-    def _build_prompt(
-        self, context: RequestContext, comparison: PendingComparison, route: RouteRequest
+    def _make_prompt(
+        self, context: RequestContext, route: RouteRequest, body: ParsedBody[ResolvedModel]
     ) -> AnalyzedPrompt:
         """Return a prompt in the form in which the analyzer finds and compares the prompts of a conversation.
 
-        `route` has its token ids and session; `comparison` has the digests of its messages, and whether its
-        conversation was seen from the beginning.
+        It holds digests in place of messages, which are large.
         """
-        token_ids = route.token_ids or ()
+        token_ids, is_named = route.token_ids or (), route.session is not None
         ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
+        keys, now = _get_conversation_keys(route, body), self._proxy.now()
+        is_sampled = self._is_sampled(keys)
+        has_stored_prompt = any(watches.has_recent_prompt(key, now) for watches in self._watches for key in keys)
         return AnalyzedPrompt(
             request_id=context.name,
-            route=route,
+            route=route.replace(similar_prompt=None),  # which would keep the memory of the prompt before
             token_ids=ids,
-            outline=comparison.outline,
+            outline=body.get_outline(),
             # The name of a session finds its earlier prompts. Without a name equal beginnings find them.
-            chunk_keys=() if route.session is not None else self._get_chunk_keys(route, ids),
-            opening_key=comparison.first_message_digest,
-            is_history_incomplete=comparison.sampling.has_unknown_history,
+            chunk_keys=() if is_named else self._get_chunk_keys(route, ids),
+            opening_key=None if is_named or body.request.kind != "chat" else body.digest_first_message(),
+            is_history_incomplete=not (is_sampled or has_stored_prompt),
+            is_sampled=is_sampled,
         )
 
     def _get_chunk_keys(self, route: RouteRequest, token_ids: array[int]) -> Sequence[int]:
@@ -273,11 +253,6 @@ class FactsAdapter:
         return worker is not None and worker.spec.cache_view is CacheView.APPROXIMATE
 
 
-def _make_comparison(context: RequestContext, body: ParsedBody[ResolvedModel], sampling: Sampling) -> PendingComparison:
-    is_named = context.route is not None and context.route.session is not None
-    return PendingComparison(body, sampling, is_named=is_named)
-
-
 def _get_conversation_keys(route: RouteRequest, body: ParsedBody[ResolvedModel]) -> tuple[int, ...]:
     """Return the keys of a request's conversation: of the session that started it, and its own.
 
@@ -286,9 +261,6 @@ def _get_conversation_keys(route: RouteRequest, body: ParsedBody[ResolvedModel])
     if not route.parent:
         return (digest_name(route.session) if route.session else body.digest_first_message(),)
     return (digest_name(route.parent), digest_name(route.session)) if route.session else (digest_name(route.parent),)
-
-
-_NOT_COMPARED = Sampling(is_compared=False, is_sampled=False, has_unknown_history=True)
 
 
 def render_explanation(explanation: MissExplanation) -> dict[str, Any]:

@@ -7,7 +7,7 @@ own record of a request in flight, under the same `request_id`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,34 +20,7 @@ from router.prompting.parsed_body import ParsedBody
 if TYPE_CHECKING:
     from router.edge.continuation import StreamContinuation
     from router.miss_reasons.analyzer import AnalyzedRequest
-
-
-class Sampling(NamedTuple):
-    """Whether a request's prompt is compared with the last one of its conversation, and how the result counts.
-
-    Comparisons show all reasons why a prompt was not cached, but cost time and memory.
-    """
-
-    is_compared: bool
-    is_sampled: bool
-    """Whether the conversation belongs to the sampled share, which is counted by reason."""
-    has_unknown_history: bool
-    """Whether the conversation may have had earlier prompts that were not stored."""
-
-
-class PendingComparison:
-    """A request with a prompt that is to be compared with the last one of its conversation once its answer begins.
-
-    It holds digests in place of messages, which are large.
-    """
-
-    __slots__ = ("first_message_digest", "outline", "sampling")
-
-    def __init__(self, body: ParsedBody[ResolvedModel], sampling: Sampling, *, is_named: bool) -> None:
-        """`is_named`: the session of the request has a name."""
-        self.sampling = sampling
-        self.outline = body.get_outline()
-        self.first_message_digest = None if is_named or body.request.kind != "chat" else body.digest_first_message()
+    from router.miss_reasons.prompt_history import AnalyzedPrompt
 
 
 @dataclass(slots=True)
@@ -101,8 +74,8 @@ class RequestContext(msgspec.Struct, eq=False):
     outcome: str = ""
     """How the request ended, as metrics and logs name it; empty until then."""
     is_done: bool = False
-    miss_analysis: PendingComparison | AnalyzedRequest | None = None
-    """Pending comparison of the prompt, and from the first byte on its result; None if nothing is recorded."""
+    miss_analysis: AnalyzedPrompt | AnalyzedRequest | None = None
+    """Prompt to be compared, and from the first byte on the result; None if nothing is recorded."""
 
     @property
     def ttft_s(self) -> float | None:

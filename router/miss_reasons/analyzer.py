@@ -14,10 +14,16 @@ from weakref import ref
 import msgspec
 
 from router.decide.messages import ReportedUsage
-from router.miss_reasons.attribution import MissFacts, Placement, attribute_misses, attribute_without_comparison
+from router.miss_reasons.attribution import (
+    MissFacts,
+    Placement,
+    attribute_misses,
+    attribute_without_comparison,
+    correct_ranges,
+)
 from router.miss_reasons.config import MissReasonsConfig
 from router.miss_reasons.explanation import MissExplanation, UncachedRange
-from router.miss_reasons.prompt_history import AnalyzedPrompt, PreviousPrompt, PromptHistory, PromptMatch
+from router.miss_reasons.prompt_history import AnalyzedPrompt, PromptHistory, PromptMatch
 
 
 class AnalyzedRequest(msgspec.Struct, eq=False):
@@ -34,7 +40,7 @@ class AnalyzedRequest(msgspec.Struct, eq=False):
     """Uncached ranges that a comparison with the conversation's last prompt showed; None without a comparison."""
     reported_tokens: int | None = None
     """Cached tokens as the worker reports them; None if it does not."""
-    stored_prompt: ref[PreviousPrompt] | None = None
+    stored_prompt: ref[AnalyzedPrompt] | None = None
     """The prompt with which the conversation's next one is compared; None if this one was not compared either.
 
     The reference is weak: the history alone decides how long it keeps prompts, which are larger than requests.
@@ -53,8 +59,10 @@ class AnalyzedRequest(msgspec.Struct, eq=False):
         decision, ranges = self.placement.decision, self.compared_ranges
         if ranges is None:
             ranges = attribute_without_comparison(self.prompt_tokens, self.placement)
+        if self.reported_tokens is not None:
+            ranges = correct_ranges(ranges, self.prompt_tokens, decision, self.reported_tokens)
         best = decision.most_cached or decision.terms  # no other worker had more than the chosen one
-        explanation = MissExplanation(
+        return MissExplanation(
             id=self.id,
             timestamp=self.placement.timestamp,
             session=self.session,
@@ -63,14 +71,11 @@ class AnalyzedRequest(msgspec.Struct, eq=False):
             best_cached_tokens=best.cached_tokens,
             best_worker=best.worker,
             predicted_cached_tokens=decision.predicted_cached_tokens,
+            reported_cached_tokens=self.reported_tokens,
             attempt=decision.attempt,
             is_compared=self.compared_ranges is not None,
             uncached_ranges=ranges,
         )
-        explanation.update_main_reason()
-        if self.reported_tokens is not None:
-            explanation.apply_reported_tokens(decision.terms.resident_tokens, self.reported_tokens)
-        return explanation
 
 
 class MissAnalyzer:
@@ -111,9 +116,7 @@ class MissAnalyzer:
         self._store(request)
         return request
 
-    def record_compared(
-        self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts, *, is_sampled: bool = True
-    ) -> AnalyzedRequest:
+    def record_compared(self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts) -> AnalyzedRequest:
         """Explain which tokens of a prompt were not cached, by a comparison with the conversation's last prompt.
 
         Called at the answer's first byte. The prompt is stored in place of that last one, so that the conversation's
@@ -124,12 +127,10 @@ class MissAnalyzer:
         self.history.expire(placement.at_s)
         match = self.history.find_match(prompt)
         request = _compare_with_last_prompt(prompt, match, placement, facts)
-        request.is_final = prompt.route.is_final
-        request.is_sampled = is_sampled
-        stored_prompt = _make_stored_prompt(prompt, placement)
-        request.stored_prompt = ref(stored_prompt)
+        request.stored_prompt = ref(prompt)
+        prompt.worker, prompt.computed_s = placement.decision.worker, placement.at_s
         if len(prompt.token_ids) >= placement.block_tokens:  # a shorter prompt is never cached
-            self.history.add(stored_prompt, replaces=None if match is None else match.previous)
+            self.history.add(prompt, replaces=None if match is None else match.previous)
         self._store(request)
         return request
 
@@ -188,37 +189,10 @@ def _compare_with_last_prompt(
     is_compared = match is not None or not prompt.is_history_incomplete
     return AnalyzedRequest(
         id=prompt.request_id,
-        session=prompt.route.session,
+        session=prompt.session,
         prompt_tokens=len(prompt.token_ids),
         placement=placement,
         compared_ranges=attribute_misses(prompt, match, placement, facts) if is_compared else None,
+        is_final=prompt.route.is_final,
+        is_sampled=prompt.is_sampled,
     )
-
-
-def _make_stored_prompt(prompt: AnalyzedPrompt, placement: Placement) -> PreviousPrompt:
-    """Return the form in which a prompt is kept, for the next prompt of its conversation."""
-    return PreviousPrompt(
-        scope=prompt.route.scope,
-        token_ids=prompt.token_ids,
-        outline=prompt.outline,
-        worker=placement.decision.worker,
-        computed_s=placement.at_s,
-        session=prompt.route.session,
-        keys=_select_storage_keys(prompt),
-    )
-
-
-def _select_storage_keys(prompt: AnalyzedPrompt) -> tuple[int, ...]:
-    """Return the digests by which later prompts find this one; none if its session has a name, which finds it.
-
-    A digest covers a beginning of the prompt. Of 8 chunks those of 1, 2, 4 and 8 are taken, so that a prompt that was
-    edited in the middle is still found by a shorter beginning.
-    """
-    if prompt.route.session is not None:
-        return ()
-    keys = [] if prompt.opening_key is None else [prompt.opening_key]
-    chunk_count = len(prompt.chunk_keys)
-    while chunk_count:
-        keys.insert(0, prompt.chunk_keys[chunk_count - 1])
-        chunk_count //= 2
-    return tuple(keys)

@@ -16,7 +16,7 @@ import msgspec
 from router.decide.messages import Decision
 from router.miss_reasons.differences import classify_answer_change, classify_difference, find_added_system_prompt
 from router.miss_reasons.explanation import NOT_COMPARED, UncachedRange
-from router.miss_reasons.prompt_history import AnalyzedPrompt, PreviousPrompt, PromptMatch
+from router.miss_reasons.prompt_history import AnalyzedPrompt, PromptMatch
 from router.prompting.outline import Outline
 
 BLOCK_TOKENS: Final = 16
@@ -103,6 +103,30 @@ def attribute_without_comparison(prompt_tokens: int, placement: Placement) -> li
     _add_evicted(builder, placement)
     builder.add(NOT_COMPARED, prompt_tokens)
     return builder.ranges
+
+
+def correct_ranges(
+    ranges: Sequence[UncachedRange], prompt_tokens: int, decision: Decision, reported_tokens: int
+) -> list[UncachedRange]:
+    """Correct the uncached ranges of a prompt by the number of tokens that its worker reported as reused.
+
+    If the worker reused fewer than it had announced when the request was sent, the announced ones were mispredicted,
+    and the further predicted ones were not announced. If 64 were announced, 96 predicted and 32 reused, then 32-64 were
+    mispredicted and 64-96 not announced.
+    """
+    worker, predicted_tokens = decision.worker, decision.predicted_cached_tokens
+    reused_tokens = min(reported_tokens, prompt_tokens)
+    announced_tokens = min(max(decision.terms.resident_tokens, reused_tokens), predicted_tokens)
+    corrected_ranges = [
+        UncachedRange("mispredicted", reused_tokens, announced_tokens, worker=worker),
+        UncachedRange("not_announced", announced_tokens, predicted_tokens, worker=worker),
+        *ranges,
+    ]
+    return [
+        msgspec.structs.replace(uncached, start=max(uncached.start, reused_tokens))
+        for uncached in corrected_ranges
+        if uncached.end > max(uncached.start, reused_tokens)
+    ]
 
 
 def attribute_misses(
@@ -231,7 +255,7 @@ def _add_rewritten_answer(builder: _RangeBuilder, comparison: _Comparison) -> No
         builder.add(answer_change, previous.cacheable_tokens, position=position, message=answer_index)
 
 
-def _classify_loss(previous: PreviousPrompt, facts: MissFacts, now: float) -> tuple[str, float | None]:
+def _classify_loss(previous: AnalyzedPrompt, facts: MissFacts, now: float) -> tuple[str, float | None]:
     """Return why no worker has the blocks of the conversation's last prompt, though none told that it removed them.
 
     The second value is the time in seconds since their loss; None if it is unknown.
@@ -276,5 +300,5 @@ def _find_template_difference(
     answer_index = previous.message_count
     if classify_answer_change(new_outline, answer_index) is None:
         return None  # the message there is no answer
-    is_thought = comparison.facts.is_thinking(previous.scope.model, previous.token_ids[common_tokens:])
+    is_thought = comparison.facts.is_thinking(previous.route.scope.model, previous.token_ids[common_tokens:])
     return ("thinking_dropped" if is_thought else "re_encoded"), answer_index

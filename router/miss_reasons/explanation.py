@@ -74,7 +74,7 @@ class MissExplanation(msgspec.Struct, omit_defaults=True):
     is_compared: bool = True
     """Whether the prompt was compared with the last one of its conversation."""
 
-    def update_main_reason(self) -> None:
+    def __post_init__(self) -> None:
         """Set the main reason, its position and the lost tokens from the ranges."""
         lost_ranges = [uncached for uncached in self.uncached_ranges if uncached.reason not in NO_LOSS]
         self.lost_tokens = sum(uncached.tokens for uncached in lost_ranges)
@@ -84,25 +84,3 @@ class MissExplanation(msgspec.Struct, omit_defaults=True):
         main_range = max(lost_ranges or self.uncached_ranges, key=lambda uncached: uncached.tokens)
         self.reason = main_range.reason
         self.position = main_range.start if main_range.position is None else main_range.position
-
-    def apply_reported_tokens(self, resident_tokens: int, reported_tokens: int) -> None:
-        """Correct the ranges by the number of tokens that the worker reported as reused.
-
-        `resident_tokens`: tokens that the worker had announced when the request was sent. If it reused fewer, the
-        announced ones were mispredicted, and the further predicted ones were not announced. If 64 were announced, 96
-        predicted and 32 reused, then 32-64 were mispredicted and 64-96 not announced.
-        """
-        self.reported_cached_tokens = reported_tokens
-        reused_tokens = min(reported_tokens, self.prompt_tokens)
-        announced_tokens = min(max(resident_tokens, reused_tokens), self.predicted_cached_tokens)
-        ranges = [
-            UncachedRange("mispredicted", reused_tokens, announced_tokens, worker=self.worker),
-            UncachedRange("not_announced", announced_tokens, self.predicted_cached_tokens, worker=self.worker),
-            *self.uncached_ranges,
-        ]
-        self.uncached_ranges = [
-            msgspec.structs.replace(uncached, start=max(uncached.start, reused_tokens))
-            for uncached in ranges
-            if uncached.end > max(uncached.start, reused_tokens)
-        ]
-        self.update_main_reason()

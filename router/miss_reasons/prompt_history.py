@@ -29,9 +29,9 @@ _SHARED_RATIO_MIN: Final = 0.5
 """Share of the shorter of two prompts without messages that both begin with, if they are of one conversation."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class AnalyzedPrompt:
-    """A prompt that is to be compared with the last prompt of its conversation."""
+    """A prompt that is compared with the last one of its conversation, and is then stored as the last one itself."""
 
     request_id: str
     """Id by which the client knows the request."""
@@ -49,22 +49,33 @@ class AnalyzedPrompt:
     """
     is_history_incomplete: bool = False
     """Whether the conversation may have had earlier prompts that were not stored."""
-
-
-@dataclass(eq=False)
-class PreviousPrompt:
-    """A prompt that the target `worker` has computed."""
-
-    scope: Scope
-    token_ids: array[int]
-    outline: Outline | None
-    worker: str
-    computed_s: float
-    session: str | None
-    keys: tuple[int, ...]
-    """Digests by which the prompt is found; empty if its session has a name."""
+    is_sampled: bool = True
+    """Whether the metrics count the request by reason, as its conversation belongs to the sampled share."""
+    worker: str = ""
+    """Target that has computed the prompt; empty until the prompt is stored."""
+    computed_s: float = 0.0
     answer_tokens: int = 0
     """Tokens of the answer; 0 until they are known."""
+
+    @property
+    def session(self) -> str | None:
+        """Name of the session; None if it has none."""
+        return self.route.session
+
+    @property
+    def storage_keys(self) -> list[int]:
+        """Digests by which later prompts find this one; none if its session has a name, which finds it.
+
+        A digest covers a beginning of the prompt. Of 8 chunks those of 1, 2, 4 and 8 are taken, so that a prompt that
+        was edited in the middle is still found by a shorter beginning.
+        """
+        if self.session is not None:
+            return []
+        chunk_counts = [len(self.chunk_keys)]
+        while chunk_counts[-1]:
+            chunk_counts.append(chunk_counts[-1] // 2)
+        keys = [self.chunk_keys[count - 1] for count in reversed(chunk_counts) if count]
+        return keys if self.opening_key is None else [*keys, self.opening_key]
 
     @property
     def size_bytes(self) -> int:
@@ -88,7 +99,7 @@ class PreviousPrompt:
 class PromptMatch(NamedTuple):
     """The stored prompt that a new prompt most likely continues."""
 
-    previous: PreviousPrompt
+    previous: AnalyzedPrompt
     common_tokens: int
     """Length of the common beginning of both prompts."""
     is_same_session: bool = True
@@ -112,11 +123,11 @@ class PromptHistory:
         self._bytes_max = bytes_max
         self._ttl_s = ttl_s
         self._count_common_tokens = count_common_tokens
-        self._prompts: OrderedDict[PreviousPrompt, None] = OrderedDict()
+        self._prompts: OrderedDict[AnalyzedPrompt, None] = OrderedDict()
         """All prompts, the oldest first."""
-        self._prompts_by_session: dict[str, list[PreviousPrompt]] = {}
+        self._prompts_by_session: dict[str, list[AnalyzedPrompt]] = {}
         """Prompts of each named session, the newest first."""
-        self._prompt_by_key: dict[int, PreviousPrompt] = {}
+        self._prompt_by_key: dict[int, AnalyzedPrompt] = {}
         self.used_bytes = 0
 
     def __len__(self) -> int:
@@ -131,7 +142,7 @@ class PromptHistory:
 
         In a session without a name, stored prompts are found by their keys, the longest common beginning first.
         """
-        session = prompt.route.session
+        session = prompt.session
         if session is not None:
             candidates = self._prompts_by_session.get(session, [])
         else:
@@ -139,13 +150,13 @@ class PromptHistory:
             candidates = self._find_by_keys([*opening_keys, *reversed(prompt.chunk_keys)])
         for candidate in candidates:
             common_tokens = self._count_common_tokens(candidate.token_ids, prompt.token_ids)
-            if candidate.scope == prompt.route.scope and common_tokens == len(candidate.token_ids):
+            if candidate.route.scope == prompt.route.scope and common_tokens == len(candidate.token_ids):
                 return PromptMatch(candidate, common_tokens)
         return None
 
     def _find_similar(self, prompt: AnalyzedPrompt) -> PromptMatch | None:
         """Return the prompt of the session, or else of the parent session, that has most in common with a new one."""
-        candidates, session = self._find_similar_candidates(prompt), prompt.route.session
+        candidates, session = self._find_similar_candidates(prompt), prompt.session
         message_digests = set[int]()
         if candidates and prompt.outline is not None:
             message_digests.update(_list_message_digests(prompt.outline, session))
@@ -155,35 +166,35 @@ class PromptHistory:
             similarity = _measure_similarity(candidate, prompt, message_digests, common_tokens)
             if similarity is not None and (similarity, common_tokens) > best_score:
                 best_score = similarity, common_tokens
-                scope_difference = _find_scope_difference(candidate.scope, prompt.route.scope)
+                scope_difference = _find_scope_difference(candidate.route.scope, prompt.route.scope)
                 best_match = PromptMatch(candidate, common_tokens, candidate.session == session, scope_difference)
         return best_match
 
-    def _find_similar_candidates(self, prompt: AnalyzedPrompt) -> list[PreviousPrompt]:
-        session, parent = prompt.route.session, prompt.route.parent
+    def _find_similar_candidates(self, prompt: AnalyzedPrompt) -> list[AnalyzedPrompt]:
+        session, parent = prompt.session, prompt.route.parent
         if session is None:
             return self._find_by_keys(reversed(prompt.chunk_keys))
         candidates = self._prompts_by_session.get(session, [])
         return candidates or ([] if parent is None else self._prompts_by_session.get(parent, []))
 
-    def _find_by_keys(self, keys: Iterable[int]) -> list[PreviousPrompt]:
+    def _find_by_keys(self, keys: Iterable[int]) -> list[AnalyzedPrompt]:
         """Return the first BRANCHES_MAX prompts that have one of the keys, in the order of the keys."""
         prompts = (self._prompt_by_key[key] for key in keys if key in self._prompt_by_key)
         return list(islice(dict.fromkeys(prompts), BRANCHES_MAX))
 
-    def add(self, prompt: PreviousPrompt, replaces: PreviousPrompt | None = None) -> None:
+    def add(self, prompt: AnalyzedPrompt, replaces: AnalyzedPrompt | None = None) -> None:
         """Add a prompt that was computed, if a later one can find it.
 
         `replaces`: the prompt that it continues, which is dropped.
         """
         if replaces is not None and replaces.session == prompt.session:
             self._drop(replaces)
-        can_be_found = prompt.session is not None or prompt.keys
+        can_be_found = prompt.session is not None or prompt.storage_keys
         if not can_be_found or prompt.size_bytes > self._bytes_max:
             return
         self._prompts[prompt] = None
         self.used_bytes += prompt.size_bytes
-        for key in prompt.keys:
+        for key in prompt.storage_keys:
             self._prompt_by_key[key] = prompt
         if prompt.session is not None:
             branches = self._prompts_by_session.setdefault(prompt.session, [])
@@ -206,13 +217,13 @@ class PromptHistory:
                 return
             self._drop(oldest)
 
-    def _drop(self, prompt: PreviousPrompt) -> None:
+    def _drop(self, prompt: AnalyzedPrompt) -> None:
         """Remove a prompt from every index; do nothing if it was removed before."""
         if prompt not in self._prompts:
             return
         del self._prompts[prompt]
         self.used_bytes -= prompt.size_bytes
-        for key in prompt.keys:
+        for key in prompt.storage_keys:
             if self._prompt_by_key.get(key) is prompt:
                 del self._prompt_by_key[key]
         if prompt.session is not None:
@@ -230,7 +241,7 @@ class PromptHistory:
 
 
 def _measure_similarity(
-    previous: PreviousPrompt, prompt: AnalyzedPrompt, message_digests: set[int], common_tokens: int
+    previous: AnalyzedPrompt, prompt: AnalyzedPrompt, message_digests: set[int], common_tokens: int
 ) -> int | None:
     """Return how similar a stored prompt is to a new one; None if they are not of one conversation.
 

@@ -47,7 +47,8 @@ class BothAnalyzers:
     def record_compared(
         self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts, *, is_sampled: bool = True
     ) -> Both:
-        analyzed = self.analyzer.record_compared(prompt, placement, facts, is_sampled=is_sampled)
+        prompt.is_sampled = is_sampled
+        analyzed = self.analyzer.record_compared(prompt, placement, facts)
         naive_analyzed = self.naive.record_compared(prompt, placement, facts, is_sampled)
         return self._check_equal((analyzed, naive_analyzed))
 
