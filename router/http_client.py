@@ -1,14 +1,14 @@
 """HTTP requests to servers that are not trusted: bounded in time and in size, never redirected.
 
-Requests carry keys, so a redirect is returned like any other response. Open a session with `auto_decompress=False`, so
-that the bound holds for the bytes that are read too. Other tasks run between two chunks of a response: chunks of one
-byte come by the thousand, and a stream that has more at hand does not wait.
+Requests carry keys, so a redirect is returned like any other response. Other tasks run between two chunks of a
+response: chunks of one byte come by the thousand, and a stream that has more at hand does not wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 from collections.abc import AsyncIterator, Mapping
 
 import aiohttp
@@ -19,6 +19,15 @@ READ_BYTES = 16 << 10
 
 class FetchError(Exception):
     """No response, or none within the bounds; the message says what came instead."""
+
+
+def open_session(tls: ssl.SSLContext | None, requests_max: int = 0) -> aiohttp.ClientSession:
+    """Return a session for `fetch`. Requests beyond `requests_max` wait for others to end; 0: there is no limit.
+
+    A response is not decompressed, because it may be many times larger than what was received.
+    """
+    connector = aiohttp.TCPConnector(ssl=tls or True, limit=requests_max)
+    return aiohttp.ClientSession(connector=connector, auto_decompress=False)
 
 
 async def fetch(

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import aiohttp
-
 from options import ConfigError
 from options.addresses import bracket_host
 from options.system import raise_file_limit
@@ -38,12 +36,14 @@ from router.app.system import (
     connections_limit,
     limit_garbage_collection,
     too_few_files_message,
+    worker_requests_max,
 )
 from router.app.timers import Timers
 from router.app.tracing import Tracing
 from router.edge.config import CONNECTIONS_MAX
 from router.fleet.peer_snapshots import PeerClient, fetch_seed
 from router.http.routes import Routes
+from router.http_client import open_session
 from router.index import make_index
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class RouterProcess:
         self._add_tracing()
 
         # The cluster tells the pipeline which workers there are, and what they cache.
-        session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=worker_tls))
+        session = open_session(worker_tls, worker_requests_max(raise_file_limit()))
         self._resources.push_async_callback(session.close)
         peer_client = PeerClient(session, snapshot_urls, self._admin_key)
         self.cluster = Cluster(config, self.pipeline, index, session, peer_client)

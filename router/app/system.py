@@ -94,6 +94,14 @@ def event_streams_max(limit: int) -> int:
     return max(1, 3 * (limit - OTHER_FILES) // 4 // FILES_PER_STREAM)
 
 
+def worker_requests_max(limit: int) -> int:
+    """Return how many requests of the router itself may wait for workers at once: an eighth of `limit` descriptors.
+
+    A worker that does not answer holds up to three until they time out, and healthy workers are checked meanwhile.
+    """
+    return max(100, limit // 8)
+
+
 def connections_limit(limit: int, workers: int, connections_max: int) -> int:
     """Return the number of client connections that fit into `limit` file descriptors, at most `connections_max`.
 

@@ -31,7 +31,7 @@ from router.decide.watchdog import UNREACHABLE_HINT
 from router.decide.workers import ServedModel
 from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, is_key_refused, suggest_remedy
 from router.fleet.worker_flag import WorkerFlag
-from router.http_client import FetchError, fetch, make_key_headers
+from router.http_client import FetchError, fetch, make_key_headers, open_session
 from router.prompting.conversation_reader import ConversationReader
 from router.prompting.encode import build_tokenize_request
 from router.prompting.model_tokenizers import ModelTokenizers
@@ -484,8 +484,7 @@ async def check_workers(
         tokenizers = ModelTokenizers(
             executor, ConversationReader(0), None, override=tokenizer, chat_template=chat_template
         )
-        connector = aiohttp.TCPConnector(ssl=tls or True)
-        async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+        async with open_session(tls) as session:
             for flag in flags:
                 async for finding in WorkerCheck(flag, session, tokenizers, make_key_headers(key)).run():
                     report(flag.worker_id, finding)

@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import aiohttp
 import click
 
 from options import ConfigError
 from options.command import NumberType
 from options.tls import make_client_context
-from router.http_client import FetchError, fetch, make_key_headers
+from router.http_client import FetchError, fetch, make_key_headers, open_session
 
 COLUMNS = ("worker", "state", "req/s", "prefill", "decode", "queue s", "predicted", "reported")
 SORT_ORDERS = ("trouble", "name", "load", "requests")
@@ -171,8 +170,7 @@ def fetch_workers(url: str, headers: dict[str, str], tls: ssl.SSLContext) -> Wor
 
 
 async def _fetch(url: str, headers: dict[str, str], tls: ssl.SSLContext) -> tuple[int, bytes]:
-    connector = aiohttp.TCPConnector(ssl=tls)
-    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as session:
+    async with open_session(tls) as session:
         return await fetch(session, url, headers=headers, seconds=ANSWER_S_MAX, bytes_max=MAX_ANSWER_BYTES)
 
 

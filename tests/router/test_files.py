@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.app.system import connections_limit, too_few_files_message
+from router.app.system import connections_limit, too_few_files_message, worker_requests_max
 
 
 def test_connections_are_bounded_by_descriptors() -> None:
@@ -18,3 +18,8 @@ def test_too_few_descriptors_are_named_with_what_is_needed() -> None:
     assert "48198 file descriptors are too few for 2000 event streams" in message
     assert "at most 19999 connections are taken" in message
     assert "48200" in message
+
+
+def test_requests_to_workers_take_a_share_of_the_descriptors() -> None:
+    assert worker_requests_max(1_024) == 128
+    assert worker_requests_max(64) == 100, "as many as aiohttp takes by itself"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import uvloop
 from aiohttp.streams import StreamReader
 
-from router.http_client import READ_BYTES, FetchError, fetch
+from router.http_client import READ_BYTES, FetchError, fetch, open_session
 
 PIECES_PER_TURN_MAX = READ_BYTES // 8
 """In one turn: what aiohttp keeps of chunks, once taken and half of it filled again."""
@@ -82,3 +83,47 @@ def test_chunks_of_a_byte_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPat
     assert turns.pieces_max <= PIECES_PER_TURN_MAX
     with pytest.raises(FetchError, match="more than 99 bytes"):
         read_answer(answer, lambda session, url: fetch(session, url, seconds=60, bytes_max=99))
+
+
+def test_servers_that_do_not_answer_hold_up_no_other() -> None:
+    """aiohttp shares 100 connections among all servers unless it is told otherwise."""
+    silent_count = 120
+
+    async def run() -> Any:
+        writers: list[asyncio.StreamWriter] = []
+        all_ask = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writers.append(writer)
+            if len(writers) == silent_count:
+                all_ask.set()
+            if b"/healthy" in await reader.readuntil(b"\r\n\r\n"):
+                writer.write(HEAD + b"content-length: 0\r\n\r\n")
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with open_session(None) as session:
+            silent = [asyncio.ensure_future(fetch(session, url, seconds=60, bytes_max=9)) for _ in range(silent_count)]
+            await all_ask.wait()
+            answer = await fetch(session, f"{url}/healthy", seconds=60, bytes_max=9)
+            for request in silent:
+                request.cancel()
+            await asyncio.wait(silent)
+        for writer in writers:
+            writer.close()
+            await writer.wait_closed()
+        server.close()
+        return answer
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == (200, b"")
+
+
+def test_what_is_compressed_stays_so() -> None:
+    compressed = gzip.compress(bytes(10_000_000))
+    answer = HEAD + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(compressed) + compressed
+
+    async def read(_: aiohttp.ClientSession, url: str) -> Any:
+        async with open_session(None) as session:
+            return await fetch(session, url, seconds=60, bytes_max=len(compressed))
+
+    assert read_answer(answer, read) == (200, compressed)
