@@ -175,14 +175,15 @@ class StateCheckpoints:
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
         """Return where a chunk of `seq` up to `end` should end: no later than the next planned checkpoint.
 
-        A long chunk ends at a block boundary, because a checkpoint is taken there.
+        A long chunk ends at a block boundary, because a checkpoint is taken there, unless it lies within one block.
         """
         next_stop = next(iter(self._state_by_sequence[seq].planned_checkpoints), None)
         if next_stop is None:
             return end
         end = min(end, next_stop * self._block_size)
+        last_boundary = end // self._block_size * self._block_size
         is_long = end - seq.computed_tokens >= _LONG_CHUNK_TOKENS
-        return end // self._block_size * self._block_size if is_long else end
+        return last_boundary if is_long and last_boundary > seq.computed_tokens else end
 
     def reserve_checkpoint(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
         """Plan to save the state of `seq` after the chunk [start, end), if a checkpoint is due at `end`.

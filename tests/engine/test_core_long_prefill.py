@@ -9,8 +9,8 @@ from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec, StateSpec
 from engine.scheduler import SchedulerConfig
 
 
-def make_bench(enable_prefix_caching: bool = True) -> Bench:
-    spec = CacheSpec(16, (GroupSpec(FULL_ATTENTION, (0,), 1, 64, 2),), StateSpec((1,), 20 * 16 * 256))
+def make_bench(enable_prefix_caching: bool = True, block_size: int = 16) -> Bench:
+    spec = CacheSpec(block_size, (GroupSpec(FULL_ATTENTION, (0,), 1, 64, 2),), StateSpec((1,), 20 * block_size * 256))
     cache = KVCache(spec, 60, step_tokens_max=1500, enable_prefix_caching=enable_prefix_caching)
     return Bench(cache, SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=1500, max_model_len=8000))
 
@@ -29,6 +29,15 @@ def test_an_edited_long_prompt_resumes_where_a_chunk_ended() -> None:
     bench.add("b", [*prompt[:3500], 9, 9, 9], max_tokens=1)
     bench.drain()
     assert bench.firsts["b"].cached_tokens == 2976
+    bench.assert_correct()
+
+
+def test_a_chunk_within_one_long_block_is_not_cut_to_nothing() -> None:
+    bench = make_bench(block_size=2048)
+    bench.add("a", [i % 251 for i in range(4200)], max_tokens=1)
+    bench.drain()
+    assert bench.device.plans == [[("a", 0, 1500)], [("a", 1500, 2048)], [("a", 2048, 3548)], [("a", 3548, 4096)],
+                                  [("a", 4096, 4200)]]  # fmt: skip
     bench.assert_correct()
 
 
