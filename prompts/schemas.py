@@ -238,7 +238,12 @@ def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not valid JSON: {_describe_utf8_error(data, error)}", param=None) from None
     except RecursionError:
-        raise RequestError("the body is not usable JSON: it is nested too deeply", param=None) from None
+        raise make_nesting_error() from None
+
+
+def make_nesting_error() -> RequestError:
+    """Return the error for a body whose lists and objects are nested too deeply for Python."""
+    return RequestError("the body is not usable JSON: it is nested too deeply", param=None)
 
 
 def _decode_with_whole_floats(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:

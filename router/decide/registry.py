@@ -146,9 +146,20 @@ class WorkerRegistry:
     def is_model_served(self, model: str, worker_id: str | None = None) -> bool:
         """Return whether some worker takes requests for a model now, or whether a given worker serves the model."""
         if worker_id is not None:
-            worker = self.workers.get(worker_id)
+            worker = self._find_named_worker(worker_id)
             return worker is not None and model in worker.models
         return bool(self._get_pool((model, None)).targets)
+
+    def find_default_model(self, worker_id: str | None = None) -> str:
+        """Return the model of a request that names none: the first one of a given worker, else of any; "" for none."""
+        named_worker = None if worker_id is None else self._find_named_worker(worker_id)
+        workers = self.workers.values() if named_worker is None else (named_worker,)
+        return next((model for worker in workers for model in worker.models), "")
+
+    def _find_named_worker(self, name: str) -> Worker | None:
+        """Return the worker that a client names by its id, or by the name of one of its ranks; None for none."""
+        target = self._tracker.targets.get(name)
+        return self.workers.get(name if target is None else target.worker_id)
 
     def is_blockcast(self, model: str) -> bool:
         """Return whether all workers of a model are engines of this project."""
@@ -322,7 +333,7 @@ class WorkerRegistry:
 
     def _refuse_pinned(self, request: RouteRequest) -> Refuse:
         worker_id = request.worker or ""
-        worker = self.workers.get(worker_id)
+        worker = self._find_named_worker(worker_id)
         if worker is None:
             return Refuse(request.request_id, 404, "unknown_worker", f"There is no worker {worker_id!r}.")
         reason = self._find_ineligibility_reason(worker, request) or "not eligible"

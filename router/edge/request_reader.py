@@ -14,7 +14,7 @@ import msgspec
 
 from prompts.anthropic import CountRequest
 from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest
-from prompts.schemas import decode_json
+from prompts.schemas import decode_json, make_nesting_error
 from prompts.worker_fields import CONTAINER_FIELDS, is_worker_field, without_worker_fields
 from router.decide.core import RouterCore
 from router.decide.messages import RouteRequest
@@ -167,6 +167,8 @@ class RequestReader:
         name = requested_name = headers.model or body_request.model
         if self.model_names is not None and requested_name is not None:
             name = self._resolve_alias(self.model_names, requested_name, body_request, headers)
+        if name is None:
+            name = self._core.registry.find_default_model(headers.worker)
         context.model = self._resolve_model(name, is_renamed=bool(requested_name) and name != body_request.model)
         return context.model
 
@@ -243,13 +245,11 @@ class RequestReader:
             ttft_s_max=None if headers.ttft_ms is None else headers.ttft_ms / 1000.0,
         )
 
-    def _resolve_model(self, name: str | None, *, is_renamed: bool) -> ResolvedModel:
+    def _resolve_model(self, name: str, *, is_renamed: bool) -> ResolvedModel:
         """Return the model of this name, with its base and LoRA adapter if a worker serves it.
 
-        Without a name it is the first model of any worker. An unknown name is kept, and the core refuses it later.
+        An unknown name is kept, and the core refuses it later.
         """
-        if name is None:
-            name = next((model for worker in self._core.workers.values() for model in worker.models), "")
         served_model = self._core.resolve_model(name)
         if served_model is None:
             return ResolvedModel(name, name, is_renamed=is_renamed)
@@ -336,7 +336,13 @@ def _read_form(request: HttpRequest) -> tuple[RoutingRequest, FieldSpans]:
 
 
 def _strip_worker_fields(value: bytes, allowed_fields: frozenset[str]) -> Any:
-    """Return a JSON object without the fields that clients may not set; None if it has no such field."""
+    """Return a JSON object without the fields that clients may not set; None if it has no such field.
+
+    Raises RequestError if it cannot be decoded or is nested too deeply.
+    """
     fields: Any = decode_json(_VALUE_DECODER, value)
-    client_fields = without_worker_fields(fields, allowed_fields)
-    return None if client_fields == fields else client_fields
+    try:
+        client_fields = without_worker_fields(fields, allowed_fields)
+        return None if client_fields == fields else client_fields
+    except RecursionError:
+        raise make_nesting_error() from None

@@ -506,10 +506,8 @@ class ClientConnection(asyncio.Protocol):
 
         After a long read, other connections get a turn before this one reads on.
         """
-        request = self._parser.pop_partial_request()
+        request = self._begin_partial_request()
         if request is not None:
-            self._request = request
-            self.cors_headers = self._app.build_cors_headers(request)
             self._admit(request)
         self._charge_buffered_bytes()
         transport = self._transport
@@ -523,6 +521,14 @@ class ClientConnection(asyncio.Protocol):
             transport.resume_reading()
         if self._parser.pop_expect_continue():
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _begin_partial_request(self) -> HttpRequest | None:
+        """Return a request of which the head has come, once; None without one. An error is in its API's format."""
+        request = self._parser.pop_partial_request()
+        if request is not None:
+            self._request = request
+            self.cors_headers = self._app.build_cors_headers(request)
+        return request
 
     def _limit_pipelined_input(self) -> None:
         """Stop reading if the client sent too much ahead of an answer.
@@ -547,6 +553,7 @@ class ClientConnection(asyncio.Protocol):
     def _reject_and_close(self, error: RequestError) -> None:
         """Answer with `error` and close, because no further request can be read."""
         self._app.record_rejection(error.status)
+        self._begin_partial_request()
         self._parser.stop()
         self._release_buffers()
         self._is_busy, self.has_response_started = True, False

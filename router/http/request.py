@@ -219,15 +219,16 @@ class RequestParser:
         if is_chunked and request.is_http_1_0:
             raise BadRequest(400, "transfer-encoding in an HTTP/1.0 request")
         body_bytes = content_length or 0
-        if body_bytes > self._limits.body_bytes_max:
-            raise self._make_too_large_error()
+        is_too_large = body_bytes > self._limits.body_bytes_max
         request.has_body = body_bytes > 0 or is_chunked
         body_end = self._position + body_bytes
-        if not is_chunked and body_end <= len(data):
+        if not is_chunked and not is_too_large and body_end <= len(data):
             request.pieces = (data[self._position : body_end],)
             self._position = body_end
             return request
         self._begin_body(request, body_bytes, is_chunked=is_chunked)
+        if is_too_large:  # raised now, when `pop_partial_request` tells whose body it is
+            raise self._make_too_large_error()
         return None
 
     def _begin_body(self, request: HttpRequest, body_bytes: int, *, is_chunked: bool) -> None:

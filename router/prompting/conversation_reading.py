@@ -466,11 +466,14 @@ def _locate_messages(
     """Return a body's array of messages; None if its place cannot be told, or if there is none.
 
     `fields`: top-level fields of the body. `messages_start`: offset of the array, if known. Else the array is searched
-    by its first bytes.
+    by its first bytes, which must be nowhere else.
     """
     array_json = bytes(fields.get("messages", b""))
     if messages_start is None:
-        messages_start = body.find(array_json[:256])
+        opening = array_json[:256]
+        messages_start = body.find(opening)
+        if body.find(opening, messages_start + 1) >= 0:
+            return None  # another field, or the same one once more, begins alike
     if not array_json.startswith(b"[") or not body.startswith(array_json, messages_start):
         return None
     return _MessagesArray(messages_start, array_json)

@@ -19,6 +19,8 @@ _MEDIA_PART_TYPES = MEDIA_PARTS | {"document"}
 _MEDIA_MARKERS = (b"image", b"audio", b"video", b"file", b"document")
 _VOLATILE_FIELDS = frozenset(("cache_control", "id", "status"))
 """Fields of a part that clients change from turn to turn."""
+_DEPTH_MAX = 16
+"""Deepest list or object in which these fields are left out; a part of a tool's result has a depth of 5."""
 
 
 class MediaPrompt(NamedTuple):
@@ -92,12 +94,14 @@ def _digest_opening(messages: list[Any]) -> int:
     return xxhash.xxh3_64_intdigest(msgspec.json.encode(_strip_volatile_fields(opening_messages)))
 
 
-def _strip_volatile_fields(value: Any) -> Any:
-    """Return a value without the fields that clients change from turn to turn."""
+def _strip_volatile_fields(value: Any, depth: int = 0) -> Any:
+    """Return a value without the fields that clients change from turn to turn, down to _DEPTH_MAX."""
+    if depth > _DEPTH_MAX:
+        return value
     if isinstance(value, dict):
         return {
-            name: _strip_volatile_fields(item)
+            name: _strip_volatile_fields(item, depth + 1)
             for name, item in value.items()
             if name not in _VOLATILE_FIELDS and item is not None
         }
-    return [_strip_volatile_fields(item) for item in value] if isinstance(value, list) else value
+    return [_strip_volatile_fields(item, depth + 1) for item in value] if isinstance(value, list) else value

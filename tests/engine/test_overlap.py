@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -312,6 +313,24 @@ def test_abort_and_reset_with_two_steps_out() -> None:
     assert {name: end.finish_reason for name, end in bench.ends.items()} == {
         "a": FinishReason.ABORT, "b": FinishReason.ABORT, "c": FinishReason.LENGTH,
     }  # fmt: skip
+
+
+def test_an_abort_and_a_sleep_at_once_while_a_step_is_out() -> None:
+    bench = make_bench()
+    bench.core._model = Mock()
+    bench.add("a", [1, 2, 3], max_tokens=9)
+    bench.step()
+    bench.add("b", [4, 5], max_tokens=9)
+    bench.abort("a")
+    with pytest.raises(ValueError, match="running"):
+        bench.core.sleep(1)
+    bench.abort("b")
+    bench.core.sleep(1)
+    assert not bench.core.has_work
+    bench.core.wake()
+    bench.add("c", [1, 2, 3], max_tokens=9)
+    bench.drain()
+    bench.assert_correct()
 
 
 def make_overlapped_core(units: int, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[EngineCore, ModelRunner]:
