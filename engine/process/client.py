@@ -36,6 +36,9 @@ from events.publisher import PublisherStats
 from options.system import start_child
 from prompts import RequestError
 
+TOKENS_PER_PAUSE = 1024
+"""Unread tokens that a request's reader gets before the event loop serves others, some 4 ms of decoding and parsing."""
+
 log = logging.getLogger("engine.client")
 
 
@@ -65,7 +68,8 @@ class OutputStream:
     async def __anext__(self) -> list[SequenceOutput]:
         """Wait for outputs, and return those since the last call, merged into one for each sequence.
 
-        The iteration ends when every sequence has finished. It raises the error of `fail` once all outputs are read.
+        These are at most TOKENS_PER_PAUSE tokens: the event loop serves others before the next call returns more. The
+        iteration ends when every sequence has finished. It raises the error of `fail` once all outputs are read.
         """
         while not self._pending_output_by_id:
             if self._error is not None:
@@ -77,11 +81,27 @@ class OutputStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        outputs = list(self._pending_output_by_id.values())
-        self._pending_output_by_id.clear()
-        for output in outputs:
+        outputs = self._take_outputs()
+        if self._pending_output_by_id:
+            await asyncio.sleep(0)
+        return outputs
+
+    def _take_outputs(self) -> list[SequenceOutput]:
+        """Remove unread outputs of at most TOKENS_PER_PAUSE tokens, and return them."""
+        outputs: list[SequenceOutput] = []
+        token_count = 0
+        for request_id, output in list(self._pending_output_by_id.items()):
+            remaining_tokens = TOKENS_PER_PAUSE - token_count
+            if not remaining_tokens:
+                break
+            if len(output.token_ids) > remaining_tokens:
+                output = take_first_tokens(output, remaining_tokens)
+            else:
+                del self._pending_output_by_id[request_id]
+            outputs.append(output)
+            token_count += len(output.token_ids)
             if output.finish_reason is not None:
-                self._open_request_ids.discard(output.request_id)
+                self._open_request_ids.discard(request_id)
         return outputs
 
     def close(self, request_id: str | None = None) -> None:
@@ -145,6 +165,23 @@ def merge_outputs(first: SequenceOutput, second: SequenceOutput) -> SequenceOutp
     first.stop_token_id = second.stop_token_id
     first.error, first.is_client_error = second.error, second.is_client_error
     return first
+
+
+def take_first_tokens(output: SequenceOutput, count: int) -> SequenceOutput:
+    """Remove the first `count` tokens of an output, with the facts about the prompt, and return them as an output."""
+    logprobs = output.logprobs
+    first_output = SequenceOutput(
+        request_id=output.request_id,
+        token_ids=output.token_ids[:count],
+        cached_tokens=output.cached_tokens,
+        logprobs=None if logprobs is None else logprobs[:count],
+        prompt_logprobs=output.prompt_logprobs,
+    )
+    del output.token_ids[:count]
+    if logprobs is not None:
+        del logprobs[:count]
+    output.cached_tokens = output.prompt_logprobs = None
+    return first_output
 
 
 class EngineClient(asyncio.Protocol):

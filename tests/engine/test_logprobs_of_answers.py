@@ -17,7 +17,7 @@ from msgspec import structs
 from engine.http.generate import LOGPROBS_PER_PAUSE, format_logprobs
 from engine.messages import StepOutputs
 from engine.output.detokenizer import DetokenizerFactory
-from engine.process.client import EngineClient, OutputStream, merge_outputs
+from engine.process.client import TOKENS_PER_PAUSE, EngineClient, OutputStream, merge_outputs
 from engine.process.logprob_budget import LogprobBudget, LogprobShare
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.completions import CompletionFormatter
@@ -213,6 +213,37 @@ def test_a_request_that_holds_too_many_logprobs_is_ended(request_max: int, total
         assert budget.held_count == 0
 
     asyncio.run(main())
+
+
+def test_the_loop_goes_on_while_a_long_text_is_read_late() -> None:
+    unread_a = make_output("a", 3 * TOKENS_PER_PAUSE + 5)
+    unread_a.cached_tokens, unread_a.finish_reason = 3, FinishReason.LENGTH
+    outputs: list[SequenceOutput] = []
+    parts_before_turn: list[int] = []
+
+    async def count_parts() -> None:
+        while True:
+            parts_before_turn.append(len(outputs))
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        stream = OutputStream(Client(), ["a", "b"], LogprobShare(LogprobBudget()))  # type: ignore[arg-type]
+        stream.deliver(unread_a)
+        stream.deliver(structs.replace(make_output("b", 2), finish_reason=FinishReason.STOP))
+        counting_task = asyncio.ensure_future(count_parts())
+        async for part in stream:
+            assert sum(len(output.token_ids) for output in part) <= TOKENS_PER_PAUSE
+            outputs.extend(part)
+        counting_task.cancel()
+
+    asyncio.run(main())
+    assert parts_before_turn == [0, 1, 2]
+    assert [(output.request_id, len(output.token_ids)) for output in outputs] == [
+        *[("a", TOKENS_PER_PAUSE)] * 3, ("a", 5), ("b", 2),
+    ]  # fmt: skip
+    assert all(len(output.logprobs or ()) == len(output.token_ids) for output in outputs)
+    assert [output.cached_tokens for output in outputs] == [3, None, None, None, None]
+    assert [output.finish_reason for output in outputs] == [*[None] * 3, FinishReason.LENGTH, FinishReason.STOP]
 
 
 def test_too_many_prompt_logprobs_are_refused_before_anything_is_computed() -> None:
