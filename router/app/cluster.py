@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +20,7 @@ from prompts.errors import RequestError
 from router.app.config import ProcessConfig
 from router.app.request_pipeline import RequestPipeline
 from router.app.system import event_streams_max, name_flag_in_errors
+from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
 from router.decide.workers import Worker, WorkerState
 from router.edge.proxy import Proxy
@@ -33,7 +36,7 @@ from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
 from router.http_client import make_key_headers
 from router.index.protocol import PrefixIndex
-from router.prompting.model_tokenizers import RemoteTokenizer
+from router.prompting.model_tokenizers import RemoteTokenizer, RemoteWorker
 
 log = logging.getLogger("router")
 
@@ -72,7 +75,8 @@ class Cluster:
         )
         key_headers = make_key_headers(config.worker_api_key)
         tokenizers = pipeline.prompt_reader.tokenizers
-        tokenizers.remote = RemoteTokenizer(session, key_headers)
+        is_serving = partial(is_worker_serving, pipeline.proxy.core)
+        tokenizers.remote = RemoteTokenizer(session, key_headers, is_serving=is_serving)
         prober = Prober(
             session,
             headers=key_headers,
@@ -113,7 +117,7 @@ class Cluster:
         """Share load with other routers if the operator named any. Raises OSError."""
         if not self._config.peers and self._config.peer_bind is None:
             return
-        sockets = PeerSockets(PeerLoads(self._proxy.core.tracker, f"{socket.gethostname()}/{os.getpid()}"))
+        sockets = PeerSockets(PeerLoads(self._proxy.core.tracker, make_router_name()))
         self._peer_sockets = sockets
         if self._config.peer_bind is not None:
             with name_flag_in_errors("--peer-bind", self._config.peer_bind):
@@ -184,6 +188,19 @@ class Cluster:
         log.warning("attempt on %s failed (%s): %s", decision.worker if decision else "?", kind.value, reason)
         if decision is not None and kind is not FailureKind.OVERLOADED:
             self.fleet.check_soon(decision.worker)
+
+
+def is_worker_serving(core: RouterCore, flag: RemoteWorker, model: str) -> bool:
+    """Return whether a worker is up, at the address that `flag` names, and serves a base model."""
+    worker = core.workers.get(flag.worker_id)
+    if worker is None or worker.is_down or worker.spec.url != flag.url:
+        return False
+    return any(served.base == model for served in worker.spec.models)
+
+
+def make_router_name() -> str:
+    """Return a name for this process that no peer has: containers may share the host's name and all be process 1."""
+    return f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
 
 
 def _name_own_host(endpoint: str) -> str:

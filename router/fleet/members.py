@@ -160,6 +160,8 @@ class Fleet:
                     existing.wake.set()  # a list or an operator that names it expects it to be there
                 return
             existing.cancel()
+            if existing.flag.url != flag.url:
+                self._tokenizers.remove_worker(existing.flag.url)
         member = self._members[flag.worker_id] = _Member(flag, {origin})
         member.task = asyncio.get_running_loop().create_task(self._watch_worker(member))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from itertools import count
 from pathlib import Path
@@ -52,6 +52,8 @@ class RemoteWorker(Protocol):
     """A worker that may be asked for token ids."""
 
     @property
+    def worker_id(self) -> str: ...
+    @property
     def url(self) -> str: ...
     @property
     def sends_api_key(self) -> bool:
@@ -65,10 +67,20 @@ class RemoteTokenizer:
     before routing by load alone. It is bounded in time and memory, and a failure of a worker never raises.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, headers: dict[str, str] | None = None) -> None:
-        """`headers` are sent to workers that may have the workers' API key."""
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        headers: dict[str, str] | None = None,
+        *,
+        is_serving: Callable[[RemoteWorker, str], bool] = lambda worker, model: True,
+    ) -> None:
+        """`headers` are sent to workers that may have the workers' API key.
+
+        `is_serving` returns whether a worker is up and serves a base model now: others are not asked.
+        """
         self._session = session
         self._headers = headers or {}
+        self._is_serving = is_serving
         self._workers_by_model: dict[str, dict[str, RemoteWorker]] = {}
         """Base model -> workers that tokenised the text of `probe`, by their URLs."""
         self._round_robin = count()
@@ -86,11 +98,15 @@ class RemoteTokenizer:
         return bool(token_ids)
 
     async def tokenize(self, request_body: bytes | None, model: str) -> Sequence[int] | None:
-        """Return the token ids for a body of `build_tokenize_request` from the next worker of a base model."""
+        """Return the token ids for a body of `build_tokenize_request` from the next worker that serves a base model."""
         workers = [*self._workers_by_model.get(model, {}).values()]
-        if not workers or request_body is None:
+        if request_body is None:
             return None
-        return await self.tokenize_at(workers[next(self._round_robin) % len(workers)], request_body)
+        for _ in workers:
+            worker = workers[next(self._round_robin) % len(workers)]
+            if self._is_serving(worker, model):
+                return await self.tokenize_at(worker, request_body)
+        return None
 
     def remove_worker(self, url: str) -> None:
         """Ask this worker no more."""

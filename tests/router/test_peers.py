@@ -254,6 +254,11 @@ def test_an_address_on_all_interfaces_is_told_with_the_name_of_the_host(host: st
         sockets.close()
 
 
+def test_no_two_routers_have_one_name() -> None:
+    """Two containers with the host's name, each with process 1, would take each other's load for their own."""
+    assert cluster.make_router_name() != cluster.make_router_name()
+
+
 def test_who_is_followed_can_be_said_anew() -> None:
     mine, other, third = (PeerSockets(PeerLoads(tracker()[0], name)) for name in ("a", "b", "c"))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from prompts.routing import parse_routing
+from router.app.cluster import is_worker_serving
+from router.decide.workers import ServedModel, WorkerSpec
 from router.fleet.worker_flag import parse_worker_flag
 from router.prompting.encode import build_tokenize_request
 from router.prompting.model_tokenizers import RemoteTokenizer
@@ -176,5 +179,33 @@ def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: An
         _load_tokenizer(shelf, order.tokenizer_folder)
         shelf.body = json.dumps(asked).encode()
         assert list(_run_task(shelf, order)[1].prompt.token_ids or ()) == list(ids)
+
+    edge.run(scenario())
+
+
+def test_a_worker_that_is_down_or_serves_another_model_now_is_not_asked(edge: Any) -> None:
+    """A frozen one would take two seconds of each of its prompts, and a restarted one with another model reads none."""
+
+    async def script(request: Any, reader: Any, writer: Any) -> None:
+        await edge.reply(tokenising(request))(request, reader, writer)
+
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        frozen, changed, sound = [await edge.worker(script) for _ in range(3)]
+        async with aiohttp.ClientSession() as session:
+            remote = RemoteTokenizer(session, is_serving=partial(is_worker_serving, edge.core))
+            for worker in (frozen, changed, sound):
+                flag = parse_worker_flag(f"url=http://127.0.0.1:{worker.port},id=w{worker.port}")
+                edge.core.add_worker(WorkerSpec(flag.worker_id, flag.url, (ServedModel("tiny", "tiny"),)), 0.0)
+                assert await remote.probe("tiny", flag)
+            edge.core.mark_worker_down(f"w{frozen.port}", 0.0, "it does not answer")
+            other_model = (ServedModel("other", "other"),)
+            edge.core.add_worker(WorkerSpec(f"w{changed.port}", f"http://127.0.0.1:{changed.port}", other_model), 0.0)
+            request_body = json.dumps({"model": "tiny", "prompt": "one three"}).encode()
+            for _ in range(6):
+                assert await remote.tokenize(request_body, "tiny") == [3, 5]
+            assert [len(worker.received) for worker in (frozen, changed, sound)] == [1, 1, 7]
+            edge.core.mark_worker_down(f"w{sound.port}", 0.0, "it does not answer")
+            assert await remote.tokenize(request_body, "tiny") is None
 
     edge.run(scenario())
