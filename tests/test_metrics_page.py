@@ -17,7 +17,7 @@ from engine.http.metrics import MetricsPage, ServerMetrics
 from engine.transfer.settings import TransferStats
 from router.admin.metrics_page import NAME_PREFIX, build_page_families
 from router.decide.registry import CoreSnapshot
-from router.fleet.worker_stream import StreamCounters
+from router.fleet.worker_stream import STREAM_COUNTERS
 from router.index.protocol import IndexStats
 from router.metrics import Metrics
 from router.prompting.conversation_reader import ConversationReader
@@ -76,7 +76,7 @@ def render_table(families: Iterable[Metric], *, prefix: str = "") -> str:
 
 def render_router_table() -> str:
     """Return the table of the router. One row has the counters of event streams."""
-    names = ", ".join(StreamCounters.__slots__)
+    names = ", ".join(STREAM_COUNTERS)
     table = render_table(declare_router_metrics(), prefix=NAME_PREFIX)
     return table + f"| `events_NAME_total` (worker) | Counters of a worker's event streams. NAME: {names}. |\n"
 
@@ -101,7 +101,7 @@ def test_the_tables_are_what_the_programs_declare() -> None:
 
 def test_every_counter_of_event_streams_is_explained() -> None:
     explanation = PAGE.read_text().partition("* `NAME` of `events_NAME_total`")[2].partition("\n\n")[0]
-    for name in StreamCounters.__slots__:
+    for name in STREAM_COUNTERS:
         assert re.search(rf"`{name}`", explanation), name
 
 

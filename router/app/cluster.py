@@ -163,7 +163,7 @@ class Cluster:
 
     def count_peer_messages(self) -> dict[str, int]:
         """Return the messages to and from other routers, by outcome."""
-        load_messages = {} if self._peer_sockets is None else self._peer_sockets.get_message_counts()
+        load_messages = {} if self._peer_sockets is None else self._peer_sockets.loads.counts
         return load_messages | self._peer_client.outcomes
 
     async def close(self) -> None:

@@ -13,6 +13,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -36,7 +37,7 @@ from events.stream_types import (
 )
 from router.decide.watchdog import UNREACHABLE_HINT
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
-from router.fleet.worker_stream import ObservedCapacity, StreamCounters, WorkerStream
+from router.fleet.worker_stream import ObservedCapacity, WorkerStream, make_stream_counters
 from router.index.protocol import DumpTask, HolderId, IngestReport, IngestTask, PrefixIndex
 
 log = logging.getLogger("router")
@@ -142,7 +143,7 @@ class IndexFeed:
                 source=source,
                 holder=holder,
                 stream_id=self._make_stream_id(worker_id, rank),
-                counters=old_streams[rank].counters if rank < len(old_streams) else StreamCounters(),
+                counters=old_streams[rank].counters if rank < len(old_streams) else make_stream_counters(),
                 is_only_rank=len(targets) == 1,
                 blocks_max=blocks_max,
             )
@@ -219,7 +220,7 @@ class IndexFeed:
 
     def count_stored_blocks(self, worker_id: str) -> int:
         """Return how many blocks the worker has announced so far."""
-        return sum(stream.counters.stored for stream in self._streams_by_worker.get(worker_id, []))
+        return sum(stream.counters["stored"] for stream in self._streams_by_worker.get(worker_id, []))
 
     def list_unreachable_endpoints(self, worker_id: str) -> list[str]:
         """Return the endpoints of a worker's streams that have not been connected for UNREACHABLE_S."""
@@ -270,14 +271,13 @@ class IndexFeed:
             ]
         }
 
-    def sum_counters(self) -> dict[str, dict[str, int]]:
+    def sum_counters(self) -> dict[str, Counter[str]]:
         """Return the counters of each worker, summed over its ranks, for `/metrics`."""
-        sums_by_worker: dict[str, dict[str, int]] = {}
+        sums_by_worker: dict[str, Counter[str]] = {}
         for worker_id, streams in list(self._streams_by_worker.items()):
-            sums = sums_by_worker.setdefault(worker_id, dict.fromkeys(StreamCounters.__slots__, 0))
+            sums = sums_by_worker[worker_id] = make_stream_counters()
             for stream in streams:
-                for name in sums:
-                    sums[name] += getattr(stream.counters, name)
+                sums.update(stream.counters)
         return sums_by_worker
 
     def list_event_lags(self) -> dict[str, float]:
@@ -325,7 +325,7 @@ class IndexFeed:
             return None
         for chunk in snapshot.chunks:
             report = self._index.ingest(stream.holder, chunk)
-            stream.counters.snapshots += 1
+            stream.counters["snapshots"] += 1
             if report.malformed:
                 log.warning("worker %s: a peer's snapshot is not used: %s", stream.worker_id, report.malformed[0])
                 self._clear(stream)
@@ -404,11 +404,11 @@ class IndexFeed:
 
     def _drop_blocks(self, stream: WorkerStream, reason: str) -> None:
         block_count = self._count_blocks(stream)
-        if not stream.counters.forgotten:
+        if not stream.counters["forgotten"]:
             log.warning(
                 "worker %s rank %d announced %s: %d forgotten", stream.worker_id, stream.rank, reason, block_count
             )
-        stream.counters.forgotten += block_count
+        stream.counters["forgotten"] += block_count
         self._clear_and_report(stream)
 
     # The feed's thread ---------------------------------------------------------------------------------------------
@@ -437,19 +437,19 @@ class IndexFeed:
                 case Clear():
                     self._clear_and_report(stream)
                 case Gap():
-                    stream.counters.gaps += 1
+                    stream.counters["gaps"] += 1
                 case DuplicateBatch():
-                    stream.counters.repeated += 1
+                    stream.counters["repeated"] += 1
                 case PublisherRestarted(reason):
                     stream.count_restart(reason)
                     stream.full_cache = ObservedCapacity()
                     self._report_capacity(stream)
                     self._report(EngineRestarted(stream.worker_id, stream.rank))
                 case MalformedMessage(reason):
-                    stream.counters.malformed += 1
+                    stream.counters["malformed"] += 1
                     stream.record_skipped([reason])
                 case DroppedMessages(count):
-                    stream.counters.overflowed += count
+                    stream.counters["overflowed"] += count
         return None
 
     def _ingest(self, stream: WorkerStream, apply: Apply) -> SlicedWork | None:
@@ -483,7 +483,7 @@ class IndexFeed:
         """Record what an applied batch tells about its stream: counts, capacity, and the position in the stream."""
         if stream.last_seq is None and not stream.is_only_rank:
             stream.record_batch_rank(decode_batch_rank(apply.payload))
-        stream.counters.record_batch(len(apply.payload), report)
+        stream.count_batch(len(apply.payload), report)
         stream.record_origin(apply)
         stream.record_skipped(report.malformed)
         if report.removed:  # a cache that has removed nothing may not be full

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -110,17 +111,6 @@ class _Peer:
     last_message_s: float
 
 
-@dataclass(slots=True)
-class PeerStats:
-    """Counters for `/metrics`."""
-
-    sent: int = 0
-    received: int = 0
-    late: int = 0
-    malformed: int = 0
-    expired: int = 0
-
-
 _DECODER = msgspec.msgpack.Decoder(LoadMessage)
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -141,7 +131,8 @@ class PeerLoads:
         self._last_full_s: float | None = None
         self._peers: dict[str, _Peer] = {}
         self._is_own_peer = False
-        self.stats = PeerStats()
+        self.counts = Counter(dict.fromkeys(("sent", "received", "late", "malformed", "expired"), 0))
+        """Messages by outcome, for `/metrics`; `expired`: routers that were silent."""
 
     def next_message(self, now: float) -> bytes | None:
         """Return the message to publish now, if any: changed targets, or everything once a heartbeat."""
@@ -159,7 +150,7 @@ class PeerLoads:
         speeds = list(tracker.get_pool_speeds().items())[:POOLS_MAX] if is_full else []
         learned_speeds = [LearnedSpeed(pool, *speed) for pool, speed in speeds]
         self._seq += 1
-        self.stats.sent += 1
+        self.counts["sent"] += 1
         message = LoadMessage(VERSION, self._router, self._epoch, self._seq, is_full, loads, learned_speeds)
         return _ENCODER.encode(message)
 
@@ -181,10 +172,10 @@ class PeerLoads:
             self._record_malformed(f"router {message.router!r} is one more than the {PEERS_MAX} that are followed")
             return
         if peer is not None and peer.epoch == message.epoch and message.seq <= peer.seq:
-            self.stats.late += 1
+            self.counts["late"] += 1
             return
         is_restarted = peer is None or peer.epoch != message.epoch
-        self.stats.received += 1
+        self.counts["received"] += 1
         self._peers[message.router] = _Peer(message.epoch, message.seq, now)
         loads = {load.target: _make_peer_load(load, now) for load in message.loads}
         self._tracker.set_peer_loads(message.router, loads, is_full=message.is_full or is_restarted)
@@ -202,7 +193,7 @@ class PeerLoads:
             del self._peers[name]
             self._tracker.set_peer_loads(name, {})
             self._tracker.set_peer_speeds(name, {})
-            self.stats.expired += 1
+            self.counts["expired"] += 1
             log.warning("peer router %s is silent: its load no longer counts", name)
 
     def _make_target_load(self, name: str, now: float) -> TargetLoad:
@@ -227,9 +218,9 @@ class PeerLoads:
             log.info("one of the peers is this router itself, and is ignored: --peer names the others' --peer-bind")
 
     def _record_malformed(self, reason: str) -> None:
-        if self.stats.malformed == 0:
+        if not self.counts["malformed"]:
             log.warning("a message of a peer router is skipped: %s", reason)
-        self.stats.malformed += 1
+        self.counts["malformed"] += 1
 
 
 def _make_peer_load(load: TargetLoad, now: float) -> PeerLoad:
@@ -254,7 +245,7 @@ class PeerSockets:
     """ZeroMQ sockets that publish this router's messages and receive those of its peers."""
 
     def __init__(self, loads: PeerLoads) -> None:
-        self._loads = loads
+        self.loads = loads
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._sub = self._context.socket(zmq.SUB)
@@ -269,10 +260,6 @@ class PeerSockets:
         self._sub.subscribe(TOPIC)
         self.address: str | None = None
         self._endpoints: set[str] = set()
-
-    def get_message_counts(self) -> dict[str, int]:
-        """Return the number of messages by outcome."""
-        return asdict(self._loads.stats)
 
     def bind(self, endpoint: str) -> None:
         """Publish messages at an endpoint. Raises zmq.ZMQError."""
@@ -315,12 +302,12 @@ class PeerSockets:
                 frames = self._sub.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._loads.apply_message(frames[-1], now)
+            self.loads.apply_message(frames[-1], now)
             received_bytes += len(frames[-1])
             if received_bytes > POLL_BYTES_MAX:
                 break
-        self._loads.expire(now)
-        message = self._loads.next_message(now)
+        self.loads.expire(now)
+        message = self.loads.next_message(now)
         if message is not None:
             self._pub.send_multipart([TOPIC, message], zmq.NOBLOCK)  # a PUB drops rather than waits
 

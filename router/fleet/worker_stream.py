@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -56,40 +57,21 @@ class ObservedCapacity:
                 self.evictions += 1
 
 
-@dataclass(slots=True)
-class StreamCounters:
-    """Counters of one stream since it was first followed, reconnects and restarts included."""
-
-    batches: int = 0
-    bytes: int = 0
-    stored: int = 0
-    removed: int = 0
-    cleared: int = 0
-    parked: int = 0
-    unknown_removals: int = 0
-    unknown_copies: int = 0
-    unknown_events: int = 0
-    refused: int = 0
-    malformed: int = 0
-    gaps: int = 0
-    restarts: int = 0
-    snapshots: int = 0
-    replayed: int = 0
-    repeated: int = 0
-    overflowed: int = 0
-    forgotten: int = 0
-    """Blocks forgotten because there were too many."""
-
-    def record_batch(self, size: int, report: IngestReport) -> None:
-        """Count a batch of `size` bytes that was ingested."""
-        self.batches += 1
-        self.bytes += size
-        self.malformed += report.malformed_events
-        for name in _REPORT_FIELDS:
-            setattr(self, name, getattr(self, name) + getattr(report, name))
+REPORTED_COUNTERS = (
+    "stored", "removed", "cleared", "parked", "unknown_removals", "unknown_copies", "unknown_events", "refused",
+)  # fmt: skip
+"""Counts of an IngestReport that are summed."""
+STREAM_COUNTERS = (
+    "batches", "bytes", *REPORTED_COUNTERS, "malformed", "gaps", "restarts", "snapshots", "replayed", "repeated",
+    "overflowed", "forgotten",
+)  # fmt: skip
+"""Counters of a stream since it was first followed, reconnects and restarts included. `forgotten` are blocks of which
+there were too many."""
 
 
-_REPORT_FIELDS = [name for name in IngestReport.__slots__ if name in StreamCounters.__slots__ and name != "malformed"]
+def make_stream_counters() -> Counter[str]:
+    """Return the counters of a new stream, all zero."""
+    return Counter(dict.fromkeys(STREAM_COUNTERS, 0))
 
 
 class AppliedBatch(NamedTuple):
@@ -110,7 +92,7 @@ class WorkerStream:
     source: EventSource
     holder: HolderId
     stream_id: str
-    counters: StreamCounters
+    counters: Counter[str]
     is_only_rank: bool
     """Whether the worker has no other rank."""
     blocks_max: int
@@ -183,15 +165,21 @@ class WorkerStream:
             )
             self.wrong_rank = batch_rank
 
+    def count_batch(self, size: int, report: IngestReport) -> None:
+        """Count a batch of `size` bytes that was ingested."""
+        self.counters.update(batches=1, bytes=size, malformed=report.malformed_events)
+        for name in REPORTED_COUNTERS:
+            self.counters[name] += getattr(report, name)
+
     def record_origin(self, apply: Apply) -> None:
         """Count a batch that was not live, or note when a live one was applied, and how late."""
         if apply.origin is Origin.LIVE:
             now_s, made_s = time.time(), read_batch_time(apply.payload)
             self.last_event = AppliedBatch(now_s, None if made_s is None else now_s - made_s)
         elif apply.origin is Origin.REPLAY:
-            self.counters.replayed += 1
+            self.counters["replayed"] += 1
         else:
-            self.counters.snapshots += 1
+            self.counters["snapshots"] += 1
 
     def record_position(self, apply: Apply, *, has_all_blocks: bool) -> bool:
         """Record which batch was applied last; return whether it shows that a worker came back as another process.
@@ -208,13 +196,14 @@ class WorkerStream:
         self.position = StreamPosition(apply.seq, digest_payload(apply.payload))
         if not self._compare_with_position_before_restart(self.position, apply.origin):
             return False
-        self.counters.restarts += 1
+        self.counters["restarts"] += 1
         log.info("worker %s rank %d came back as another process", self.worker_id, self.rank)
         return True
 
     def count_restart(self, reason: str) -> None:
         """Count and log a restart of the publisher. Two publishers of one topic look like restarts without end."""
-        count = self.counters.restarts = self.counters.restarts + 1
+        self.counters["restarts"] += 1
+        count = self.counters["restarts"]
         if count <= RESTARTS_LOGGED or count.bit_count() == 1:
             log.info("worker %s rank %d restarted (restart %d): %s", self.worker_id, self.rank, count, reason)
 
@@ -258,7 +247,7 @@ class WorkerStream:
             "last_seq": self.last_seq,
             "last_event_s": self.last_event.at_s,
             "last_event_lag_s": self.last_event.lag_s,
-            **{name: getattr(self.counters, name) for name in StreamCounters.__slots__},
+            **self.counters,
             "problems": list(self.problems),
             "groups": groups,
         }

@@ -24,7 +24,7 @@ from router.app.accounting import RequestAccounting
 from router.app.cli import cli as router
 from router.app.config import EPP_SCHEMA, SCHEMA
 from router.fleet.kubernetes_objects import read_pool
-from router.fleet.worker_stream import StreamCounters
+from router.fleet.worker_stream import STREAM_COUNTERS
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
 from real_envoy import envoy_program
@@ -70,7 +70,7 @@ def test_alerts_and_panels_ask_for_what_there_is(edge: Any, make_post: Any) -> N
 
     pages: list[str] = []
     edge.run(_keep(scenario(), pages))
-    streams = render_metrics(build_feed_families({"w0": dict.fromkeys(StreamCounters.__slots__, 1)})).decode()
+    streams = render_metrics(build_feed_families({"w0": dict.fromkeys(STREAM_COUNTERS, 1)})).decode()
     there = labels_of(pages[0].partition("\r\n\r\n")[2] + streams)
     asked = 0
     for expression in expressions():
