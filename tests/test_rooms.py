@@ -113,7 +113,6 @@ def find_large_parts(path: str, source: str) -> dict[str, int]:
 RECORDS = {
     "engine/config.py:EngineConfig",
     "engine/config.py:ServerConfig",
-    "engine/protocol/responses.py:ResponseObject",
     "events/kv_subscriber.py:command",
     "prompts/responses.py:ResponsesRequest",
     "prompts/routing.py:RoutingRequest",

@@ -22,7 +22,6 @@ from aiohttp import web
 from engine.config import ServerConfig
 from engine.http.body_workers import BodyParser
 from engine.http.metrics import RequestClock
-from engine.http.response_store import StoredResponse
 from engine.http.state import ServerState, make_not_running_error, make_random_id
 from engine.output.choice import Choice
 from engine.output.delta_builder import ChoiceDelta
@@ -183,7 +182,7 @@ async def _respond(
 def _store_response(state: ServerState, formatter: ResponseFormatter) -> None:
     """Store a finished response of `/v1/responses` if its request wants that."""
     if isinstance(formatter, ResponsesFormatter) and formatter.context.should_store:
-        state.response_store.put(StoredResponse(formatter.make_final_response(), formatter.encode_messages()))
+        state.response_store.put(formatter.make_final_response(), formatter.encode_messages())
 
 
 def _make_timeout_error(limit_s: float) -> RequestError:

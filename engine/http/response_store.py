@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from engine.protocol.responses import ResponseObject
 from prompts import RequestError
 from prompts.responses import get_response_id_of_item
 
@@ -15,14 +15,17 @@ STORED_MAX = 100_000
 STORED_BYTES_MAX = 256 << 20
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A finished response, and the conversation up to it."""
+    """A finished response, and the conversation up to it, both as JSON."""
 
-    response: ResponseObject
+    response: bytes
     messages: bytes
-    """JSON list of the rendered messages and the answer."""
-    size_bytes: int = 0
+    """List of the rendered messages and the answer."""
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.response) + len(self.messages)
 
 
 class ResponseStore:
@@ -36,10 +39,10 @@ class ResponseStore:
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self.used_bytes = 0
 
-    def put(self, stored_response: StoredResponse) -> None:
-        """Store a response, and drop the least recently used ones to make room."""
-        stored_response.size_bytes = len(stored_response.messages) + len(msgspec.json.encode(stored_response.response))
-        self._responses[stored_response.response.id] = stored_response
+    def put(self, response: dict[str, Any], messages: bytes) -> None:
+        """Store a response and its `messages`, and drop the least recently used ones to make room."""
+        stored_response = StoredResponse(msgspec.json.encode(response), messages)
+        self._responses[response["id"]] = stored_response
         self.used_bytes += stored_response.size_bytes
         while self._responses and (self.used_bytes > self._bytes_max or len(self._responses) > STORED_MAX):
             self._drop(next(iter(self._responses)))
@@ -60,8 +63,8 @@ class ResponseStore:
         """Return the JSON of an item, which the field `param` refers to. Raises RequestError 404."""
         response_id = get_response_id_of_item(name)
         stored_response = self._responses.get(response_id)
-        items = [] if stored_response is None else stored_response.response.output
-        item = next((item for item in items if item.id == name), None)
+        items = [] if stored_response is None else msgspec.json.decode(stored_response.response)["output"]
+        item = next((item for item in items if item["id"] == name), None)
         if item is None:
             message = f"{param}: no item {name[:256]!r} of a response that is stored here"
             raise RequestError(message, param=param, code="item_not_found", status=404)

@@ -13,7 +13,6 @@ from engine.http.body_workers import BodyParser
 from engine.http.generate import STATE
 from engine.protocol.openai import ModelCard, ModelList
 from engine.protocol.parsed_request import read_count
-from engine.protocol.responses import DeletedResponse
 from engine.protocol.tokenize import read_detokenize, read_tokenize
 from events.sources import encode_sources
 from prompts import RequestError
@@ -47,13 +46,13 @@ async def show_response(request: web.Request) -> web.Response:
     stored_response = request.app[STATE].response_store.get(request.match_info["response_id"], "response_id")
     if request.query.get("stream", "false") != "false":
         raise RequestError("stream: a stored response is not streamed, ask for it whole", param="stream")
-    return json_response(stored_response.response)
+    return web.Response(body=stored_response.response, content_type=_JSON)
 
 
 async def delete_response(request: web.Request) -> web.Response:
     name = request.match_info["response_id"]
     request.app[STATE].response_store.delete(name)
-    return json_response(DeletedResponse(name))
+    return json_response({"id": name, "object": "response", "deleted": True})
 
 
 async def check_health(request: web.Request) -> web.Response:

@@ -5,13 +5,16 @@ Invariants: at most one block is open; a block that was stopped does not grow.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from engine.output.choice import Choice
+from engine.output.custom_input import CustomInputDecoder
 from engine.output.delta_builder import ChoiceDelta
 
-BlockKind = Literal["reasoning", "text", "call"]
+BlockKind = Literal["reasoning", "text", "call", "custom_call"]
+"""A custom call has free text as its input, which the model writes inside of JSON."""
 
 
 @dataclass(slots=True)
@@ -29,7 +32,7 @@ class ContentBlock:
 
     @property
     def text(self) -> str:
-        """Text so far; for a call, the JSON of its arguments."""
+        """Text so far; for a call, the JSON of its arguments; for a custom call, its input."""
         return "".join(self.texts)
 
 
@@ -49,9 +52,13 @@ class ContentBlocks:
     1, its delta. `finish` stops block 1.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, custom_tools: Collection[str] = ()) -> None:
+        """`custom_tools`: names of the tools whose calls are custom calls."""
         self.blocks: list[ContentBlock] = []
+        self._custom_tools = custom_tools
         self._current_block: ContentBlock | None = None
+        self._input_decoder = CustomInputDecoder()
+        """Decoder of the last custom call's input."""
 
     def push(self, delta: ChoiceDelta) -> list[BlockEvent]:
         """Add a delta, and return the changes of the blocks, in the order in which they happen.
@@ -60,17 +67,18 @@ class ContentBlocks:
         before the delta's reasoning and text. Calls that begin in this delta come after these.
         """
         events: list[BlockEvent] = []
-        continued_calls = [call for call in delta.tool_calls if call.name is None]
-        for call in continued_calls:
-            self._append_text("call", call.arguments, events)
+        for call in delta.tool_calls:
+            if call.name is None:
+                self._append_text(call.arguments, events)
         if delta.reasoning:
-            self._append_text("reasoning", delta.reasoning, events)
+            self._continue_block("reasoning", delta.reasoning, events)
         if delta.text:
-            self._append_text("text", delta.text, events)
+            self._continue_block("text", delta.text, events)
         for call in delta.tool_calls:
             if call.name is not None:
-                self._start_block(ContentBlock("call", len(self.blocks), id=call.id or "", name=call.name), events)
-                self._append_text("call", call.arguments, events)
+                kind: BlockKind = "custom_call" if call.name in self._custom_tools else "call"
+                self._start_block(ContentBlock(kind, len(self.blocks), id=call.id or "", name=call.name), events)
+                self._append_text(call.arguments, events)
         return events
 
     def finish(self) -> list[BlockEvent]:
@@ -81,29 +89,43 @@ class ContentBlocks:
         self._stop_block(events)
         return events
 
-    def _append_text(self, kind: BlockKind, text: str, events: list[BlockEvent]) -> None:
+    def add_whole_choice(self, choice: Choice) -> None:
+        """Add a choice that collected its whole text, and stop the last block."""
+        self.push(ChoiceDelta(choice.text, choice.reasoning, choice.tool_calls))
+        self.finish()
+
+    def _continue_block(self, kind: BlockKind, text: str, events: list[BlockEvent]) -> None:
+        """Append text to the open block, or to a new one if that is of another kind."""
         if self._current_block is None or self._current_block.kind != kind:
             self._start_block(ContentBlock(kind, len(self.blocks)), events)
-        assert self._current_block is not None
+        self._append_text(text, events)
+
+    def _append_text(self, text: str, events: list[BlockEvent]) -> None:
+        """Append text to the open block. Of a custom call, only the decoded input is appended."""
+        block = self._current_block
+        assert block is not None, "the first piece of a call has its name"
+        if block.kind == "custom_call":
+            text = self._input_decoder.push(text)
         if text:
-            self._current_block.texts.append(text)
-            events.append(BlockEvent("delta", self._current_block, text))
+            block.texts.append(text)
+            events.append(BlockEvent("delta", block, text))
 
     def _start_block(self, block: ContentBlock, events: list[BlockEvent]) -> None:
         self._stop_block(events)
         self.blocks.append(block)
         self._current_block = block
+        if block.kind == "custom_call":
+            self._input_decoder = CustomInputDecoder()
         events.append(BlockEvent("start", block))
 
     def _stop_block(self, events: list[BlockEvent]) -> None:
-        if self._current_block is not None:
-            events.append(BlockEvent("stop", self._current_block))
-            self._current_block = None
-
-
-def make_blocks_of_choice(choice: Choice) -> list[ContentBlock]:
-    """Return the blocks of a choice that collected its whole text."""
-    blocks = ContentBlocks()
-    blocks.push(ChoiceDelta(choice.text, choice.reasoning, choice.tool_calls))
-    blocks.finish()
-    return blocks.blocks
+        block = self._current_block
+        if block is None:
+            return
+        if block.kind == "custom_call":
+            last_text = self._input_decoder.finish()
+            if last_text:
+                block.texts.append(last_text)
+                events.append(BlockEvent("delta", block, last_text))
+        events.append(BlockEvent("stop", block))
+        self._current_block = None

@@ -10,13 +10,11 @@ import re
 import msgspec
 
 _STRING_BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_HIGH, _LOW = r"[dD][89abAB][0-9a-fA-F]{2}", r"[dD][c-fC-F][0-9a-fA-F]{2}"
-_CHARS_OR_ESCAPE = re.compile(
-    rf'[^"\\]+|\\u(?P<pair>{_HIGH}\\u{_LOW})|\\u(?P<high>{_HIGH})(?=.{{6}}|[^\\]|\\[^u])|\\u(?!{_HIGH})(?P<code>[0-9a-fA-F]{{4}})'
-    r"|\\(?P<escape>[^u])|(?P<wrong>\\u)(?![0-9a-fA-F]{4})(?=.{4})",
-    re.DOTALL,
-)
-_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f"}
+_COMPLETE_CHARS = re.compile(r'(?:[^"\\]+|\\[^u]|\\u(?:[0-9a-fA-F]{4}|(?![0-9a-fA-F]{0,3}\Z)))*', re.DOTALL)
+"""Beginning of a JSON string, without an escape at its end that is not complete yet."""
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))", re.DOTALL)
+_CHAR_BY_ESCAPE = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "u": "\\u"}
+"""Letter after a backslash -> text. A "u" without four digits is no escape, and stays as the model wrote it."""
 
 
 class CustomInputDecoder:
@@ -30,6 +28,8 @@ class CustomInputDecoder:
         self._has_begun = self._has_ended = False
         self._pending_text = ""
         """Arguments that are not decoded yet: the beginning of an escape, or all of them until `{"input": "` came."""
+        self._pending_surrogate = ""
+        """First half of a surrogate pair, of which the second half may follow."""
         self._texts: list[str] = []
 
     @property
@@ -45,20 +45,27 @@ class CustomInputDecoder:
         if self._has_ended:
             return ""
         self._pending_text += piece
-        pos = 0
+        start = 0
         if not self._has_begun:
             match = _STRING_BEGIN.match(self._pending_text)
             if match is None:
                 return ""
-            self._has_begun, pos = True, match.end()
-        texts = []
-        while (match := _CHARS_OR_ESCAPE.match(self._pending_text, pos)) is not None:
-            texts.append(_decode_match(match))
-            pos = match.end()
-        self._has_ended = self._pending_text.startswith('"', pos)
-        self._pending_text = self._pending_text[pos:]
-        self._texts += texts
-        return "".join(texts)
+            self._has_begun, start = True, match.end()
+        match = _COMPLETE_CHARS.match(self._pending_text, start)
+        assert match is not None, "it matches the empty text too"
+        self._pending_text = self._pending_text[match.end() :]
+        self._has_ended = self._pending_text.startswith('"')
+        text = self._join_surrogates(_ESCAPE.sub(_decode_escape, match[0]))
+        self._texts.append(text)
+        return text
+
+    def _join_surrogates(self, chars: str) -> str:
+        """Return characters with each surrogate pair as one character, and U+FFFD for half of a pair."""
+        chars = self._pending_surrogate + chars
+        self._pending_surrogate = ""
+        if not self._has_ended and "\ud800" <= chars[-1:] < "\udc00":
+            self._pending_surrogate, chars = chars[-1], chars[:-1]
+        return chars.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
     def finish(self) -> str:
         """Return the text that was held back, after the last piece of the arguments.
@@ -79,16 +86,7 @@ class CustomInputDecoder:
         return text
 
 
-def _decode_match(match: re.Match[str]) -> str:
-    """Return the text of one match of `_CHARS_OR_ESCAPE`: plain characters, or one escape of JSON."""
-    kind = match.lastgroup
-    if kind is None:
-        return match[0]
-    if kind == "pair":
-        high, _, low = match["pair"].partition("\\u")
-        return chr(0x10000 + ((int(high, 16) - 0xD800) << 10) + int(low, 16) - 0xDC00)
-    if kind == "escape":
-        return _ESCAPES.get(match["escape"], match["escape"])
-    if kind == "code" and not 0xDC00 <= int(match["code"], 16) < 0xE000:
-        return chr(int(match["code"], 16))
-    return match[0] if kind == "wrong" else "\ufffd"  # half of a surrogate pair is no character
+def _decode_escape(escape: re.Match[str]) -> str:
+    """Return the character of an escape of JSON, which may be half of a surrogate pair."""
+    code, letter = escape.groups()
+    return _CHAR_BY_ESCAPE.get(letter, letter) if code is None else chr(int(code, 16))

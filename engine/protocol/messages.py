@@ -1,4 +1,4 @@
-"""Answers of `/v1/messages`: their structs, and their JSON whole or as events in Anthropic's order. No I/O.
+"""Answers of `/v1/messages`: their JSON whole or as events in Anthropic's order. No I/O.
 
 The events are message_start; content_block_start, content_block_deltas and content_block_stop of each block;
 message_delta with the stop reason and the usage; message_stop.
@@ -10,51 +10,21 @@ import uuid
 from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw
 
 from engine.output.choice import Choice
-from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks, make_blocks_of_choice
+from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks
 from engine.output.delta_builder import ChoiceDelta
 from engine.protocol.generation import Generation
 from prompts.errors import RequestError
 
+JsonObject = dict[str, Any]
 _encoder = msgspec.json.Encoder()
-
-
-class MessageUsage(Struct, frozen=True):
-    """Token counts. The prompt has `input_tokens` + `cache_read_input_tokens`; creating cache entries costs nothing."""
-
-    input_tokens: int
-    output_tokens: int
-    cache_read_input_tokens: int
-    cache_creation_input_tokens: int = 0
-
-
-class TextBlock(Struct, frozen=True, tag_field="type", tag="text"):
-    text: str
-
-
-class ThinkingBlock(Struct, frozen=True, tag_field="type", tag="thinking"):
-    thinking: str
-    signature: str = ""
-
-
-class ToolUseBlock(Struct, frozen=True, tag_field="type", tag="tool_use"):
-    id: str
-    name: str
-    input: Any
-    """JSON of an object."""
-
-
-class MessageResponse(Struct, frozen=True, kw_only=True):
-    id: str
-    type: str = "message"
-    role: str = "assistant"
-    model: str
-    content: list[TextBlock | ThinkingBlock | ToolUseBlock]
-    stop_reason: str | None = None
-    stop_sequence: str | None = None
-    usage: MessageUsage
+_DELTA_FIELDS = {
+    "text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}  # fmt: skip
+"""Kind of a block -> type of the deltas that add to its text, and their field with the text."""
 
 
 def format_event(type: str, **fields: Any) -> bytes:
@@ -77,12 +47,12 @@ class MessagesFormatter:
         events = b""
         if not self._has_begun:
             self._has_begun = True
-            events = format_event("message_start", message=self._make_message([]))
-        return events + b"".join(map(self._format_block_event, self._blocks.push(delta)))
+            events = format_event("message_start", message=self._make_message())
+        return events + b"".join(map(_format_block_event, self._blocks.push(delta)))
 
     def format_end(self) -> bytes:
         """Return the bytes that follow the last piece."""
-        events = b"".join(map(self._format_block_event, self._blocks.finish()))
+        events = b"".join(map(_format_block_event, self._blocks.finish()))
         reason, sequence = get_stop_reason(self._choice)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         return (
@@ -94,45 +64,57 @@ class MessagesFormatter:
         return b"event: error\ndata: " + _encoder.encode(error.body("/v1/messages")) + b"\n\n"
 
     def format_response(self) -> bytes:
-        return _encoder.encode(self._make_message(make_blocks_of_choice(self._choice)))
+        self._blocks.add_whole_choice(self._choice)
+        return _encoder.encode(self._make_message())
 
-    def _format_block_event(self, event: BlockEvent) -> bytes:
-        """Return the events that tell a client of a change of a block."""
-        action, block, text = event
-        if action == "delta":
-            return _format_block_delta(block, text)
-        if action == "start":
-            content_block = _make_content_block(block, "")
-            return format_event("content_block_start", index=block.index, content_block=content_block)
-        events = b""
-        if block.kind == "reasoning":  # clients want a signature, and send it back; nothing checks it here
-            signature_delta = {"type": "signature_delta", "signature": uuid.uuid4().hex}
-            events = format_event("content_block_delta", index=block.index, delta=signature_delta)
-        return events + format_event("content_block_stop", index=block.index)
-
-    def _make_message(self, blocks: list[ContentBlock]) -> MessageResponse:
-        """Return the message with these blocks. Its usage is that of the answer so far."""
-        generation = self._generation
-        content = [_make_content_block(block, block.text) for block in blocks]
+    def _make_message(self) -> JsonObject:
+        """Return the message with the blocks and the usage so far."""
         reason, sequence = get_stop_reason(self._choice)
-        return MessageResponse(
-            id=generation.id, model=generation.model, content=content, stop_reason=reason, stop_sequence=sequence,
-            usage=self._make_usage(),
-        )  # fmt: skip
+        return {
+            "id": self._generation.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._generation.model,
+            "content": [_make_content_block(block, block.text) for block in self._blocks.blocks],
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": self._make_usage(),
+        }
 
-    def _make_usage(self) -> MessageUsage:
+    def _make_usage(self) -> JsonObject:
+        """Return the token counts. The prompt has `input_tokens` + `cache_read_input_tokens`."""
         usage = self._generation.compute_usage()
         cached_tokens = usage.prompt_tokens_details.cached_tokens
-        return MessageUsage(usage.prompt_tokens - cached_tokens, usage.completion_tokens, cached_tokens)
+        return {
+            "input_tokens": usage.prompt_tokens - cached_tokens,
+            "output_tokens": usage.completion_tokens,
+            "cache_read_input_tokens": cached_tokens,
+            "cache_creation_input_tokens": 0,  # creating cache entries costs nothing
+        }
 
 
-def _make_content_block(block: ContentBlock, text: str) -> TextBlock | ThinkingBlock | ToolUseBlock:
+def _format_block_event(event: BlockEvent) -> bytes:
+    """Return the events that tell a client of a change of a block."""
+    action, block, text = event
+    if action == "start":
+        return format_event("content_block_start", index=block.index, content_block=_make_content_block(block, ""))
+    if action == "delta":
+        delta_type, field = _DELTA_FIELDS[block.kind]
+        return format_event("content_block_delta", index=block.index, delta={"type": delta_type, field: text})
+    events = b""
+    if block.kind == "reasoning":  # clients want a signature, and send it back; nothing checks it here
+        signature_delta = {"type": "signature_delta", "signature": uuid.uuid4().hex}
+        events = format_event("content_block_delta", index=block.index, delta=signature_delta)
+    return events + format_event("content_block_stop", index=block.index)
+
+
+def _make_content_block(block: ContentBlock, text: str) -> JsonObject:
     """Return the block with its text so far."""
     if block.kind == "text":
-        return TextBlock(text)
+        return {"type": "text", "text": text}
     if block.kind == "reasoning":
-        return ThinkingBlock(text, uuid.uuid4().hex if text else "")
-    return ToolUseBlock(block.id, block.name, parse_arguments(text))
+        return {"type": "thinking", "thinking": text, "signature": uuid.uuid4().hex if text else ""}
+    return {"type": "tool_use", "id": block.id, "name": block.name, "input": parse_arguments(text)}
 
 
 def parse_arguments(arguments: str) -> Raw:
@@ -143,14 +125,6 @@ def parse_arguments(arguments: str) -> Raw:
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         pass
     return Raw(b"{}")
-
-
-def _format_block_delta(block: ContentBlock, text: str) -> bytes:
-    type, field = {
-        "text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
-        "call": ("input_json_delta", "partial_json"),
-    }[block.kind]  # fmt: skip
-    return format_event("content_block_delta", index=block.index, delta={"type": type, field: text})
 
 
 def get_stop_reason(choice: Choice) -> tuple[str | None, str | None]:

@@ -1,4 +1,4 @@
-"""Answers of `/v1/responses`: their structs, and their JSON whole or as events in OpenAI's order. No I/O.
+"""Answers of `/v1/responses`: their JSON whole or as events in OpenAI's order. No I/O.
 
 The events are response.created and response.in_progress; response.output_item.added, parts, deltas and
 response.output_item.done of each item; response.completed with the whole response, or response.failed.
@@ -6,126 +6,36 @@ response.output_item.done of each item; response.completed with the whole respon
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
 
 from engine.output.choice import Choice
-from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks, make_blocks_of_choice
-from engine.output.custom_input import CustomInputDecoder
+from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks
 from engine.output.delta_builder import ChoiceDelta
-from engine.protocol.generation import CompletionTokensDetails, Generation, PromptTokensDetails
+from engine.protocol.generation import CompletionTokensDetails, Generation
 from engine.protocol.messages import format_event
 from engine.protocol.parsed_request import ResponseContext
 from prompts.errors import RequestError
 from prompts.responses import ClientTool, make_item_id
 from prompts.schemas import Message
 
+JsonObject = dict[str, Any]
 _encoder = msgspec.json.Encoder()
-
-
-class ResponseUsage(Struct, frozen=True):
-    input_tokens: int
-    input_tokens_details: PromptTokensDetails
-    output_tokens: int
-    output_tokens_details: CompletionTokensDetails
-    total_tokens: int
-
-
-class OutputText(Struct, frozen=True, tag_field="type", tag="output_text"):
-    text: str
-    annotations: list[Any] = []
-    logprobs: list[Any] | None = None
-
-
-class ReasoningText(Struct, frozen=True, tag_field="type", tag="reasoning_text"):
-    text: str
-
-
-class OutputMessage(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    id: str
-    status: str
-    role: str = "assistant"
-    content: list[OutputText]
-
-
-class ReasoningItem(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    id: str
-    status: str
-    summary: list[Any] = []
-    content: list[ReasoningText]
-
-
-class FunctionCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    id: str
-    status: str
-    call_id: str
-    name: str
-    namespace: str | UnsetType = UNSET
-    arguments: str
-
-
-class CustomToolCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
-    id: str
-    status: str
-    call_id: str
-    name: str
-    namespace: str | UnsetType = UNSET
-    input: str
-
-
-OutputItem = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
-
-
-class IncompleteDetails(Struct, frozen=True):
-    reason: str
-
-
-class ResponseError(Struct, frozen=True):
-    code: str
-    message: str
-
-
-class ResponseObject(Struct, frozen=True, kw_only=True):
-    """A response, in progress or finished."""
-
-    id: str
-    object: str = "response"
-    created_at: int
-    status: str
-    model: str
-    background: bool = False
-    error: ResponseError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    output: list[OutputItem]
-    previous_response_id: str | None = None
-    store: bool
-    # As the client gave them.
-    instructions: Any = None
-    max_output_tokens: Any = None
-    metadata: Any = None
-    parallel_tool_calls: Any = True
-    reasoning: Any = None
-    temperature: Any = 1.0
-    text: Any = None
-    tool_choice: Any = "auto"
-    tools: Any = []
-    top_p: Any = 1.0
-    truncation: Any = "disabled"
-    user: Any = None
-    usage: ResponseUsage | None = None
-    """The last field, because proxies look for it at the end."""
-
-
-class DeletedResponse(Struct, frozen=True):
-    id: str
-    object: str = "response"
-    deleted: bool = True
-
-
-_echoed_decoder = msgspec.json.Decoder(dict[str, Raw])
-_ID_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+_echoed_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ID_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_", "custom_call": "ctc_"}
+_EVENT_NAMES = {
+    "reasoning": "response.reasoning_text", "text": "response.output_text",
+    "call": "response.function_call_arguments", "custom_call": "response.custom_tool_call_input",
+}  # fmt: skip
+"""Kind of a block -> beginning of the names of the events about its text."""
+_DEFAULTS_OF_ECHOED_FIELDS: JsonObject = {
+    "instructions": None, "max_output_tokens": None, "metadata": None, "parallel_tool_calls": True, "reasoning": None,
+    "temperature": 1.0, "text": None, "tool_choice": "auto", "tools": [], "top_p": 1.0, "truncation": "disabled",
+    "user": None,
+}  # fmt: skip
+"""Fields that a response repeats from its request, where the request lacks them."""
 
 
 class ResponsesFormatter:
@@ -135,9 +45,7 @@ class ResponsesFormatter:
         self._generation = generation
         self._choice = generation.choices[0]
         self.context = context
-        self._blocks = ContentBlocks()
-        self._custom_inputs: dict[int, CustomInputDecoder] = {}
-        """Block index -> decoder of the free text of a custom tool's call."""
+        self._blocks = ContentBlocks({name for name, tool in context.tools.items() if tool.is_custom})
         self._is_finished = False
         """Whether the answer has ended. A block that ends then may be incomplete, because a length limit cut it."""
         self._sequence_number = -1
@@ -153,7 +61,7 @@ class ResponsesFormatter:
         """Return the events that come first in a stream; empty bytes if they were returned already."""
         if self._sequence_number >= 0:
             return b""
-        response = self.make_response("in_progress", [])
+        response = self._make_response("in_progress")
         created_event = self._format_event("response.created", response=response)
         return created_event + self._format_event("response.in_progress", response=response)
 
@@ -166,83 +74,47 @@ class ResponsesFormatter:
     def format_error(self, error: RequestError) -> bytes:
         """Return the bytes that end a stream that was cut off, perhaps before its first token."""
         events = self._format_beginning()
-        response = self.make_response("failed", self._blocks.blocks, error)
-        return events + self._format_event("response.failed", response=response)
+        return events + self._format_event("response.failed", response=self._make_response("failed", error))
 
     def _format_block_event(self, event: BlockEvent) -> bytes:
         if event.action == "start":
             return self._format_block_start(event.block)
-        if event.action == "delta":
-            return self._format_block_delta(event.block, event.text)
-        return self._format_block_end(event.block)
+        if event.action == "stop":
+            return self._format_block_end(event.block)
+        return self._format_text_event("delta", event.block, {"delta": event.text})
 
     def _format_block_start(self, block: ContentBlock) -> bytes:
         item = self._make_item(block, "in_progress")
         events = self._format_event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "text":
-            part = OutputText("", logprobs=[])
+            part = _make_text_part("", logprobs=[])
             events += self._format_event("response.content_part.added", **self._locate(block), part=part)
         return events
 
-    def _format_block_delta(self, block: ContentBlock, text: str) -> bytes:
-        """Return the event of a piece of text; empty bytes if a call's free text does not grow by it."""
-        event_type, fields = f"{self._get_event_base_name(block)}.delta", self._locate(block)
-        if block.kind == "text":
-            return self._format_event(event_type, **fields, delta=text, logprobs=[])
-        custom_input = self._get_custom_input(block)
-        if custom_input is None:
-            return self._format_event(event_type, **fields, delta=text)
-        input_text = custom_input.push(text)
-        return self._format_event(event_type, **fields, delta=input_text) if input_text else b""
-
     def _format_block_end(self, block: ContentBlock) -> bytes:
         """Return the events that end a block: of its text or input, then of its item."""
-        name, fields = self._get_event_base_name(block), self._locate(block)
         if block.kind == "call":
-            events = self._format_call_end(block, name, fields)
-        elif block.kind == "reasoning":
-            events = self._format_event(f"{name}.done", **fields, text=block.text)
+            fields = {"name": self._get_client_tool(block).name, "arguments": block.text}
         else:
-            part = OutputText(block.text, logprobs=[])
-            events = self._format_event(f"{name}.done", **fields, text=block.text, logprobs=[])
-            events += self._format_event("response.content_part.done", **fields, part=part)
+            fields = {"input" if block.kind == "custom_call" else "text": block.text}
+        events = self._format_text_event("done", block, fields)
+        if block.kind == "text":
+            part = _make_text_part(block.text, logprobs=[])
+            events += self._format_event("response.content_part.done", **self._locate(block), part=part)
         is_cut = self._is_finished and self._choice.finish_reason == "length"
         item = self._make_item(block, "incomplete" if is_cut else "completed")
         return events + self._format_event("response.output_item.done", output_index=block.index, item=item)
 
-    def _format_call_end(self, block: ContentBlock, name: str, fields: dict[str, Any]) -> bytes:
-        """Return the last delta of a custom tool's input, if any text was held back, and the event that ends the input.
+    def _format_text_event(self, name_ending: str, block: ContentBlock, fields: JsonObject) -> bytes:
+        """Return an event about the text, the arguments or the input of a block."""
+        if block.kind == "text":
+            fields["logprobs"] = []
+        return self._format_event(f"{_EVENT_NAMES[block.kind]}.{name_ending}", **self._locate(block), **fields)
 
-        `name`: beginning of the events' names. `fields`: fields of the events that say which block they are about.
-        """
-        custom_input = self._get_custom_input(block)
-        if custom_input is None:
-            tool_name = self._get_client_tool(block).name
-            return self._format_event(f"{name}.done", **fields, name=tool_name, arguments=block.text)
-        last_text = custom_input.finish()
-        events = self._format_event(f"{name}.delta", **fields, delta=last_text) if last_text else b""
-        return events + self._format_event(f"{name}.done", **fields, input=custom_input.text)
-
-    def _locate(self, block: ContentBlock) -> dict[str, Any]:
+    def _locate(self, block: ContentBlock) -> JsonObject:
         """Return the fields of an event that say which block it is about."""
-        fields: dict[str, Any] = {"output_index": block.index, "item_id": self._make_item_id(block)}
-        return fields if block.kind == "call" else {**fields, "content_index": 0}
-
-    def _get_event_base_name(self, block: ContentBlock) -> str:
-        if block.kind == "call":
-            is_custom = self._get_client_tool(block).is_custom
-            return "response.custom_tool_call_input" if is_custom else "response.function_call_arguments"
-        return "response.output_text" if block.kind == "text" else "response.reasoning_text"
-
-    def _get_client_tool(self, block: ContentBlock) -> ClientTool:
-        """Return the called tool under the client's name."""
-        return self.context.tools.get(block.name) or ClientTool(block.name)
-
-    def _get_custom_input(self, block: ContentBlock) -> CustomInputDecoder | None:
-        """Return the decoder of the free text of a call; None for blocks without free text."""
-        if block.kind != "call" or not self._get_client_tool(block).is_custom:
-            return None
-        return self._custom_inputs.setdefault(block.index, CustomInputDecoder())
+        place = {"output_index": block.index, "item_id": self._make_item_id(block)}
+        return place if block.kind in ("call", "custom_call") else {**place, "content_index": 0}
 
     def _format_event(self, type: str, **fields: Any) -> bytes:
         self._sequence_number += 1
@@ -251,86 +123,77 @@ class ResponsesFormatter:
     # Whole ------------------------------------------------------------------------------------------------------------
 
     def format_response(self) -> bytes:
-        """Return the whole answer, after decoding the free text of its calls."""
-        self._blocks.blocks = make_blocks_of_choice(self._choice)
-        for block in self._blocks.blocks:
-            custom_input = self._get_custom_input(block)
-            if custom_input is not None:
-                custom_input.push(block.text)
-                custom_input.finish()
+        """Return the whole answer."""
+        self._blocks.add_whole_choice(self._choice)
         return _encoder.encode(self.make_final_response())
 
-    def make_final_response(self) -> ResponseObject:
+    def make_final_response(self) -> JsonObject:
         """Return the finished response."""
-        status = "incomplete" if self._choice.finish_reason == "length" else "completed"
-        return self.make_response(status, self._blocks.blocks)
+        return self._make_response("incomplete" if self._choice.finish_reason == "length" else "completed")
 
-    def make_response(
-        self, status: str, blocks: list[ContentBlock], error: RequestError | None = None
-    ) -> ResponseObject:
-        """Return the response object with the given content blocks as its output.
+    def _make_response(self, status: str, error: RequestError | None = None) -> JsonObject:
+        """Return the response object, in progress or finished.
 
         `status`: "in_progress", "completed", "incomplete" if a length limit ended the answer, or "failed", with its
         `error`. An answer that is incomplete or failed may have ended within its last block, which is then marked
         incomplete.
         """
         generation, context = self._generation, self.context
-        has_usage = status in ("completed", "incomplete")
-        items = [self._make_item(block, "completed") for block in blocks]
-        if status in ("incomplete", "failed") and blocks:
-            items[-1] = self._make_item(blocks[-1], "incomplete")
-        # Fields of the request that a response repeats, such as `tools`.
-        echoed_fields: dict[str, Any] = _echoed_decoder.decode(context.echoed_fields)
-        return ResponseObject(
-            id=generation.id,
-            created_at=generation.created,
-            status=status,
-            model=generation.model,
-            store=context.should_store,
-            previous_response_id=context.previous_response_id,
-            error=None if error is None else ResponseError("server_error", error.message),
-            incomplete_details=IncompleteDetails("max_output_tokens") if status == "incomplete" else None,
-            output=items,
-            usage=self._make_usage() if has_usage else None,
-            **echoed_fields,
-        )
+        items = [self._make_item(block, "completed") for block in self._blocks.blocks]
+        if status in ("incomplete", "failed") and items:
+            items[-1]["status"] = "incomplete"
+        return {
+            "id": generation.id,
+            "object": "response",
+            "created_at": generation.created,
+            "status": status,
+            "model": generation.model,
+            "background": False,
+            "error": None if error is None else {"code": "server_error", "message": error.message},
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": items,
+            "previous_response_id": context.previous_response_id,
+            "store": context.should_store,
+            **_DEFAULTS_OF_ECHOED_FIELDS,
+            **_echoed_decoder.decode(context.echoed_fields),
+            # The last field, because proxies look for it at the end.
+            "usage": self._make_usage() if status in ("completed", "incomplete") else None,
+        }
 
-    def _make_item(self, block: ContentBlock, status: str) -> OutputItem:
+    def _make_item(self, block: ContentBlock, status: str) -> JsonObject:
         """Return the output item of a content block. An item in progress has no text."""
-        is_in_progress = status == "in_progress"
-        text = "" if is_in_progress else block.text
-        if block.kind == "call":
-            return self._make_call_item(block, status, text)
-        item_id = self._make_item_id(block)
+        text = "" if status == "in_progress" else block.text
+        fields = {"id": self._make_item_id(block), "status": status}
         if block.kind == "reasoning":
-            return ReasoningItem(id=item_id, status=status, content=[ReasoningText(text)] if text else [])
-        return OutputMessage(id=item_id, status=status, content=[] if is_in_progress else [OutputText(text)])
-
-    def _make_call_item(self, block: ContentBlock, status: str, arguments: str) -> OutputItem:
+            reasoning_parts = [{"type": "reasoning_text", "text": text}] if text else []
+            return {"type": "reasoning", **fields, "summary": [], "content": reasoning_parts}
+        if block.kind == "text":
+            text_parts = [] if status == "in_progress" else [_make_text_part(text)]
+            return {"type": "message", **fields, "role": "assistant", "content": text_parts}
         tool = self._get_client_tool(block)
-        fields: dict[str, Any] = {
-            "id": self._make_item_id(block), "status": status, "call_id": block.id, "name": tool.name
-        }  # fmt: skip
+        fields |= {"call_id": block.id, "name": tool.name}
         if tool.namespace is not None:
             fields["namespace"] = tool.namespace
-        custom_input = self._get_custom_input(block)
-        if custom_input is not None:
-            return CustomToolCall(**fields, input=custom_input.text if arguments else "")
-        return FunctionCall(**fields, arguments=arguments)
+        if block.kind == "call":
+            return {"type": "function_call", **fields, "arguments": text}
+        return {"type": "custom_tool_call", **fields, "input": text}
+
+    def _get_client_tool(self, block: ContentBlock) -> ClientTool:
+        """Return the called tool under the client's name."""
+        return self.context.tools.get(block.name) or ClientTool(block.name)
 
     def _make_item_id(self, block: ContentBlock) -> str:
-        prefix = "ctc_" if self._get_custom_input(block) is not None else _ID_PREFIXES[block.kind]
-        return make_item_id(prefix, self._generation.id, block.index)
+        return make_item_id(_ID_PREFIXES[block.kind], self._generation.id, block.index)
 
-    def _make_usage(self) -> ResponseUsage:
+    def _make_usage(self) -> JsonObject:
         usage = self._generation.compute_usage()
-        return ResponseUsage(
-            input_tokens=usage.prompt_tokens,
-            input_tokens_details=usage.prompt_tokens_details,
-            output_tokens=usage.completion_tokens,
-            output_tokens_details=CompletionTokensDetails(self._choice.reasoning_tokens),
-            total_tokens=usage.total_tokens,
-        )
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": usage.prompt_tokens_details,
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": CompletionTokensDetails(self._choice.reasoning_tokens),
+            "total_tokens": usage.total_tokens,
+        }
 
     # For a response that continues this one ---------------------------------------------------------------------------
 
@@ -338,10 +201,17 @@ class ResponsesFormatter:
         """Encode the rendered messages and the answer as JSON, without reasoning."""
         blocks = self._blocks.blocks
         message: Message = {"role": "assistant", "content": "".join(b.text for b in blocks if b.kind == "text")}
-        calls = [
-            {"id": b.id, "type": "function", "function": {"name": b.name, "arguments": b.text}}
-            for b in blocks if b.kind == "call"
-        ]  # fmt: skip
+        calls = [_make_chat_call(block) for block in blocks if block.kind in ("call", "custom_call")]
         if calls:
             message["tool_calls"] = calls
         return self.context.messages[:-1] + b"," + _encoder.encode(message) + b"]"
+
+
+def _make_text_part(text: str, logprobs: list[Any] | None = None) -> JsonObject:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _make_chat_call(block: ContentBlock) -> Message:
+    """Return a call as chats have it. Chats have a custom tool's input as an argument."""
+    arguments = json.dumps({"input": block.text}, ensure_ascii=False) if block.kind == "custom_call" else block.text
+    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}

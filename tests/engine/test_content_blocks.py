@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.http.response_store import ResponseStore, StoredResponse
+from engine.http.response_store import ResponseStore
 from engine.output.choice import Choice, make_choice
 from engine.output.content_blocks import ContentBlocks
 from engine.output.delta_builder import ChoiceDelta, ToolCallDelta
@@ -185,7 +185,7 @@ def test_items_are_found_by_their_names() -> None:
     new_generation.id, store = "resp_0af", ResponseStore(5_000)
     answer = ResponsesFormatter(new_generation, ASKED)
     response = json.loads(answer.format_response())
-    store.put(StoredResponse(answer.make_final_response(), b"[]"))
+    store.put(answer.make_final_response(), b"[]")
     for item in response["output"]:
         assert json.loads(store.get_item(item["id"], "input[0].id")) == item
     for name in ("rs_0af0009", "rs_ffff0000", "rs_", ""):
@@ -217,7 +217,7 @@ def test_the_store_keeps_within_its_bytes_and_drops_what_was_not_used() -> None:
     store = ResponseStore(5_000)
     for i in range(8):
         new_generation.id = f"resp_{i}"
-        store.put(StoredResponse(ResponsesFormatter(new_generation, ASKED).make_final_response(), b"x" * 1_000))
+        store.put(ResponsesFormatter(new_generation, ASKED).make_final_response(), b"x" * 1_000)
         store.check_invariants()
         store.get("resp_0", "response_id")
     assert store.get("resp_7", "response_id").messages
@@ -226,7 +226,7 @@ def test_the_store_keeps_within_its_bytes_and_drops_what_was_not_used() -> None:
     store.delete("resp_0")
     store.check_invariants()
     new_generation.id = "resp_huge"
-    store.put(StoredResponse(ResponsesFormatter(new_generation, ASKED).make_final_response(), b"x" * 9_000))
+    store.put(ResponsesFormatter(new_generation, ASKED).make_final_response(), b"x" * 9_000)
     with pytest.raises(RequestError):
         store.get("resp_huge", "response_id")
     store.check_invariants()
