@@ -92,6 +92,18 @@ class GrowingText:
             yield
         return self.text[self.position]
 
+    def take_until(self, pattern: re.Pattern[str], emit: Callable[[str], object]) -> Steps[str]:
+        """Take the text up to a character that `pattern` matches, and emit it in pieces. Return that character.
+
+        The character is not taken. Returns an empty string at the end of the text.
+        """
+        while (yield from self.peek()):
+            match = pattern.search(self.text, self.position)
+            emit(self.take(len(self.text) if match is None else match.start()))
+            if match is not None:
+                return match[0]
+        return ""
+
     def peek_after_spaces(self, space: str = SPACE) -> Steps[str]:
         """Take the characters of `space` that come next, and return the character after them as `peek` does."""
         while True:

@@ -43,30 +43,16 @@ def read_json_value(source: GrowingText, emit: Callable[[str], None]) -> Steps[b
     """
     depth = 0
     first_char = yield from source.peek()
-    if _NESTING_PATTERN.match(first_char) is None:
-        is_complete = yield from _read_scalar(source, emit)
-        return is_complete
-    while (yield from source.peek()):
-        match = _NESTING_PATTERN.search(source.text, source.position)
-        emit(source.take(len(source.text) if match is None else match.end()))
-        if match is None:
-            continue
-        if match[0] == '"':
+    if _NESTING_PATTERN.match(first_char) is None:  # a number, true, false or null
+        return bool((yield from source.take_until(_SCALAR_END_PATTERN, emit)))
+    while char := (yield from source.take_until(_NESTING_PATTERN, emit)):
+        emit(source.take(source.position + 1))
+        if char == '"':
             if not (yield from _read_string_end(source, emit)):
                 return False
         else:
-            depth += 1 if match[0] in "{[" else -1
+            depth += 1 if char in "{[" else -1
         if depth <= 0:
-            return True
-    return False
-
-
-def _read_scalar(source: GrowingText, emit: Callable[[str], None]) -> Steps[bool]:
-    """Read a number, true, false or null, and emit it; return whether it is complete."""
-    while (yield from source.peek()):
-        match = _SCALAR_END_PATTERN.search(source.text, source.position)
-        emit(source.take(len(source.text) if match is None else match.start()))
-        if match is not None:
             return True
     return False
 
@@ -76,12 +62,8 @@ def _read_string_end(source: GrowingText, emit: Callable[[str], None]) -> Steps[
 
     Raw control characters are escaped.
     """
-    while (yield from source.peek()):
-        match = _STRING_PATTERN.search(source.text, source.position)
-        emit(source.take(len(source.text) if match is None else match.start()))
-        if match is None:
-            continue
-        char = source.take(match.end())
+    while char := (yield from source.take_until(_STRING_PATTERN, emit)):
+        source.take(source.position + 1)
         emit(_ESCAPE_BY_CONTROL_CHAR.get(char, char))
         if char == '"':
             return True

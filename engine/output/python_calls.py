@@ -53,12 +53,8 @@ def read_python_call(source: GrowingText, delta: DeltaBuilder, types: ParameterT
 def _read_arguments(source: GrowingText) -> Steps[list[_Argument] | None]:
     """Take arguments and the parenthesis after them. Return the arguments; None if another bracket ends them."""
     splitter = _ArgumentSplitter()
-    while (yield from source.peek()):
-        match = _PUNCTUATION_PATTERN_BY_QUOTE[splitter.quote].search(source.text, source.position)
-        splitter.add_text(source.take(len(source.text) if match is None else match.start()))
-        if match is None:
-            continue
-        char = source.take(match.end())
+    while char := (yield from source.take_until(_PUNCTUATION_PATTERN_BY_QUOTE[splitter.quote], splitter.add_text)):
+        source.take(source.position + 1)
         if char == "\\":
             escaped_char = yield from source.peek()
             splitter.add_escape(char + source.take(source.position + len(escaped_char)))

@@ -16,7 +16,7 @@ from engine.output.schema_types import ParameterTypes, get_json_type
 FUNCTION_MARKER = "<function="
 _PARAMETER_MARKER, _VALUE_END_MARKER, _END_MARKER = "<parameter=", "</parameter>", "</function>"
 _REGION_END_MARKER = "</tool_call>"
-_NAME_END_PATTERN = re.compile(r"[<>\n]")
+_NAME_END_PATTERN, _PARAMETER_NAME_END_PATTERN = re.compile(r"[<>\n]"), re.compile(">")
 _MARKER_SCANNER = DelimiterScanner((_PARAMETER_MARKER, _END_MARKER, _REGION_END_MARKER))
 _VALUE_SCANNER = DelimiterScanner((_VALUE_END_MARKER, _PARAMETER_MARKER, _END_MARKER))
 _FOLLOWING_MARKERS = {
@@ -113,12 +113,9 @@ class _XmlArguments:
     def _read_parameter_name(self) -> Steps[str | None]:
         """Take a name and its ">". Return it; None if the text ends within."""
         source, parts = self._source, list[str]()
-        while (yield from source.peek()):
-            end = source.text.find(">", source.position)
-            parts.append(source.take(len(source.text) if end < 0 else end))
-            if end >= 0:
-                source.take(end + 1)
-                return "".join(parts).strip()
+        if (yield from source.take_until(_PARAMETER_NAME_END_PATTERN, parts.append)):
+            source.take(source.position + 1)
+            return "".join(parts).strip()
         self._delta.add_text(_PARAMETER_MARKER + "".join(parts))
         return None
 
