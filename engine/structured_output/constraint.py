@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -37,10 +37,14 @@ class RequestedConstraint(msgspec.Struct, frozen=True):
 class ToolMarkup:
     """How a family of models writes tool calls."""
 
-    make_call_format: Callable[[str, Json], Format]
-    """Returns the format of one call, from the function's name and the schema of its arguments."""
+    begin: str
+    """Text of a call before its arguments, with NAME for the function's name."""
+    end: str
+    """Text of a call after its arguments."""
     trigger: str
     """Text that begins calls, and never stands in other text."""
+    style: Literal["json", "qwen_xml", "python"] = "json"
+    """How arguments are written. In JSON, the function's name is a JSON string too."""
     name_pattern: re.Pattern[str] = re.compile(r"(?s:.+)")
     """Function names that this markup can hold."""
     calls_begin: str = ""
@@ -48,48 +52,25 @@ class ToolMarkup:
     calls_end: str = ""
     """Text after all calls, as `calls_begin` is the text before them and `separator` the text between two."""
 
-
-def _make_json_tag_factory(begin: str, arguments_key: str, end: str) -> Callable[[str, Json], Format]:
-    """Return a function that makes the format of one call in JSON, between the texts `begin` and `end`.
-
-    With "[" as `begin`, "args" as `arguments_key` and "]" as `end` a call is `[{"name": "f", "args": {"a": 1}}]`.
-    """
-
-    def make_tag(name: str, schema: Json) -> Format:
-        head = f'{begin}{{"name": {json.dumps(name, ensure_ascii=False)}, "{arguments_key}": '
-        return {"type": "tag", "begin": head, "content": make_schema_format(schema), "end": "}" + end}
-
-    return make_tag
+    def make_call_format(self, name: str, schema: Json) -> Format:
+        """Return the format of one call of the function `name`, with arguments that match a schema."""
+        written_name = json.dumps(name, ensure_ascii=False) if self.style == "json" else name
+        content = {**make_schema_format(schema), "style": self.style}
+        return {"type": "tag", "begin": self.begin.replace("NAME", written_name), "content": content, "end": self.end}
 
 
-def _make_qwen3_coder_tag(name: str, schema: Json) -> Format:
-    content = {"type": "json_schema", "json_schema": schema, "style": "qwen_xml"}
-    return {
-        "type": "tag",
-        "begin": f"<tool_call>\n<function={name}>\n",
-        "content": content,
-        "end": "</function>\n</tool_call>",
-    }
-
-
-def _make_pythonic_tag(name: str, schema: Json) -> Format:
-    content = {"type": "json_schema", "json_schema": schema, "style": "python"}
-    return {"type": "tag", "begin": f"{name}(", "content": content, "end": ")"}
-
-
-_PLAIN_JSON_TAG = _make_json_tag_factory("", "arguments", "")
+_JSON_BEGIN = '{"name": NAME, "arguments": '
 MARKUPS = {
-    "hermes": ToolMarkup(
-        _make_json_tag_factory("<tool_call>\n", "arguments", "\n</tool_call>"), "<tool_call>", separator="\n"
+    "hermes": ToolMarkup(f"<tool_call>\n{_JSON_BEGIN}", "}\n</tool_call>", "<tool_call>", separator="\n"),
+    "qwen3_coder": ToolMarkup(
+        "<tool_call>\n<function=NAME>\n", "</function>\n</tool_call>", "<tool_call>", "qwen_xml",
+        re.compile(r"(?! )[^<>\n]+(?<! )"), separator="\n",
     ),
-    "qwen3_coder": ToolMarkup(_make_qwen3_coder_tag, "<tool_call>", re.compile(r"(?! )[^<>\n]+(?<! )"), separator="\n"),
-    "llama3_json": ToolMarkup(_make_json_tag_factory("", "parameters", ""), '{"name": ', separator="; "),
-    "mistral": ToolMarkup(_PLAIN_JSON_TAG, "[TOOL_CALLS]", calls_begin="[TOOL_CALLS][", separator=", ", calls_end="]"),
-    "pythonic": ToolMarkup(_make_pythonic_tag, "[", NAME_PATTERN, calls_begin="[", separator=", ", calls_end="]"),
-    "granite": ToolMarkup(
-        _PLAIN_JSON_TAG, "<|tool_call|>", calls_begin="<|tool_call|>[", separator=", ", calls_end="]"
-    ),
-}
+    "llama3_json": ToolMarkup('{"name": NAME, "parameters": ', "}", '{"name": ', separator="; "),
+    "mistral": ToolMarkup(_JSON_BEGIN, "}", "[TOOL_CALLS]", calls_begin="[TOOL_CALLS][", separator=", ", calls_end="]"),
+    "pythonic": ToolMarkup("NAME(", ")", "[", "python", NAME_PATTERN, calls_begin="[", separator=", ", calls_end="]"),
+    "granite": ToolMarkup(_JSON_BEGIN, "}", "<|tool_call|>", calls_begin="<|tool_call|>[", separator=", ", calls_end="]"),
+}  # fmt: skip
 """Tool-call format -> its markup."""
 
 
@@ -218,7 +199,12 @@ def _parse_response_format(response_format: ResponseFormat) -> RequestedConstrai
     if response_format.type == "json_object":
         return RequestedConstraint("response_format", make_schema_format({"type": "object"}))
     if response_format.type == "json_schema":
-        return _parse_json_schema_format(response_format)
+        path, schema = "response_format.json_schema", None
+        if response_format.json_schema is not None:
+            path, schema = f"{path}.schema", response_format.json_schema.schema
+        if schema is None:
+            raise RequestError(f"{path}: missing, expected a JSON schema", param=path)
+        return RequestedConstraint(path, make_schema_format(schema))
     if response_format.format is not None:
         return RequestedConstraint("response_format.format", response_format.format)
     if response_format.structures is None or response_format.triggers is None:
@@ -227,17 +213,6 @@ def _parse_response_format(response_format: ResponseFormat) -> RequestedConstrai
         )
     legacy_tag = {"structures": response_format.structures, "triggers": response_format.triggers}
     return RequestedConstraint("response_format.structures", parse_structural_tag(legacy_tag, "response_format"))
-
-
-def _parse_json_schema_format(response_format: ResponseFormat) -> RequestedConstraint:
-    """Return the constraint of a `response_format` of type json_schema. Raises RequestError without a schema."""
-    path = "response_format.json_schema"
-    if response_format.json_schema is None:
-        raise RequestError(f"{path}: missing, expected a JSON schema", param=path)
-    path += ".schema"
-    if response_format.json_schema.schema is None:
-        raise RequestError(f"{path}: missing, expected a JSON schema", param=path)
-    return RequestedConstraint(path, make_schema_format(response_format.json_schema.schema))
 
 
 def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint:
@@ -405,7 +380,7 @@ def _make_custom_tool_content(any_input_format: Format, tool: ClientTool) -> For
         input_schema = {"type": "string", "pattern": f"^(?:{tool.definition})$"}
         return {**any_input_format, "json_schema": {**CUSTOM_TOOL_SCHEMA, "properties": {"input": input_schema}}}
     quotes_by_style = {"json": ('{"input": "', '"}'), "python": ('input="', '"')}
-    style = any_input_format.get("style", "json")
+    style = any_input_format["style"]
     if style not in quotes_by_style:
         # XML ends a text by a marker instead of a quotation mark. The grammar may match that marker too, so that the
         # end of the text could not be found.
