@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from prompts.chat_rendering import BILLING_LINE, render_chat
-from prompts.chat_template import ChatTemplate
+from prompts.chat_template import ChatTemplate, TemplateLimitError
 from prompts.errors import RequestError, bad_value
 from prompts.provider_history import convert_block, find_media_kind, is_hosted_block
 from prompts.schemas import (
@@ -500,5 +500,7 @@ def _render_with_effort(template: ChatTemplate, effort: str) -> str | None:
     chat = ChatRequest(messages=[{"role": "user", "content": "Hi"}], reasoning_effort=effort)
     try:
         return render_chat(template, chat)
+    except TemplateLimitError:
+        raise  # it says nothing of the template, and must not be remembered
     except RequestError:
         return None

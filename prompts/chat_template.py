@@ -33,6 +33,8 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _REASONING_NAMES = frozenset(_REASONING_FIELDS)
 TEMPLATE_CHARS_MAX = 1 << 18
 """Longest template; the longest known one has 20,000 characters."""
+TRIAL_S_MAX = 0.1
+"""Most CPU time of a template for a chat of four words; one that needs more counts as one that refuses the chat."""
 
 
 class ChatTemplateError(ValueError):
@@ -81,7 +83,7 @@ def _compile_template(source: str) -> _CompiledTemplate:
 
 
 @lru_cache(maxsize=64)
-def _needs_system_first(source: str, seconds_max: float) -> bool:
+def _needs_system_first(source: str) -> bool:
     """Return whether a template refuses a chat whose third message is a system message, by trying it.
 
     The environment has only Jinja's own functions, as in vLLM, so that a template that calls others fails here, too.
@@ -90,7 +92,7 @@ def _needs_system_first(source: str, seconds_max: float) -> bool:
     try:
         _, template = TemplateEnvironment([jinja2.ext.loopcontrols]).compile_with_time_checks(source)
         context = template.new_context({"messages": sample_messages, "add_generation_prompt": False})
-        context.set_time_limit(seconds_max)  # type: ignore[attr-defined]
+        context.set_time_limit(TRIAL_S_MAX)  # type: ignore[attr-defined]
         for _ in template.root_render_func(context):
             pass
     except Exception:  # noqa: BLE001  a template is a program
@@ -144,7 +146,7 @@ class ChatTemplate:
     def needs_system_first(self) -> bool:
         """Return whether one of the templates refuses a system message after another message, by vLLM's test."""
         sources = (self.select_source(has_tools=has_tools) for has_tools in (False, True))
-        return any(_needs_system_first(source, self.seconds_max) for source in sources)
+        return any(_needs_system_first(source) for source in sources)
 
     def render(
         self,

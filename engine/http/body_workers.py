@@ -37,11 +37,10 @@ THREAD_BYTES_MAX = 64 << 10
 RENDER_S_MAX = 0.1
 """Maximum CPU time of the chat template on the event loop or in a thread. A body that needs more is parsed in a
 process."""
-SLOW_SIZE_FACTOR = 8
-"""After a body that needed more, bodies down to this fraction of its size are parsed in processes, too."""
-SLOW_SIZE_S = 600.0
-"""Time for which they are. A client can hold the event loop for RENDER_S_MAX about six times in it, whatever its
-template: each time with a body of an eighth of the size."""
+RENDER_S_MIN = 0.005
+"""CPU time that the template has in any case, about what an answer of a hundred tokens costs this process."""
+RENDER_SHARE = 0.01
+"""Most CPU time of renderings that were given up, as a share of all time, beside RENDER_S_MIN for each."""
 PROCESS_COUNT = 2
 READ_S_MAX = 30.0
 MEMORY_BYTES_MAX = 4 << 30
@@ -62,21 +61,25 @@ CHECKED_BYTES_MAX = 64 << 20
 log = logging.getLogger("engine.server")
 
 
-class SlowSize:
-    """Size from which bodies may need too much time of the chat template, by the slow bodies of the last minutes."""
+class RenderBudget:
+    """CPU time that the chat template may take for one body on the event loop or in a thread: at most RENDER_S_MAX.
+
+    A rendering that needs more is given up and has used up the budget, which fills again by RENDER_SHARE of all time.
+    Meanwhile a body has RENDER_S_MIN, so that slow bodies of one client send no ordinary body to a process.
+    """
 
     def __init__(self) -> None:
-        self._bytes = THREAD_BYTES_MAX + 1
-        self._end_s = 0.0
+        self._budget_s = RENDER_S_MAX
+        self._updated_s = 0.0
 
-    def may_be_slow(self, size: int, now_s: float) -> bool:
-        return now_s < self._end_s and size >= self._bytes
+    def compute_limit_s(self, now_s: float) -> float:
+        """Return the CPU time that a rendering may take now."""
+        self._budget_s = min(RENDER_S_MAX, self._budget_s + RENDER_SHARE * (now_s - self._updated_s))
+        self._updated_s = now_s
+        return max(self._budget_s, RENDER_S_MIN)
 
-    def record_slow(self, size: int, now_s: float) -> None:
-        """Record a body of `size` bytes that needed too much time."""
-        smallest_bytes = self._bytes if now_s < self._end_s else THREAD_BYTES_MAX
-        self._bytes = min(smallest_bytes, size // SLOW_SIZE_FACTOR)
-        self._end_s = now_s + SLOW_SIZE_S
+    def use_up(self) -> None:
+        self._budget_s = 0.0
 
 
 class BodyReader:
@@ -85,10 +88,8 @@ class BodyReader:
     def __init__(self, tokenizer: Tokenizer, limits: ModelLimits, folder: str, chat_template: str | None) -> None:
         """`folder`, `chat_template`: sources of `tokenizer`, from which the processes load their own one."""
         self._tokenizer = tokenizer
-        if tokenizer.chat_template is not None:
-            tokenizer.chat_template.seconds_max = RENDER_S_MAX
         self._limits = limits
-        self._slow_size = SlowSize()
+        self._render_budget = RenderBudget()
         self._thread_pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="read")
         self._process_pool = WorkerPool(
             (_load_tokenizer, (folder, chat_template, limits)), PROCESS_COUNT, MEMORY_BYTES_MAX
@@ -104,24 +105,25 @@ class BodyReader:
         `extra_bytes`: size of the other inputs of `parse`. `tenant`: client, which takes turns with other clients.
         """
         size = len(data) + extra_bytes
-        if size <= THREAD_BYTES_MAX and not self._slow_size.may_be_slow(size, time.monotonic()):
+        if size <= THREAD_BYTES_MAX:
             try:
                 if size <= INLINE_BYTES_MAX:
-                    return self._parse_here(parse, data, size)
+                    return self._parse_here(parse, data)
                 loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._thread_pool, self._parse_here, parse, data, size)
+                return await loop.run_in_executor(self._thread_pool, self._parse_here, parse, data)
             except TemplateLimitError as error:
                 log.warning("a body of %d bytes is parsed in a process: %s", size, error.message)
         return await finish_uncancelled(self._read_in_process(parse, data, tenant))
 
-    def _parse_here(self, parse: BodyParser[T], data: bytes, size: int) -> T:
-        """Parse a body in this process. Raises TemplateLimitError if bodies of its size may need too much time."""
-        if self._slow_size.may_be_slow(size, time.monotonic()):  # since a body that came before it in the thread
-            raise TemplateLimitError("another body of this size needed too much time", param="messages")
+    def _parse_here(self, parse: BodyParser[T], data: bytes) -> T:
+        """Parse a body in this process. Raises TemplateLimitError if the chat template needs too much time for it."""
+        template = self._tokenizer.chat_template
+        if template is not None:
+            template.seconds_max = self._render_budget.compute_limit_s(time.monotonic())
         try:
             return parse(data, self._tokenizer, self._limits)
         except TemplateLimitError:
-            self._slow_size.record_slow(size, time.monotonic())
+            self._render_budget.use_up()
             raise
 
     async def _read_in_process(self, parse: BodyParser[T], data: bytes, tenant: str) -> T:

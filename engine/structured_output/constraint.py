@@ -69,7 +69,9 @@ MARKUPS = {
     "llama3_json": ToolMarkup('{"name": NAME, "parameters": ', "}", '{"name": ', separator="; "),
     "mistral": ToolMarkup(_JSON_BEGIN, "}", "[TOOL_CALLS]", calls_begin="[TOOL_CALLS][", separator=", ", calls_end="]"),
     "pythonic": ToolMarkup("NAME(", ")", "[", "python", NAME_PATTERN, calls_begin="[", separator=", ", calls_end="]"),
-    "granite": ToolMarkup(_JSON_BEGIN, "}", "<|tool_call|>", calls_begin="<|tool_call|>[", separator=", ", calls_end="]"),
+    "granite": ToolMarkup(
+        _JSON_BEGIN, "}", "<|tool_call|>", calls_begin="<|tool_call|>[", separator=", ", calls_end="]"
+    ),
 }  # fmt: skip
 """Tool-call format -> its markup."""
 

@@ -308,78 +308,66 @@ SLOW_TEMPLATE = (
 )  # fmt: skip
 
 
-def test_a_slow_chat_slows_no_smaller_one(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All later bodies were parsed in processes, until the engine was started again."""
-    monkeypatch.setattr(body_workers, "RENDER_S_MAX", 0.02)
-
-    async def read_in_process(reader: BodyReader, parse: Any, data: bytes, tenant: str) -> Any:
-        return len(data), None
-
-    monkeypatch.setattr(BodyReader, "_read_in_process", read_in_process)
-
-    async def use(reader: BodyReader) -> None:
-        async def is_read_here(size: int) -> bool:
-            _, pid = await reader.read(odd.length, b"x" * size)
-            return bool(pid == os.getpid())
-
-        slow_body = json.dumps({"messages": [{"role": "user", "content": "slow" + "x" * 4000}]}).encode()
-        assert await is_read_here(len(slow_body))
-        assert await reader.read(read_chat, slow_body) == (len(slow_body), None)
-        assert await is_read_here(len(slow_body) // 8 - 1)
-        assert not await is_read_here(len(slow_body) // 8)
-
-    with_reader(use, SLOW_TEMPLATE)
-
-
-def test_a_slow_chat_is_forgotten_after_a_time() -> None:
-    slow_size = body_workers.SlowSize()
-    assert not slow_size.may_be_slow(60_000, 0.0)
-    slow_size.record_slow(60_000, 0.0)
-    slow_size.record_slow(4_000, 1.0)
-    end_s = 1.0 + body_workers.SLOW_SIZE_S
-    assert [slow_size.may_be_slow(size, end_s - 1) for size in (499, 500)] == [False, True]
-    assert not slow_size.may_be_slow(60_000, end_s)
-    slow_size.record_slow(60_000, end_s)
-    assert not slow_size.may_be_slow(7_499, end_s)
-
-
-def test_slow_chats_of_one_client_hold_the_event_loop_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body_workers, "RENDER_S_MAX", 0.02)
-    bodies_in_processes: list[bytes] = []
-
-    async def read_in_process(reader: BodyReader, parse: Any, data: bytes, tenant: str) -> None:
-        bodies_in_processes.append(data)
-
-    monkeypatch.setattr(BodyReader, "_read_in_process", read_in_process)
-    renderings = []
+@pytest.fixture
+def render_limits_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Limits of the renderings in this process. Bodies that are parsed in another process give their size."""
+    limits_s: list[float] = []
     render = ChatTemplate.render
-    monkeypatch.setattr(ChatTemplate, "render", lambda *args, **more: renderings.append(1) or render(*args, **more))
 
-    async def use(reader: BodyReader) -> None:
-        for size in (60_000, 30_000, 7_000, 4_000, 3_000, 900, 500, 400, 100, 90, 80, 70, 60) * 2:
-            body = {"messages": [{"role": "user", "content": "slow"}], "user": "x" * (size - 50)}
-            await reader.read(read_chat, json.dumps(body).encode())
-
-    with_reader(use, SLOW_TEMPLATE)
-    assert len(renderings) == 3
-    assert len(bodies_in_processes) == 26
-
-
-def test_of_many_slow_chats_at_once_each_thread_renders_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that waited for a thread when the first was found to be slow were rendered there too, 0.1 s each."""
-    monkeypatch.setattr(body_workers, "RENDER_S_MAX", 0.02)
+    def render_and_record(template: ChatTemplate, *args: Any, **fields: Any) -> str:
+        limits_s.append(template.seconds_max)
+        return render(template, *args, **fields)
 
     async def read_in_process(reader: BodyReader, parse: Any, data: bytes, tenant: str) -> int:
         return len(data)
 
+    monkeypatch.setattr(ChatTemplate, "render", render_and_record)
     monkeypatch.setattr(BodyReader, "_read_in_process", read_in_process)
-    renderings = []
-    render = ChatTemplate.render
-    monkeypatch.setattr(ChatTemplate, "render", lambda *args, **more: renderings.append(1) or render(*args, **more))
+    monkeypatch.setattr(body_workers, "RENDER_S_MAX", 0.02)
+    return limits_s
+
+
+def make_chat(content: str, size: int) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": content}], "user": "x" * (size - 50)}).encode()
+
+
+def test_a_slow_chat_sends_no_other_to_a_process(render_limits_s: list[float]) -> None:
+    """All later bodies were parsed in processes, then those of an eighth of its size, for ten minutes."""
 
     async def use(reader: BodyReader) -> None:
-        body = json.dumps({"messages": [{"role": "user", "content": "slow"}], "user": "x" * 10_000}).encode()
-        assert await asyncio.gather(*(reader.read(read_chat, body) for _ in range(12))) == [len(body)] * 12
+        slow_chat = make_chat("slow", 4000)
+        assert await reader.read(read_chat, slow_chat) == len(slow_chat)
+        for size in (100, 4_000, 60_000):
+            assert (await reader.read(read_chat, make_chat("quick", size))).prompts
 
     with_reader(use, SLOW_TEMPLATE)
-    assert len(renderings) <= 2
+
+
+def test_slow_chats_of_one_client_hold_the_event_loop_once(render_limits_s: list[float]) -> None:
+    async def use(reader: BodyReader) -> None:
+        for size in (60_000, 30_000, 7_000, 4_000, 900, 100) * 4:
+            data = make_chat("slow", size)
+            assert await reader.read(read_chat, data) == len(data)
+
+    with_reader(use, SLOW_TEMPLATE)
+    assert render_limits_s == [0.02] + [body_workers.RENDER_S_MIN] * 23
+
+
+def test_of_many_slow_chats_at_once_each_thread_renders_one_for_long(render_limits_s: list[float]) -> None:
+    """All that waited for a thread when the first was found to be slow were rendered there too, 0.1 s each."""
+
+    async def use(reader: BodyReader) -> None:
+        data = make_chat("slow", 10_000)
+        assert await asyncio.gather(*(reader.read(read_chat, data) for _ in range(12))) == [len(data)] * 12
+
+    with_reader(use, SLOW_TEMPLATE)
+    assert sum(limit_s > body_workers.RENDER_S_MIN for limit_s in render_limits_s) <= 2
+
+
+def test_the_time_for_renderings_comes_back() -> None:
+    budget = body_workers.RenderBudget()
+    assert budget.compute_limit_s(0.0) == body_workers.RENDER_S_MAX
+    budget.use_up()
+    assert budget.compute_limit_s(0.1) == body_workers.RENDER_S_MIN
+    assert budget.compute_limit_s(2.0) == pytest.approx(0.02)
+    assert budget.compute_limit_s(60.0) == body_workers.RENDER_S_MAX
