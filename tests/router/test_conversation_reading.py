@@ -232,6 +232,18 @@ def test_bodies_that_mean_something_else_behind_the_same_beginning(tokenizer: To
     assert not matches or turns.reader.read(matches, longer) is None
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": %b, "messages": %b}', b'{"x": %b, "messages": %b}', b'{"x": {"messages": %b}, "messages": %b}',
+    ],
+)  # fmt: skip
+def test_messages_that_the_body_has_twice_are_not_taken_for_each_other(tmp_path: Any, body: bytes) -> None:
+    turns = Turns(load_tokenizer(tmp_path, None))
+    for messages in (long_talk(6), [*long_talk(6), *long_talk(1, "new ")]):
+        turns.read("chat", body % (json.dumps(messages).encode(), json.dumps(long_talk(6)).encode()))
+
+
 # Templates ------------------------------------------------------------------------------------------------------------
 
 

@@ -415,6 +415,18 @@ def test_data_parallel_ranks_are_candidates_of_their_own() -> None:
     assert (result.decision.worker, result.decision.rank, result.decision.terms.worker) == ("a", 1, "a#1")
 
 
+def test_a_rank_that_a_client_names_is_its_worker_s() -> None:
+    core, _ = make_core("ab", ranks=2)
+    served = next(iter(core.workers["a"].models))
+    assert core.registry.is_model_served(served, "a#1")
+    assert not core.registry.is_model_served(served, "a#2")
+    core.set_draining("a", 0.0)
+    for worker, status in (("a#1", 503), ("a", 503), ("a#2", 404)):
+        refused = core.route(request(f"r {worker}", list(range(9)), worker=worker), 0.0)
+        assert isinstance(refused, Refuse)
+        assert refused.status == status
+
+
 def test_explain_changes_nothing_and_agrees_with_route() -> None:
     core, index = make_core("abc")
     prompt = list(range(300))

@@ -346,6 +346,9 @@ def test_methods_about_servers_are_answered_here_once(edge: Any, method: bytes, 
 
 DEEP = "[" * 1200 + "]" * 1200
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": DEEP}}
+DECODABLE = '{"x":' * 490 + "1" + "}" * 490
+"""Nested less deeply than a decoder allows, and so deeply that a recursive function of Python fails."""
+IMAGES = f'[{{"role":"user","content":[{{"type":"input_image","image_url":{{"url":"data:"}}}}],"x":{DECODABLE}}}]'
 CHAT_HEAD = '{"model":"tiny","messages":[{"role":"user","content":'
 DEEP_BODIES = {
     "content": f"{CHAT_HEAD}{DEEP}}}]}}",
@@ -354,6 +357,10 @@ DEEP_BODIES = {
     "template arguments": f'{CHAT_HEAD}"x"}}],"chat_template_kwargs":{{"x":{DEEP}}}}}',
     "a field nobody knows": f'{CHAT_HEAD}"x"}}],"x":{DEEP}}}',
     "the prompt": f'{{"model":"tiny","prompt":{DEEP}}}',
+    "fields of workers": f'{CHAT_HEAD}"x"}}],"extra_body":{DECODABLE}}}',
+    "fields of workers in a large body": f'{CHAT_HEAD}"{"x" * 100_000}"}}],"extra_body":{DECODABLE}}}',
+    "an image": f'{{"model":"tiny","messages":{IMAGES}}}',
+    "an image in a response": f'{{"model":"tiny","input":{IMAGES}}}',
 }
 
 
@@ -366,7 +373,7 @@ def test_deep_nesting_is_an_answer(edge: Any, make_post: Any, tmp_path: Path, na
         await edge.start()
         await edge.worker(edge.reply())
         for _ in range(2):
-            for path in (b"/v1/chat/completions", b"/v1/completions", b"/v1/embeddings"):
+            for path in (b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/embeddings"):
                 answers = await edge.exchange(make_post(body, path, close=False) + make_post(body, path))
                 assert answers.count(b"HTTP/1.1 ") == 2
                 assert set(re.findall(rb"HTTP/1.1 (\d+)", answers)) <= {b"200", b"400"}

@@ -53,6 +53,22 @@ def test_what_names_a_stored_response_goes_to_its_worker(edge: Any, make_post: A
     edge.run(scenario())
 
 
+def test_a_stored_response_needs_no_model_to_be_found(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(edge.reply(), "a", model="first")
+        worker = await edge.worker(edge.reply(b'{"id":"resp_b","output":[]}'), "b", model="second")
+        await edge.exchange(make_post(body(model="second"), PATH))
+        for method in (b"GET", b"DELETE"):
+            request = method + b" /v1/responses/resp_b HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+            assert (await edge.exchange(request)).split(b" ")[1] == b"200"
+        follow_up = make_post(json.dumps({"input": "Hi", "previous_response_id": "resp_b"}).encode(), PATH)
+        assert (await edge.exchange(follow_up)).split(b" ")[1] == b"200"
+        assert len(worker.received) == 4
+
+    edge.run(scenario())
+
+
 def test_the_first_token_is_the_models(edge: Any, make_post: Any) -> None:
     asked = [f"event: response.{name}\ndata: {{}}\n\n".encode() for name in ("created", "in_progress")]
     said = b'event: response.output_item.added\ndata: {"x":1}\n\n'
