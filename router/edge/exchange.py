@@ -43,7 +43,16 @@ LOCAL_ERRNOS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errn
 class Exchange:
     """One request and its answer. Created when the request is complete, before its prompt is tokenised."""
 
-    __slots__ = ("_attempt", "_filter", "_is_client_paused", "_prefill", "_proxy", "client", "context")
+    __slots__ = (
+        "_attempt",
+        "_filter",
+        "_is_client_paused",
+        "_is_source_refused",
+        "_prefill",
+        "_proxy",
+        "client",
+        "context",
+    )
 
     def __init__(self, proxy: Proxy, client: Client, context: RequestContext) -> None:
         self._proxy = proxy
@@ -52,6 +61,8 @@ class Exchange:
         self._attempt: Attempt | None = None
         self._prefill: PrefillLeg | None = None
         """Prefill at another worker, for the latest decision; None if there is none, or the prefill failed."""
+        self._is_source_refused = False
+        """Whether the worker of the latest decision has refused the source that it should pull from."""
         self._filter = ResponseFilter(is_http_1_0=context.request.is_http_1_0)
         self._is_client_paused = False
 
@@ -71,6 +82,7 @@ class Exchange:
         if self._attempt is not None or self._prefill is not None:
             self.close()
         self.context.decision = decision
+        self._is_source_refused = False
         transfer = decision.transfer
         if transfer is not None:
             self._proxy.record_transfer_start(transfer)
@@ -243,15 +255,21 @@ class Exchange:
 
     def _take_kv_fields(self, decision: Decision) -> Fields | None:
         """Return the fields by which the chosen worker gets KV; None if it computes the prompt itself."""
-        proxy, transfer = self._proxy, decision.transfer
-        if transfer is not None and transfer.kind is TransferKind.PULL:
-            return proxy.workers.make_pull_fields(transfer, decision.predicted_cached_tokens)
+        proxy, pull = self._proxy, self._find_pull(decision)
+        if pull is not None:
+            return proxy.workers.make_pull_fields(pull, decision.predicted_cached_tokens)
         if self._prefill is None:
             return None
         kv_fields = self._prefill.take_decode_fields(proxy.now())
         if kv_fields is None:
             self._drop_prefill("late", "the KV is not kept for so long")
         return kv_fields
+
+    def _find_pull(self, decision: Decision) -> Transfer | None:
+        """Return the pull of a cached prefix that the worker is to be told; None if it is to be told none."""
+        transfer = decision.transfer
+        is_pull = transfer is not None and transfer.kind is TransferKind.PULL
+        return transfer if is_pull and not self._is_source_refused else None
 
     def attempt_unconnected(self, error: Exception | None) -> None:
         """Try another worker, or refuse, as no connection could be opened. `error`: None if the worker closed it."""
@@ -304,6 +322,11 @@ class Exchange:
                 self._start_attempt(context.decision)
                 return True
             failure_kind = FailureKind.SOURCE  # so this worker gets the request again if there is no other one
+        if head.status == 403 and context.decision is not None and self._find_pull(context.decision) is not None:
+            self._is_source_refused = True
+            self._drop_prefill("error", "the worker refuses the source, so it may have another fleet's key")
+            self._start_attempt(context.decision)
+            return True
         if failure_kind is not None and proxy.is_in_core(context):
             proxy.record_failed_attempt(context.decision, failure_kind, head.status_and_reason.decode("latin-1"))
             instructions = proxy.core.fail_attempt(context.request_id, failure_kind, proxy.now())

@@ -192,6 +192,22 @@ def test_a_source_with_another_key_is_avoided(tmp_path: Path) -> None:
         fleet.close()
 
 
+def test_an_engine_with_another_key_computes_what_it_cannot_pull(tmp_path: Path) -> None:
+    """Such as while the engines of a fleet get a new key, one after another."""
+    fleet = Fleet(tmp_path, first_key="another key of the same length")
+    try:
+        for i in range(2):
+            text = f"{i}: {TEXT}"
+            expected_text, _, _ = fleet.send("chat", text, "e1")
+            fleet.await_indexed("chat", text)
+            answer_text, _, cached_tokens = fleet.send("chat", text, "e0")
+            assert answer_text == expected_text
+            assert cached_tokens == 0
+        assert fleet.counters()["failed_transfers"] == 1, "after a failure no transfer of this pair is planned"
+    finally:
+        fleet.close()
+
+
 def test_without_the_fleets_key_nothing_is_pulled(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, has_router_key=False)
     try:

@@ -243,15 +243,21 @@ def test_the_hit_of_a_request_whose_prefill_failed_is_that_of_the_worker_that_an
     edge.run(scenario())
 
 
+async def pulling_pair(edge: Any, script: Any) -> Any:
+    """Start two workers, and return the one that answers. The router has each first decision pull from the other."""
+    facts = TransferFacts("g", frozenset((TransferKind.PULL,)), dialect="blockcast", address="[::1]:7001")
+    await edge.start()
+    await edge.worker(edge.reply(), "p")
+    worker = await edge.worker(script, "d")
+    set_facts(edge, "p", facts)
+    edge.proxy.workers.fleet_key = FLEET_KEY
+    plan(edge, TransferKind.PULL)
+    return worker
+
+
 def test_a_pull_names_its_source_under_the_fleets_key(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
-        facts = TransferFacts("g", frozenset((TransferKind.PULL,)), dialect="blockcast", address="[::1]:7001")
-        await edge.start()
-        await edge.worker(edge.reply(), "p")
-        worker = await edge.worker(edge.reply(), "d")
-        set_facts(edge, "p", facts)
-        edge.proxy.workers.fleet_key = FLEET_KEY
-        plan(edge, TransferKind.PULL)
+        worker = await pulling_pair(edge, edge.reply())
         raw = json.dumps(PROMPT).encode()
         assert b"200 OK" in await edge.exchange(make_post(raw, b"/v1/completions"))
         (request,) = worker.received
@@ -261,6 +267,25 @@ def test_a_pull_names_its_source_under_the_fleets_key(edge: Any, make_post: Any)
         assert source["signature"] == hmac.new(FLEET_KEY, text.encode(), "sha256").hexdigest()
         assert request.body.endswith(raw[1:])
         assert outcomes(edge) == {"started": 1}
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("answer", ["200 OK", "403 Forbidden"])
+def test_a_worker_that_refuses_the_routers_source_is_asked_without_one(edge: Any, make_post: Any, answer: str) -> None:
+    """The worker has another fleet's key, such as while the keys of a fleet change. `answer`: without a source."""
+
+    async def refuse_source(request: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_refused = b"kv_transfer_params" in request.body
+        await edge.reply(status=b"403 Forbidden" if is_refused else answer.encode())(request, reader, writer)
+
+    async def scenario() -> None:
+        worker = await pulling_pair(edge, refuse_source)
+        raw = json.dumps(PROMPT).encode()
+        assert answer.encode() in await edge.exchange(make_post(raw, b"/v1/completions"))
+        assert b"kv_transfer_params" in worker.received[0].body
+        assert [request.body for request in worker.received[1:]] == [raw]
+        assert outcomes(edge) == {"started": 1, "error": 1}
 
     edge.run(scenario())
 
