@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from options import ConfigError
 from router.decide.messages import Decision, Terms
-from router.edge.request_context import PrefillTimes, RequestContext
+from router.edge.request_context import PrefillTimes, RequestContext, RequestSpan
 
 TERMS = tuple(name for name in Terms.__struct_fields__ if name not in ("worker", "transfer"))
 _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
@@ -25,15 +25,15 @@ class _Trace(NamedTuple):
     tracer: Any
     parent_context: Any
     """Context of the span of the whole request."""
-    clock_ns: int
-    """Time since 1970 at which the process's clock was 0."""
+    clock_zero_ns: int
+    """Nanoseconds since 1970 at which the process's clock was 0."""
 
     def start_span(self, name: str, started_at_s: float, **options: Any) -> Any:
         return self.tracer.start_span(name, self.parent_context, start_time=self.to_ns(started_at_s), **options)
 
     def to_ns(self, moment_s: float) -> int:
         """Return the nanoseconds since 1970 of a time of the process's clock."""
-        return self.clock_ns + int(moment_s * 1e9)
+        return self.clock_zero_ns + int(moment_s * 1e9)
 
 
 class Tracing:
@@ -67,12 +67,11 @@ class Tracing:
         self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=endpoint)))
         self._tracer = self._provider.get_tracer("blockcast.router", version)
 
-    def begin(self, context: RequestContext, now: float) -> tuple[Any, bytes] | None:
-        """Begin the span of a request; return the state for `end`, and the `traceparent` header for the worker.
+    def begin(self, context: RequestContext, now: float) -> RequestSpan | None:
+        """Begin the span of a request, which `end` ends; return None if the request is not traced.
 
-        Return None if the request is not traced. The client's `traceparent`, if there is one, decides that, and else
-        chance. A header that ends in `-01` asks for the trace, and one that ends in `-00` forbids it. The state is the
-        span, and the time since 1970 at which the process's clock was 0.
+        The client's `traceparent`, if there is one, decides that, and else chance. A header that ends in `-01` asks for
+        the trace, and one that ends in `-00` forbids it.
         """
         request = context.request
         parent_context = None
@@ -83,13 +82,14 @@ class Tracing:
             parent_context = self._make_parent_context(traceparent_match)
         elif random.random() >= self._share:
             return None
-        clock_ns = time.time_ns() - int(now * 1e9)
+        clock_zero_ns = time.time_ns() - int(now * 1e9)
         span = self._tracer.start_span(
             f"POST {request.path}", context=parent_context, kind=self._api.SpanKind.SERVER,
-            start_time=clock_ns + int(context.started_at_s * 1e9),
+            start_time=clock_zero_ns + int(context.started_at_s * 1e9),
         )  # fmt: skip
         span_context = span.get_span_context()
-        return (span, clock_ns), b"00-%032x-%016x-01" % (span_context.trace_id, span_context.span_id)
+        traceparent = b"00-%032x-%016x-01" % (span_context.trace_id, span_context.span_id)
+        return RequestSpan(span, clock_zero_ns, traceparent)
 
     def _make_parent_context(self, traceparent_match: re.Match[bytes]) -> Any:
         """Return the context in which a span continues the client's trace."""
@@ -105,8 +105,8 @@ class Tracing:
         """End the span of a request, with its outcome as attributes, and record its parts as spans of their own."""
         if context.span is None:
             return
-        (span, clock_ns), _ = context.span
-        trace = _Trace(self._tracer, self._api.set_span_in_context(span), clock_ns)
+        span, clock_zero_ns, _ = context.span
+        trace = _Trace(self._tracer, self._api.set_span_in_context(span), clock_zero_ns)
         if context.decision is not None:
             _add_decision_span(trace, context, context.decision)
         if context.prefill is not None:

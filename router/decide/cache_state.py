@@ -300,10 +300,10 @@ class CacheState:
 
 
 class ApproximateCache:
-    """Prompts that a target has probably cached which tells no events about its cache: an LRU of chunk keys.
+    """Estimate of what a worker without cache events has cached: an LRU of the prompts that were sent there.
 
-    A *chunk* is 64 tokens of a prompt. Its key is the digest of the prompt up to the chunk's end. A prompt's last
-    chunks count as the least recently used, so that they are evicted before the chunks on which they depend.
+    Prompts are compared in chunks of `chunk_tokens` tokens. A chunk's key is the digest of the prompt up to its end. A
+    prompt's last chunks count as the least recently used, so that they are evicted before the chunks that they need.
     """
 
     def __init__(self, capacity_tokens: int, chunk_tokens: int = CHUNK_TOKENS) -> None:

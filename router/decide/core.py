@@ -347,8 +347,9 @@ class RouterCore:
             del self._active_requests[request_id]
             self.counters["failed"] += 1
             return instructions + self._place_queued(now)
-        starts_again = continuation is None or continuation is active_request.request
-        if starts_again and (was_sent or kind in _FAILURES_OF_CRASHED_WORKERS):
+        is_repeated_whole = continuation is None or continuation is active_request.request
+        may_have_crashed_worker = was_sent or kind in _FAILURES_OF_CRASHED_WORKERS
+        if is_repeated_whole and may_have_crashed_worker:
             active_request.crash_suspicions += 1
         active_request.tried_workers = self._exclude_worker(active_request, worker_id, kind)
         active_request.failed_attempts += 1
@@ -492,10 +493,10 @@ class RouterCore:
         self.tracker.advance(now)
         worker_rows = []
         for worker_id, worker in self.workers.items():
-            alarms = self.watchdog.alarms(worker_id, expects_events=worker.spec.cache_view is CacheView.EVENTS)
-            alarms += self.stall_detector.alarms(worker_id, now)
+            alarms = self.watchdog.list_alarms(worker_id, expects_events=worker.spec.cache_view is CacheView.EVENTS)
+            alarms += self.stall_detector.list_alarms(worker_id, now)
             if worker.state is WorkerState.UP:
-                alarms += self.watchdog.event_alarms(worker_id)
+                alarms += self.watchdog.list_event_alarms(worker_id)
             targets = self.registry.get_targets(worker_id)
             worker_rows += [make_worker_snapshot(worker, target, self.tracker, alarms, now) for target in targets]
         counters = dict(self.counters)

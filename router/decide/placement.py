@@ -477,10 +477,10 @@ class RequestPlacer:
     def place_expired(self, active_requests: Mapping[str, ActiveRequest], now: float) -> list[Forward | Refuse]:
         """Forward or refuse the queued requests that have reached their deadlines."""
         instructions: list[Forward | Refuse] = []
-        for request_id, must_refuse in self.queue.pop_expired(now):
-            self.queue.remove(request_id)
-            active_request = active_requests[request_id]
-            if must_refuse:
+        for queued_request in self.queue.pop_expired(now):
+            self.queue.remove(queued_request.request_id)
+            active_request = active_requests[queued_request.request_id]
+            if queued_request.refuse_at_deadline:
                 instructions.append(_refuse_expired(active_request, now))
                 continue
             self._counters["deadline_forwards"] += 1

@@ -227,15 +227,15 @@ class RequestQueue:
             *itertools.islice(self._background.iter_in_turn(), count),
         ]
 
-    def pop_expired(self, now: float) -> list[tuple[str, bool]]:
-        """Return the requests that have reached their deadlines, with `refuse_at_deadline`; the caller removes them."""
-        refuse_by_id: dict[str, bool] = {}
+    def pop_expired(self, now: float) -> list[QueuedRequest]:
+        """Return the requests that have reached their deadlines. They stay queued until the caller removes them."""
+        expired_requests: dict[str, QueuedRequest] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline_s, request_id = heapq.heappop(self._deadlines)
             request = self.requests.get(request_id)
             if request is not None and request.deadline_s == deadline_s:
-                refuse_by_id[request_id] = request.refuse_at_deadline  # a request that was queued twice is here twice
-        return list(refuse_by_id.items())
+                expired_requests[request_id] = request  # by id, as a request that was queued twice has two deadlines
+        return list(expired_requests.values())
 
     def next_deadline_s(self) -> float:
         """Return the earliest time at which `pop_expired` may find a request."""

@@ -141,7 +141,7 @@ class WorkerRegistry:
 
     def is_model_known(self, model: str) -> bool:
         """Return whether some worker, in whatever state, serves a model."""
-        return model in self.get_served_models() or bool(self._workers_serving(model))
+        return model in self.get_served_models() or bool(self._list_workers_serving(model))
 
     def is_model_served(self, model: str, worker_id: str | None = None) -> bool:
         """Return whether some worker takes requests for a model now, or whether a given worker serves the model."""
@@ -163,7 +163,7 @@ class WorkerRegistry:
 
     def is_blockcast(self, model: str) -> bool:
         """Return whether all workers of a model are engines of this project."""
-        return all(worker.spec.engine == BLOCKCAST for worker in self._workers_serving(model))
+        return all(worker.spec.engine == BLOCKCAST for worker in self._list_workers_serving(model))
 
     # Eligibility -------------------------------------------------------------------------------------------------
     def find_candidates(self, request: RouteRequest, tried_workers: frozenset[str]) -> list[Target] | Refuse:
@@ -174,24 +174,24 @@ class WorkerRegistry:
         tokens_needed = _count_needed_tokens(request)
         if shortest_context is not None and tokens_needed > shortest_context:
             whole_pool = pool
-            pool = [t for t in pool if self._fits_context(t.worker_id, request.model, tokens_needed)]
+            pool = [target for target in pool if self._fits_context(target.worker_id, request.model, tokens_needed)]
             if not pool:
                 return self._refuse_long_prompt(request, tokens_needed, whole_pool)
         if request.worker is not None:
-            pool = [t for t in pool if request.worker in (t.worker_id, t.name)]
+            pool = [target for target in pool if request.worker in (target.worker_id, target.name)]
             if not pool:
                 return self._refuse_pinned(request)
         if request.allowed_workers is not None:
-            pool = [t for t in pool if t.worker_id in request.allowed_workers]
+            pool = [target for target in pool if target.worker_id in request.allowed_workers]
             if not pool:
                 message = "None of the endpoints that the gateway allows, or that requests are sent to, can take this."
                 return Refuse(request.request_id, 503, "no_worker", message, 1.0)
         if tried_workers:
-            pool = [t for t in pool if t.worker_id not in tried_workers]
+            pool = [target for target in pool if target.worker_id not in tried_workers]
             if not pool:
                 return Refuse(request.request_id, 502, "upstream_failed", "Every worker that could serve this failed.")
         if self.avoided_workers:
-            return [t for t in pool if t.worker_id not in self.avoided_workers] or pool
+            return [target for target in pool if target.worker_id not in self.avoided_workers] or pool
         return pool
 
     def find_sources(self, request: RouteRequest, excluded_workers: frozenset[str]) -> list[Target]:
@@ -203,7 +203,7 @@ class WorkerRegistry:
         if sources is None:
             sources = [
                 target
-                for worker in self._workers_serving(request.model)
+                for worker in self._list_workers_serving(request.model)
                 if worker.state is WorkerState.UP and worker.spec.transfer.group and worker.spec.transfer.can_give
                 for target in self._targets[worker.worker_id]
             ]
@@ -298,10 +298,10 @@ class WorkerRegistry:
         facts = worker.spec.transfer
         return not facts.needs_partner or any(
             source.state is WorkerState.UP and may_transfer(source.spec.transfer, facts, TransferKind.PREFILL)
-            for source in self._workers_serving(model)
+            for source in self._list_workers_serving(model)
         )
 
-    def _workers_serving(self, model: str) -> list[Worker]:
+    def _list_workers_serving(self, model: str) -> list[Worker]:
         return [worker for worker in self.workers.values() if model in worker.models]
 
     def _fits_context(self, worker_id: str, model: str, tokens: int) -> bool:
@@ -317,7 +317,7 @@ class WorkerRegistry:
     def _refuse_unserved(self, request: RouteRequest) -> Refuse:
         """Return the refusal of a request for a model and role that no worker takes now."""
         request_id, model = request.request_id, request.model
-        serving_workers = self._workers_serving(model)
+        serving_workers = self._list_workers_serving(model)
         is_pool_awake = any(w.state in (WorkerState.UP, WorkerState.SLEEPING) for w in self.workers.values())
         if not serving_workers and is_pool_awake:
             model_names = ", ".join(sorted(self.get_served_models())) or "none"

@@ -89,7 +89,7 @@ class LoadTracker:
         """Speed of the targets of each pool. A pool stays here after the last worker of its model is removed."""
         self.targets: dict[str, Target] = {}
         self._epoch_s: float | None = None
-        """Time by which the utilisation of all targets is scaled (`_get_decay_epoch`)."""
+        """Time by which the utilisation of all targets is scaled (`_advance_decay_epoch`)."""
         self._estimated_first_tokens = _RequestTimetable()
         """Estimated times of the first tokens of requests that do not stream."""
         self._estimated_arrivals = _RequestTimetable()
@@ -225,12 +225,7 @@ class LoadTracker:
         self._mark_changed(target)
         target.advance_work_totals(now)
         target.prefill_queue.record_progress(target.slowdown, now)
-        load.request_count -= 1
-        load.last_request_end_s = now
-        # Recomputed when empty, so that rounding never accumulates.
-        load.remaining_output_tokens = (
-            load.remaining_output_tokens - request.expected_output_tokens if load.request_count else 0.0
-        )
+        load.remove_request(request.expected_output_tokens, now)
         if request.has_no_first_token:
             self._remove_prefill(request, now)
         else:
@@ -371,7 +366,7 @@ class LoadTracker:
     # Utilisation -------------------------------------------------------------------------------------------------
     def compute_utilisation_decay(self, now: float) -> float:
         """Return the factor from `utilisation_scaled` to utilisation at `now`, the same for all targets."""
-        return math.exp(-max(now - self._get_decay_epoch(now), 0.0) / UTILISATION_WINDOW_S)
+        return math.exp(-max(now - self._advance_decay_epoch(now), 0.0) / UTILISATION_WINDOW_S)
 
     def compute_utilisation(self, target: Target, now: float) -> float:
         """Return a target's utilisation U, other routers' share included."""
@@ -383,13 +378,13 @@ class LoadTracker:
 
         They are scaled up by the time since the epoch, so that nothing has to decay.
         """
-        growth = math.exp((at_s - self._get_decay_epoch(at_s)) / UTILISATION_WINDOW_S)
+        growth = math.exp((at_s - self._advance_decay_epoch(at_s)) / UTILISATION_WINDOW_S)
         load = target.load
         load.utilisation_scaled = max(0.0, load.utilisation_scaled + prefill_s / UTILISATION_WINDOW_S * growth)
         load.arrivals_scaled += arrivals * growth / UTILISATION_WINDOW_S
 
-    def _get_decay_epoch(self, now: float) -> float:
-        """Return the epoch, a time by which decaying loads are scaled so that none has to be updated as time passes.
+    def _advance_decay_epoch(self, now: float) -> float:
+        """Return the epoch, a time by which decaying loads are scaled, so that time alone changes none of them.
 
         A load x from time t is stored as x * exp((t - epoch) / window). Multiplied by exp(-(now - epoch) / window), it
         is the load at `now`. Before the stored numbers overflow, the epoch is moved to `now` and all are rescaled.

@@ -53,7 +53,7 @@ class StallDetector:
         self.stalled_workers = stalled_workers
         return changed_workers
 
-    def alarms(self, worker_id: str, now: float) -> list[str]:
+    def list_alarms(self, worker_id: str, now: float) -> list[str]:
         """Return [] or the one alarm "stalled: ..." of a worker."""
         last_s = self.stalled_workers.get(worker_id)
         return [] if last_s is None else [f"stalled: none of its streams has moved for {now - last_s:.0f} s"]
@@ -124,9 +124,12 @@ class _WorkerAlarms:
             self.announced_blocks = announced_blocks
             self.unannounced_requests = 0
 
-    def describe_missing_events(self) -> list[str]:
-        """Return [] or the one text "events: ..." if requests filled or reused blocks of which no event told."""
-        if self.unannounced_requests < REQUESTS_MIN:
+    def describe_missing_events(self, announced_blocks: int) -> list[str]:
+        """Return [] or the one text "events: ..." if requests filled or reused blocks of which no event told.
+
+        `announced_blocks`: number of blocks that the worker's events have announced by now.
+        """
+        if announced_blocks != self.announced_blocks or self.unannounced_requests < REQUESTS_MIN:
             return []
         return [
             f"events: {self.unannounced_requests} prompts filled or reused blocks since the last block was announced: "
@@ -182,7 +185,7 @@ class Watchdog:
         """Forget a worker that was removed."""
         self._alarms.pop(worker_id, None)
 
-    def alarms(self, worker_id: str, *, expects_events: bool = True) -> list[str]:
+    def list_alarms(self, worker_id: str, *, expects_events: bool = True) -> list[str]:
         """Return the present alarms of a worker, such as "events: 50 prompts ..."; each begins with its stable name.
 
         With `expects_events`, the worker is known to announce its cached blocks by events.
@@ -190,12 +193,13 @@ class Watchdog:
         alarms = self._alarms.get(worker_id)
         if alarms is None:
             return []
-        alarms.update_announced_blocks(self.count_stored_blocks(worker_id))
         deviation_alarms = (alarms.prompt_lengths, alarms.cached_tokens, alarms.missing_tokens)
         texts = [text for alarm in deviation_alarms for text in alarm.describe()]
-        return texts + alarms.describe_missing_events() if expects_events else texts
+        if expects_events:
+            texts += alarms.describe_missing_events(self.count_stored_blocks(worker_id))
+        return texts
 
-    def event_alarms(self, worker_id: str) -> list[str]:
+    def list_event_alarms(self, worker_id: str) -> list[str]:
         """Return an alarm if the events of a worker, which is up, cannot be read."""
         endpoints = self.list_unreachable_endpoints(worker_id)
         if not endpoints:

@@ -19,25 +19,25 @@ from router.http.response import MAX_INTERIM_RESPONSES, ResponseHead, parse_resp
 class AttemptOwner(Protocol):
     """Callbacks of the object that makes an attempt."""
 
-    def attempt_connected(self, connection: UpstreamConnection) -> None:
+    def on_attempt_connected(self, connection: UpstreamConnection) -> None:
         """Send the request over this connection, or give the connection back if the request has ended meanwhile."""
 
-    def attempt_unconnected(self, error: Exception | None) -> None:
+    def on_attempt_connect_failed(self, error: Exception | None) -> None:
         """Handle that no connection could be opened. `error` is None if the worker closed it at once."""
 
-    def attempt_answered(self, head: ResponseHead, data: bytes) -> None:
+    def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
         """Take the head of the answer, and the bytes of its body that came with it."""
 
-    def attempt_received(self, head: ResponseHead, data: bytes) -> None:
+    def on_attempt_body(self, head: ResponseHead, data: bytes) -> None:
         """Take further bytes of the answer's body."""
 
-    def attempt_lost(self, reason: str, *, is_stale: bool) -> None:
+    def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
         """Take the answer as complete if its body may end with the connection; else handle the failure.
 
         `is_stale`: an idle connection was closed while the request was written.
         """
 
-    def attempt_malformed(self, error: ProtocolError) -> None:
+    def on_attempt_malformed(self, error: ProtocolError) -> None:
         """Handle an answer that is not HTTP."""
 
     def crash(self, error: Exception) -> None:
@@ -67,7 +67,7 @@ class Attempt(msgspec.Struct, eq=False):
         connection = self._connection = None if self.is_resend else self._pool.acquire(target)
         if connection is not None:
             connection.user = self
-            self._owner.attempt_connected(connection)
+            self._owner.on_attempt_connected(connection)
         else:
             self._connecting = self._pool.open(target, self)
 
@@ -106,41 +106,41 @@ class Attempt(msgspec.Struct, eq=False):
 
     # From the connection ------------------------------------------------------------------------------------------
 
-    def connection_opened(self, connection: UpstreamConnection) -> None:
+    def on_connection_opened(self, connection: UpstreamConnection) -> None:
         """Take the connection that was opened for this attempt."""
         if self._connecting is None:  # the attempt was closed, too late to stop the opening
             connection.close()
             return
         self._connecting = None
         if connection.transport is None:
-            self._owner.attempt_unconnected(None)
+            self._owner.on_attempt_connect_failed(None)
         else:
             self._connection, connection.user = connection, self
-            self._owner.attempt_connected(connection)
+            self._owner.on_attempt_connected(connection)
 
-    def connection_failed(self, error: Exception) -> None:
+    def on_connection_failed(self, error: Exception) -> None:
         """Tell the owner that no connection could be opened, unless the attempt was closed."""
         if self._connecting is None:
             return
         self._connecting = None
-        self._owner.attempt_unconnected(error)
+        self._owner.on_attempt_connect_failed(error)
 
     @property
     def reads_in_slices(self) -> bool:
         return self.head is None or self.head.is_chunked
 
-    def upstream_data(self, data: bytes) -> None:
+    def on_data(self, data: bytes) -> None:
         """Take bytes from the worker."""
         head = self.head
         try:
             if head is not None:
-                self._owner.attempt_received(head, data)
+                self._owner.on_attempt_body(head, data)
                 return
             head, data = self._read_head(data)
             if head is not None:
-                self._owner.attempt_answered(head, data)
+                self._owner.on_attempt_head(head, data)
         except ProtocolError as error:
-            self._owner.attempt_malformed(error)
+            self._owner.on_attempt_malformed(error)
 
     def _read_head(self, data: bytes) -> tuple[ResponseHead | None, bytes]:
         """Return the head of the answer and the bytes after it; (None, b"") while the head is incomplete.
@@ -162,12 +162,12 @@ class Attempt(msgspec.Struct, eq=False):
             if self._interim_count > MAX_INTERIM_RESPONSES:
                 raise ProtocolError(f"more than {MAX_INTERIM_RESPONSES} interim answers")
 
-    def upstream_lost(self, reason: str) -> None:
+    def on_connection_lost(self, reason: str) -> None:
         """Tell the owner that the worker's connection ended."""
         connection, self._connection = self._connection, None
         is_reused = connection is not None and connection.request_count > 1
         is_stale = is_reused and self.head is None and not self._head_buffer and not self.is_resend
-        self._owner.attempt_lost(reason, is_stale=is_stale)
+        self._owner.on_attempt_lost(reason, is_stale=is_stale)
 
     def crash(self, error: Exception) -> None:
         self._owner.crash(error)

@@ -97,14 +97,14 @@ class Exchange:
         self._attempt = None
         handover = self._proxy.workers.make_handover(transfer)
         if handover is None:
-            self.prefill_failed("unreachable", "the prefill's worker was removed, or no longer gives KV")
+            self.on_prefill_failed("unreachable", "the prefill's worker was removed, or no longer gives KV")
             return
         prefill = self._prefill = PrefillLeg(self, self._proxy, self.context, decision, handover)
         prefill.start()
         if prefill.is_concurrent and self._prefill is prefill:
             self._start_attempt(decision)
 
-    def prefill_computed(self) -> None:
+    def on_prefill_computed(self) -> None:
         """Start the decode, if it waited for the end of the prefill."""
         prefill, decision = self._prefill, self.context.decision
         assert prefill is not None
@@ -121,7 +121,7 @@ class Exchange:
         elif prefill.needs_partner:
             self._prefill = None  # SGLang's worker answers when it has handed the KV over
 
-    def prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
+    def on_prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
         """Have the chosen worker compute the prompt itself, or another pair of workers if it cannot.
 
         Do nothing if the chosen worker has begun its answer, because it had the KV then.
@@ -218,7 +218,7 @@ class Exchange:
     def _response_head(self) -> ResponseHead | None:
         return None if self._attempt is None else self._attempt.head
 
-    def attempt_connected(self, connection: UpstreamConnection) -> None:
+    def on_attempt_connected(self, connection: UpstreamConnection) -> None:
         """Send the request over the connection of the attempt, or give the connection back if the client has gone.
 
         The answer is aborted if another worker began it, and the chosen worker has another engine, which cannot
@@ -271,7 +271,7 @@ class Exchange:
         is_pull = transfer is not None and transfer.kind is TransferKind.PULL
         return transfer if is_pull and not self._is_source_refused else None
 
-    def attempt_unconnected(self, error: Exception | None) -> None:
+    def on_attempt_connect_failed(self, error: Exception | None) -> None:
         """Try another worker, or refuse, as no connection could be opened. `error`: None if the worker closed it."""
         attempt = self._attempt
         assert attempt is not None
@@ -288,7 +288,7 @@ class Exchange:
             reason = "connect timed out" if isinstance(error, asyncio.TimeoutError) else str(error)
             self._handle_failed_attempt(FailureKind.CONNECT, reason, was_sent=attempt.is_resend)
 
-    def attempt_answered(self, head: ResponseHead, data: bytes) -> None:
+    def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
         """Forward the head of the answer and the first bytes of its body, unless another worker is tried."""
         if self._retry_after_status(head):
             return
@@ -302,9 +302,9 @@ class Exchange:
         redacted_keys = None if has_started else self._proxy.redacted_keys
         continuation = self.context.continuation if is_stream else None
         self._filter.choose_conversion(head, continuation, redacted_keys, is_stream=is_stream)
-        self.attempt_received(head, data, b"" if has_started else self._build_client_head(head))
+        self.on_attempt_body(head, data, b"" if has_started else self._build_client_head(head))
 
-    def attempt_malformed(self, error: ProtocolError) -> None:
+    def on_attempt_malformed(self, error: ProtocolError) -> None:
         """Give up the attempt, as the worker's bytes are no HTTP answer."""
         self._handle_broken_response(str(error))
 
@@ -313,31 +313,38 @@ class Exchange:
 
         For example, a worker answers 503: the core chooses another worker. If there is none, the client gets the 503.
         """
-        proxy, context = self._proxy, self.context
-        failure_kind = RETRYABLE_STATUSES.get(head.status)
+        decision, failure_kind = self.context.decision, RETRYABLE_STATUSES.get(head.status)
         if self._prefill is not None and failure_kind is FailureKind.INTERNAL:  # it could not fetch the KV
             computes_alone = not self._prefill.needs_partner
             self._drop_prefill("error", "the decode failed")
-            if computes_alone and context.decision is not None:
-                self._start_attempt(context.decision)
+            if computes_alone and decision is not None:
+                self._start_attempt(decision)
                 return True
             failure_kind = FailureKind.SOURCE  # so this worker gets the request again if there is no other one
-        if head.status == 403 and context.decision is not None and self._find_pull(context.decision) is not None:
+        if head.status == 403 and decision is not None and self._find_pull(decision) is not None:
             self._is_source_refused = True
             self._drop_prefill("error", "the worker refuses the source, so it may have another fleet's key")
-            self._start_attempt(context.decision)
+            self._start_attempt(decision)
             return True
-        if failure_kind is not None and proxy.is_in_core(context):
-            proxy.record_failed_attempt(context.decision, failure_kind, head.status_and_reason.decode("latin-1"))
-            instructions = proxy.core.fail_attempt(context.request_id, failure_kind, proxy.now())
-            if not is_final_refusal(instructions, context.request_id):
-                self.close()
-                proxy.perform(instructions)
-                return True
-            proxy.perform(instructions[1:])  # the core has forgotten this request; these are for others
+        if failure_kind is not None and self._try_other_worker(failure_kind, head):
+            return True
         if self._prefill is not None and 400 <= head.status < 500:  # refused before the fetch
             self._prefill.is_taken = False
         return False
+
+    def _try_other_worker(self, failure_kind: FailureKind, head: ResponseHead) -> bool:
+        """Report a failed attempt, and do what the core decides; return False if it has no other worker."""
+        proxy, context = self._proxy, self.context
+        if not proxy.is_in_core(context):
+            return False
+        proxy.record_failed_attempt(context.decision, failure_kind, head.status_and_reason.decode("latin-1"))
+        instructions = proxy.core.fail_attempt(context.request_id, failure_kind, proxy.now())
+        if is_final_refusal(instructions, context.request_id):
+            proxy.perform(instructions[1:])  # the core has forgotten this request; these are for others
+            return False
+        self.close()
+        proxy.perform(instructions)
+        return True
 
     def _build_client_head(self, head: ResponseHead) -> bytes:
         return build_response_head(
@@ -353,7 +360,7 @@ class Exchange:
         is_delimited = head.is_chunked or isinstance(head.body, LengthBody)
         return self.context.request.keep_alive and is_delimited and not self._filter.is_http_1_0
 
-    def attempt_received(self, head: ResponseHead, data: bytes, client_head: bytes = b"") -> None:
+    def on_attempt_body(self, head: ResponseHead, data: bytes, client_head: bytes = b"") -> None:
         """Forward the next bytes of the answer, after `client_head`. Record its progress and its end.
 
         A worker may send more than its answer: these surplus bytes are dropped.
@@ -431,7 +438,7 @@ class Exchange:
 
     # Ends ---------------------------------------------------------------------------------------------------------
 
-    def attempt_lost(self, reason: str, *, is_stale: bool) -> None:
+    def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
         """Handle the end of the worker's connection. `is_stale`: an idle one, closed as the request was written.
 
         After the head of an answer this may be the regular end of its body, or else the answer broke off. Before it, a
@@ -562,10 +569,9 @@ class Exchange:
         and its tokens follow in the same stream to the client. Return False if no worker can do that. `is_move`: the
         worker's connection is intact, so without another worker the answer stays where it is.
         """
-        context, head, route = self.context, self._response_head, self.context.route
-        if head is None or route is None or context.is_done or not self._proxy.is_in_core(context):
-            return False
-        if not is_readable_stream(head):
+        head, route = self._response_head, self.context.route
+        has_ended = self.context.is_done or not self._proxy.is_in_core(self.context)
+        if has_ended or route is None or head is None or not is_readable_stream(head):
             return False
         if self._write_missing_end(head, reason):
             return True

@@ -50,6 +50,7 @@ class MissReasonsRecorder:
         """Have `proxy` report first bytes and ends, if `config` enables the record."""
         core, metrics = proxy.core, proxy.metrics
         self.analyzer = MissAnalyzer(config, core.index.count_common_tokens)
+        # The metrics page shows the analyzer's own counters.
         metrics.cache_miss_requests = self.analyzer.requests_by_reason
         metrics.cache_miss_tokens = self.analyzer.tokens_by_reason
         metrics.reused_tokens = self.analyzer.reuse_sums

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
 
 import msgspec
 
@@ -27,7 +27,7 @@ from router.decide.messages import (
     WorkerLost,
 )
 from router.edge.config import EdgeConfig, Timeouts
-from router.edge.request_context import RequestContext
+from router.edge.request_context import RequestContext, RequestSpan
 from router.edge.response_progress import RESPONSES_PATH
 from router.edge.response_redactor import build_key_pattern
 from router.edge.rewrite import Body, build_request_head
@@ -124,19 +124,19 @@ class Proxy:
         """Whether decisions have the terms of every candidate: while the dashboard is watched."""
         self.log_share = 0.0
         """Share of requests with decisions in the log, with the terms of every candidate."""
-        self.tracer: Callable[[RequestContext, float], tuple[Any, bytes] | None] | None = None
-        """Called with the context of each new request, and the time. It returns the context's `span`."""
+        self.tracer: Callable[[RequestContext, float], RequestSpan | None] | None = None
+        """Called with the context of each new request, and the time; None: requests are not traced."""
         self.exchanges: dict[str, Exchange] = {}
         """Request id -> exchange that answers the request."""
-        self.on_first_byte: list[Callable[..., None]] = []
+        self.on_first_byte: list[Callable[[RequestContext], None]] = []
         """Called with the context of a request after the first byte of its answer was sent to the client."""
-        self.on_end: list[Callable[..., None]] = []
+        self.on_end: list[Callable[[RequestContext], None]] = []
         """Called with the context of each request that ended."""
-        self.on_worker_lost: list[Callable[..., None]] = []
+        self.on_worker_lost: list[Callable[[str], None]] = []
         """Called with the id of a worker that died."""
-        self.on_failure: list[Callable[..., None]] = []
-        """Called with (Decision | None, FailureKind, reason) after each failed attempt."""
-        self.on_transfer_failed: list[Callable[..., None]] = []
+        self.on_failure: list[Callable[[Decision | None, FailureKind, str], None]] = []
+        """Called after each failed attempt with its decision, if a worker is to blame, the kind and the reason."""
+        self.on_transfer_failed: list[Callable[[str], None]] = []
         """Called with the id of a worker that did not give its KV to another worker."""
         self._count = 0
 
@@ -321,7 +321,7 @@ class Proxy:
         self.metrics.broken_streams[event] += 1
         log.info("the answer to %s broke off and was %s: %s", context.name, event, reason)
 
-    def _notify(self, listeners: list[Callable[..., None]], *event: object) -> None:
+    def _notify(self, listeners: Sequence[Callable[..., None]], *event: object) -> None:
         """Call all listeners with the parts of an event, also if one of them raises."""
         for listener in listeners:
             try:
@@ -406,12 +406,12 @@ def _log_decision(context: RequestContext, decision: Decision) -> None:
 
 def _refuse(exchange: Exchange, refusal: Refuse) -> None:
     """Answer a request with the core's refusal, in the words of the API of the request's path."""
-    message = _refusal_message(refusal, exchange.context)
-    refused_field = _refused_field(refusal.code, exchange.context.request.path)
+    message = _make_refusal_message(refusal, exchange.context)
+    refused_field = _find_refused_field(refusal.code, exchange.context.request.path)
     exchange.refuse(refusal.status, refusal.code, message, refusal.retry_after_s, param=refused_field)
 
 
-def _refused_field(code: str, path: str) -> str | None:
+def _find_refused_field(code: str, path: str) -> str | None:
     """Return the field of the body that caused a refusal, by its name in the API of the path."""
     if code == "unknown_model":
         return "model"
@@ -420,7 +420,7 @@ def _refused_field(code: str, path: str) -> str | None:
     return None
 
 
-def _refusal_message(refusal: Refuse, context: RequestContext) -> str:
+def _make_refusal_message(refusal: Refuse, context: RequestContext) -> str:
     """Return the message of a refusal, in the words of the API of the request's path."""
     route = context.route
     if refusal.context_max is None or route is None:

@@ -37,6 +37,17 @@ class PrefillTimes:
     """Whether the request's own worker had to compute the prompt after all."""
 
 
+class RequestSpan(NamedTuple):
+    """The span of a traced request, from which its parts are recorded when the request has ended."""
+
+    span: Any
+    """Object of OpenTelemetry's SDK, which has no type here as the package is optional."""
+    clock_zero_ns: int
+    """Nanoseconds since 1970 at which the process's clock was 0."""
+    traceparent: bytes
+    """Header by which the worker continues the trace."""
+
+
 class RequestContext(msgspec.Struct, eq=False):
     """One request and its outcome."""
 
@@ -48,8 +59,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """Id of the request in the core, unique in this process."""
     trace_id: bytes = b""
     """Value of `x-request-id`, which the client may have sent."""
-    span: tuple[Any, bytes] | None = None
-    """The tracer's own record, and the `traceparent` for the worker; None if the request is not traced."""
+    span: RequestSpan | None = None
+    """Span of the request; None if the request is not traced."""
     headers: RoutingHeaders | None = None
     """Routing headers; None until the body was read."""
     model: ResolvedModel | None = None

@@ -77,7 +77,7 @@ def build_request_head(
     keys; empty: no key is sent; None: the client's own are forwarded. `rank`: which of the worker's copies of the model
     is to answer (data-parallel rank). `allowed_headers`: internal headers of workers that clients may set.
     """
-    request, traceparent = context.request, None if context.span is None else context.span[1]
+    request, traceparent = context.request, None if context.span is None else context.span.traceparent
     removed_headers = _REMOVED_HEADERS[2 * (authorization is not None) + (traceparent is not None)]
     if allowed_headers:
         removed_headers -= {name.encode() for name in allowed_headers if rank is None or name != RANK_HEADER}

@@ -65,13 +65,13 @@ UNANSWERED_S_MAX: Final = 10.0
 class UpstreamUser(Protocol):
     """Callbacks of the object that uses a connection."""
 
-    def connection_opened(self, connection: UpstreamConnection) -> None:
+    def on_connection_opened(self, connection: UpstreamConnection) -> None:
         """Take a connection; one that is closed already has no transport."""
 
-    def connection_failed(self, error: Exception) -> None:
+    def on_connection_failed(self, error: Exception) -> None:
         """Handle that no connection could be opened."""
 
-    def upstream_data(self, data: bytes) -> None:
+    def on_data(self, data: bytes) -> None:
         """Take bytes from the worker."""
 
     def crash(self, error: Exception) -> None:
@@ -81,7 +81,7 @@ class UpstreamUser(Protocol):
     def reads_in_slices(self) -> bool:
         """Whether a long read is delivered in parts, between which other connections are served."""
 
-    def upstream_lost(self, reason: str) -> None:
+    def on_connection_lost(self, reason: str) -> None:
         """Handle that the connection ended; it has no user any more."""
 
 
@@ -138,7 +138,7 @@ class UpstreamConnection(asyncio.Protocol):
                     self.transport.pause_reading()
                 self._pool.scheduler.schedule(self._deliver_unread)
                 data = data[:SLICE_BYTES]
-            user.upstream_data(data)
+            user.on_data(data)
         except Exception as error:  # noqa: BLE001  a fault in one request must not close the router's other ones
             user.crash(error)
 
@@ -171,7 +171,7 @@ class UpstreamConnection(asyncio.Protocol):
         if user is None:
             return
         try:
-            user.upstream_lost(self._loss_reason)
+            user.on_connection_lost(self._loss_reason)
         except Exception as error:  # noqa: BLE001  a boundary
             user.crash(error)
 
@@ -283,9 +283,9 @@ class UpstreamPool:
             try:
                 connection = await self.connect(target)
             except (OSError, asyncio.TimeoutError, ValueError) as failure:  # ValueError: a name that cannot be one
-                user.connection_failed(failure)
+                user.on_connection_failed(failure)
             else:
-                user.connection_opened(connection)
+                user.on_connection_opened(connection)
         except Exception as error:  # noqa: BLE001  a boundary
             if connection is not None and connection.user is None:
                 connection.close()

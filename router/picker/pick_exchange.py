@@ -106,7 +106,7 @@ class PickExchange:
         if decision.rank is not None:
             headers.append((RANK_HEADER.encode(), b"%d" % decision.rank))
         if self.context.span is not None:
-            headers.append((b"traceparent", self.context.span[1]))
+            headers.append((b"traceparent", self.context.span.traceparent))
         return headers
 
     def _list_removed_headers(self, decision: Decision, authorization: bytes | None) -> list[str]:

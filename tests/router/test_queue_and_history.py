@@ -39,7 +39,7 @@ def test_held_requests_are_tried_by_priority_then_arrival(
         elif operation == "drop":
             assert queue.remove(name) == (entries.pop(name, None) is not None)
         else:
-            due = queue.pop_expired(now)
+            due = [(request.request_id, request.refuse_at_deadline) for request in queue.pop_expired(now)]
             assert sorted(due) == sorted((n, int(n) % 2 == 0) for n, h in entries.items() if h[3] <= now)
             for expired_name, _ in due:
                 queue.remove(expired_name)

@@ -276,7 +276,7 @@ def test_promises_that_are_evicted_before_their_requests_run_raise_the_alarm(spe
     world.sees = False
     play(world, random.Random(0), 240, 10, together=True)
     assert world.predicted_tokens > 1.3 * world.reported_tokens
-    (alarm,) = [a for a in world.core.watchdog.alarms("w") if a.startswith("promised")]
+    (alarm,) = [a for a in world.core.watchdog.list_alarms("w") if a.startswith("promised")]
     assert "its cache is too small for what it gets" in alarm
 
 

@@ -426,7 +426,7 @@ def test_the_hit_of_the_prefill_worker_is_no_wrong_prediction_of_the_other_one()
         core.record_prefill_end(f"r{number}", now + 0.4)
         core.record_first_token(f"r{number}", now + 0.6)
         core.finish_request(f"r{number}", ReportedUsage(400, 399, 5), now + 1.0)
-    alarms = [alarm for name in core.workers for alarm in core.watchdog.alarms(name)]
+    alarms = [alarm for name in core.workers for alarm in core.watchdog.list_alarms(name)]
     assert not any("cached" in str(alarm) for alarm in alarms), alarms
 
 

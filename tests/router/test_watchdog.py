@@ -27,7 +27,7 @@ def finish(dog: Watchdog, i: int, **changes: int | None) -> None:
 
 
 def alarm_names(dog: Watchdog) -> list[str]:
-    return [alarm.split(":")[0] for alarm in dog.alarms("w")]
+    return [alarm.split(":")[0] for alarm in dog.list_alarms("w")]
 
 
 def test_agreement_raises_nothing() -> None:
@@ -89,7 +89,7 @@ def test_silent_events_are_flagged_and_the_alarm_goes_with_its_cause() -> None:
         finish(dog, i, predicted_cached_tokens=0, cached_tokens=0)
         dog.stored_blocks["w"] = 100
     assert alarm_names(dog) == ["events"]
-    assert dog.alarms("w", expects_events=False) == []
+    assert dog.list_alarms("w", expects_events=False) == []
     dog.stored_blocks["w"] = 101
     assert alarm_names(dog) == []
 
@@ -139,7 +139,7 @@ def test_engines_that_say_nothing_raise_nothing() -> None:
         finish(dog, i, prompt_tokens=None, cached_tokens=None)
     assert alarm_names(dog) == []
     dog.forget("w")
-    assert dog.alarms("w") == []
+    assert dog.list_alarms("w") == []
 
 
 def test_a_worker_stands_still_while_others_move() -> None:
@@ -147,8 +147,8 @@ def test_a_worker_stands_still_while_others_move() -> None:
     for now in range(9):
         assert detector.update({"a": 0.0, "b": float(now)}, float(now)) == set()
     assert [detector.update({"a": 0.0, "b": float(now)}, float(now)) for now in range(9, 12)] == [set(), {"a"}, set()]
-    assert detector.alarms("a", 11.0) == ["stalled: none of its streams has moved for 11 s"]
-    assert detector.alarms("b", 11.0) == []
+    assert detector.list_alarms("a", 11.0) == ["stalled: none of its streams has moved for 11 s"]
+    assert detector.list_alarms("b", 11.0) == []
     assert detector.update({"a": 11.5, "b": 12.0}, 12.0) == {"a"}  # it moves again
     assert detector.stalled_workers == {}
 

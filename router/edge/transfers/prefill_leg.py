@@ -47,10 +47,10 @@ _SEVERAL_PROMPTS_PATTERN = re.compile(rb'\[\s*["\[]')
 class PrefillOwner(Protocol):
     """Callbacks of the object that waits for a prefill."""
 
-    def prefill_computed(self) -> None:
+    def on_prefill_computed(self) -> None:
         """Have the other worker decode."""
 
-    def prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
+    def on_prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
         """Have the other worker compute the prompt. `may_be_crash`: the request may have crashed the first one."""
 
     def crash(self, error: Exception) -> None:
@@ -60,7 +60,7 @@ class PrefillOwner(Protocol):
 class PrefillLeg:
     """One request to a worker (the source) that computes a prompt, so that another worker can fetch its KV and decode.
 
-    Calls `prefill_computed` or `prefill_failed` of its owner once, unless it is closed before.
+    Calls `on_prefill_computed` or `on_prefill_failed` of its owner once, unless it is closed before.
     """
 
     def __init__(
@@ -180,25 +180,25 @@ class PrefillLeg:
     def _fail(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
         self.close()
         reason = f"prefill at {self._transfer.source}: {reason}"
-        self._owner.prefill_failed(outcome, reason, may_be_crash=may_be_crash)
+        self._owner.on_prefill_failed(outcome, reason, may_be_crash=may_be_crash)
 
     # From the attempt ---------------------------------------------------------------------------------------------
 
-    def attempt_connected(self, connection: UpstreamConnection) -> None:
+    def on_attempt_connected(self, connection: UpstreamConnection) -> None:
         """Send the request."""
         source, rank, body = self._transfer.source, self._transfer.rank, self._body
         head = self._proxy.build_head(self._context, connection.target, source, rank, body, self._path)
         connection.send(head, body)
 
-    def attempt_unconnected(self, error: Exception | None) -> None:
+    def on_attempt_connect_failed(self, error: Exception | None) -> None:
         self._fail("unreachable", "closed at once" if error is None else str(error) or "connect timed out")
 
-    def attempt_answered(self, head: ResponseHead, data: bytes) -> None:
+    def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
         """Read the first bytes of an answer."""
         self._attempt.head = head
-        self.attempt_received(head, data)
+        self.on_attempt_body(head, data)
 
-    def attempt_received(self, head: ResponseHead, data: bytes) -> None:
+    def on_attempt_body(self, head: ResponseHead, data: bytes) -> None:
         """Read bytes of an answer, and tell the owner when it is complete."""
         consumed_bytes = head.body.feed(data, None if self.is_concurrent else self._content)
         if len(self._content) > ANSWER_BYTES_MAX:
@@ -225,7 +225,7 @@ class PrefillLeg:
         self._deadline_s = now + LEASE_S
         duration_histogram = self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,))
         duration_histogram.observe(now - self.times.started_at_s)
-        self._owner.prefill_computed()
+        self._owner.on_prefill_computed()
 
     def _handle_error_status(self, head: ResponseHead) -> None:
         """Fail the prefill, or wait for the other worker if that one has the request too and will refuse it as well."""
@@ -237,7 +237,7 @@ class PrefillLeg:
             may_be_crash = RETRYABLE_STATUSES.get(head.status) is FailureKind.INTERNAL
             self._fail("refused" if is_refused else "error", reason, may_be_crash=may_be_crash)
 
-    def attempt_lost(self, reason: str, *, is_stale: bool) -> None:
+    def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
         """Repeat the request on a new connection where an idle one was closed; else fail."""
         head = self._attempt.head
         if is_stale:
@@ -253,7 +253,7 @@ class PrefillLeg:
             else:
                 self._finish(head)
 
-    def attempt_malformed(self, error: ProtocolError) -> None:
+    def on_attempt_malformed(self, error: ProtocolError) -> None:
         self._fail("bad_answer", str(error))
 
     def crash(self, error: Exception) -> None:

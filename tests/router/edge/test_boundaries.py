@@ -394,11 +394,11 @@ class Reader:
         self.got: list[bytes] = []
         self.events: list[str] = []
 
-    def upstream_data(self, data: bytes) -> None:
+    def on_data(self, data: bytes) -> None:
         self.got.append(data)
         self.events.append("data")
 
-    def upstream_lost(self, reason: str) -> None:
+    def on_connection_lost(self, reason: str) -> None:
         self.events.append("lost")
 
     def crash(self, error: Exception) -> None:

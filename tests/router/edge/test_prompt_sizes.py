@@ -101,7 +101,7 @@ def test_several_prompts_ring_no_alarm(edge: Any, make_post: Any) -> None:
         body = json.dumps({"model": "tiny", "prompt": [list(range(300))] * 2}).encode()
         for _ in range(40):
             assert parts(await edge.exchange(make_post(body, b"/v1/completions")))[0] == 200
-        assert not edge.core.watchdog.alarms("w0", expects_events=False)
+        assert not edge.core.watchdog.list_alarms("w0", expects_events=False)
 
     edge.run(scenario())
 
