@@ -40,7 +40,7 @@ Try it:
 """
 
 
-def installed_version() -> str:
+def find_installed_version() -> str:
     """Return the version of the installed distribution; "unknown" for a checkout that was not installed."""
     try:
         return version("blockcast")
@@ -49,7 +49,7 @@ def installed_version() -> str:
 
 
 @click.group(cls=ProgramGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(installed_version(), prog_name="router")
+@click.version_option(find_installed_version(), prog_name="router")
 def cli() -> None:
     """A router that follows the KV cache events of the workers behind it."""
 
@@ -75,7 +75,7 @@ def _run_or_exit(config: ProcessConfig, process_class: type[RouterProcess]) -> N
     if not (has_workers or config.admin):
         log.warning("no workers: name their URLs (router run http://HOST:PORT ...), or add them with POST /workers")
     try:
-        run_process(config, installed_version(), process_class)
+        run_process(config, find_installed_version(), process_class)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     except OSError as error:

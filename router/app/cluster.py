@@ -19,7 +19,7 @@ from options.system import raise_file_limit
 from prompts.errors import RequestError
 from router.app.config import ProcessConfig
 from router.app.request_pipeline import RequestPipeline
-from router.app.system import event_streams_max, name_flag_in_errors
+from router.app.system import compute_streams_max, name_flag_in_errors
 from router.decide.core import RouterCore
 from router.decide.messages import Decision, FailureKind
 from router.decide.workers import Worker, WorkerState
@@ -70,7 +70,7 @@ class Cluster:
         self.feed = IndexFeed(
             index,
             report=FactQueue(asyncio.get_running_loop(), self._apply_fact).put,
-            streams_max=min(config.fleet.streams_max, event_streams_max(raise_file_limit())),
+            streams_max=min(config.fleet.streams_max, compute_streams_max(raise_file_limit())),
             index_bytes_max=config.fleet.index_mb << 20,
         )
         key_headers = make_key_headers(config.worker_api_key)

@@ -34,16 +34,16 @@ class AdminGuard:
     def check_from_loopback(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Check a request on the main address: it has to come from this machine, and not through a proxy."""
         if not connection.peer.startswith(LOOPBACK) or any(request.get_header(name) for name in PROXY_HEADERS):
-            raise _forbidden_error(f"{request.path} is served on the admin address only, or to loopback")
+            raise _make_forbidden_error(f"{request.path} is served on the admin address only, or to loopback")
         self.check(connection, request)
 
     def refuse(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Refuse every request for an admin route: the main address serves none if there is an admin address."""
-        raise _forbidden_error(f"{request.path} is served on the admin address only")
+        raise _make_forbidden_error(f"{request.path} is served on the admin address only")
 
     def check(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Check the key, the Host and Origin headers, and the declared type of the body."""
-        if not hmac.compare_digest(bearer_token(request), self._key):
+        if not hmac.compare_digest(read_bearer_token(request), self._key):
             message = (
                 "the admin key is needed: Authorization: Bearer KEY, with the key that the router printed at its "
                 "start, or that of --admin-api-key"
@@ -51,10 +51,12 @@ class AdminGuard:
             raise RequestError(message, param=None, code="invalid_api_key", status=401)
         host = (request.get_header(b"host") or b"").decode("latin-1").lower()
         if not self._is_own_host(host):
-            raise _forbidden_error("the Host header names none of this router's hosts; --admin-host NAME makes it one")
+            raise _make_forbidden_error(
+                "the Host header names none of this router's hosts; --admin-host NAME makes it one"
+            )
         origin = request.get_header(b"origin")
         if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
-            raise _forbidden_error("pages of other sites may not use the admin routes")
+            raise _make_forbidden_error("pages of other sites may not use the admin routes")
         content_type = (request.get_header(b"content-type") or b"").partition(b";")[0].strip().lower()
         if request.has_body and content_type != b"application/json":
             raise RequestError("the body needs the header Content-Type: application/json", param=None, status=415)
@@ -85,7 +87,7 @@ class ApiKeys:
         """
         if not self._keys:
             return client.peer
-        token = bearer_token(request) or (request.get_header(b"x-api-key") or b"").strip()
+        token = read_bearer_token(request) or (request.get_header(b"x-api-key") or b"").strip()
         # All keys are compared, each in constant time, so that the time shows nothing about the keys.
         matches = [make_key_name(number) for number, key in enumerate(self._keys) if hmac.compare_digest(token, key)]
         if not matches:
@@ -96,11 +98,11 @@ class ApiKeys:
         return matches[0]
 
 
-def bearer_token(request: HttpRequest) -> bytes:
+def read_bearer_token(request: HttpRequest) -> bytes:
     """Return the bearer token of a request; empty if there is none."""
     scheme, _, token = (request.get_header(b"authorization") or b"").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else b""
 
 
-def _forbidden_error(message: str) -> RequestError:
+def _make_forbidden_error(message: str) -> RequestError:
     return RequestError(message, param=None, code="forbidden", status=403)

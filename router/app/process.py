@@ -33,10 +33,10 @@ from router.app.shutdown import Shutdown
 from router.app.system import (
     HeapTrimmer,
     collect_old_objects,
-    connections_limit,
+    compute_connections_max,
+    compute_worker_requests_max,
+    describe_missing_files,
     limit_garbage_collection,
-    too_few_files_message,
-    worker_requests_max,
 )
 from router.app.timers import Timers
 from router.app.tracing import Tracing
@@ -81,7 +81,7 @@ class RouterProcess:
         self._add_tracing()
 
         # The cluster tells the pipeline which workers there are, and what they cache.
-        session = open_session(worker_tls, worker_requests_max(raise_file_limit()))
+        session = open_session(worker_tls, compute_worker_requests_max(raise_file_limit()))
         self._resources.push_async_callback(session.close)
         peer_client = PeerClient(session, snapshot_urls, self._admin_key)
         self.cluster = Cluster(config, self.pipeline, index, session, peer_client)
@@ -196,17 +196,17 @@ class RouterProcess:
         timers.add_sweep_step("sweep", self._dashboard.tick)
         timers.add_sweep_step("sweep", cluster.sweep)
         timers.add_sweep_step("listener", self._addresses.expire_connections)
-        timers.add_sweep_step("sweep", lambda _: collect_old_objects(idle=not proxy.exchanges))
+        timers.add_sweep_step("sweep", lambda _: collect_old_objects(is_idle=not proxy.exchanges))
         return timers
 
     def _find_connections_max(self) -> int:
         """Return the most connections of an address: as configured, or as many as file descriptors are enough for."""
         file_limit, worker_count = raise_file_limit(), len(self._config.workers)
         wanted_connections = self._config.edge.connections_max
-        possible_connections = connections_limit(file_limit, worker_count, wanted_connections)
+        possible_connections = compute_connections_max(file_limit, worker_count, wanted_connections)
         is_default = wanted_connections == CONNECTIONS_MAX
         if possible_connections < (CONNECTIONS_EXPECTED if is_default else wanted_connections):
-            log.warning(too_few_files_message(file_limit, worker_count, wanted_connections))
+            log.warning(describe_missing_files(file_limit, worker_count, wanted_connections))
         return possible_connections
 
     def _print_address(self, port: int) -> None:

@@ -42,7 +42,7 @@ class HeapTrimmer:
         if self._trim is not None:
             library.mallopt(_MMAP_THRESHOLD, _MMAPPED_BYTES)
             library.mallopt(_TRIM_THRESHOLD, _TOP_BYTES)
-        self._smallest_bytes = self._trimmed_bytes = resident_bytes() if self._trim is not None else 0
+        self._smallest_bytes = self._trimmed_bytes = read_resident_bytes() if self._trim is not None else 0
         """Resident bytes: the smallest ever, and those after the last trim."""
         self._pause_s = self._checked_s = self._trimmed_s = 0.0
 
@@ -51,7 +51,7 @@ class HeapTrimmer:
         if self._trim is None or now < self._checked_s + TRIM_S:
             return
         self._checked_s = now
-        resident = resident_bytes()
+        resident = read_resident_bytes()
         self._smallest_bytes = min(self._smallest_bytes, resident)
         if resident > self._trimmed_bytes + WORTH_BYTES:
             self._pause_s = 0.0
@@ -61,14 +61,14 @@ class HeapTrimmer:
 
     def _trim_heap(self, trim: Callable[[int], int], bytes_before: int) -> None:
         trim(0)
-        self._trimmed_bytes = resident_bytes()
+        self._trimmed_bytes = read_resident_bytes()
         if bytes_before - self._trimmed_bytes > WORTH_BYTES:
             self._pause_s = TRIM_S
         else:
             self._pause_s = min(max(2 * self._pause_s, TRIM_S), TRIM_S_MAX)
 
 
-def resident_bytes() -> int:
+def read_resident_bytes() -> int:
     """Return the resident memory of this process (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -83,18 +83,18 @@ def limit_garbage_collection() -> None:
     gc.set_threshold(YOUNG_OBJECTS_MAX, COLLECTIONS_TILL_OLD, 2**31 - 1)
 
 
-def collect_old_objects(*, idle: bool) -> None:
-    """Make a full collection when it is time: rarely, as it is slow, and sooner when `idle`. Call often."""
-    if gc.get_count()[2] >= (OLD_IDLE if idle else OLD_BUSY):
+def collect_old_objects(*, is_idle: bool) -> None:
+    """Make a full collection when it is time: rarely, as it is slow, and sooner while the router is idle."""
+    if gc.get_count()[2] >= (OLD_IDLE if is_idle else OLD_BUSY):
         gc.collect()
 
 
-def event_streams_max(limit: int) -> int:
+def compute_streams_max(limit: int) -> int:
     """Return the number of event streams that fit into three quarters of `limit` file descriptors."""
     return max(1, 3 * (limit - OTHER_FILES) // 4 // FILES_PER_STREAM)
 
 
-def worker_requests_max(limit: int) -> int:
+def compute_worker_requests_max(limit: int) -> int:
     """Return how many requests of the router itself may wait for workers at once: an eighth of `limit` descriptors.
 
     A worker that does not answer holds up to three until they time out, and healthy workers are checked meanwhile.
@@ -102,7 +102,7 @@ def worker_requests_max(limit: int) -> int:
     return max(100, limit // 8)
 
 
-def connections_limit(limit: int, workers: int, connections_max: int) -> int:
+def compute_connections_max(limit: int, workers: int, connections_max: int) -> int:
     """Return the number of client connections that fit into `limit` file descriptors, at most `connections_max`.
 
     A connection takes two descriptors. Each worker has one event stream.
@@ -110,12 +110,13 @@ def connections_limit(limit: int, workers: int, connections_max: int) -> int:
     return max(1, min(connections_max, (limit - FILES_PER_STREAM * workers - OTHER_FILES) // 2))
 
 
-def too_few_files_message(limit: int, workers: int, connections: int) -> str:
+def describe_missing_files(limit: int, workers: int, connections: int) -> str:
     """Return the message for an operator who configured more `connections` than `limit` descriptors allow."""
     files_needed = FILES_PER_STREAM * workers + 2 * connections + OTHER_FILES
+    possible_connections = compute_connections_max(limit, workers, connections)
     return (
         f"{limit} file descriptors are too few for {workers} event streams ({FILES_PER_STREAM} each) and {connections} "
-        f"connections (2 each): at most {connections_limit(limit, workers, connections)} connections are taken; raise "
+        f"connections (2 each): at most {possible_connections} connections are taken; raise "
         f"the hard limit to {files_needed} (ulimit -Hn, LimitNOFILE=), or lower --max-connections"
     )
 

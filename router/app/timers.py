@@ -18,7 +18,10 @@ class _NamedStep(NamedTuple):
 
 
 class Timers:
-    """Calls some steps every TICK_S and the others every `sweep_s`. A step that raises does not stop the others."""
+    """Runs the periodic work of the process: steps that clients wait for at each tick, the others at each sweep.
+
+    Ticks are TICK_S apart, sweeps `sweep_s`. A step that raises does not stop the others.
+    """
 
     def __init__(
         self, now: Callable[[], float], sweep_s: float, record_crash: Callable[[str, Exception], None]

@@ -154,7 +154,8 @@ class StreamContinuation:
         if self.continuation_body is not None:
             return (self.continuation_body,) if engine == self._engine else None
         self._engine = engine
-        self.recorder = TokenRecorder(not self._wants_token_ids) if self._is_exactly_continuable() else None
+        is_recorded = self._is_exactly_continuable()
+        self.recorder = TokenRecorder(removes_ids=not self._wants_token_ids) if is_recorded else None
         if self.recorder is None or self._wants_token_ids:
             return (self._body,)
         if "return_token_ids" in self._fields:  # of one name said twice the last counts
@@ -169,16 +170,18 @@ class StreamContinuation:
         """
         if self._engine != VLLM:
             return self._engine == BLOCKCAST
-        value = self._field_value
-        return not (
-            value("stop")
-            or value("tools")
-            or value("response_format")
-            or value("structured_outputs")
-            or value("presence_penalty")
-            or value("frequency_penalty")
-            or (value("seed") is not None and value("temperature") != 0)
+        field_names = (
+            "stop",
+            "tools",
+            "response_format",
+            "structured_outputs",
+            "presence_penalty",
+            "frequency_penalty",
         )
+        if any(self._decode_field(name) for name in field_names):
+            return False
+        is_seeded_sample = self._decode_field("seed") is not None and self._decode_field("temperature") != 0
+        return not is_seeded_sample
 
     def build_continuation_route(self, route: RouteRequest, tokens_max: int | None) -> RouteRequest | None:
         """Return the request by which the core finds a worker for the rest of an answer; None if there can be no rest.
@@ -232,7 +235,7 @@ class StreamContinuation:
         """Prepare the request to another worker, and forget tokens that the client has not received."""
         recorder = self.recorder
         assert recorder is not None
-        recorder.rewind(self._engine == VLLM)
+        recorder.rewind(drops_incomplete_text=self._engine == VLLM)
         if recorder.event_count == 0:
             self._has_restarted = True
             return
@@ -254,7 +257,7 @@ class StreamContinuation:
         if self._engine == BLOCKCAST:  # its limits count `answered_tokens` as output
             return body | {"max_tokens": self._read_output_tokens_max(), "answered_tokens": answered_tokens}
         remaining_tokens_max = self._count_remaining_tokens(len(ids), answered_tokens, tokens_max)
-        remaining_tokens_min = max((self._field_value("min_tokens") or 0) - answered_tokens, 0)
+        remaining_tokens_min = max((self._decode_field("min_tokens") or 0) - answered_tokens, 0)
         return body | {"max_tokens": remaining_tokens_max, "min_tokens": remaining_tokens_min}
 
     def _count_remaining_tokens(self, tokens: int, answered_tokens: int, tokens_max: int | None) -> int:
@@ -281,14 +284,15 @@ class StreamContinuation:
 
     def _read_output_tokens_max(self) -> Any:
         """Return the client's bound of the answer's tokens; None if there is none."""
-        output_tokens_max = self._field_value("max_completion_tokens") if self._is_chat else None
+        output_tokens_max = self._decode_field("max_completion_tokens") if self._is_chat else None
         if output_tokens_max is None:
-            output_tokens_max = self._field_value("max_tokens")
+            output_tokens_max = self._decode_field("max_tokens")
         if output_tokens_max is None and not self._is_chat:
             output_tokens_max = _DEFAULT_TOKENS_MAX
         return output_tokens_max
 
-    def _field_value(self, name: str) -> Any:
+    def _decode_field(self, name: str) -> Any:
+        """Return the value of a field of the client's request; None if the request has no such field."""
         raw = self._fields.get(name)
         return None if raw is None else msgspec.json.decode(raw)
 

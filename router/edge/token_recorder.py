@@ -56,7 +56,7 @@ class TokenRecorder:
         "last_event",
     )  # fmt: skip
 
-    def __init__(self, removes_ids: bool) -> None:
+    def __init__(self, *, removes_ids: bool) -> None:
         """`removes_ids`: remove token ids from the forwarded events, as the client did not ask for them."""
         self.last_event = b""
         """Last forwarded event with a choice."""
@@ -172,7 +172,7 @@ class TokenRecorder:
             self.is_unrecognized or self.has_finish_reason or self.is_done or self._is_passthrough
         )
 
-    def rewind(self, drops_incomplete_text: bool) -> None:
+    def rewind(self, *, drops_incomplete_text: bool) -> None:
         """Forget the pending bytes, as another worker continues the answer.
 
         `drops_incomplete_text`: forget tokens without complete text, too.

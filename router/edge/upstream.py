@@ -254,6 +254,10 @@ class UpstreamPool:
         connect_s_max: float = 5.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        """`idle_max`: most idle connections to one worker. `connect_s_max`: longest time for opening a connection.
+
+        `tls`: context for workers with https; None: the system's authorities are trusted.
+        """
         self._idle_connections: dict[Endpoint, list[UpstreamConnection]] = {}
         self._connections: set[UpstreamConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -128,8 +128,11 @@ class _SendProgress:
         self._received_bytes = 0
         self._received_at_s = now
 
-    def find_last_receipt_s(self, unsent_bytes: int, now: float) -> float:
-        """Return when the client last received bytes; `now` if nothing is unsent. Call often, as calls are compared."""
+    def update(self, unsent_bytes: int, now: float) -> float:
+        """Record how many bytes are unsent now, and return when the client last received some. Call often.
+
+        If nothing is unsent, that is `now`, as the client is not late with anything.
+        """
         received_bytes = self.written_bytes - unsent_bytes
         if not unsent_bytes or received_bytes != self._received_bytes:
             self._received_bytes, self._received_at_s = received_bytes, now
@@ -336,7 +339,7 @@ class ClientConnection(asyncio.Protocol):
         """Close the connection if the client takes too long to read an answer or to send a request."""
         if self._transport is None:
             return
-        last_receipt_s = self._send_progress.find_last_receipt_s(self._transport.get_write_buffer_size(), now)
+        last_receipt_s = self._send_progress.update(self._transport.get_write_buffer_size(), now)
         if now - last_receipt_s > timeouts.send_s:
             self._transport.abort()
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 TOKEN_PATTERN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 LINE_PATTERN = rb"(" + TOKEN_PATTERN + rb"):[\t -~\x80-\xff]*\r\n"
@@ -124,23 +124,32 @@ MAX_LENGTH_DIGITS: Final = 15
 """Most digits of a content-length."""
 
 
-def parse_framing(headers: HeaderBlock) -> tuple[bool, int | None]:
-    """Return whether a message's body is chunked, and its content-length (RFC 9112 section 6.3).
+class MessageFraming(NamedTuple):
+    """How the end of a message's body is found, as its headers say (RFC 9112 section 6.3)."""
 
-    Raises `ProtocolError` if the headers could be read in two ways.
-    """
+    is_chunked: bool
+    content_length: int | None
+    """Length of the body in bytes; None without a content-length."""
+
+
+_CHUNKED: Final = MessageFraming(is_chunked=True, content_length=None)
+_WITHOUT_LENGTH: Final = MessageFraming(is_chunked=False, content_length=None)
+
+
+def parse_framing(headers: HeaderBlock) -> MessageFraming:
+    """Return how the body after these headers is framed. Raises ProtocolError if they could be read in two ways."""
     length_line = headers.lines_by_name.get(b"content-length")
     if b"transfer-encoding" in headers.lines_by_name:
         transfer_encodings = headers.get_all(b"transfer-encoding")
         if length_line or len(transfer_encodings) != 1 or transfer_encodings[0].lower() != b"chunked":
             raise ProtocolError("transfer-encoding other than a lone chunked")
-        return True, None
+        return _CHUNKED
     if length_line is None:
-        return False, None
+        return _WITHOUT_LENGTH
     digits = length_line[len(b"content-length:") :].strip(b" \t\r\n")
-    if not digits.isdigit() or len(digits) > MAX_LENGTH_DIGITS:  # two lines have more than digits between them
+    if not digits.isdigit() or len(digits) > MAX_LENGTH_DIGITS:  # also if there are two lines, which are joined here
         raise ProtocolError("bad content-length: expected one number")
-    return False, int(digits)
+    return MessageFraming(is_chunked=False, content_length=int(digits))
 
 
 def wants_keep_alive(headers: HeaderBlock, *, is_http_1_0: bool) -> bool:

@@ -55,7 +55,7 @@ class ConversationReader:
         self.problems[model] = problem
         self.cache.clear(model)
 
-    def renderer_of(self, model: str) -> BoundaryRenderer | None:
+    def get_renderer(self, model: str) -> BoundaryRenderer | None:
         """Return the renderer of a model's conversations; None if they are not cached."""
         renderer = self._renderers.get(model)
         return renderer if renderer is not None and renderer.template.is_bounded else None
@@ -73,19 +73,19 @@ class ConversationReader:
     def read(self, matches: Sequence[BoundaryLocation], body: bytes) -> Continuation | None:
         """Read a body after the furthest boundary that can be used; None if it must be read whole. Thread-safe."""
         model = matches[0].conversation.model
-        renderer = self.renderer_of(model)
+        renderer = self.get_renderer(model)
         if renderer is None:
             return None
-        further_differs = True  # no boundary further than the first match was found
+        differs_before_next = True  # the first match is the furthest boundary up to which the bodies are equal
         for match in matches:
             if match.conversation.model != model:
                 continue
             continuation = continue_conversation(
-                match.conversation, match.boundary, body, renderer, further_differs=further_differs
+                match.conversation, match.boundary, body, renderer, differs_before_next=differs_before_next
             )
             if continuation is not None:
                 return continuation
-            further_differs = False
+            differs_before_next = False
         return None
 
     def count_hit(self, continuation: Continuation, body_bytes: int, now: float) -> bool:

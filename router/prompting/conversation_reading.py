@@ -278,13 +278,13 @@ def continue_conversation(
     body: bytes,
     renderer: BoundaryRenderer,
     *,
-    further_differs: bool = False,
+    differs_before_next: bool = False,
 ) -> Continuation | None:
     """Tokenise the prompt of a body that is equal to a cached one up to `boundary`, a place between two messages.
 
     Only the messages after it are rendered and encoded; their ids are appended to the cached ones. Return None if more
     than the messages changed (tools, options), or if the template may write the cached messages otherwise now.
-    `further_differs`: the body is known to differ from the cached one before its next boundary.
+    `differs_before_next`: the body is known to differ from the cached one before the boundary after this one.
     """
     tail = _read_chat_tail(conversation, boundary, body, renderer.template) or _read_tail(
         conversation, boundary, body, renderer.template
@@ -300,7 +300,7 @@ def continue_conversation(
     cut = None
     has_grown = len(body) - boundary.body_end >= max(GROWTH_BYTES_MIN, boundary.body_end // 32)
     if has_grown and len(tail.messages) > 1 and not _depends_on_template(tail.request):
-        trailing_count = _choose_next_trailing_count(conversation, boundary, further_differs=further_differs)
+        trailing_count = _choose_next_trailing_count(conversation, boundary, differs_before_next=differs_before_next)
         cut = _cut_before_last(tail.request, tail.find_message_ends(), rendered, trailing_count)
     # The text is encoded in two parts to count the tokens before the next boundary.
     text, after_text = rendered.text, "" if cut is None else cut.after.text
@@ -317,10 +317,12 @@ def continue_conversation(
     return continuation
 
 
-def _choose_next_trailing_count(conversation: CachedConversation, boundary: Boundary, *, further_differs: bool) -> int:
+def _choose_next_trailing_count(
+    conversation: CachedConversation, boundary: Boundary, *, differs_before_next: bool
+) -> int:
     """Return how many messages should follow the next boundary: several if this client changes its last messages."""
     is_last_boundary = boundary is conversation.boundaries[-1]
-    changes_last_messages = further_differs and not is_last_boundary
+    changes_last_messages = differs_before_next and not is_last_boundary
     return TRAILING_MESSAGES if changes_last_messages or boundary.trailing_count == TRAILING_MESSAGES else 1
 
 

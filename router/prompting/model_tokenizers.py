@@ -230,16 +230,17 @@ class ModelTokenizers:
         if self._worker_pool is None or template is None:
             return
         template.seconds_max = RENDER_S_MAX
-        template.is_bounded, problem = await self._worker_pool.try_template(str(folder), RENDER_S_MAX)
-        if not template.is_bounded:
+        trial = await self._worker_pool.try_template(str(folder), RENDER_S_MAX)
+        template.is_bounded = trial.is_bounded
+        if not trial.is_bounded:
             log.info("chats of %s are rendered by worker processes: its template might take long", model)
         elif not self._conversations.cache.max_bytes:
             return
-        elif problem is None:
+        elif trial.problem is None:
             self._conversations.allow(model, BoundaryRenderer(tokenizer))
         else:
-            self._conversations.forbid(model, problem)
-            log.info("conversations of %s are read whole: %s", model, problem)
+            self._conversations.forbid(model, trial.problem)
+            log.info("conversations of %s are read whole: %s", model, trial.problem)
 
     async def _detect_render_mode(self, model: str, worker: RemoteWorker) -> None:
         """Find out by a probe chat whether a worker renders messages as transformers does before version 5.23.
@@ -261,10 +262,10 @@ class ModelTokenizers:
         if worker_ids is None:
             return
         is_as_sent = worker_ids == as_sent_ids
-        is_known = is_as_sent or worker_ids == changed_ids
-        if is_known and is_as_sent == template.keeps_messages_as_sent:
+        is_either_way = is_as_sent or worker_ids == changed_ids
+        if is_either_way and is_as_sent == template.keeps_messages_as_sent:
             return
-        if not is_known or model in self._compared_models:
+        if not is_either_way or model in self._compared_models:
             log.warning("worker %s renders chats with reasoning otherwise than this router", worker.url)
             return
         template.keeps_messages_as_sent = is_as_sent

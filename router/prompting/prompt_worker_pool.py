@@ -75,12 +75,38 @@ class ReadResult(NamedTuple):
     """Whether reading took too long."""
 
 
+class BodyInspection(NamedTuple):
+    """Fields of a body by which its request is routed, as a worker process finds them before it reads the prompt."""
+
+    request: RoutingRequest
+    spans: FieldSpans
+    """Places of all fields in the body."""
+
+
 class TaskOutcome(NamedTuple):
     """A body that a worker process has read: the request, the spans of its fields, and the result of the task."""
 
     request: RoutingRequest
     spans: FieldSpans
     result: ReadResult
+
+
+class _TaskReport(NamedTuple):
+    """Answer of a worker process to a task."""
+
+    result: ReadResult
+    cpu_s: float
+    problem: str | None
+    """Why the prompt could not be read; None if it was."""
+
+
+class TemplateTrial(NamedTuple):
+    """Result of trying a chat template in a worker process."""
+
+    is_bounded: bool
+    """Whether all renderings have kept to the limit on their CPU time."""
+    problem: str | None
+    """Why conversations must be rendered whole; None if they need not."""
 
 
 class PromptWorkerPool:
@@ -114,13 +140,13 @@ class PromptWorkerPool:
         """
         body_bytes = sum(map(len, body))
         self._check_capacity(tenant, body_bytes)
-        inspections: list[tuple[RoutingRequest, FieldSpans]] = []
+        inspections: list[BodyInspection] = []
 
         async def work(process: WorkerProcess) -> ReadResult:
             if not is_wanted():
-                raise _overloaded_error("the client left")
+                raise _make_overload_error("the client left")
             inspections.append(await self._inspect(process, body, kind))
-            return await self._run_task(process, make_task(inspections[0][0]))
+            return await self._run_task(process, make_task(inspections[0].request))
 
         self._add_waiting(tenant, body_bytes)
         try:
@@ -129,17 +155,16 @@ class PromptWorkerPool:
             self.counts["failed"] += 1
             log.warning("a body of %d bytes could not be read: %s", body_bytes, error)
             if not inspections:
-                raise _overloaded_error("the body could not be read in time") from None
+                raise _make_overload_error("the body could not be read in time") from None
             result = ReadResult(TokenizedPrompt(), is_overdue=True)
         finally:
             self._add_waiting(tenant, -body_bytes)
         return TaskOutcome(*inspections[0], result)
 
-    async def try_template(self, folder: str, render_s_max: float) -> tuple[bool, str | None]:
+    async def try_template(self, folder: str, render_s_max: float) -> TemplateTrial:
         """Try the chat template of a tokenizer's folder in a process, whose time and memory are bounded.
 
-        Return whether all renderings have kept to `render_s_max` of CPU time, and the reason why conversations must be
-        rendered whole, or None if they need not.
+        `render_s_max`: most CPU time of one rendering.
         """
         try:
             return await self.processes.run(
@@ -147,7 +172,7 @@ class PromptWorkerPool:
             )
         except (WorkerProcessError, RequestError) as error:
             log.warning("the trial of the chat template in %s failed: %s", folder, error)
-            return False, f"its trial failed: {error}"
+            return TemplateTrial(is_bounded=False, problem=f"its trial failed: {error}")
 
     def _check_capacity(self, tenant: str, body_bytes: int) -> None:
         """Raise RequestError if a body has no room.
@@ -159,10 +184,10 @@ class PromptWorkerPool:
         remaining_bytes = bytes_max - (self.waiting_bytes + body_bytes)
         if remaining_bytes < 0:
             self.counts["full"] += 1
-            raise _overloaded_error("too many large bodies wait to be read")
+            raise _make_overload_error("too many large bodies wait to be read")
         if tenant_bytes and tenant_bytes + body_bytes > remaining_bytes:
             self.counts["full_for_tenant"] += 1
-            raise _overloaded_error("too many large bodies of this client wait to be read", status=429)
+            raise _make_overload_error("too many large bodies of this client wait to be read", status=429)
 
     def _add_waiting(self, tenant: str, size: int) -> None:
         self.waiting_bytes += size
@@ -178,30 +203,29 @@ class PromptWorkerPool:
         """End processes that were idle for `idle_s`. `now` is `time.monotonic()`."""
         self.processes.close_idle(now - self._config.idle_s)
 
-    async def _inspect(
-        self, process: WorkerProcess, body: Sequence[bytes], kind: ApiKind | None
-    ) -> tuple[RoutingRequest, FieldSpans]:
+    async def _inspect(self, process: WorkerProcess, body: Sequence[bytes], kind: ApiKind | None) -> BodyInspection:
+        """Have a process read what routing needs of a body. Raises RequestError, and WorkerProcessError."""
         try:
-            inspection: tuple[RoutingRequest, FieldSpans] = await process.call(START_S_MAX, _inspect_body, body, kind)
+            inspection: BodyInspection = await process.call(START_S_MAX, _inspect_body, body, kind)
         except RequestError:
             self.counts["refused"] += 1
             raise
         return inspection
 
     async def _run_task(self, process: WorkerProcess, task: ReadTask) -> ReadResult:
+        """Have a process read the prompt of the body that it has inspected. Raises WorkerProcessError."""
         await process.call(START_S_MAX, _load_tokenizer, task.tokenizer_folder)
-        result: ReadResult
         seconds_max = min(self._config.seconds_max, task.seconds_max or math.inf)
-        cpu_s, result, problem = await process.call(seconds_max, _run_task, task)
-        self.cpu_s += cpu_s
+        report: _TaskReport = await process.call(seconds_max, _run_task, task)
+        self.cpu_s += report.cpu_s
         self.counts["read"] += 1
-        if problem is not None:
+        if report.problem is not None:
             self.counts["unread"] += 1
-            log.debug("a large prompt left to the worker to judge: %s", problem)
-        return result
+            log.debug("a large prompt left to the worker to judge: %s", report.problem)
+        return report.result
 
 
-def _overloaded_error(message: str, status: int = 503) -> RequestError:
+def _make_overload_error(message: str, status: int = 503) -> RequestError:
     return RequestError(message, param=None, code="overloaded", status=status)
 
 
@@ -217,7 +241,7 @@ class WorkerState:
         self.body = b""
 
 
-def _try_template(state: WorkerState, folder: str, render_s_max: float) -> tuple[bool, str | None]:
+def _try_template(state: WorkerState, folder: str, render_s_max: float) -> TemplateTrial:
     try:
         tokenizer = Tokenizer.load(Path(folder), state.chat_template)
     except TokenizerError as error:
@@ -226,17 +250,15 @@ def _try_template(state: WorkerState, folder: str, render_s_max: float) -> tuple
     assert template is not None
     template.seconds_max = render_s_max
     problem = find_trial_problem(BoundaryRenderer(tokenizer))
-    return template.is_bounded, problem
+    return TemplateTrial(template.is_bounded, problem)
 
 
-def _inspect_body(
-    state: WorkerState, pieces: Sequence[bytes], kind: ApiKind | None
-) -> tuple[RoutingRequest, FieldSpans]:
-    """Return what routing needs of a body before its prompt is read, and the spans of all fields."""
+def _inspect_body(state: WorkerState, pieces: Sequence[bytes], kind: ApiKind | None) -> BodyInspection:
+    """Return what routing needs of a body, and keep the body for `_run_task`."""
     body = b"".join(pieces)
-    request, spans = read_large_request(body, kind), locate_fields(body)
+    inspection = BodyInspection(read_large_request(body, kind), locate_fields(body))
     state.body = body
-    return request, spans
+    return inspection
 
 
 def _load_tokenizer(state: WorkerState, folder: str | None) -> None:
@@ -248,16 +270,17 @@ def _load_tokenizer(state: WorkerState, folder: str | None) -> None:
         state.tokenizers[folder] = error
 
 
-def _run_task(state: WorkerState, task: ReadTask) -> tuple[float, ReadResult, str | None]:
-    """Return the CPU seconds, the result, and why the prompt could not be read."""
-    started_s, result, problem = time.thread_time(), ReadResult(TokenizedPrompt()), None
+def _run_task(state: WorkerState, task: ReadTask) -> _TaskReport:
+    """Read the prompt of the body that `_inspect_body` has kept, and forget the body."""
+    started_s = time.thread_time()
+    result, problem = ReadResult(TokenizedPrompt()), None
     body, state.body = state.body, b""
     try:
         if task.kind != "other":
             result = _read_body(task, body, state.tokenizers.get(task.tokenizer_folder or ""))
     except (RequestError, TokenizerError, ValueError, RecursionError, MemoryError) as error:
         problem = f"{type(error).__name__}: {error}"[:300]
-    return time.thread_time() - started_s, result, problem
+    return _TaskReport(result, time.thread_time() - started_s, problem)
 
 
 def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerError | None) -> ReadResult:

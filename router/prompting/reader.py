@@ -19,6 +19,7 @@ from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_body, parse_routing_of_kind
 from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
+from router.prompting.conversation_cache import BoundaryLocation
 from router.prompting.conversation_reader import INLINE_BYTES_MAX, ConversationReader, is_worth_caching
 from router.prompting.conversation_reading import Continuation, cache_conversation
 from router.prompting.encode import (
@@ -200,10 +201,9 @@ class PromptReader:
         matches = self.conversations.find(kind, data)
         if not matches:
             return self._begin_whole_read(body_to_read)
-        read_continuation = partial(self._run_timed, partial(self.conversations.read, matches, data))
         if len(data) - matches[0].boundary.body_end > INLINE_BYTES_MAX:
-            return self._continue_in_thread(read_continuation, data, body_to_read)
-        read = self._finish_continuation(*read_continuation(), data, make_target)
+            return self._continue_in_thread(matches, data, body_to_read)
+        read = self._finish_continuation(*self._continue(matches, data), data, make_target)
         return read or self._begin_whole_read(body_to_read)
 
     def _begin_whole_read(
@@ -227,18 +227,13 @@ class PromptReader:
         read.media = read_media(request, data)
         model, tokens_max = target.base_model, target.tokens_max
         if self.tokenizers.is_remote(model):
-            read.prompt = self.tokenize(request, None, tokens_max)  # the body may have token ids
-            if read.prompt.token_ids is not None:
-                return read
-            tokenize_request = build_tokenize_request(request, model)
-            further_tokens = count_further_tokens(request, None)
-            return self._await_prompt(read, self._ask_worker(tokenize_request, request, target, further_tokens))
+            return self._begin_remote_read(read)
         tokenizer = self.tokenizers.get(model)
         if _may_take_long(request, tokenizer):
             task = self.make_task(model, request.kind, tokens_max)
             prompt = self.read_in_worker(pieces, model, task, body_to_read.is_wanted, body_to_read.tenant)
             return self._await_prompt(read, prompt)
-        renderer = self.conversations.renderer_of(model)
+        renderer = self.conversations.get_renderer(model)
         if renderer is not None and is_worth_caching(request, len(data)):
             read.body = data
 
@@ -249,6 +244,18 @@ class PromptReader:
             read.prompt = read_prompt_here()
             return read
         return self._await_prompt(read, self.run_in_thread(read_prompt_here))
+
+    def _begin_remote_read(
+        self, read: ParsedBody[Target]
+    ) -> ParsedBody[Target] | Coroutine[Any, Any, ParsedBody[Target]]:
+        """Complete a body for a model without a tokenizer here: ask a worker, unless the body has token ids."""
+        request, target = read.request, read.target
+        read.prompt = self.tokenize(request, None, target.tokens_max)
+        if read.prompt.token_ids is not None:
+            return read
+        tokenize_request = build_tokenize_request(request, target.base_model)
+        further_tokens = count_further_tokens(request, None)
+        return self._await_prompt(read, self._ask_worker(tokenize_request, request, target, further_tokens))
 
     @staticmethod
     async def _await_prompt(read: ParsedBody[Target], prompt: Awaitable[TokenizedPrompt]) -> ParsedBody[Target]:
@@ -264,7 +271,7 @@ class PromptReader:
             target = make_target(request)
             targets.append(target)
             task = self.make_task(target.base_model, request.kind, target.tokens_max)
-            task.is_cached = self.conversations.renderer_of(target.base_model) is not None
+            task.is_cached = self.conversations.get_renderer(target.base_model) is not None
             return task
 
         started_s = time.perf_counter()
@@ -295,14 +302,18 @@ class PromptReader:
 
     # Conversations that return ----------------------------------------------------------------------------------------
 
+    def _continue(self, matches: Sequence[BoundaryLocation], body: bytes) -> tuple[Continuation | None, float]:
+        """Read a body from a boundary of a cached conversation on; return the prompt and the seconds that it took.
+
+        The prompt is None if the body must be read whole. For any thread.
+        """
+        return self._run_timed(partial(self.conversations.read, matches, body))
+
     async def _continue_in_thread(
-        self,
-        read_continuation: Callable[[], tuple[Continuation | None, float]],
-        body: bytes,
-        body_to_read: _BodyToRead[Target],
+        self, matches: Sequence[BoundaryLocation], body: bytes, body_to_read: _BodyToRead[Target]
     ) -> ParsedBody[Target]:
         """Continue a cached conversation in a thread, else read the body whole."""
-        continuation, read_s = await self.run_in_thread(read_continuation)
+        continuation, read_s = await self.run_in_thread(partial(self._continue, matches, body))
         read = self._finish_continuation(continuation, read_s, body, body_to_read.make_target)
         if read is not None:
             return read

@@ -135,11 +135,11 @@ def digest_first_user_message(request: RoutingRequest) -> int:
     content: Any = request.prompt
     source = request.source
     if isinstance(source, ResponsesRequest):
-        content = source.input if isinstance(source.input, str) else _first_user_content(source.input)
+        content = source.input if isinstance(source.input, str) else _find_first_user_content(source.input)
     elif source is not None:
-        content = _first_user_content(source.messages)
+        content = _find_first_user_content(source.messages)
     elif request.messages is not None:
-        content = _first_user_content(request.messages)
+        content = _find_first_user_content(request.messages)
     if isinstance(content, list):
         content = repr(content[:16])
     return digest_name(content[:DIGESTED_CHARS] if isinstance(content, str) else repr(None))
@@ -150,7 +150,7 @@ def digest_name(name: str) -> int:
     return xxhash.xxh3_64_intdigest(name.encode("utf-8", "replace")) & 0xFFFF_FFFF
 
 
-def _first_user_content(messages: Sequence[Any]) -> Any:
+def _find_first_user_content(messages: Sequence[Any]) -> Any:
     """Return the text, or its first part, of the first message that is not the system's."""
     for message in messages:
         if _get_field(message, "role") not in ("system", "developer"):

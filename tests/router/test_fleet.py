@@ -19,7 +19,7 @@ from core_by_hand import request
 
 from events.sources import EventSource
 from options import ConfigError
-from router.app.system import event_streams_max
+from router.app.system import compute_streams_max
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
 from router.decide.load import EngineLoad
@@ -686,8 +686,8 @@ def test_what_a_worker_may_announce_hangs_on_its_cache() -> None:
     )
     assert extra_blocks_max(cache_tokens=1600, block_size=1) == 1600 * BLOCKS_FACTOR
     assert extra_blocks_max(cache_tokens=1600, host_tokens=3200, ranks=3) == 100 * BLOCKS_FACTOR
-    assert event_streams_max(20_000) < 20_000 // 4
-    assert event_streams_max(1) == 1
+    assert compute_streams_max(20_000) < 20_000 // 4
+    assert compute_streams_max(1) == 1
 
 
 def test_models_are_looked_at_with_the_health_check() -> None:

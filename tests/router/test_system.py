@@ -18,17 +18,17 @@ kept = []
 for i in range(500_000):
     kept.append([i])
     if i % 1000 == 0:
-        collect_old_objects(idle=False)
+        collect_old_objects(is_idle=False)
 busy = max(looked)
 looked.clear()
-collect_old_objects(idle=True)
+collect_old_objects(is_idle=True)
 idle = max(looked)
 looked.clear()
 while max(looked, default=0) < 500_000:
     looked.clear()
     for _ in range(1000):
         kept.append([])
-        collect_old_objects(idle=False)
+        collect_old_objects(is_idle=False)
 print(busy, idle, len(kept))
 """
 

@@ -60,13 +60,20 @@ class PoolSpeed:
         self._prior_step_s = prior.step_s + prior.decode_request_s
         self.is_enabled = config.enabled
         self._prefills: deque[IntervalTimes] = deque(maxlen=_INTERVALS_MAX)
+        """Last intervals between first tokens."""
         self._steps: deque[IntervalTimes] = deque(maxlen=_INTERVALS_MAX)
+        """Last intervals between tokens of an answer."""
         self.own = SharedSpeed(prior.prefill_s_per_token, 0.0, self._prior_step_s, 0.0)
         """Speed that this router learned itself."""
         self._shared_by_router: dict[str, SharedSpeed] = {}
-        self._prior_ratio = self._prefill_ratio = self._step_ratio = 1.0
+        self._prior_ratio = 1.0
+        """Factor of the prior's times, which is raised while no answer has come and prompts are overdue."""
+        self._prefill_ratio = self._step_ratio = 1.0
+        """Learned factors of the prior's times for prefill and for steps."""
         self.members: list[Speed] = []
+        """Speeds of the pool's targets."""
         self.observation_count = 0
+        """Intervals that were observed on all targets."""
         self.model = prior
         """Service model of a target without a factor of its own."""
         self.is_silent = config.enabled

@@ -136,7 +136,7 @@ def test_ids_are_noted_and_taken_out_wherever_the_bytes_are_cut() -> None:
     plain = whole.replace(b',"prompt_token_ids":[4,70]', b"").replace(b',"token_ids":[1,2,4294967295]', b"")
     plain = plain.replace(b'"token_ids":[3],', b"")
     for cut in range(len(whole)):
-        hidden, shown = TokenRecorder(True), TokenRecorder(False)
+        hidden, shown = TokenRecorder(removes_ids=True), TokenRecorder(removes_ids=False)
         assert hidden.feed(whole[:cut]) + hidden.feed(whole[cut:]) == plain
         assert shown.feed(whole[:cut]) + shown.feed(whole[cut:]) == whole
         for tokens in (hidden, shown):
@@ -161,7 +161,7 @@ def test_ids_are_noted_and_taken_out_wherever_the_bytes_are_cut() -> None:
     ],
 )
 def test_what_is_not_text_is_noticed(delta: dict[str, Any], odd: bool, parsed: bool) -> None:
-    tokens = TokenRecorder(True)
+    tokens = TokenRecorder(removes_ids=True)
     tokens.feed(event(choices=[{"index": 0, "delta": delta, "token_ids": [1]}]))
     assert (tokens.is_unrecognized, tokens.has_parsed_output) == (odd, parsed)
 
@@ -169,7 +169,7 @@ def test_what_is_not_text_is_noticed(delta: dict[str, Any], odd: bool, parsed: b
 @pytest.mark.parametrize("ids", [{}, {"token_ids": None}, {"token_ids": []}, {"token_ids": ["a"]}, {"token_ids": 5}])
 def test_text_without_its_ids_is_noticed(ids: dict[str, Any]) -> None:
     """vLLM tells none where it hides reasoning."""
-    tokens = TokenRecorder(True)
+    tokens = TokenRecorder(removes_ids=True)
     tokens.feed(event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}], prompt_token_ids=[1]))
     assert not tokens.is_unrecognized
     tokens.feed(event(choices=[{"index": 0, "delta": {"content": "x"}, "finish_reason": None, **ids}]))
@@ -177,7 +177,7 @@ def test_text_without_its_ids_is_noticed(ids: dict[str, Any]) -> None:
 
 
 def test_a_failure_told_in_the_middle_is_kept_back() -> None:
-    tokens = TokenRecorder(True)
+    tokens = TokenRecorder(removes_ids=True)
     text = event(choices=[{"index": 0, "text": "a", "token_ids": [1]}])
     error = event(error={"message": "dead"}) + b"data: [DONE]\n\n"
     assert b"token_ids" not in tokens.feed(text + error)
@@ -189,7 +189,7 @@ def test_a_failure_told_in_the_middle_is_kept_back() -> None:
 
 
 def test_who_streams_more_ids_than_are_kept_is_not_continued() -> None:
-    tokens = TokenRecorder(True)
+    tokens = TokenRecorder(removes_ids=True)
     many = event(choices=[{"index": 0, "text": "a", "token_ids": [7] * (1 << 20)}])
     for expected in (1, 2, 3, 4, 4):
         assert b"token_ids" not in tokens.feed(many)
@@ -208,7 +208,7 @@ def test_no_cut_changes_what_is_passed_on_and_noted(data: st.DataObject) -> None
     whole = b"".join(data.draw(st.lists(st.sampled_from(PIECES), max_size=30)))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=8)))
     for hide in (False, True):
-        once, cut = TokenRecorder(hide), TokenRecorder(hide)
+        once, cut = TokenRecorder(removes_ids=hide), TokenRecorder(removes_ids=hide)
         at_once = once.feed(whole) + once.finish() + once.stop_recording()
         in_parts = b"".join(cut.feed(whole[a:b]) for a, b in zip([0, *cuts], [*cuts, len(whole)]))
         assert in_parts + cut.finish() + cut.stop_recording() == at_once
@@ -241,7 +241,7 @@ CHOICES = st.one_of(
 def test_plain_events_are_recorded_as_any_others(pairs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     head = {"id": "x", "object": "o", "created": 1, "model": "m"}
     for hide in (False, True):
-        quick, slow = TokenRecorder(hide), TokenRecorder(hide)
+        quick, slow = TokenRecorder(removes_ids=hide), TokenRecorder(removes_ids=hide)
         for choice, more in pairs:
             told = event(**head, choices=[choice], **more)
             with pytest.MonkeyPatch.context() as patch:
@@ -262,12 +262,12 @@ def test_plain_events_are_recorded_as_any_others(pairs: list[tuple[dict[str, Any
     ],
 )
 def test_what_is_left_of_an_event_is_json(fields: bytes, left: bytes) -> None:
-    assert TokenRecorder(True).feed(b"data: " + fields + b"\n\n") == b"data: " + left + b"\n\n"
+    assert TokenRecorder(removes_ids=True).feed(b"data: " + fields + b"\n\n") == b"data: " + left + b"\n\n"
 
 
 @pytest.mark.parametrize("first", [{}, {"prompt_token_ids": None}, {"prompt_token_ids": []}])
 def test_ids_of_the_prompt_are_recorded_wherever_they_come_first(first: dict[str, Any]) -> None:
-    tokens = TokenRecorder(True)
+    tokens = TokenRecorder(removes_ids=True)
     tokens.feed(event(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}], **first))
     tokens.feed(event(choices=[{"index": 0, "delta": {"content": "x"}, "token_ids": [7]}], prompt_token_ids=[5, 6]))
     assert tokens.prompt_ids.tolist() == [5, 6]
@@ -275,7 +275,7 @@ def test_ids_of_the_prompt_are_recorded_wherever_they_come_first(first: dict[str
 
 @pytest.mark.parametrize("digits", ["007", "00", "-1", "1.5", "1e3"])
 def test_ids_that_are_not_json_numbers_are_noticed_when_they_come(digits: str) -> None:
-    tokens = TokenRecorder(True)
+    tokens = TokenRecorder(removes_ids=True)
     head = b'data: {"id":"x","object":"o","created":1,"model":"m","choices":[{"index":0,"text":"a","token_ids":['
     tokens.feed(head + digits.encode() + b"]}]}\n\n")
     assert tokens.is_unrecognized
@@ -283,7 +283,7 @@ def test_ids_that_are_not_json_numbers_are_noticed_when_they_come(digits: str) -
 
 
 def test_lists_that_never_end_cost_what_they_are_long() -> None:
-    tokens = TokenRecorder(True)
+    tokens = TokenRecorder(removes_ids=True)
     tokens.feed(b"data: {" + b',"token_ids":[' * 200_000 + b"\n\n")  # minutes, if each were searched to the end
     assert tokens.is_unrecognized
 
@@ -291,7 +291,7 @@ def test_lists_that_never_end_cost_what_they_are_long() -> None:
 def test_a_long_text_of_escapes_takes_no_more_memory_than_other_bytes() -> None:
     head = b'data: {"id":"x","object":"o","created":1,"model":"m","choices":[{"index":0,"text":"'
     told = head + b"\\n" * 500_000 + b'","token_ids":[7]}]}\n\n'
-    tokens = TokenRecorder(True)
+    tokens = TokenRecorder(removes_ids=True)
     tracemalloc.start()
     try:
         tokens.feed(told)
@@ -313,7 +313,7 @@ def test_nearly_every_event_of_a_completion_of_vllm_is_plain() -> None:
 
 
 def test_a_long_event_costs_what_it_is_long_and_is_passed_on_once_it_is_too_long() -> None:
-    tokens, piece = TokenRecorder(True), b"x" * 64
+    tokens, piece = TokenRecorder(removes_ids=True), b"x" * 64
     for _ in range(EVENT_BYTES_MAX // len(piece)):  # minutes, if each were joined to all before it
         assert tokens.feed(piece) == b""
     assert len(tokens.feed(piece)) == EVENT_BYTES_MAX + len(piece)

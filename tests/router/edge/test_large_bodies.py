@@ -361,8 +361,8 @@ def test_long_names_are_cut() -> None:
 HEAP = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from router.app.system import TRIM_S, HeapTrimmer, resident_bytes
-before = resident_bytes()
+from router.app.system import TRIM_S, HeapTrimmer, read_resident_bytes
+before = read_resident_bytes()
 with ThreadPoolExecutor(1) as threads:
     heap = HeapTrimmer(threads)
     pieces = [bytes(5000) for _ in range(20_000)]
@@ -370,10 +370,10 @@ with ThreadPoolExecutor(1) as threads:
     heap.tick(100.0)
     threads.submit(int).result()
     del pieces
-    kept = resident_bytes()
+    kept = read_resident_bytes()
     heap.tick(100.1)  # too early to look again
     heap.tick(100.2 + TRIM_S)
-print(before, kept, resident_bytes())
+print(before, kept, read_resident_bytes())
 """
 
 
