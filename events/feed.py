@@ -181,6 +181,7 @@ class EventFeed:
                 self._run_guarded(None, self._tick, time.monotonic())
 
     def _poll_once(self, wait_ms: int) -> None:
+        """Wait for commands and messages, read some of the messages, and do some of each stream's work."""
         has_commands, ready_sockets = self._poller.poll(wait_ms)
         if has_commands:
             for command in self._thread.take_commands():
@@ -197,6 +198,7 @@ class EventFeed:
             self._run_guarded(busy_stream, self._process_stream, busy_stream)
 
     def _tick(self, now: float) -> None:
+        """Retry failed streams, open lost connections anew, and tell the other streams the time."""
         for stream in list(self._stream_by_id.values()):
             if stream.retry_at is not None and now >= stream.retry_at:
                 stream.retry_at = None

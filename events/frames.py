@@ -19,8 +19,8 @@ SNAPSHOT_REQUEST = b"snapshot"
 END_SEQ = 2**64 - 1
 """Sequence number of the marker that ends every reply; its payload is empty."""
 SNAPSHOT_SEQ = 2**64 - 2
-"""Number that stands for the resident set: as start_seq it asks for one, as the seq of a reply it marks a chunk of
-one."""
+"""Number that stands for a snapshot of the resident set: as `start_seq` of a request it asks for a snapshot, as the
+number of a reply it marks a chunk of the snapshot."""
 
 MAX_REQUEST_BYTES = 64 << 10
 """Longest message to a publisher: a replay request, or a topic that is subscribed to."""

@@ -117,7 +117,7 @@ class StreamState:
         return []
 
     def on_live_batch(self, seq: int, payload: bytes, now: float, publisher_id: bytes = b"") -> list[Instruction]:
-        """Return what to do about a live batch: a publisher numbers its batches, and `seq` is the number of this one.
+        """Return what to do about a live batch. `seq`: its number, as a publisher counts its batches.
 
         The next batch is applied. After a gap, the batch is stored, and a replay of the missing ones is requested. An
         old number is a repetition, or a sign that the publisher has restarted. `publisher_id` changes with a restart.
@@ -252,8 +252,7 @@ class StreamState:
     def on_tick(self, now: float) -> list[Instruction]:
         """Handle a late reply, a snapshot that is to be requested again, or a publisher that sends nothing.
 
-        Must be called a few times a second. After `tail_check_s` without a message, the last batches may have been lost
-        without a later one that shows the gap, so a repair asks for them.
+        Must be called a few times a second.
         """
         if not self.is_online:
             return []
@@ -263,6 +262,13 @@ class StreamState:
             return self.on_request_failed(self._request_id, now, f"no answer in {self.config.request_timeout_s:g} s")
         if self._retry_at is not None and now >= self._retry_at:
             return [*self._clear("asking for a snapshot again"), *self._start_over(now)]
+        return self._check_tail(now)
+
+    def _check_tail(self, now: float) -> list[Instruction]:
+        """Ask for the batches after the last applied one if the stream has been silent for `tail_check_s`.
+
+        They may have been lost, and no later batch shows the gap.
+        """
         is_silent = self._silence_began_at is not None and now - self._silence_began_at >= self.config.tail_check_s
         can_check = self.phase is StreamPhase.LIVE and self._next_seq is not None and self.config.can_replay
         if not (is_silent and can_check):

@@ -91,7 +91,7 @@ class CacheState:
         self._approximate_caches.pop(target.name, None)
 
     def clear_target(self, target: Target, in_flight: Sequence[InFlightRequest], at_s: float) -> None:
-        """Forget everything that a target had cached at `at_s`, and the pins of its requests that were sent before."""
+        """Forget everything that a target had cached at `at_s`. `in_flight`: its requests that were sent before."""
         self.cleared_at_s[target.worker_id] = at_s
         self.cleared_at_s.move_to_end(target.worker_id)
         if len(self.cleared_at_s) > CLEARED_WORKERS_MAX:
@@ -100,6 +100,10 @@ class CacheState:
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:
             approximate_cache.clear()
+        self._release_pins(target, in_flight)
+
+    def _release_pins(self, target: Target, in_flight: Sequence[InFlightRequest]) -> None:
+        """Release all pins of a target: those of ended requests in their grace period, and those of `in_flight`."""
         for grace_pin in self._grace_pins:
             if grace_pin.holder == target.holder:
                 self._index.unpin(grace_pin.pin)

@@ -317,8 +317,7 @@ class Chooser:
         else:
             candidates = self._cache_state.find_cache_hits(prompt, targets, matches, facts.now)
             self._cache_state.add_memory_costs(prompt, facts.output_tokens, candidates, facts.now)
-            # Nobody can say how long a prefix takes that is still being computed, so no request waits for one while a
-            # worker has nothing to compute.
+            # While speeds are unknown and a worker is idle, no request waits for a prefix that is still being computed.
             if self._chooses_by_price and _has_unknown_speed(targets) and _has_idle_target(targets):
                 for candidate in candidates:
                     candidate.cached_tokens = candidate.resident_tokens

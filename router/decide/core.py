@@ -445,7 +445,7 @@ class RouterCore:
     def _try_again(
         self, active_request: ActiveRequest, continuation: RouteRequest | None, kind: FailureKind, now: float
     ) -> Forward | Enqueue | Refuse:
-        """Place a request, or the `continuation` of its answer, after its last attempt failed."""
+        """Place a request, or the `continuation` of its answer, after an attempt failed. `kind`: how it failed."""
         instruction: Forward | Enqueue | Refuse | None = None
         if active_request.crash_suspicions < CRASH_SUSPICIONS_MAX:
             if continuation is None:

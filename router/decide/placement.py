@@ -17,7 +17,7 @@ import msgspec
 from router.decide.cache_state import CacheState
 from router.decide.chooser import Chooser, Placement, RoutingChoice
 from router.decide.config import CoreConfig
-from router.decide.messages import Decision, Enqueue, Forward, Refuse, RouteRequest
+from router.decide.messages import Decision, Enqueue, Forward, Refuse, RouteRequest, Terms
 from router.decide.output_lengths import OutputLengths
 from router.decide.queue import QueuePosition, RequestQueue
 from router.decide.registry import WorkerRegistry
@@ -43,7 +43,7 @@ class Attempt(msgspec.Struct, eq=False):
     """The attempt as the load tracker and the cache state count it."""
     has_first_token: bool = False
     prefill_leg: InFlightRequest | None = None
-    """The prefill at another worker, which hands the KV over to this one, until it ends."""
+    """The prefill at another worker, which hands the KV over to the attempt's worker; None once it has ended."""
     transfer_estimate: TransferEstimate | None = None
     """Parts of the transfer's time; None if there is no transfer so far, or if its duration will not be known."""
     transfer_started_s: float = 0.0
@@ -202,35 +202,28 @@ class RequestPlacer:
         return Refuse(request.request_id, 502, "upstream_failed", message)
 
     def _apply_ttft_limit(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
-        """Return a refusal if a limit is set and no worker is predicted to begin the answer in time.
+        """Apply the limit on the time to the first token, if there is one; return a refusal if no worker can keep it.
 
-        If the winner is too late and another worker is in time, the earliest worker becomes the winner.
+        If the chosen worker would begin the answer too late, the worker that begins it earliest is chosen instead.
         """
-        request, default_s = active_request.request, self._config.queue.ttft_s_max
-        if request.ttft_s_max is None and default_s is None:
+        request_limit_s, default_limit_s = active_request.request.ttft_s_max, self._config.queue.ttft_s_max
+        if request_limit_s is None and default_limit_s is None:
             return None
-        max_ttft_s = min(limit_s for limit_s in (request.ttft_s_max, default_s) if limit_s is not None)
+        max_ttft_s = min(limit_s for limit_s in (request_limit_s, default_limit_s) if limit_s is not None)
         remaining_s = max_ttft_s - (now - active_request.arrived_s)
+        if choice.winner.terms.ttft_s > remaining_s:
+            choice.winner = choice.find_earliest()
         if choice.winner.terms.ttft_s <= remaining_s:
             return None
-        choice.winner = choice.find_earliest()
-        terms = choice.winner.terms
-        if terms.ttft_s <= remaining_s:
-            return None
         self._counters["too_slow"] += 1
-        message = f"The first token is predicted in {terms.ttft_s:.3g} s, and asked for in {max_ttft_s:.3g} s"
-        idle_ttft_s = terms.prefill_s + terms.tier_load_s
-        if idle_ttft_s > max_ttft_s:
-            message += f": this prompt takes {idle_ttft_s:.3g} s also where nothing else runs."
-            return Refuse(request.request_id, 429, "too_slow", message)
-        return Refuse(request.request_id, 429, "too_slow", f"{message}.", terms.ttft_s - max_ttft_s)
+        return _refuse_slow(active_request.request.request_id, choice.winner.terms, max_ttft_s)
 
     def _must_wait(self, active_request: ActiveRequest, choice: RoutingChoice, now: float, *, is_retried: bool) -> bool:
         """Return whether a request has to wait in the queue although a worker was chosen for it.
 
         A request in the background waits until the chosen worker is idle and nobody else waits. With fair queueing,
-        another one waits if its worker is busy, or if it would overtake queued requests. `is_retried`: it is the
-        request's turn in the queue, so it overtakes none.
+        other requests wait if their worker is busy, or if they would overtake queued requests. `is_retried`: it is the
+        request's turn in the queue, so that it overtakes none.
         """
         if active_request.is_background:
             return self.queue.waiting_count > 0 or not self._has_background_room(choice, now)
@@ -255,8 +248,7 @@ class RequestPlacer:
     # Attempts ----------------------------------------------------------------------------------------------------
     def _begin_attempt(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
         """Record an attempt's load, prompt and worker. Return the instruction to forward the request."""
-        request = active_request.request
-        target = choice.winner.target
+        request, target, plan = active_request.request, choice.winner.target, choice.winner.plan
         decision = self.chooser.make_decision(
             request,
             choice,
@@ -266,7 +258,6 @@ class RequestPlacer:
             waited_s=now - active_request.arrived_s,
         )
         self.chooser.tie_rotation += 1
-        plan = choice.winner.plan
         arriving_tokens = 0 if plan is None else plan.arriving_tokens
         in_flight = self._tracker.add_request(
             target,
@@ -281,13 +272,7 @@ class RequestPlacer:
         attempt = active_request.attempt = Attempt(decision, in_flight)
         if active_request.is_background:
             target.load.background_request_count += 1
-        if choice.prompt_query is not None:
-            is_pinned = plan is None
-            self._cache_state.add_request(
-                in_flight, choice.prompt_query, now, session=request.session, is_pinned=is_pinned
-            )
-            if not is_pinned:  # other requests can use the prompt's KV only after it has arrived
-                in_flight.on_arrival = self._cache_state.pin
+        self._add_prompt(in_flight, choice, request.session, now)
         if plan is not None:
             self._start_source(attempt, choice, plan.source, now)
         self._remember_placement(request, target, now)
@@ -295,6 +280,15 @@ class RequestPlacer:
         target.totals.request_count += 1
         self._counters["routed"] += 1
         return Forward(request.request_id, decision)
+
+    def _add_prompt(self, in_flight: InFlightRequest, choice: RoutingChoice, session: str | None, now: float) -> None:
+        """Count the prompt of an attempt, if it was read, as cached at its target: at once, or when its KV has come."""
+        if choice.prompt_query is None:
+            return
+        is_pinned = choice.winner.plan is None
+        self._cache_state.add_request(in_flight, choice.prompt_query, now, session=session, is_pinned=is_pinned)
+        if not is_pinned:
+            in_flight.on_arrival = self._cache_state.pin
 
     def _start_probe(self, request: RouteRequest, target: Target) -> None:
         """If the worker failed lately, let this request alone show whether the worker serves again."""
@@ -492,6 +486,16 @@ class RequestPlacer:
     def next_queue_tick(self) -> float | None:
         """Return when the queue next has something to do; None while it is empty."""
         return min(self._next_queue_try_at_s, self.queue.next_deadline_s()) if self.queue.requests else None
+
+
+def _refuse_slow(request_id: str, terms: Terms, max_ttft_s: float) -> Refuse:
+    """Return the refusal of a request that has `terms` at the earliest worker, and may wait for `max_ttft_s`."""
+    message = f"The first token is predicted in {terms.ttft_s:.3g} s, and asked for in {max_ttft_s:.3g} s"
+    idle_ttft_s = terms.prefill_s + terms.tier_load_s
+    if idle_ttft_s > max_ttft_s:
+        message += f": this prompt takes {idle_ttft_s:.3g} s also where nothing else runs."
+        return Refuse(request_id, 429, "too_slow", message)
+    return Refuse(request_id, 429, "too_slow", f"{message}.", retry_after_s=terms.ttft_s - max_ttft_s)
 
 
 def _refuse_expired(active_request: ActiveRequest, now: float) -> Refuse:

@@ -195,19 +195,10 @@ class WorkerRegistry:
         return pool
 
     def find_sources(self, request: RouteRequest, excluded_workers: frozenset[str]) -> list[Target]:
-        """Return the targets that may send their cached KV of a request's prompt to another worker.
-
-        Which workers can send is the same for all requests of a model, so it is kept until a worker changes.
-        """
+        """Return the targets that may send their cached KV of a request's prompt to another worker."""
         sources = self._sources.get(request.model)
         if sources is None:
-            sources = [
-                target
-                for worker in self._list_workers_serving(request.model)
-                if worker.state is WorkerState.UP and worker.spec.transfer.group and worker.spec.transfer.can_give
-                for target in self._targets[worker.worker_id]
-            ]
-            self._sources[request.model] = sources
+            sources = self._sources[request.model] = self._list_sources(request.model)
         if not sources:
             return sources
         allowed_workers, tokens_needed = request.allowed_workers, _count_needed_tokens(request)
@@ -218,6 +209,15 @@ class WorkerRegistry:
             and target.worker_id not in self.avoided_workers
             and target.worker_id not in excluded_workers
             and self._fits_context(target.worker_id, request.model, tokens_needed)
+        ]
+
+    def _list_sources(self, model: str) -> list[Target]:
+        """Return the targets of a model that are up and can send their cached KV to other workers."""
+        return [
+            target
+            for worker in self._list_workers_serving(model)
+            if worker.state is WorkerState.UP and worker.spec.transfer.group and worker.spec.transfer.can_give
+            for target in self._targets[worker.worker_id]
         ]
 
     def get_load_order(

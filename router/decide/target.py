@@ -101,14 +101,14 @@ class InFlightRequest(msgspec.Struct, eq=False):
     send_index: int
     """Number of requests that were sent to the target before."""
     source: Target | None = None
-    """Target that the request's KV comes from; None: its own target computes or has all."""
+    """Target that sends KV of the prompt; None: no KV comes from elsewhere."""
     on_arrival: Callable[[InFlightRequest], None] | None = None
-    """Called with the request when the KV has come, or is no longer expected, while the target is known."""
+    """Called with the request when the KV has come, or is no longer expected, unless the target was removed."""
     expected_ttft_s: float = 0.0
     """Time to its first token without a wait for a sequence slot, as predicted when the request was sent; set by the
     tracker."""
     prefill_done_s: float = 0.0
-    """Part of `prefill_s` that was done when another request went first."""
+    """Part of `prefill_s` that was computed before other requests went first."""
     phase: RequestPhase = RequestPhase.PREFILL
     context_tokens: int = 0
     """Tokens of the prompt and of the answer so far, once the request decodes."""
@@ -150,6 +150,7 @@ class ShortestFirstOrder:
     """
 
     def __init__(self, awaited_by_request: Mapping[InFlightRequest, InFlightRequest | None]) -> None:
+        """Sort the waiting prompts. `awaited_by_request`: each with the prompt that computes its prefix, or None."""
         order_s_by_request: dict[InFlightRequest, float] = {}
         for request, awaited_request in itertools.islice(awaited_by_request.items(), _SORTED_PREFILLS_MAX):
             order_s = request.estimate_remaining_prefill_s()
@@ -324,7 +325,7 @@ class Target:
         self.total_request_count = 0
         """Requests here before and after their first token, other routers' included."""
         self.mutual_step_delay_s = 0.0
-        """Seconds by which the requests here lengthen a step of a new one, plus those by which it lengthens theirs.
+        """Seconds by which the requests here lengthen a step of a new request, plus those by which it lengthens theirs.
 
         The time for the new request's own context is not included.
         """

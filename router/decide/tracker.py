@@ -431,9 +431,10 @@ class LoadTracker:
     ) -> PrefillInterval | None:
         """Return the open interval of a request's target if the request's first token belongs to it, else close it.
 
-        First tokens that arrive together end the same engine step, so their prompts share an interval. A later one
-        belongs to it if the prompt, which was next (`is_in_turn`), may have begun in the same step: only the work of
-        both steps together is known. `oldest_since_s`: when the prompts before it had been computed.
+        First tokens that arrive together end the same engine step, so their prompts share an interval. A later first
+        token belongs to the interval if its prompt was next (`is_in_turn`) and may have begun in the interval's last
+        step, as then only the work of both steps together is known. `oldest_since_s`: when the prompts before it had
+        been computed.
         """
         target, load, interval = request.target, request.target.load, request.target.speed.open_prefill_interval
         if interval is None or now - interval.end_s <= _SAME_STEP_S:

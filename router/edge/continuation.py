@@ -332,7 +332,7 @@ class StreamContinuation:
             raise ProtocolError(f"an event of the worker that went on: {error!r}") from error
 
     def _convert_event(self, event: bytes) -> bytes:
-        """Return an event of the continuing worker as the first worker would have sent it, with that one's ids.
+        """Return an event of the continuing worker as the first worker would have sent it.
 
         Return b"" for an event that the client does not need: it names the role again, or has nothing new.
         """

@@ -234,16 +234,17 @@ class MissReasonsRecorder:
 class FactsAdapter:
     """Answers the analyzer's questions about workers and tokens, as it knows neither the core nor tokenizers."""
 
-    def __init__(self, core: RouterCore, tokenizer: Callable[[str], Tokenizer | None]) -> None:
-        """`tokenizer` returns the tokenizer of a model."""
-        self._core, self._tokenizer = core, tokenizer
+    def __init__(self, core: RouterCore, get_tokenizer: Callable[[str], Tokenizer | None]) -> None:
+        """`get_tokenizer` returns the tokenizer of a model."""
+        self._core, self._get_tokenizer = core, get_tokenizer
 
     def last_emptied_s(self, worker_id: str) -> float | None:
+        """Return when a worker last lost its cache; None if it did not, as far as is known."""
         return self._core.cache_state.cleared_at_s.get(worker_id)
 
     def is_thinking(self, model: str, ids: Sequence[int]) -> bool:
         """Guess by its words whether a text holds an assistant's reasoning, which templates drop from later turns."""
-        tokenizer = self._tokenizer(model)
+        tokenizer = self._get_tokenizer(model)
         if tokenizer is None:
             return False
         text = tokenizer.decode(list(ids), skip_special_tokens=False).lower()

@@ -7,7 +7,7 @@ own record of a request in flight, under the same `request_id`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -102,8 +102,8 @@ class RequestContext(msgspec.Struct, eq=False):
     def read_usage(self) -> None:
         """Read the token counts that the worker reports at the end of its answer.
 
-        If another worker computed the prompt, the cached tokens are those that this one reports: the answer's may be
-        all KV that came from it.
+        If another worker computed the prompt, that worker's cached tokens count: the last worker may take all KV that
+        came from there for cached.
         """
         self.usage = usage = self.progress.find_reported_usage()
         prefill, decision = self.prefill, self.decision

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from events.sources import DEFAULT_PORT, EventSource, make_default_source, parse_endpoint_host
+from events.sources import DEFAULT_PORT, EventSource, KVTransferOffer, make_default_source, parse_endpoint_host
 from events.types import DecodeError
 from options.addresses import bracket_host
 from router.decide.load import EngineLoad
@@ -94,8 +94,8 @@ class WorkerFacts:
     ) -> bool:
         """Return whether a later answer of the worker may come from the same start of its engine.
 
-        This is the only rule for facts that an earlier probe found and a later one does not tell: they stand if it
-        holds, and are discarded if not. LoRA adapters may have come and gone. To have been down, or not to answer some
+        Facts that an earlier probe found, and that the worker does not tell in a later probe, stand if this is true,
+        and are discarded if not. LoRA adapters may have come and gone. To have been down, or not to answer some
         questions, is no sign of another engine.
         """
         models, served_models = (
@@ -157,23 +157,28 @@ def make_transfer_facts(
 ) -> TransferFacts:
     """Return how a worker moves KV: as its operator says, else as the worker offers.
 
-    Workers of the operator's dialect are taken as compatible if they serve equal models in equal blocks. SGLang's
-    decoding workers need not tell their blocks. A worker of Mooncake gives KV only if its engines' names are known.
+    Workers of the operator's dialect are taken as compatible if they serve equal models in equal blocks. A worker of
+    Mooncake gives KV only if its engines' names are known.
     """
-    if flag.kv:
-        return TransferFacts(
-            group=f"{flag.kv} {models[0].base}" + ("" if flag.kv == SGLANG else f" {block_size}"),
-            kinds=KINDS_BY_DIALECT[flag.kv],
-            can_give=_may_give_kv(flag) and (bool(engine_ids) or flag.kv != MOONCAKE),
-            can_take=DECODE_ROLE in flag.roles or PREFILL_ROLE not in flag.roles,
-            dialect=flag.kv,
-            address="" if flag.kv == NIXL else _get_bootstrap_address(flag),
-            engine_ids=engine_ids,
-            needs_partner=flag.kv == SGLANG,
-        )
-    offer = sources[0].kv_transfer if sources else None
-    if offer is None:
-        return NO_TRANSFERS
+    if not flag.kv:
+        offer = sources[0].kv_transfer if sources else None
+        return NO_TRANSFERS if offer is None else _make_offered_transfer_facts(offer)
+    block_text = "" if flag.kv == SGLANG else f" {block_size}"  # SGLang's decoding workers need not tell their blocks
+    has_engine_ids = bool(engine_ids) or flag.kv != MOONCAKE
+    return TransferFacts(
+        group=f"{flag.kv} {models[0].base}{block_text}",
+        kinds=KINDS_BY_DIALECT[flag.kv],
+        can_give=_may_give_kv(flag) and has_engine_ids,
+        can_take=DECODE_ROLE in flag.roles or PREFILL_ROLE not in flag.roles,
+        dialect=flag.kv,
+        address="" if flag.kv == NIXL else _get_bootstrap_address(flag),
+        engine_ids=engine_ids,
+        needs_partner=flag.kv == SGLANG,
+    )
+
+
+def _make_offered_transfer_facts(offer: KVTransferOffer) -> TransferFacts:
+    """Return how an engine of this project moves KV, by what it offers to other engines."""
     return TransferFacts(
         group=offer.group,
         kinds=KINDS_BY_DIALECT[BLOCKCAST],

@@ -212,7 +212,7 @@ async def _request(
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """Ask the API, and close its answer at the end.
 
-    Raises VersionGoneError for the answer 410, and FetchError for another one that is not 200, or none.
+    Raises VersionGoneError for the status 410, and FetchError for any other but 200, and if no answer comes.
     """
     try:
         response = await api.call_api(

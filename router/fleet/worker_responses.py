@@ -259,10 +259,10 @@ def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
 
 
 def _make_load(values_by_kind: Mapping[str, list[float]]) -> EngineLoad | None:
-    """Return the load of one rank; None if its page does not tell the requests, and not that it sleeps.
+    """Return the load of one rank; None if its metrics tell neither its requests nor that it sleeps.
 
-    A kind has one value for each model of the rank. They are added up, and shares of the cache are averaged. A kind
-    with a value that is not a number counts as unknown.
+    `values_by_kind`: values of each of the figures that `_LOAD_KIND_BY_METRIC` names, one for each model of the rank.
+    The values are added up, and shares of the cache are averaged. With a value that is NaN, the figure is unknown.
     """
     total_by_kind = {kind: sum(values) for kind, values in values_by_kind.items() if not math.isnan(sum(values))}
     is_asleep = total_by_kind.get("awake") == 0

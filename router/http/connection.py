@@ -534,9 +534,9 @@ class ClientConnection(asyncio.Protocol):
         return request
 
     def _limit_pipelined_input(self) -> None:
-        """Stop reading if the client sent too much ahead of an answer.
+        """Stop reading if the client sent too many bytes ahead of an answer.
 
-        If there is no memory for it, drop it, and close the connection after the answer.
+        If there is no memory for these bytes, drop them, and close the connection after the answer.
         """
         try:
             self._charge_buffered_bytes()

@@ -1,7 +1,7 @@
 """Large bodies, read by worker processes (prompts/worker_pool.py), so that no other request waits for them.
 
-Owns how many bodies wait, how long, and what a process does with one: first it inspects the body for the fields that
-routing needs, then it reads the prompt. Invariant: `waiting_bytes` is the sum of the bodies that wait or are being
+Owns how many bodies wait, how long, and what a process does with a body: first it finds the fields that routing needs,
+then it reads the prompt. Invariant: `waiting_bytes` is the sum of the bodies that wait or are being
 read, at most `waiting_mb`.
 """
 

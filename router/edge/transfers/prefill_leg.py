@@ -228,7 +228,7 @@ class PrefillLeg:
         self._owner.on_prefill_computed()
 
     def _handle_error_status(self, head: ResponseHead) -> None:
-        """Fail the prefill, or wait for the other worker if that one has the request too and will refuse it as well."""
+        """Fail the prefill; only wait if the other worker has the request too, and will refuse it as well."""
         reason = head.status_and_reason.decode("latin-1")
         is_refused = 400 <= head.status < 500 and head.status not in RETRYABLE_STATUSES
         if is_refused and self.needs_partner:
