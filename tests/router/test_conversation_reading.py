@@ -284,9 +284,9 @@ def test_a_check_that_finds_a_difference_ends_the_caching(tokenizer: Tokenizer) 
     continuation = turns.read("chat", body)
     assert continuation is not None
     reader.compare("", continuation, continuation.token_ids)
-    assert (reader.check_count, reader.difference_count, reader.renderer_of("")) == (1, 0, turns.renderer)
+    assert (reader.check_count, reader.difference_count, reader.get_renderer("")) == (1, 0, turns.renderer)
     reader.compare("", continuation, [*continuation.token_ids[:-1], 0])
-    assert (reader.check_count, reader.difference_count, reader.renderer_of("")) == (2, 1, None)
+    assert (reader.check_count, reader.difference_count, reader.get_renderer("")) == (2, 1, None)
     assert "differed" in reader.problems[""]
     assert len(reader.cache) == 0
 

@@ -24,7 +24,7 @@ async def load(edge: Any, folder: Path) -> ConversationReader:
     await edge.prompts.tokenizers._load("tiny", str(folder))
     await edge.worker(edge.reply(), max_model_len=10_000_000)
     conversations: ConversationReader = edge.prompts.conversations
-    assert conversations.renderer_of("tiny") is not None
+    assert conversations.get_renderer("tiny") is not None
     return conversations
 
 
@@ -74,11 +74,11 @@ def test_a_wrong_prompt_ends_the_caching_and_is_told(
         ((conversation, _, _),) = conversations.cache._entries.values()
         conversation.token_ids[3] += 1
         await send(edge, make_post, talk[:7])
-        assert conversations.renderer_of("tiny") is not None
+        assert conversations.get_renderer("tiny") is not None
         await send(edge, make_post, talk)
         await wait_for_checks(edge)
         assert (conversations.check_count, conversations.difference_count) == (1, 1)
-        assert conversations.renderer_of("tiny") is None
+        assert conversations.get_renderer("tiny") is None
         assert await send(edge, make_post, talk) == 0, "nothing is cached any more"
         (row,) = edge.worker_list.describe_workers()["workers"]
         assert "differed from the whole" in row["conversation_cache"]["tiny"]
@@ -99,7 +99,7 @@ def test_a_template_that_may_not_be_cut_is_told(edge: Any, tmp_path: Path) -> No
         (tmp_path / "chat_template.jinja").write_text(template)
         await edge.prompts.tokenizers._load("tiny", str(tmp_path))
         await edge.worker(edge.reply())
-        assert edge.prompts.conversations.renderer_of("tiny") is None
+        assert edge.prompts.conversations.get_renderer("tiny") is None
         (row,) = edge.worker_list.describe_workers()["workers"]
         assert row["conversation_cache"]["tiny"] == "no prompt of a conversation begins with an earlier one"
 
