@@ -228,14 +228,9 @@ class EngineCore:
         """Failed steps since the last step that was computed."""
 
     @property
-    def has_requests(self) -> bool:
-        """Whether any request waits, runs, or will end with a step in flight."""
-        return self.scheduler.has_work or bool(self._preparing_requests)
-
-    @property
     def has_work(self) -> bool:
-        """Whether there are requests, or blocks to copy for a peer."""
-        return self.has_requests or self.transfers.has_copies
+        """Whether there are requests, steps in flight, or blocks to copy for a peer."""
+        return self.scheduler.has_work or bool(self._preparing_requests) or self.transfers.has_copies
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request: at once, or after its grammar is compiled and blocks of its prompt are pulled from a peer.
@@ -425,11 +420,14 @@ class EngineCore:
     def _get_idle_model(self, *, asleep: bool) -> Model:
         """Return the model for an operation on its weights.
 
-        Raises ValueError while there are requests, or if the engine is not as `asleep` demands.
+        Steps in flight, in which all requests have ended, are finished first. Raises ValueError while there are
+        requests, or if the engine is not as `asleep` demands.
         """
         assert self._model is not None
-        if self.has_requests:
+        if self.scheduler.has_requests or self._preparing_requests:
             raise ValueError("sequences are running")
+        while self._steps_in_flight:
+            self._finish_step()
         if bool(self._sleep_level) != asleep:
             raise ValueError(f"the engine is {'asleep' if self._sleep_level else 'awake'}")
         return self._model

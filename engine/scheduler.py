@@ -77,8 +77,13 @@ class Scheduler:
         return len(self._waiting_queue)
 
     @property
+    def has_requests(self) -> bool:
+        """Whether any request waits or runs. The steps in flight may have requests that ended meanwhile."""
+        return bool(len(self._requests))
+
+    @property
     def has_work(self) -> bool:
-        return bool(len(self._requests) or self._steps_in_flight)
+        return self.has_requests or bool(self._steps_in_flight)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
