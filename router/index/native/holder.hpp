@@ -257,7 +257,7 @@ private:
     // Each block touches two random places in memory, its name's entry and its node, which are prefetched kAhead blocks
     // before.
     static constexpr std::size_t kAhead = 32;
-    static constexpr std::size_t kPaidAtOnce = 1024;       // blocks
+    static constexpr std::size_t kPaidAtOnce = 1024;       // blocks; more are learned outside the lock
     static constexpr std::size_t kHashedAtOnce = 1 << 16;  // tokens; more are hashed outside the lock
 
     // Account for changed blocks: clean up old seats, and release the lock if it is time.

@@ -65,7 +65,7 @@ void Holder::apply(const Batch& batch, bool first, LockSlice& turn, Report& repo
 
 void Holder::apply_stretch(const Batch& batch, std::size_t begin, std::size_t end, Report& report) {
     if (begin == end) return;
-    if (batch.tokens.size() > kHashedAtOnce) {
+    if (batch.tokens.size() > kHashedAtOnce || batch.names.size() > kPaidAtOnce) {
         turn_->without([&] { teach(batch, begin, end); });  // no reader looks at what it writes
     } else {
         teach(batch, begin, end);
