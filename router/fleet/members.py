@@ -142,6 +142,8 @@ class Fleet:
         """Other running tasks, kept here so that they are not collected."""
         self.failed_checks: Counter[str] = Counter()
         """Failed checks and probes by worker, for `/metrics`."""
+        self._draining_origin: dict[str, str] = {}
+        """Worker id -> list of Kubernetes that drained the worker. Those that an operator drained are not here."""
 
     async def add(self, settings: dict[str, Any]) -> str:
         """Add a worker from a JSON object with the keys of `--worker` and return its id. Raises ConfigError."""
@@ -178,6 +180,7 @@ class Fleet:
             return
         member.cancel()
         self.failed_checks.pop(worker_id, None)
+        self._draining_origin.pop(worker_id, None)
         self._tokenizers.remove_worker(member.flag.url)
         self._feed.forget(worker_id)
         self._perform(self._core.remove_worker(worker_id, self._now()))
@@ -199,6 +202,8 @@ class Fleet:
             await asyncio.wait({discovery}, timeout=DISCOVERY_POLL_S)
 
     async def drain(self, worker_id: str, *, is_draining: bool) -> None:
+        """Stop or resume new requests to a known worker, as an operator says. Readiness does not undo that."""
+        self._draining_origin.pop(worker_id, None)
         self._perform(self._core.set_draining(worker_id, self._now(), is_draining=is_draining))
 
     def check_soon(self, worker_id: str) -> None:
@@ -264,30 +269,30 @@ class Fleet:
 
         Endpoints that are not ready get no new requests.
         """
-        apply_endpoints = partial(self._apply_endpoints, str(source), set())
+        apply_endpoints = partial(self._apply_endpoints, str(source))
         self._spawn(self._watch_forever(lambda: watch_kubernetes(source, apply_endpoints)))
 
-    def _apply_endpoints(self, origin: str, drained_ids: set[str], is_ready_by_address: Mapping[str, bool]) -> None:
+    def _apply_endpoints(self, origin: str, is_ready_by_address: Mapping[str, bool]) -> None:
         """Make the workers of a Service those that Kubernetes lists, and drain those that are not ready.
 
         `is_ready_by_address`: all endpoints, as HOST:PORT. An endpoint is added as a worker when it is ready for the
-        first time. `drained_ids`: workers that were drained by this method, which it also undrains; those that an
-        operator drained stay so.
+        first time. Workers that were drained by this method are also undrained by it; those that an operator drained
+        stay so.
         """
         workers = self._core.workers
         is_ready_by_flag = {parse_worker_flag(f"http://{at}"): ready for at, ready in is_ready_by_address.items()}
         listed = [flag for flag, is_ready in is_ready_by_flag.items() if is_ready or flag.worker_id in workers]
         self._update_origin(origin, listed)
         for flag, is_ready in is_ready_by_flag.items():
-            worker_id, should_drain = flag.worker_id, not is_ready
-            if worker_id not in workers or should_drain == (worker_id in drained_ids):
+            worker_id, worker = flag.worker_id, workers.get(flag.worker_id)
+            if worker is None:
                 continue
-            if should_drain:
-                drained_ids.add(worker_id)
-            else:
-                drained_ids.discard(worker_id)
-            self._perform(self._core.set_draining(worker_id, self._now(), is_draining=should_drain))
-        drained_ids.intersection_update(flag.worker_id for flag in is_ready_by_flag)
+            if is_ready and self._draining_origin.get(worker_id) == origin:
+                del self._draining_origin[worker_id]
+                self._perform(self._core.set_draining(worker_id, self._now(), is_draining=False))
+            elif not is_ready and not worker.is_drained:
+                self._draining_origin[worker_id] = origin
+                self._perform(self._core.set_draining(worker_id, self._now(), is_draining=True))
 
     async def _watch_forever(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Call `watch` again and again, with a pause after each time it ends or fails."""

@@ -799,6 +799,48 @@ def test_two_ports_of_one_name_are_two_lists(monkeypatch: Any) -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+@pytest.mark.parametrize("operator_drains", ["never", "before", "meanwhile"])
+def test_a_pod_that_is_ready_again_takes_requests_unless_an_operator_drained_it(operator_drains: str) -> None:
+    async def run() -> None:
+        page = Page()
+        async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
+            fleet._members[name].flag = parse_worker_flag(f"http://{name}")
+
+            def is_drained_if(ready: bool) -> bool:
+                fleet._apply_endpoints("service/vllm", {name: ready})
+                return core.workers[name].is_drained
+
+            assert not is_drained_if(ready=True)
+            if operator_drains == "before":
+                await fleet.drain(name, is_draining=True)
+            assert is_drained_if(ready=False)
+            if operator_drains == "meanwhile":
+                await fleet.drain(name, is_draining=True)
+            assert is_drained_if(ready=False)
+            assert is_drained_if(ready=True) is (operator_drains != "never")
+            await fleet.drain(name, is_draining=False)
+            assert is_drained_if(ready=False)
+            assert not is_drained_if(ready=True)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_pod_that_an_operator_removed_is_drained_as_any_when_it_is_back() -> None:
+    async def run() -> None:
+        page = Page()
+        async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
+            fleet._members[name].flag = parse_worker_flag(f"http://{name}")
+            fleet._apply_endpoints("service/vllm", {name: False})
+            await fleet.remove(name)
+            fleet._apply_endpoints("service/vllm", {name: True})
+            await wait_until(lambda: name in core.workers)
+            assert not core.workers[name].is_drained
+            fleet._apply_endpoints("service/vllm", {name: False})
+            assert core.workers[name].is_drained
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_worker_stays_until_no_list_names_it() -> None:
     async def run() -> None:
         fleet, flag = fleet_of(RecordingProber(), RARELY), parse_worker_flag("http://a:1")
