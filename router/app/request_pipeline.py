@@ -56,7 +56,8 @@ class RequestPipeline:
         )
         model_names = ModelNames(config.tenancy)
         self.request_reader.model_names = model_names if model_names.has_renames else None
-        self.proxy.on_end.append(self.request_reader.stored_responses.record_ended_request)
+        for listeners in (self.proxy.on_first_byte, self.proxy.on_end):
+            listeners.append(self.request_reader.stored_responses.record_answer)
         self.tenant_limits = TenantLimits(config.edge, self.proxy.metrics)
         self.reasons = MissReasonsRecorder(config.miss_reasons, self.proxy, self.prompt_reader)
         if config.edge.api_keys:

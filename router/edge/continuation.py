@@ -7,6 +7,7 @@ events to the form of the first one's. The other worker is sent the prompt and t
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping
 from typing import Any, Final
@@ -39,7 +40,7 @@ _RESENT_FIELDS = frozenset((
 _PROMPT_FIELDS = frozenset((
     "messages", "prompt", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
     "documents", "add_special_tokens", "reasoning_effort", "truncate_prompt_tokens", "max_completion_tokens",
-    "return_token_ids", "request_id", "metadata", "store",
+    "return_token_ids", "request_id", "metadata", "store", "prompt_cache_key", "safety_identifier",
 ))
 """Fields that make the prompt, and have no effect on later tokens."""
 _CHAT_OUTPUT_FIELDS = frozenset((
@@ -50,6 +51,7 @@ _CHAT_OUTPUT_FIELDS = frozenset((
 # fmt: on
 _MALFORMED_EVENT_ERRORS = (msgspec.MsgspecError, RecursionError, KeyError, TypeError, ValueError, AttributeError)
 """Exceptions that events of an unknown form raise."""
+_USAGE_OPTION_PATTERN = re.compile(rb'"include_usage"\s*:\s*true')
 _EMPTY_VALUES = frozenset((b"null", b"false", b"[]", b"{}", b'""'))
 _Fields = dict[str, msgspec.Raw]
 _fields_decoder = msgspec.json.Decoder(_Fields)
@@ -116,7 +118,7 @@ class StreamContinuation:
         self._body = body
         self._is_chat = is_chat
         self._wants_token_ids = bytes(fields.get("return_token_ids", b"")) == b"true"
-        self._wants_usage = b"true" in bytes(fields.get("stream_options", b""))
+        self._wants_usage = _USAGE_OPTION_PATTERN.search(fields.get("stream_options", b"")) is not None
         self._engine = ""
         self._has_restarted = False
         self._event_template: dict[str, Any] | None = None

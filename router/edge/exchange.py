@@ -177,8 +177,8 @@ class Exchange:
 
     def reject(self, error: RequestError) -> None:
         """Answer with an error in the request itself."""
-        self._proxy.metrics.http_errors[str(error.status)] += 1
-        if self._proxy.end(self.context, "rejected"):
+        if self._proxy.end(self.context, "rejected"):  # else its client has left
+            self._proxy.metrics.http_errors[str(error.status)] += 1
             self.client.respond_error(error)
 
     # From the client's side ---------------------------------------------------------------------------------------
@@ -377,9 +377,9 @@ class Exchange:
         data = response_filter.convert(data if content is None else bytes(content), is_last=body.is_complete)
         if client_head or data:
             self.client.write(client_head + data)
+        progress.record(data, now)
         if is_first_output and head.status == 200:
             self._proxy.notify_first_byte(context)
-        progress.record(data, now)
         if stream is not None and stream.has_worker_failed and self._handle_worker_failure(stream):
             return
         if body.is_complete:

@@ -25,10 +25,13 @@ class StoredResponses:
     def __len__(self) -> int:
         return len(self._worker_by_response_id)
 
-    def record_ended_request(self, context: RequestContext) -> None:
-        """Record the worker of a request to the Responses API that ended well."""
+    def record_answer(self, context: RequestContext) -> None:
+        """Record the worker of a request to the Responses API, once its answer has begun or has ended well.
+
+        Clients cancel a running response by its id, or leave and come back for it.
+        """
         request, decision = context.request, context.decision
-        if request.path != RESPONSES_PATH or decision is None or not context.outcome.startswith("status_200"):
+        if request.path != RESPONSES_PATH or decision is None or context.outcome not in ("", "status_200"):
             return
         match = _RESPONSE_ID_PATTERN.search(context.progress.first_bytes)
         if match is not None:

@@ -262,7 +262,10 @@ class ClientConnection(asyncio.Protocol):
                 self.responder.on_client_resumed()
         except Exception as error:  # noqa: BLE001  a boundary
             self.crash(error)
-        self._resume_requests()
+        if self._keep_alive or self._is_busy or self._is_lingering:
+            self._resume_requests()
+        else:
+            self._close()  # the requests that followed were dropped, as there was no memory for them
 
     # For whoever answers ------------------------------------------------------------------------------------------
 

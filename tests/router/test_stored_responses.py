@@ -14,9 +14,7 @@ def end_request(responses: StoredResponses, beginning: bytes, worker: str = "w",
     request = SimpleNamespace(path=changes.get("path", "/v1/responses"))
     progress = SimpleNamespace(first_bytes=beginning)
     outcome, decision = changes.get("outcome", "status_200"), SimpleNamespace(worker=worker)
-    responses.record_ended_request(
-        SimpleNamespace(request=request, progress=progress, outcome=outcome, decision=decision)
-    )  # type: ignore
+    responses.record_answer(SimpleNamespace(request=request, progress=progress, outcome=outcome, decision=decision))  # type: ignore
 
 
 def holder(responses: StoredResponses, path: str, previous: str | None = None) -> str | None:

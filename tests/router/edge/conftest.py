@@ -327,7 +327,8 @@ class Edge:
         self._add_local_routes(reading)
         self.tenants = TenantLimits(config, self.metrics)
         self.proxy.on_end.append(self.tenants.remove_request)
-        self.proxy.on_end.append(reading.stored_responses.record_ended_request)
+        for listeners in (self.proxy.on_first_byte, self.proxy.on_end):
+            listeners.append(reading.stored_responses.record_answer)
         self.dispatcher = RequestDispatcher(self.proxy, reading, self.tenants)
         worker_routes = WorkerRoutes(self.dispatcher, self.routes, config)
         self.app = RouterApp(self.proxy, worker_routes, self.routes, guard or (lambda connection, request: None))

@@ -19,7 +19,7 @@ from prompts.errors import RequestError
 from router.http import headers as headers_module
 from router.http.budget import BufferBudget
 from router.http.config import ClientTimeouts, HttpLimits
-from router.http.connection import WRITE_BUFFER_BYTES
+from router.http.connection import MAX_PIPELINED_BYTES, WRITE_BUFFER_BYTES
 from router.http.headers import HeaderBlock
 from router.http.request import BadRequest, RequestParser
 from router.http.routes import Response
@@ -221,6 +221,24 @@ def test_no_request_is_begun_while_answers_wait(edge: Any, size: int) -> None:
         for _ in range(asked):  # and once they are read, every request is answered
             await reader.readuntil(b"\r\n\r\n")
             await reader.readexactly(size)
+        writer.close()
+
+    edge.run(scenario())
+
+
+def test_a_connection_ends_once_the_answers_before_dropped_requests_are_read(edge: Any) -> None:
+    size, asked = 30_000, 300
+
+    async def scenario() -> None:
+        await edge.start(limits=HttpLimits(tenant_buffer_bytes_max=WRITE_BUFFER_BYTES + MAX_PIPELINED_BYTES))
+        add_page(edge, size)
+        reader, writer = await connect_deaf(edge)
+        writer.write(PAGE * asked)
+        await edge.until(lambda: unread(edge) > WRITE_BUFFER_BYTES)
+        writer.write(PAGE * 10_000)
+        await edge.until(lambda: any(one._has_unread_input for one in edge.listener.connections))
+        writer.transport.resume_reading()
+        assert 0 < (await reader.read(-1)).count(b"HTTP/1.1 200") < asked
         writer.close()
 
     edge.run(scenario())

@@ -59,7 +59,8 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream":
     ],
 )
 def test_what_cannot_go_on_is_not_asked_for_tokens(more: dict[str, Any]) -> None:
-    assert build_continuation(request(CHAT)) is not None
+    names = {"user": "u", "prompt_cache_key": "k", "safety_identifier": "s", "metadata": {"user_id": "u"}}
+    assert build_continuation(request({**CHAT, **names})) is not None
     assert build_continuation(request({**CHAT, **more})) is None
 
 
@@ -677,16 +678,18 @@ def test_an_answer_that_lacks_its_end_only_is_ended_here(edge: Any, make_post: A
             writer.write = lambda data: kept.append(data)
             await whole(received, reader, writer)
             writer.write = real
-            real(b"".join(kept[:-2]))  # neither usage nor [DONE]
+            real(b"".join(one for one in kept if b"usage" not in one and b"[DONE]" not in one))
             await writer.drain()
             writer.transport.abort()
 
         edge.upstreams[0].script = without_end
-        asked = {**CHATS, "stream_options": {"include_usage": True}}
-        text, events, ended = told(await edge.exchange(make_post(json.dumps(asked).encode())))
-        assert (text, ended) == ("".join(WORDS), True)
-        assert events[-1]["usage"] == {"prompt_tokens": 3, "total_tokens": 11, "completion_tokens": 8}
-        assert edge.metrics.broken_streams == {"completed": 1}
+        usage = {"prompt_tokens": 3, "total_tokens": 11, "completion_tokens": 8}
+        for options, expected in (({"include_usage": True}, usage), ({"include_obfuscation": True}, None)):
+            asked = json.dumps({**CHATS, "stream_options": options}).encode()
+            text, events, ended = told(await edge.exchange(make_post(asked)))
+            assert (text, ended) == ("".join(WORDS), True)
+            assert events[-1].get("usage") == expected
+        assert edge.metrics.broken_streams == {"completed": 2}
 
     edge.run(scenario())
 

@@ -134,6 +134,28 @@ def ids_only(parsed: RoutingRequest) -> ReadTask:
     return ReadTask(parsed.kind)
 
 
+def test_a_client_that_left_before_its_body_was_read_is_no_error(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+
+        async def refuse(*_: Any) -> Any:
+            await gate.wait()
+            raise RequestError("the client left", param=None, status=503)
+
+        await edge.start()
+        edge.worker_pool.read = refuse
+        _, writer = await edge.connect()
+        writer.write(make_post(b'{"model":"tiny","prompt":"' + b"x" * 100_000 + b'"}', b"/v1/completions"))
+        await edge.until(lambda: edge.proxy.exchanges)
+        writer.close()
+        await edge.until(lambda: not edge.proxy.exchanges)
+        gate.set()
+        await edge.let_loop_read()
+        assert not edge.metrics.http_errors
+
+    edge.run(scenario())
+
+
 def test_a_helper_that_dies_is_replaced() -> None:
     async def work(worker_pool: PromptWorkerPool) -> None:
         for _ in range(3):

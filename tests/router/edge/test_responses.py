@@ -69,6 +69,32 @@ def test_a_stored_response_needs_no_model_to_be_found(edge: Any, make_post: Any)
     edge.run(scenario())
 
 
+def test_a_response_that_still_runs_is_found(edge: Any, make_post: Any) -> None:
+    begun = b'event: response.created\ndata: {"response":{"id":"resp_a"}}\n\n'
+    begun += b"event: response.output_item.added\ndata: {}\n\n"
+
+    async def scenario() -> None:
+        async def script(received: Any, reader: Any, writer: asyncio.StreamWriter) -> None:
+            if received.line.startswith(b"GET"):
+                await edge.reply()(received, reader, writer)
+            else:
+                writer.write(HEAD + b"%x\r\n%b\r\n" % (len(begun), begun))
+                await reader.read()
+
+        await edge.start()
+        first, second = await edge.worker(script), await edge.worker(script)
+        reader, writer = await edge.connect()
+        writer.write(make_post(body(stream=True, background=True), PATH))
+        await reader.readuntil(b"output_item")
+        holder = first if first.received else second
+        for count in (2, 3, 4):
+            await edge.exchange(b"GET /v1/responses/resp_a HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            assert len(holder.received) == count
+            writer.close()  # it is found later, too
+
+    edge.run(scenario())
+
+
 def test_the_first_token_is_the_models(edge: Any, make_post: Any) -> None:
     asked = [f"event: response.{name}\ndata: {{}}\n\n".encode() for name in ("created", "in_progress")]
     said = b'event: response.output_item.added\ndata: {"x":1}\n\n'
