@@ -56,7 +56,7 @@ class _NewBlock:
 
 
 class BlockExchange:
-    """Blocks of one cache, read and written."""
+    """Reads blocks of the cache for peers, and stores blocks that peers have sent."""
 
     def __init__(self, cache: KVCache, memory: BlockMemory) -> None:
         self._cache = cache
@@ -71,7 +71,11 @@ class BlockExchange:
     # ------------------------------------------------------------------ what a peer is sent
 
     def locate(self, hashes: Sequence[int]) -> bytes:
-        """Return a mask of kinds for each leading hash that is cached (`BlocksLocated`). For any thread: a hint."""
+        """Return which blocks of a prompt are cached, up to the first that is not. Any thread may call this.
+
+        Byte i of the result has bit k set if the block of kind k with hash i is cached. The result is a hint, because
+        the cache may change meanwhile.
+        """
         masks = bytearray()
         parent: Node | None = None
         for hash_ in hashes:
@@ -83,41 +87,35 @@ class BlockExchange:
         return bytes(masks)
 
     def choose_blocks_to_pull(self, keys: Sequence[BlockKey], remote_masks: bytes) -> list[PullItem]:
-        """Return the blocks of a prompt to pull. `remote_masks`: `BlocksLocated.kind_masks`. For any thread."""
+        """Return the blocks of a prompt to pull from a peer. Any thread may call this.
+
+        `remote_masks`: the kinds of each block that the peer has, as `locate` returns them.
+        """
         local_masks = self.locate([key.hash for key in keys])
         return choose_blocks_to_pull(local_masks, remote_masks[: len(keys)], len(self._kinds), self._windows)
 
     def is_cached(self, keys: Sequence[BlockKey]) -> bool:
-        """Whether nothing of a prompt has to be computed that could be pulled."""
+        """Return whether the cache has all blocks with these keys that a sequence needs to resume after them."""
         local_masks = self.locate([key.hash for key in keys])
         return count_resumable_blocks(local_masks, len(self._kinds), self._windows) == len(keys)
 
     def read(self, wanted_blocks: Sequence[WantedBlock]) -> ReadBlocks:
-        """Copy the contents of the blocks that a peer wants, up to the first that is in neither memory of ours."""
+        """Copy the contents of the blocks that a peer wants, up to the first that is cached in neither memory."""
         memory = self._memory
         memory.execute(self._cache.take_copies())  # a wanted block may be the target of a copy that is planned
         blocks: list[SentBlock] = []
         places: list[BlockPlace] = []
         for wanted_block in wanted_blocks:
-            node, kind = self._cache.tree.get(wanted_block.hash), wanted_block.kind
-            place = None if node is None else self._find_content(node, kind)
+            node = self._cache.tree.get(wanted_block.hash)
+            place = None if node is None else self._find_content(node, wanted_block.kind)
             if node is None or place is None:
                 break
-            key, parent = node.key, node.parent
             places.append(place)
-            blocks.append(
-                SentBlock(
-                    hash=node.hash,
-                    kind=kind,
-                    parent_hash=None if parent is None else parent.hash,
-                    packed_tokens=key.packed_tokens,
-                    extra_keys=key.extra_keys,
-                    lora_name=key.lora_name,
-                )
-            )
+            blocks.append(_describe_block(node, wanted_block.kind))
         return ReadBlocks(blocks, memory.read_blocks(places) if places else memoryview(b""))
 
     def _find_content(self, node: Node, kind: int) -> BlockPlace | None:
+        """Return where the computed content of a node's block is: on the device, else in host memory, else nowhere."""
         block, host_block = node.blocks[kind], node.host_blocks[kind]
         if block is not None and not block.is_pending:
             return BlockPlace(kind, block.id)
@@ -126,7 +124,7 @@ class BlockExchange:
     # ------------------------------------------------------------------ what a peer has sent
 
     def list_keys(self, request: Request) -> list[BlockKey]:
-        """Return the names of the blocks of a prompt that need not be computed, and that its source may have."""
+        """Return the keys of the blocks of a prompt that need not be computed, and that its source may have."""
         seq = EngineSequence(request, request.token_ids, len(request.token_ids), arrival_s=0.0)
         keys, source = self._cache.list_prompt_keys(seq), request.kv_source
         if source is not None and source.cached_tokens is not None:
@@ -136,10 +134,9 @@ class BlockExchange:
     def store(self, pull: Pull, items: Sequence[PullItem], contents: memoryview) -> int:
         """Copy blocks of a prompt, which a peer has sent, into the cache, and announce them.
 
-        `contents` is the contents of all `items`, one after the other. There is no item if the peer has none of the
-        blocks any more. Returns how many leading items are in the cache now: fewer than all if memory is lacking, or
-        if a block before them was evicted meanwhile. After an error, the cache is empty and nothing more of the prompt
-        is stored.
+        `contents`: contents of all `items`, one after the other. Returns how many leading items are cached now: fewer
+        than all if memory is lacking, or if a block before them was evicted meanwhile. After an error, the cache is
+        empty and nothing more of the prompt is stored.
         """
         if pull.is_abandoned or not items:
             return 0
@@ -156,11 +153,14 @@ class BlockExchange:
         return next((i for i, item in enumerate(items) if not _is_stored(pull, item)), len(items))
 
     def _store(self, pull: Pull, items: Sequence[PullItem], contents: memoryview, new_blocks: list[_NewBlock]) -> None:
-        """Allocate blocks for items, fill them, and announce them. The caller releases what is in `new_blocks` then."""
+        """Allocate blocks for items, fill them, and announce them.
+
+        The blocks are appended to `new_blocks`. The caller releases these, also after an error.
+        """
         cache, memory = self._cache, self._memory
-        is_first = not pull.nodes
+        is_first_batch = not pull.nodes
         cache.tree.extend_match(pull.keys, pull.nodes)
-        if is_first:
+        if is_first_batch:
             self._mark_used(pull.nodes)
         self._allocate(pull, items, new_blocks)
         for new_block in new_blocks:
@@ -171,7 +171,7 @@ class BlockExchange:
         self._attach_all(pull, new_blocks)
 
     def _mark_used(self, nodes: Sequence[Node]) -> None:
-        """Let the part of a prompt that is here be evicted last: memory for the other part is found by evicting."""
+        """Mark the cached blocks of a prompt as used just now, because storing its other blocks evicts old ones."""
         pool = self._cache.pool
         blocks = [block for node in nodes if (block := node.blocks[FULL_KIND]) is not None and not block.is_pending]
         for block in blocks:
@@ -180,33 +180,42 @@ class BlockExchange:
             pool.release(block)
 
     def _allocate(self, pull: Pull, items: Sequence[PullItem], new_blocks: list[_NewBlock]) -> None:
-        """Append to `new_blocks` a device block for each item that is not here yet, as far as memory allows.
+        """Append to `new_blocks` a device block for each item that is not cached yet, as far as memory allows.
 
-        Blocks of the prompt before these that are only in host memory come first, because a block on the device needs
-        those before it there, too. Appends nothing if one of them is just being computed.
+        A block on the device needs the blocks before it there, too. So earlier blocks of the prompt that are only in
+        host memory come first. Appends nothing if one of them is just being computed.
         """
         host_nodes = self._find_host_ancestors(pull, items)
         if host_nodes is None:
             return
         for node in host_nodes:
             block = self._cache.pool.allocate(FULL_KIND)
-            if block is None or not node.has_host_block(FULL_KIND):  # no memory, or evicted to make room for another
-                if block is not None:
-                    self._cache.pool.release(block)
+            if block is None:
+                return
+            if not node.has_host_block(FULL_KIND):  # it was evicted to make room for `block`
+                self._cache.pool.release(block)
                 return
             host_block = self._cache.host_tier.pin(node, FULL_KIND)
             new_blocks.append(_NewBlock(PullItem(node.depth, FULL_KIND), block, host_block))
         for item in items:
-            if item.block_index < len(pull.nodes) and pull.nodes[item.block_index].blocks[item.kind] is not None:
-                continue  # computed here meanwhile
+            was_computed_meanwhile = (
+                item.block_index < len(pull.nodes) and pull.nodes[item.block_index].blocks[item.kind] is not None
+            )
+            if was_computed_meanwhile:
+                continue
             block = self._cache.pool.allocate(item.kind)
             if block is None:
                 break
             new_blocks.append(_NewBlock(item, block))
 
     def _find_host_ancestors(self, pull: Pull, items: Sequence[PullItem]) -> list[Node] | None:
-        """Return the known nodes that must come from host memory first. None if one of them is being computed."""
-        needed_count = min(len(pull.nodes), max(item.block_index + (item.kind != FULL_KIND) for item in items))
+        """Return the cached nodes before the items that must be loaded from host memory first.
+
+        A full-attention block needs the blocks before it on the device. A block of another kind also needs the
+        full-attention block of its own node. None: one of these is being computed.
+        """
+        needed_counts = [item.block_index if item.kind == FULL_KIND else item.block_index + 1 for item in items]
+        needed_count = min(len(pull.nodes), max(needed_counts))
         first_index = needed_count
         while first_index and not pull.nodes[first_index - 1].has_computed(FULL_KIND):
             first_index -= 1
@@ -214,7 +223,7 @@ class BlockExchange:
         return None if any(node.blocks[FULL_KIND] is not None for node in nodes) else nodes
 
     def _attach_all(self, pull: Pull, new_blocks: Sequence[_NewBlock]) -> None:
-        """Announce blocks that are filled, up to the first that can have no name."""
+        """Put filled blocks into the prefix tree and announce them, up to the first that cannot be attached."""
         for new_block in new_blocks:
             index = new_block.item.block_index
             if index > len(pull.nodes):
@@ -232,7 +241,8 @@ class BlockExchange:
         The parent of a full-attention block is held until `_release`, so that it is not evicted before the child.
         """
         tree, block = self._cache.tree, new_block.block
-        if parent is not None and (parent not in tree or not parent.has_computed(FULL_KIND)):
+        has_parent_on_device = parent is None or (parent in tree and parent.has_computed(FULL_KIND))
+        if not has_parent_on_device:
             return None
         node = tree.get_or_create(key, parent)
         if node is None or node.blocks[block.kind] is not None:
@@ -250,13 +260,14 @@ class BlockExchange:
         return node
 
     def _release(self, new_block: _NewBlock) -> None:
-        """Give up a new block, and what is held with it. A block in the tree becomes cached."""
+        """Release a new block, its source in host memory and its parent. A block in the tree becomes cached."""
         cache, block, host_block = self._cache, new_block.block, new_block.host_block
-        if host_block is not None and block.node is not None:  # the device has a named copy now
+        is_in_tree = block.node is not None
+        if host_block is not None and is_in_tree:
             cache.host_tier.finish_promotion(host_block)
         elif host_block is not None:
             cache.host_tier.unpin(host_block)
-        if isinstance(block, StateBlock) and block.node is not None:
+        if isinstance(block, StateBlock) and is_in_tree:
             cache.states.release_new_checkpoint(block)
         else:
             cache.pool.release(block)
@@ -264,13 +275,26 @@ class BlockExchange:
             cache.pool.release(new_block.parent_block)
 
 
+def _describe_block(node: Node, kind: int) -> SentBlock:
+    """Return what a peer is told of a node's block, so that it can check that the block is the one that it wants."""
+    key, parent = node.key, node.parent
+    return SentBlock(
+        hash=node.hash,
+        kind=kind,
+        parent_hash=None if parent is None else parent.hash,
+        packed_tokens=key.packed_tokens,
+        extra_keys=key.extra_keys,
+        lora_name=key.lora_name,
+    )
+
+
 def _write_contents(
     memory: BlockMemory, items: Sequence[PullItem], new_blocks: Sequence[_NewBlock], contents: memoryview
 ) -> None:
-    """Fill new blocks with what a peer sent: `contents` is the contents of all `items`, one after the other.
+    """Write the contents that a peer sent to new blocks. `contents` has those of all `items`, one after the other.
 
-    An item without a new block was computed here meanwhile, or found no memory: its part is skipped. New blocks with a
-    host block are filled from host memory instead.
+    An item without a new block was computed meanwhile, or found no memory: its part is skipped. New blocks with a host
+    block are filled from host memory instead.
     """
     block_by_item = {new.item: new.block for new in new_blocks if new.host_block is None}
     places: list[BlockPlace] = []
@@ -285,7 +309,7 @@ def _write_contents(
     if not places:
         return
     if len(parts) == len(items):
-        memory.write_blocks(places, contents)  # nothing is skipped: no need to join a copy
+        memory.write_blocks(places, contents)  # nothing is skipped, so the contents need not be copied
     else:
         memory.write_blocks(places, memoryview(bytearray(b"".join(parts))))
 

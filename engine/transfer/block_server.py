@@ -1,4 +1,4 @@
-"""The side of a source: answers what peers ask of this cache, and sends blocks.
+"""Server of cached blocks: answers which blocks this engine has, and sends them to peers.
 
 Bounded: connections, answers at once with their bytes, questions ahead in one connection, and every wait.
 """
@@ -47,10 +47,12 @@ IDLE_S_MAX = 60.0
 SEND_S_MAX = 5.0
 ACCEPT_PAUSE_S = 0.1
 """Pause after a connection that could not be accepted, such as for want of file descriptors."""
+NO_CONTENTS = memoryview(b"")
+"""Contents that go with an answer without blocks."""
 
 
 class BlockServer:
-    """Serves the connections of a listening socket, on an event loop."""
+    """Sends cached blocks to peers that connect to a listening socket, on an event loop."""
 
     def __init__(
         self, listener: socket.socket, exchange: BlockExchange, jobs: StepJobs, settings: TransferSettings,
@@ -67,7 +69,7 @@ class BlockServer:
         self._answer_slots = asyncio.Semaphore(ANSWERS_MAX)
 
     async def run(self) -> None:
-        """Serve until cancelled."""
+        """Accept and serve connections until this task is cancelled."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -76,21 +78,26 @@ class BlockServer:
                 except OSError as error:
                     log.warning("a connection for blocks is not accepted: %s", error)
                     await asyncio.sleep(ACCEPT_PAUSE_S)
-                    continue
-                if len(self._connection_tasks) >= CONNECTIONS_MAX or self._greeting_count >= GREETINGS_MAX:
-                    self._stats.refused_connections += 1
-                    sock.close()
-                    continue
-                self._greeting_count += 1
-                task = loop.create_task(self._serve(Connection(sock)))
-                self._connection_tasks.add(task)
-                task.add_done_callback(self._connection_tasks.discard)
+                else:
+                    self._start_serving(sock)
         finally:
             for task in self._connection_tasks:
                 task.cancel()
             self._listener.close()
 
+    def _start_serving(self, sock: socket.socket) -> None:
+        """Serve a new connection in a task, or close it if there are too many."""
+        if len(self._connection_tasks) >= CONNECTIONS_MAX or self._greeting_count >= GREETINGS_MAX:
+            self._stats.refused_connections += 1
+            sock.close()
+            return
+        self._greeting_count += 1
+        task = asyncio.get_running_loop().create_task(self._serve(Connection(sock)))
+        self._connection_tasks.add(task)
+        task.add_done_callback(self._connection_tasks.discard)
+
     async def _serve(self, connection: Connection) -> None:
+        """Answer a peer's questions, after it has shown that it knows the fleet's key, and close the connection."""
         try:
             try:
                 await asyncio.wait_for(connection.greet_as_server(self._settings.fleet_key), CONNECT_S_MAX)
@@ -106,6 +113,7 @@ class BlockServer:
             connection.close()
 
     async def _answer_questions(self, connection: Connection) -> None:
+        """Answer the questions of a connection in their order, until an error. A few are prepared at the same time."""
         answer_tasks: deque[asyncio.Task[None]] = deque()
         try:
             while True:
@@ -123,7 +131,7 @@ class BlockServer:
     async def _send_answer(
         self, connection: Connection, question: LocateBlocks | FetchBlocks, previous_task: asyncio.Task[None] | None
     ) -> None:
-        """Send an answer, after the one before it."""
+        """Answer a question, once `previous_task` has sent the answer to the question before it."""
         async with self._answer_slots:
             answer, contents = await self._make_answer(question)
             if previous_task is not None:
@@ -131,35 +139,44 @@ class BlockServer:
             await asyncio.wait_for(connection.send(answer, contents), SEND_S_MAX)
 
     async def _make_answer(self, question: LocateBlocks | FetchBlocks) -> tuple[Answer, memoryview]:
-        """Return an answer, and the contents of its blocks."""
-        no_contents = memoryview(b"")
+        """Return an answer, and the contents of the blocks that go with it."""
+        refusal = self._find_refusal(question)
+        if refusal is not None:
+            return refusal, NO_CONTENTS
         if isinstance(question, LocateBlocks):
-            if question.fingerprint != self._settings.fingerprint:
-                return Refused("incompatible", "the source has another model or another cache layout"), no_contents
-            if len(question.hashes) > HASHES_MAX:
-                return Refused("malformed", f"expected at most {HASHES_MAX} hashes"), no_contents
-            return BlocksLocated(self._exchange.locate(question.hashes)), no_contents
-        kinds = [block.kind for block in question.wanted_blocks]
-        if len(kinds) > BATCH_BLOCKS_MAX or not all(
-            0 <= kind < len(self._settings.block_bytes_by_kind) for kind in kinds
-        ):
-            return Refused("malformed", f"expected at most {BATCH_BLOCKS_MAX} blocks of known kinds"), no_contents
-        byte_count = self._count_bytes(kinds)
-        if byte_count > BATCH_BYTES_MAX and len(kinds) > 1:
-            return Refused("malformed", f"expected blocks of at most {BATCH_BYTES_MAX} bytes"), no_contents
-        job_future = self._jobs.submit(partial(self._read, question.wanted_blocks), byte_count)
+            return BlocksLocated(self._exchange.locate(question.hashes)), NO_CONTENTS
+        byte_count = self._count_bytes(question.wanted_blocks)
         try:
-            read_blocks = await asyncio.wrap_future(job_future)
+            read_blocks = await asyncio.wrap_future(
+                self._jobs.submit(partial(self._read, question.wanted_blocks), byte_count)
+            )
         except Exception:  # noqa: BLE001 - the step loop has logged it
-            return Refused("failed", "the source failed to read its blocks"), no_contents
+            return Refused("failed", "the source failed to read its blocks"), NO_CONTENTS
         return BlocksSent(self._settings.fingerprint, read_blocks.blocks), read_blocks.contents
 
+    def _find_refusal(self, question: LocateBlocks | FetchBlocks) -> Refused | None:
+        """Return why a question is refused: it exceeds a bound, or the peer has another model. None: it is answered."""
+        if isinstance(question, LocateBlocks):
+            if question.fingerprint != self._settings.fingerprint:
+                return Refused("incompatible", "the source has another model or another cache layout")
+            if len(question.hashes) > HASHES_MAX:
+                return Refused("malformed", f"expected at most {HASHES_MAX} hashes")
+            return None
+        wanted_blocks = question.wanted_blocks
+        kind_count = len(self._settings.block_bytes_by_kind)
+        has_known_kinds = all(0 <= block.kind < kind_count for block in wanted_blocks)
+        if len(wanted_blocks) > BATCH_BLOCKS_MAX or not has_known_kinds:
+            return Refused("malformed", f"expected at most {BATCH_BLOCKS_MAX} blocks of known kinds")
+        if len(wanted_blocks) > 1 and self._count_bytes(wanted_blocks) > BATCH_BYTES_MAX:
+            return Refused("malformed", f"expected blocks of at most {BATCH_BYTES_MAX} bytes")
+        return None
+
     def _read(self, wanted_blocks: list[WantedBlock]) -> ReadBlocks:
-        """Copy blocks out and count them, on the thread of the steps: the report after its step has the counts."""
+        """Copy blocks out of the cache and count them. Runs on the thread of the steps, which reports the counts."""
         read_blocks = self._exchange.read(wanted_blocks)
         self._stats.sent_blocks += len(read_blocks.blocks)
-        self._stats.sent_bytes += self._count_bytes([block.kind for block in wanted_blocks[: len(read_blocks.blocks)]])
+        self._stats.sent_bytes += self._count_bytes(wanted_blocks[: len(read_blocks.blocks)])
         return read_blocks
 
-    def _count_bytes(self, kinds: list[int]) -> int:
-        return sum(self._settings.block_bytes_by_kind[kind] for kind in kinds)
+    def _count_bytes(self, blocks: list[WantedBlock]) -> int:
+        return sum(self._settings.block_bytes_by_kind[block.kind] for block in blocks)

@@ -38,7 +38,10 @@ class Connection:
         self._send_signer = self._receive_signer = FrameSigner(b"")
 
     async def greet_as_server(self, fleet_key: bytes) -> None:
-        """Raises TransferError where the client does not know the key, OSError if it leaves."""
+        """Prove to a client that this end knows the fleet's key, and check that the client does.
+
+        Raises TransferError if the client does not know the key, OSError if it leaves.
+        """
         server_nonce = os.urandom(NONCE_BYTES)
         await self._send_bytes(GREETING + server_nonce)
         reply = await self._receive_bytes(NONCE_BYTES + MAC_BYTES)
@@ -49,7 +52,10 @@ class Connection:
         self._send_signer, self._receive_signer = FrameSigner(keys.server_frame_key), FrameSigner(keys.client_frame_key)
 
     async def greet_as_client(self, fleet_key: bytes) -> None:
-        """Raises TransferError if the server does not know the key, or does not want ours."""
+        """Prove to a server that this end knows the fleet's key, and check that the server does.
+
+        Raises TransferError if the server does not know the key, refuses ours, or speaks another protocol.
+        """
         greeting = await self._receive_bytes(len(GREETING) + NONCE_BYTES)
         if not greeting.startswith(GREETING):
             raise TransferError("incompatible", "the source speaks another version of the protocol, or another one")
@@ -89,7 +95,7 @@ class Connection:
         await asyncio.get_running_loop().sock_sendall(self._sock, data)
 
     async def _receive_bytes(self, count: int) -> bytearray:
-        """Raises ConnectionError if the other end closes before."""
+        """Receive exactly `count` bytes. Raises ConnectionError if the other end closes before."""
         data = bytearray(count)
         received_view = memoryview(data)
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""Transfers as the step loop sees them: of an engine that has no peers, and the base of those with peers."""
+"""Interface of transfers for the step loop, which an engine without peers uses as it is."""
 
 from __future__ import annotations
 
@@ -11,41 +11,45 @@ from engine.types import Request
 
 
 class Transfers:
-    """Pulls that requests wait for, and copies of blocks between steps. All for the thread of the steps.
+    """Null object for an engine that moves no blocks to or from peers. `KVTransfers` moves blocks.
 
-    An engine without `--kv-transfer` has these, which never move a block. `KVTransfers` moves blocks.
+    A transfer has two parts: pulls, for which requests wait, and copies of blocks between steps. The thread of the
+    steps calls all methods.
     """
 
     stats: TransferStats | None = None
 
     @property
     def wake_sockets(self) -> Sequence[socket.socket]:
-        """Sockets that are readable once there is something to copy."""
+        """Sockets that become readable when there are blocks to copy, to wake an idle step loop."""
         return ()
 
     @property
     def has_copies(self) -> bool:
-        """Whether `copy_blocks` has something to do."""
+        """Whether there are blocks to copy for peers."""
         return False
 
     def copy_blocks(self) -> None:
-        """Copy blocks that peers have asked for out, and blocks that peers have sent in. No step may be in flight."""
+        """Copy blocks that peers want out of the cache, and blocks that they have sent into it.
+
+        No step may be in flight.
+        """
 
     def start_pull(self, request: Request) -> Future[None] | None:
-        """Pull what the cache lacks of a prompt. Returns what is done when the request need wait no longer.
+        """Begin to pull the blocks of a prompt that the cache lacks; return a future that ends when the pull does.
 
-        None if there is nothing to wait for. However a pull ends, the request can be queued then.
+        The request is queued then, whether the pull succeeded or not. None: there is nothing to wait for.
         """
         return None
 
     def stop_waiting(self, request_id: str) -> None:
-        """A request waits for its pull no more. The pull ends when nobody does."""
+        """Record that a request no longer waits for its pull. A pull for which no request waits is abandoned."""
 
     def abandon_pulls(self) -> None:
-        """Store nothing more of what is under way: the cache was reset."""
+        """End all pulls, and store nothing more of them, because the cache was reset."""
 
     def change_weights(self, path: str | None) -> None:
-        """The weights of this folder, or None: of the last one, were loaded."""
+        """Record that the weights of the folder `path` were loaded; None: those of the last folder again."""
 
     def close(self) -> None:
         """End all transfers. Idempotent."""

@@ -38,13 +38,13 @@ class TransferError(Exception):
 FAILURE_REASONS = (
     "unreachable", "unauthenticated", "timeout", "closed", "malformed", "incompatible", "failed", "busy", "recent",
 )  # fmt: skip
-"""Why pulls fail. "failed": the source could not read its blocks. "recent": the source has failed a moment ago and is
-not asked."""
+"""Reasons why pulls fail. "failed": the source could not read its blocks. "recent": the source has failed a moment ago
+and is not asked."""
 
 
 # consumer -> source
 class LocateBlocks(msgspec.Struct, tag="locate", array_like=True, frozen=True):
-    """Which of these blocks, a prompt's first ones in order, has the source?"""
+    """Question which of these blocks, the first ones of a prompt in order, the source has."""
 
     fingerprint: bytes
     hashes: list[int]
@@ -58,7 +58,7 @@ class WantedBlock(msgspec.Struct, array_like=True, frozen=True):
 
 
 class FetchBlocks(msgspec.Struct, tag="fetch", array_like=True, frozen=True):
-    """Send these blocks, up to the first that is no longer there."""
+    """Request to send these blocks, up to the first that is no longer cached."""
 
     wanted_blocks: list[WantedBlock]
 
@@ -68,9 +68,11 @@ Question = LocateBlocks | FetchBlocks
 
 # source -> consumer
 class BlocksLocated(msgspec.Struct, tag="located", array_like=True, frozen=True):
-    """Byte i has bit k set where the source has the block of kind k of hash i. Shorter where nothing more is there."""
+    """Leading blocks of the question that the source has."""
 
     kind_masks: bytes
+    """Byte i has bit k set if the source has the block of kind k with hash i. The bytes end before the first hash of
+    which the source has no block."""
 
 
 class SentBlock(msgspec.Struct, array_like=True, frozen=True):
@@ -84,7 +86,7 @@ class SentBlock(msgspec.Struct, array_like=True, frozen=True):
     lora_name: str | None
 
     def is_of(self, kind: int, key: BlockKey, parent_hash: int | None) -> bool:
-        """Whether this is the wanted block. Compares tokens and parent too, because two blocks may share a hash."""
+        """Return whether this is the wanted block. Tokens and parent are compared, as two blocks may share a hash."""
         return (
             (self.hash, self.kind) == (key.hash, kind)
             and self.parent_hash == parent_hash
@@ -93,14 +95,14 @@ class SentBlock(msgspec.Struct, array_like=True, frozen=True):
 
 
 class BlocksSent(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
-    """The blocks of the payload, in the order in which they were asked for."""
+    """The blocks of the payload, in the order of the request. `fingerprint`: of the source's weights and layout."""
 
     fingerprint: bytes
     blocks: list[SentBlock]
 
 
 class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
-    """The question is not answered; the reason is one of FAILURE_REASONS."""
+    """Refusal of a question. The reason is one of FAILURE_REASONS."""
 
     reason: str
     message: str
@@ -157,7 +159,7 @@ class FrameLengths(NamedTuple):
 
 
 class FrameSigner:
-    """Computes the HMACs of the frames that go one way, in their order."""
+    """Computes the HMACs of the frames that go one way over a connection, in their order."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

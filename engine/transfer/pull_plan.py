@@ -1,4 +1,4 @@
-"""A pull, and which blocks it moves: those that this cache lacks of the longest prefix after which it can resume."""
+"""Pulls, and the choice of their blocks: those that the cache lacks of the longest prefix from which it can resume."""
 
 from __future__ import annotations
 
@@ -27,31 +27,32 @@ class Pull:
 
     source: KVSource
     keys: list[BlockKey]
-    """Names of the prompt's blocks that need not be computed."""
+    """Keys of the prompt's blocks that need not be computed if they are cached."""
     nodes: list[Node] = field(default_factory=list)
-    """Nodes of the first blocks, for the thread of the steps: filled when the first blocks arrive."""
+    """Prefix tree nodes of the prompt's leading cached blocks. Only the thread of the steps uses the list."""
     request_ids: set[str] = field(default_factory=set)
-    """Requests that wait, for the thread of the steps."""
+    """Requests that wait for the pull. Only the thread of the steps uses the set."""
     end: Future[None] = field(default_factory=Future)
-    """Done when the requests need wait no longer."""
+    """Future that ends the wait of the requests."""
     is_stored: bool = False
-    """Whether the last blocks to arrive are stored, so that the pull ends at once. For the thread of the steps."""
+    """Whether the last blocks are stored, so that the pull ends at once. Only the thread of the steps uses this."""
     is_abandoned: bool = False
-    """Nothing more is stored: nobody waits, or the cache was reset."""
+    """Whether nothing more is stored, because no request waits, or the cache was reset."""
     task: asyncio.Task[None] | None = None
-    """For the thread of the network."""
+    """Task that pulls. Only the thread of the network uses it."""
 
     @property
     def id(self) -> tuple[KVSource, int]:
         """Source and last block, by which a request finds a pull that it can share."""
         return self.source, self.keys[-1].hash
 
-    def parent_hash(self, index: int) -> int | None:
+    def get_parent_hash(self, index: int) -> int | None:
+        """Return the hash of the block before the block at `index`; None for the prompt's first block."""
         return self.keys[index - 1].hash if index else None
 
 
 class _CachedKinds(NamedTuple):
-    """Whether a hash block of a prefix is cached, for each kind. Stands for a node (`PrefixBlocks`)."""
+    """Whether a block of a prefix is cached, for each kind. Implements `PrefixBlocks`, as a tree node does."""
 
     is_cached_by_kind: tuple[bool, ...]
 
@@ -66,7 +67,10 @@ class _CachedKinds(NamedTuple):
 
 
 def count_resumable_blocks(masks: Sequence[int], kind_count: int, windows: AttentionWindows) -> int:
-    """Return after how many leading blocks a sequence can resume. `masks`: cached kinds, as in `BlocksLocated`."""
+    """Return after how many leading blocks of a prompt a sequence can resume.
+
+    `masks[i]` has bit k set if the block of kind k is cached at index i.
+    """
     blocks = [_CachedKinds(tuple(bool(mask >> kind & 1) for kind in range(kind_count))) for mask in masks]
     end = next((index for index, block in enumerate(blocks) if not block.has_block(FULL_KIND)), len(blocks))
     return windows.count_resumable_nodes(blocks[:end])

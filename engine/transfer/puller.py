@@ -13,6 +13,7 @@ import socket
 import time
 from collections import deque
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -52,16 +53,39 @@ AnswerType = TypeVar("AnswerType", BlocksLocated, BlocksSent)
 
 
 class _StoringBatch(NamedTuple):
-    """Batch of requested blocks, of which those that have arrived are being stored in the cache."""
+    """Batch of blocks that the source has answered. The step thread stores them in the cache."""
 
     batch: list[PullItem]
     arrived_count: int
     """Number of leading blocks that have arrived; smaller than the batch if the source has evicted a block."""
     stored_count: Future[int]
+    """Number of leading blocks that the cache had room for, once the step thread has stored them."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the source has sent all blocks of the batch."""
+        return self.arrived_count == len(self.batch)
+
+
+@dataclass(slots=True)
+class _FetchState:
+    """Batches of the blocks that one pull fetches, by how far they are: not requested, requested, or being stored."""
+
+    new_batches: deque[list[PullItem]]
+    requested_batches: deque[list[PullItem]] = field(default_factory=deque)
+    storing_batches: deque[_StoringBatch] = field(default_factory=deque)
+    bytes_ahead: int = 0
+    """Bytes of the requested batches that are not stored yet."""
+    stored_count: int = 0
+    """Number of blocks that are stored."""
+
+    @property
+    def has_batches(self) -> bool:
+        return bool(self.new_batches or self.requested_batches or self.storing_batches)
 
 
 class Puller:
-    """Pulls blocks, on an event loop."""
+    """Pulls cached blocks from other engines, on an event loop."""
 
     def __init__(
         self, exchange: BlockExchange, jobs: StepJobs, settings: TransferSettings, stats: TransferStats,
@@ -102,10 +126,10 @@ class Puller:
         log.warning("no more blocks from %s:%d: %s", source.host, source.port, message)
 
     async def _pull_in_turn(self, pull: Pull) -> None:
-        """Pull after the earlier pulls of prompts that begin alike from the same source, when a slot is free.
+        """Pull when a slot is free, after earlier pulls from the same source of prompts with the same first block.
 
-        Such prompts share blocks. In turn, a later pull finds the shared blocks in the cache, and does not ask for
-        them. Raises TransferError, without a connection, if the source has failed a moment ago.
+        Such prompts share blocks. The later pull finds the shared ones in the cache, and does not ask for them. Raises
+        TransferError, without a connection, if the source has failed a moment ago.
         """
         source = pull.source
         lock = self._locks.setdefault((source.address, pull.keys[0].hash), asyncio.Lock())
@@ -115,7 +139,7 @@ class Puller:
             try:
                 connection = await _connect(source, self._settings.fleet_key)
                 try:
-                    await self._transfer(connection, pull)
+                    await self._pull_blocks(connection, pull)
                 finally:
                     connection.close()
             except BaseException:  # also a time-out, which arrives as a cancellation
@@ -124,6 +148,7 @@ class Puller:
                 raise
 
     def _remember_failure(self, source: KVSource) -> None:
+        """Do not ask a source for RETRY_AFTER_S, because it has failed now."""
         now_s = time.monotonic()
         if len(self._retry_s_by_source) >= FAILED_SOURCES_MAX:
             self._retry_s_by_source = {
@@ -131,8 +156,8 @@ class Puller:
             }
         self._retry_s_by_source[source.address] = now_s + RETRY_AFTER_S
 
-    async def _transfer(self, connection: Connection, pull: Pull) -> None:
-        """Ask the source which blocks it has, and fetch those that are useful and not cached here."""
+    async def _pull_blocks(self, connection: Connection, pull: Pull) -> None:
+        """Ask the source which blocks of a prompt it has, and fetch those that are useful and not cached here."""
         hashes = [key.hash for key in pull.keys]
         await connection.send(LocateBlocks(self._settings.fingerprint, hashes))
         located, _ = await _receive(connection, BlocksLocated, 0)
@@ -143,55 +168,73 @@ class Puller:
         self._stats.missing_blocks += len(items) - stored_count
 
     async def _fetch(self, connection: Connection, pull: Pull, items: list[PullItem]) -> int:
-        """Fetch items in order, in batches, and return how many were stored before the first item that failed.
+        """Fetch blocks of a prompt in order, in batches, and return how many were stored before the first that failed.
 
-        The next batches are requested while earlier ones arrive and are stored, so that neither the network nor the
-        copies wait. At most PULL_BYTES_MAX bytes are on the way so; a single larger batch is allowed. An item after one
-        that failed is of no use, because a block can be used only with those before it.
+        A later block is of no use then, because a block can be used only with those before it. The next batches are
+        requested while earlier ones arrive and are stored, so that neither the network nor the copies wait.
         """
-        batches = deque(
-            split_into_batches(items, self._settings.block_bytes_by_kind, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX)
+        state = _FetchState(
+            deque(split_into_batches(items, self._settings.block_bytes_by_kind, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX))
         )
-        requested_batches: deque[list[PullItem]] = deque()
-        storing_batches: deque[_StoringBatch] = deque()
-        bytes_ahead = stored_count = 0
         try:
-            while batches or requested_batches or storing_batches:
-                while batches:
-                    batch_bytes = self._count_bytes(batches[0])
-                    if bytes_ahead and bytes_ahead + batch_bytes > PULL_BYTES_MAX:
-                        break
-                    batch = batches.popleft()
-                    bytes_ahead += batch_bytes
-                    wanted_blocks = [WantedBlock(pull.keys[index].hash, kind) for index, kind in batch]
-                    await connection.send(FetchBlocks(wanted_blocks))
-                    requested_batches.append(batch)
-                if requested_batches:
-                    batch = requested_batches.popleft()
-                    is_last = not batches and not requested_batches
-                    storing_batch = await self._receive_batch(connection, pull, batch, is_last=is_last)
-                    storing_batches.append(storing_batch)
-                    if storing_batch.arrived_count < len(batch):
-                        # The source has evicted a block, so later blocks are of no use.
-                        batches.clear()
-                        requested_batches.clear()
-                while storing_batches and (storing_batches[0].stored_count.done() or not requested_batches):
-                    storing_batch = storing_batches.popleft()
-                    batch_stored_count = await asyncio.wrap_future(storing_batch.stored_count)
-                    self._count_stored(storing_batch.batch[:batch_stored_count])
-                    stored_count += batch_stored_count
-                    bytes_ahead -= self._count_bytes(storing_batch.batch)
-                    if batch_stored_count < len(storing_batch.batch):
-                        return stored_count
+            while state.has_batches:
+                await self._request_batches(connection, pull, state)
+                if state.requested_batches:
+                    await self._receive_next_batch(connection, pull, state)
+                if not await self._count_stored_batches(state):
+                    break
         finally:
-            for storing_batch in storing_batches:
+            for storing_batch in state.storing_batches:
                 storing_batch.stored_count.cancel()
-        return stored_count
+        return state.stored_count
+
+    async def _request_batches(self, connection: Connection, pull: Pull, state: _FetchState) -> None:
+        """Request the next batches: as many as PULL_BYTES_MAX allows, or one that is larger."""
+        while state.new_batches:
+            batch_bytes = self._count_bytes(state.new_batches[0])
+            if state.bytes_ahead and state.bytes_ahead + batch_bytes > PULL_BYTES_MAX:
+                return
+            batch = state.new_batches.popleft()
+            state.bytes_ahead += batch_bytes
+            wanted_blocks = [WantedBlock(pull.keys[index].hash, kind) for index, kind in batch]
+            await connection.send(FetchBlocks(wanted_blocks))
+            state.requested_batches.append(batch)
+
+    async def _receive_next_batch(self, connection: Connection, pull: Pull, state: _FetchState) -> None:
+        """Receive the batch that was requested first. If the source lacks a block of it, give up all later batches."""
+        batch = state.requested_batches.popleft()
+        is_last = not state.new_batches and not state.requested_batches
+        storing_batch = await self._receive_batch(connection, pull, batch, is_last=is_last)
+        state.storing_batches.append(storing_batch)
+        if not storing_batch.is_complete:
+            state.new_batches.clear()
+            state.requested_batches.clear()
+
+    async def _count_stored_batches(self, state: _FetchState) -> bool:
+        """Count the batches that are stored by now, or wait for all of them if no other is requested.
+
+        Returns False if a block of one was not stored.
+        """
+        while state.storing_batches:
+            batch, _, stored_count_future = state.storing_batches[0]
+            if state.requested_batches and not stored_count_future.done():
+                return True
+            state.storing_batches.popleft()
+            stored_count = await asyncio.wrap_future(stored_count_future)
+            self._count_stored(batch[:stored_count])
+            state.stored_count += stored_count
+            state.bytes_ahead -= self._count_bytes(batch)
+            if stored_count < len(batch):
+                return False
+        return True
 
     async def _receive_batch(
         self, connection: Connection, pull: Pull, batch: list[PullItem], *, is_last: bool
     ) -> _StoringBatch:
-        """Receive the requested blocks of a batch, check them, and have the step thread store them in the cache."""
+        """Receive the requested blocks of a batch, check them, and have the step thread store them in the cache.
+
+        `is_last`: whether no further batch is requested.
+        """
         get_bytes = self._exchange.get_block_bytes
         sent, payload = await _receive(connection, BlocksSent, sum(get_bytes(kind) for _, kind in batch))
         arrived_batch = batch[: len(sent.blocks)]
@@ -204,7 +247,10 @@ class Puller:
         return _StoringBatch(batch, len(arrived_batch), self._jobs.submit(store, byte_count))
 
     def _store(self, pull: Pull, batch: list[PullItem], contents: memoryview, *, is_last: bool) -> int:
-        """Store blocks, on the thread of the steps, and return how many there was room for."""
+        """Store blocks, on the thread of the steps, and return how many the cache had room for.
+
+        `is_last`: whether these are the last blocks of the pull.
+        """
         stored_count = self._exchange.store(pull, batch, contents)
         pull.is_stored = is_last
         return stored_count
@@ -218,7 +264,7 @@ class Puller:
         if len(sent.blocks) > len(batch) or payload_bytes != sum(get_bytes(kind) for _, kind in arrived_batch):
             raise TransferError("malformed", f"{len(sent.blocks)} blocks of {payload_bytes} bytes")
         for item, block in zip(arrived_batch, sent.blocks):
-            key, parent_hash = pull.keys[item.block_index], pull.parent_hash(item.block_index)
+            key, parent_hash = pull.keys[item.block_index], pull.get_parent_hash(item.block_index)
             if not block.is_of(item.kind, key, parent_hash):
                 raise TransferError("malformed", f"block {item.block_index} of the prompt is another one")
 
@@ -264,7 +310,10 @@ async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
 async def _receive(
     connection: Connection, answer_type: type[AnswerType], payload_bytes_max: int
 ) -> tuple[AnswerType, bytearray]:
-    """Receive an answer of the expected type. Raises TransferError if it has another type."""
+    """Receive an answer of the expected type; return it and its payload, the contents of blocks.
+
+    Raises TransferError if the source refuses, or answers otherwise.
+    """
     data, payload = await connection.receive(payload_bytes_max)
     answer: Answer = decode_answer(data)
     if isinstance(answer, Refused):

@@ -1,6 +1,6 @@
-"""Transfers of one engine, as its step loop sees them: pulls that requests wait for, and copies between steps.
+"""Transfers of one engine with peers: pulls that requests wait for, and copies of blocks between steps.
 
-Has the thread of the network, on which the server and all pulls run. `close` it.
+The server of blocks and all pulls run on one thread, the thread of the network.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from events.sources import KVTransferOffer, resolve_endpoint
 log = logging.getLogger("engine.transfer")
 
 STEP_COPY_BYTES_MAX = 32 << 20
-"""Contents of blocks that are copied between two steps, and one message more."""
+"""Bytes of blocks that are copied between two steps. The last message of these may exceed the bound."""
 PULLS_MAX = 2048
-"""Pulls that run or wait for their turn; a request beyond is computed at once."""
+"""Most pulls that run or wait for their turn. A request beyond these is computed without a pull."""
 END_WAIT_S_MAX = 0.01
 """Longest wait for the thread of the network to end a pull."""
 CLOSE_S_MAX = 5.0
 
 
 class KVTransfers(Transfers):
-    """Gives cached blocks to peer engines and pulls blocks from them, on a thread of the network.
+    """Gives cached blocks to peer engines, and pulls blocks from them, on a thread of the network. Must be closed.
 
     The thread of the steps copies the contents of blocks, between its steps.
     """
@@ -56,8 +56,8 @@ class KVTransfers(Transfers):
     ) -> None:
         """Start the thread of the network.
 
-        `listener`: socket to which peers connect; closed by `close`. `compute_fingerprint`: returns what engines must
-        have in common, for the folder of new weights.
+        `listener`: socket to which peers connect; closed by `close`. `compute_fingerprint`: returns a digest of the
+        weights in a folder (None: the last one) and of the cache's layout. Engines with equal digests exchange blocks.
         """
         self.stats = TransferStats()
         self._host, self.port = listener.getsockname()[:2]
@@ -66,7 +66,9 @@ class KVTransfers(Transfers):
         self._exchange = exchange
         self._compute_fingerprint = compute_fingerprint
         self._pull_by_id: dict[tuple[KVSource, int], Pull] = {}
+        """Pulls that have not ended, by source and hash of their last block."""
         self._pull_by_request_id: dict[str, Pull] = {}
+        """Pull for which each waiting request waits."""
         self._loop = asyncio.new_event_loop()
         self._puller = Puller(exchange, self._jobs, settings, self.stats, link)
         self._server = BlockServer(listener, exchange, self._jobs, settings, self.stats)
@@ -74,7 +76,7 @@ class KVTransfers(Transfers):
         self._thread.start()
 
     def describe(self, block_tokens: int) -> KVTransferOffer:
-        """Return what a router needs to name this engine as a source of blocks."""
+        """Return the address, model and speed by which a router may name this engine as a source of blocks."""
         return KVTransferOffer(
             endpoint=resolve_endpoint(f"tcp://*:{self.port}", self._host),
             group=self.settings.fingerprint.hex(),
@@ -93,9 +95,9 @@ class KVTransfers(Transfers):
         return bool(self._jobs)
 
     def copy_blocks(self) -> None:
-        """Copy blocks, and wait a moment for the ends of pulls that have all of theirs.
+        """Copy blocks for peers and from them, and wait a moment for the end of pulls with all blocks stored.
 
-        The thread of the network ends such a pull at once. So the next step computes its requests, not the one after.
+        The thread of the network ends such a pull at once. So the next step can already compute its requests.
         """
         self._jobs.run(STEP_COPY_BYTES_MAX)
         wait([pull.end for pull in self._pull_by_id.values() if pull.is_stored], END_WAIT_S_MAX)
@@ -107,7 +109,7 @@ class KVTransfers(Transfers):
 
         The future ends when the request should wait no longer. None if there is nothing to fetch: no source, all
         blocks here already, or too many pulls. Requests with the same prompt and source share one pull. A request
-        without a source waits for a pull of its prompt's first blocks: to compute them, too, would waste both.
+        without a source waits for a running pull of its prompt's first blocks, so that it need not compute them.
         """
         source = request.kv_source
         if source is None and not self._pull_by_id:
@@ -160,6 +162,7 @@ class KVTransfers(Transfers):
             self.settings.fingerprint = os.urandom(len(self.settings.fingerprint))
 
     def _abandon(self, pull: Pull) -> None:
+        """Store nothing more of a pull, and end it on the thread of the network."""
         pull.is_abandoned = True
         if self._pull_by_id.get(pull.id) is pull:
             del self._pull_by_id[pull.id]
@@ -169,6 +172,7 @@ class KVTransfers(Transfers):
     # ------------------------------------------------------------------ the thread of the network
 
     def _run(self) -> None:
+        """Run the server and the pulls until `close` stops the loop. Body of the thread of the network."""
         asyncio.set_event_loop(self._loop)
         server_task = self._loop.create_task(self._server.run())
         try:
@@ -181,6 +185,7 @@ class KVTransfers(Transfers):
             self._loop.close()
 
     def _begin(self, pull: Pull) -> None:
+        """Begin a pull, on the thread of the network, unless it was abandoned before."""
         if pull.is_abandoned:
             pull.end.set_result(None)
             return
@@ -200,6 +205,7 @@ class KVTransfers(Transfers):
 
 
 def _end(pull: Pull, task: asyncio.Task[None]) -> None:
+    """End the wait of a pull's requests, because its task has ended."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("a pull has failed for a reason that is not the peer's", exc_info=error)
     pull.end.set_result(None)

@@ -23,28 +23,31 @@ CONNECT_S_MAX = 2.0
 
 @dataclass(slots=True, kw_only=True)
 class TransferSettings:
+    """Settings of transfers. They are fixed, but for the fingerprint, which changes with the weights."""
+
     fleet_key: bytes
+    """Key that all engines and routers of the fleet have."""
     timeout_s: float
     """Longest that a request waits for its pull."""
     block_bytes_by_kind: tuple[int, ...]
-    """Bytes of a block as they count; a simulated block has no content."""
+    """Bytes of a block for bounds, statistics and simulated times. A simulated block has no content."""
     fingerprint: bytes
-    """Fingerprint of the weights that are loaded now, and of the cache."""
+    """Digest of the loaded weights and of the cache's layout. Engines with equal digests exchange blocks."""
     gb_s: float = GB_S
-    """Rate at which peers get blocks from this engine, as routers are told."""
+    """Rate at which peers get blocks from this engine, in 1e9 bytes a second. Routers read it."""
 
 
 class TransferStats(msgspec.Struct, kw_only=True):
-    """Totals since the start. One thread counts each of them; any may look."""
+    """Totals since the start. Each total is counted by one thread, and read by any."""
 
     pulls: int = 0
-    """Pulls that have ended, in whatever way."""
+    """Pulls that have ended, also by a failure."""
     pull_s: float = 0.0
-    """Seconds of these pulls, waiting included."""
+    """Seconds of these pulls, with the wait for their turn."""
     pulled_blocks: int = 0
     pulled_bytes: int = 0
     missing_blocks: int = 0
-    """Blocks that were chosen and did not come: evicted meanwhile at the source, or without room here."""
+    """Blocks that a pull chose and did not store: the source had evicted them, or this cache had no room."""
     failures: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FAILURE_REASONS, 0))
     """Pulls that ended early, by FAILURE_REASONS."""
     sent_blocks: int = 0

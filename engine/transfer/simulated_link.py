@@ -18,7 +18,7 @@ class SimulatedLinkSpec(NamedTuple):
 
 
 class SimulatedBlockMemory:
-    """A `BlockMemory` in which nothing lies."""
+    """Null object: a `BlockMemory` with blocks of no bytes, for an engine that computes nothing."""
 
     def get_block_bytes(self, kind: int) -> int:
         return 0
@@ -34,14 +34,14 @@ class SimulatedBlockMemory:
 
 
 class SimulatedLink:
-    """A link that carries one transfer after the other."""
+    """Network link of a simulated engine, which carries one transfer after the other."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self._free_at_s = 0.0
 
     async def carry(self, byte_count: int) -> None:
-        """Wait as long as so many bytes take, behind those that came before."""
+        """Wait until the link has carried `byte_count` bytes, after all earlier transfers."""
         now_s = time.monotonic()
         self._free_at_s = max(self._free_at_s, now_s) + byte_count / self.bytes_per_s
         await asyncio.sleep(self._free_at_s - now_s)

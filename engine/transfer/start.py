@@ -1,4 +1,4 @@
-"""Starts the transfers of an engine: what its config, its model and its cache mean for them."""
+"""Starts the transfers of an engine, with settings from its config, its model and its cache."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ SAMPLES_PER_FILE = 256
 SAMPLE_BYTES = 4096
 
 
-class _LoadedModel:
-    """Facts about an engine of which KV is of use to others: weights, cache layout and arithmetic."""
+class _ModelFingerprint:
+    """Computes what engines must have in common to use each other's KV: weights, cache layout and arithmetic."""
 
     def __init__(self, folder: Path, facts: tuple[object, ...]) -> None:
-        """`folder`: of the weights; `facts`: those that it does not tell."""
+        """`folder`: folder of the weights. `facts`: facts that are not in the folder, such as the cache's layout."""
         self._folder = folder
         self._facts = facts
 
-    def compute_fingerprint(self, path: str | None) -> bytes:
-        """Return a digest of the facts, the config, and samples of the weights: two fine-tunes have the same shapes.
+    def compute(self, path: str | None) -> bytes:
+        """Return a digest of the facts, the model's config, and samples of its weights.
 
-        It has the weights of the folder `path` from now on; None: still those of the same folder.
+        Samples, because two fine-tunes of a model have the same shapes. `path`: folder of the weights from now on;
+        None: still the last one.
         """
         if path is not None:
             self._folder = Path(path)
@@ -65,9 +66,11 @@ def start_transfers(
     device: str,
     simulated_link: SimulatedLinkSpec | None,
 ) -> KVTransfers:
-    """Listen for peers. `folder`: of the model that was loaded. `dtype`, `device`: what it is computed with.
+    """Listen for peers, and return the transfers. Raises ConfigError.
 
-    `block_memory`: the model's. Raises ConfigError.
+    `folder`: folder of the model that was loaded. `block_memory`: access to the contents of its cache; None: a
+    simulation without contents. `dtype`, `device`: types in which the model is computed. `simulated_link`: speed of the
+    network in a simulation.
     """
     transfer_config = config.kv_transfer
     if not config.enable_prefix_caching:
@@ -77,14 +80,14 @@ def start_transfers(
     exchange = BlockExchange(cache, block_memory)
     kinds = range(len(cache.spec.block_bytes_by_kind()))
     content_bytes = tuple(exchange.get_block_bytes(kind) for kind in kinds)
-    model = _LoadedModel(
+    fingerprint = _ModelFingerprint(
         folder, (cache.spec, content_bytes, f"{dtype} on {device}", config.tensor_parallel_size, config.simulate)
     )
     settings = TransferSettings(
         fleet_key=transfer_config.read_key(),
         timeout_s=transfer_config.timeout_s,
         block_bytes_by_kind=content_bytes if simulated_link is None else (simulated_link.block_bytes,) * len(kinds),
-        fingerprint=model.compute_fingerprint(None),
+        fingerprint=fingerprint.compute(None),
     )
     if simulated_link is not None:
         settings.gb_s = simulated_link.bytes_per_s / 1e9
@@ -94,13 +97,13 @@ def start_transfers(
         _listen(transfer_config.host or DEFAULT_HOST, transfer_config.port or 0),
         exchange,
         settings,
-        compute_fingerprint=model.compute_fingerprint,
+        compute_fingerprint=fingerprint.compute,
         link=None if simulated_link is None else SimulatedLink(simulated_link.bytes_per_s),
     )
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Raises ConfigError."""
+    """Return a socket that listens at an address. Raises ConfigError."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         return socket.create_server(address, family=family)

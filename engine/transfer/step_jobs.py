@@ -1,4 +1,4 @@
-"""Work that another thread has for the thread of the steps: done between steps, a bounded number of bytes at a time."""
+"""Queue of work that another thread gives to the thread of the steps, which does it between steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ Result = TypeVar("Result")
 
 
 class _Job(NamedTuple):
+    """A function that copies bytes, and the future of its result."""
+
     work: Callable[[], Any]
     byte_count: int
     future: Future[Any]
@@ -24,7 +26,10 @@ class StepJobs:
     def __init__(self) -> None:
         self._jobs: deque[_Job] = deque()
         self.wake_socket, self._waking_socket = socket.socketpair()
-        """Readable after a job was submitted, for a thread that waits on sockets. That thread must read from it."""
+        """Socket that becomes readable when a job is submitted, to wake a thread that waits on sockets.
+
+        That thread must read from the socket.
+        """
         self.wake_socket.setblocking(False)
         self._waking_socket.setblocking(False)
 
@@ -32,29 +37,34 @@ class StepJobs:
         return bool(self._jobs)
 
     def submit(self, work: Callable[[], Result], byte_count: int) -> Future[Result]:
-        """Queue `work`, which copies `byte_count` bytes. It is skipped if the returned future is cancelled before."""
+        """Queue `work`, which copies `byte_count` bytes, and return the future of its result.
+
+        If the future is cancelled before the work begins, the work is skipped.
+        """
         future: Future[Result] = Future()
         self._jobs.append(_Job(work, byte_count, future))
-        with suppress(BlockingIOError):  # the socket is full, so it wakes the other thread anyway
+        with suppress(BlockingIOError):  # the socket is full, so the other thread wakes in any case
             self._waking_socket.send(b"\0")
         return future
 
     def run(self, bytes_max: int) -> None:
         """Run the oldest jobs until they have copied at least `bytes_max` bytes, or none is left.
 
-        If a job raises, its future gets the error, and this raises it too. Later jobs are left for the next call.
+        If a job raises, its future gets the error, and this method raises it, too. Later jobs stay queued.
         """
         copied_bytes = 0
         while self._jobs and copied_bytes < bytes_max:
             job = self._jobs.popleft()
-            if job.future.set_running_or_notify_cancel():
-                copied_bytes += job.byte_count
-                try:
-                    result = job.work()
-                except Exception as error:
-                    job.future.set_exception(error)
-                    raise
-                job.future.set_result(result)
+            is_cancelled = not job.future.set_running_or_notify_cancel()
+            if is_cancelled:
+                continue
+            copied_bytes += job.byte_count
+            try:
+                result = job.work()
+            except Exception as error:
+                job.future.set_exception(error)
+                raise
+            job.future.set_result(result)
 
     def close(self) -> None:
         self.wake_socket.close()
