@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from simulation.engine import EngineLimits, SimCache, SimSequence, SimWorker
+from simulation.cache import SimCache
+from simulation.engine import EngineLimits, SimSequence, SimWorker
 from simulation.steps import StepTimes
 from simulation.transfers import Links, LinkTimes
 from simulation.workload import SimRequest, Workload

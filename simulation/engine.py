@@ -1,4 +1,4 @@
-"""Simulated engine: a step loop with the times of simulation/steps.py, and a block cache with leaf-first LRU.
+"""Simulated engine: a step loop with the times of simulation/steps.py, over the block cache of simulation/cache.py.
 
 The token budget of a step goes to one token for each decoding request, then to chunks of prefill. Prompts are computed
 first come first served, or the prompt with the least remaining tokens first, as in our engine. With the latter, prompt
@@ -16,10 +16,12 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import insort
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from simulation.cache import SimCache
 from simulation.steps import StepTimes
 from simulation.workload import SimRequest
 
@@ -42,162 +44,16 @@ class EngineLimits:
     """Whether the prompt with the fewest remaining tokens is computed first, otherwise the oldest prompt."""
 
 
-class SimCache:
-    """Block cache of one worker, or of several that share it.
-
-    A block is referenced (running requests use it), idle (kept for later hits) or unnamed (reserved, not computed yet).
-    Together they are at most `capacity`; only a shared cache may exceed it, see `reserve`. Evicted blocks move to host
-    memory of `host_capacity` blocks, and a hit moves them back.
-    """
-
-    def __init__(self, capacity: int | None, *, is_shared: bool = False, host_capacity: int = 0) -> None:
-        self.capacity = capacity
-        """Number of blocks; None means infinite."""
-        self.host_capacity = host_capacity
-        self.host_blocks: OrderedDict[int, None] = OrderedDict()
-        """Blocks in host memory, the least recently used first."""
-        self.last_loaded_blocks = 0
-        """Number of blocks that the last `reserve` moved back from host memory."""
-        self.is_shared = is_shared
-        self.reference_count_by_block: dict[int, int] = {}
-        self.idle_blocks: OrderedDict[int, None] = OrderedDict()
-        """Blocks without references, the least recently used first."""
-        self.unnamed_blocks = 0
-        """Number of reserved blocks that are not computed yet."""
-        self.on_store: Callable[[list[int], int | None], None] | None = None
-        self.on_remove: Callable[[list[int]], None] | None = None
-        self.on_move: Callable[[list[int], bool], None] | None = None
-        """Called with blocks that moved, and whether they moved to host memory."""
-
-    def count_cached_prefix(self, block_ids: list[int], max_blocks: int) -> int:
-        """Count the blocks of the longest resident prefix, at most `max_blocks`."""
-        reference_counts, idle_blocks, host_blocks = self.reference_count_by_block, self.idle_blocks, self.host_blocks
-        matching_blocks = 0
-        for block in block_ids:
-            if matching_blocks >= max_blocks or (
-                block not in reference_counts and block not in idle_blocks and block not in host_blocks
-            ):
-                break
-            matching_blocks += 1
-        return matching_blocks
-
-    def compute_usage(self) -> float:
-        """Return the share of the blocks that running requests hold."""
-        return 0.0 if self.capacity is None else self.count_held_blocks() / self.capacity
-
-    def count_held_blocks(self) -> int:
-        """Count the blocks that running requests hold."""
-        return len(self.reference_count_by_block) + self.unnamed_blocks
-
-    def reserve(self, block_ids: list[int], hit_blocks: int, block_count: int, *, force: bool = False) -> bool:
-        """Take the blocks of a request: the first `hit_blocks` are cached, the others are computed later (unnamed).
-
-        Return False, and take none, if the capacity does not allow it. `force`: exceed the capacity, so
-        that no worker is idle while others hold all blocks of a shared cache.
-        """
-        reference_counts, idle_blocks = self.reference_count_by_block, self.idle_blocks
-        new_block_count = block_count - hit_blocks
-        if self.capacity is not None:
-            newly_referenced = sum(1 for block in block_ids[:hit_blocks] if block not in reference_counts)
-            if self.count_held_blocks() + newly_referenced + new_block_count > self.capacity and not force:
-                return False
-        loaded_blocks: list[int] = []
-        for block in block_ids[:hit_blocks]:
-            if block in idle_blocks:
-                del idle_blocks[block]
-                reference_counts[block] = 1
-            elif block in self.host_blocks:
-                self._load_from_host(block, loaded_blocks)
-            else:
-                reference_counts[block] += 1
-        self.last_loaded_blocks = len(loaded_blocks)
-        if loaded_blocks and self.on_move is not None:
-            self.on_move(loaded_blocks, False)
-        self.unnamed_blocks += new_block_count
-        self.evict_excess()
-        return True
-
-    def evict_excess(self) -> None:
-        """Evict idle blocks while the cache is over its capacity."""
-        if self.capacity is None:
-            return
-        excess = min(self.count_held_blocks() + len(self.idle_blocks) - self.capacity, len(self.idle_blocks))
-        if excess <= 0:
-            return
-        evicted_blocks = [self.idle_blocks.popitem(last=False)[0] for _ in range(excess)]
-        if self.host_capacity:
-            evicted_blocks = self._store_in_host(evicted_blocks)
-        if evicted_blocks and self.on_remove is not None:
-            self.on_remove(evicted_blocks)
-
-    def _store_in_host(self, blocks: list[int]) -> list[int]:
-        """Move blocks to host memory; return those that host memory evicts for them."""
-        self.host_blocks.update(dict.fromkeys(blocks))
-        if self.on_move is not None:
-            self.on_move(blocks, True)
-        return [self.host_blocks.popitem(last=False)[0] for _ in range(len(self.host_blocks) - self.host_capacity)]
-
-    def _load_from_host(self, block: int, loaded_blocks: list[int]) -> None:
-        del self.host_blocks[block]
-        self.reference_count_by_block[block] = 1
-        loaded_blocks.append(block)
-
-    def register(self, block_ids: list[int], start_block: int, end_block: int) -> None:
-        """Give the reserved blocks [start, end) of a request their ids, now that they are computed.
-
-        A block that another request computed meanwhile is shared instead of stored again. `on_store` gets the new
-        blocks, and the block before the first of them (None at the start of the prompt).
-        """
-        new_blocks: list[int] = []
-        loaded_blocks: list[int] = []
-        for block in block_ids[start_block:end_block]:
-            self.unnamed_blocks -= 1
-            if block in self.reference_count_by_block:
-                self.reference_count_by_block[block] += 1
-            elif block in self.host_blocks:
-                self._load_from_host(block, loaded_blocks)
-            else:
-                if block in self.idle_blocks:
-                    del self.idle_blocks[block]
-                else:
-                    new_blocks.append(block)
-                self.reference_count_by_block[block] = 1
-        if loaded_blocks and self.on_move is not None:
-            self.on_move(loaded_blocks, False)
-        if new_blocks and self.on_store is not None:
-            first_index = block_ids.index(new_blocks[0])
-            self.on_store(new_blocks, block_ids[first_index - 1] if first_index else None)
-
-    def store_moved(self, block_ids: list[int]) -> None:
-        """Store a prefix that came from another worker, as if a request that ended had computed it."""
-        resident_blocks = self.count_cached_prefix(block_ids, len(block_ids))
-        if self.capacity is not None:
-            block_ids = block_ids[: max(resident_blocks, self.capacity - self.count_held_blocks())]
-        self.reserve(block_ids, resident_blocks, len(block_ids), force=True)
-        self.register(block_ids, resident_blocks, len(block_ids))
-        self.release(block_ids, 0)
-
-    def release(self, block_ids: list[int], private_blocks: int) -> None:
-        """Release the blocks of a request that ended, the last first, so that leaves are evicted first."""
-        reference_counts = self.reference_count_by_block
-        for block in reversed(block_ids):
-            reference_counts[block] -= 1
-            if not reference_counts[block]:
-                del reference_counts[block]
-                self.idle_blocks[block] = None
-        self.unnamed_blocks -= private_blocks
-
-
 @dataclass(slots=True)
 class SimSequence:
     """State of a request in a simulated engine: it waits, its prompt is computed in chunks, then it decodes.
 
-    A preempted one loses its blocks and waits again, with the tokens that it has generated as part of its prompt.
+    A preempted request loses its blocks and waits again. The tokens that it has generated then belong to its prompt.
     """
 
     request: SimRequest
     routed_at_s: float
-    """When the router sent it to the engine."""
+    """Time at which the router sent the request to the engine."""
     prefill_tokens: int = 0
     """Tokens to prefill: the prompt, and tokens generated before a preemption."""
     remaining_tokens: int = 0
@@ -235,9 +91,31 @@ class SimSequence:
         return self.prefill_tokens - self.computed_tokens + AGEING * self.computed_before_arrival
 
 
+class DecodingSequence(NamedTuple):
+    """A sequence that decodes, in the order in which sequences finish."""
+
+    finish_step: int
+    admission_order: int
+    sequence: SimSequence
+
+
+class PromptChunk(NamedTuple):
+    """Tokens of a prompt that one step computes."""
+
+    sequence: SimSequence
+    tokens: int
+
+
+class DecodeRun(NamedTuple):
+    """Consecutive steps without prefill, which are simulated at once."""
+
+    start_s: float
+    planned_steps: int
+
+
 @dataclass(slots=True)
 class StepResult:
-    """Sequences that a finished step (or stretch of decode steps) brought to a first token or an end."""
+    """Sequences that a finished step, or run of decode-only steps, brought to a first token or an end."""
 
     first_token_sequences: list[SimSequence] = field(default_factory=list)
     finished_sequences: list[SimSequence] = field(default_factory=list)
@@ -253,6 +131,7 @@ class SimWorker:
     def __init__(
         self, number: int, step_times: StepTimes, cache: SimCache, limits: EngineLimits, block_size: int
     ) -> None:
+        """Make an idle worker. `number`: its index in the cluster. `block_size`: tokens of a block."""
         self.number = number
         self.step_times = step_times
         self.cache = cache
@@ -260,18 +139,17 @@ class SimWorker:
         self.block_size = block_size
         self.waiting_sequences: deque[SimSequence] = deque()
         self.prefilling_sequences: list[SimSequence] = []
-        self.decoding_heap: list[tuple[int, int, SimSequence]] = []
-        """Heap of (last step, admission number, sequence)."""
+        self.decoding_heap: list[DecodingSequence] = []
+        """Heap of the decoding sequences: the next to finish comes first."""
         self.decoding_context_tokens = 0
+        """Tokens in the contexts of all decoding sequences, at the start of the current decode run or step."""
         self.step_count = 0
         self.wake_s: float | None = None
         """End of the step, or of the run of decode-only steps, that is computed now; None while the worker is idle."""
-        self._chunks: list[tuple[SimSequence, int]] = []
-        self._decode_run: tuple[float, int] | None = None
-        """Start time and planned steps of a run of decode-only steps, or None.
-
-        During the run `decoding_context_tokens` stays as at its start.
-        """
+        self._chunks: list[PromptChunk] = []
+        """Chunks of the step that is computed now."""
+        self._decode_run: DecodeRun | None = None
+        """The run of decode-only steps that is computed now; None: none is."""
         self._admission_count = 0
         self._generated_blocks = 0
         """Blocks of generated tokens, which the cache counts in `unnamed_blocks`."""
@@ -308,15 +186,15 @@ class SimWorker:
         step_result = StepResult()
         finished_steps = 1
         if self._decode_run is not None:
-            finished_steps = self._decode_run[1]
+            finished_steps = self._decode_run.planned_steps
             self._prefill_capacity_used += self._unused_prefill_tokens * finished_steps
             self._decode_run = None
         self.step_count += finished_steps
         self.decoding_context_tokens += len(self.decoding_heap) * finished_steps
         self._generated_tokens += len(self.decoding_heap) * finished_steps
         self._finish_decodes(step_result)
-        for sequence, tokens in self._chunks:
-            self._finish_chunk(sequence, tokens, step_result)
+        for chunk in self._chunks:
+            self._finish_chunk(chunk.sequence, chunk.tokens, step_result)
         if self._chunks:
             self.prefilling_sequences = [
                 sequence for sequence in self.prefilling_sequences if not sequence.is_prefilled
@@ -328,15 +206,13 @@ class SimWorker:
     def list_generated_tokens(self, now: float) -> list[tuple[SimSequence, int]]:
         """Return each decoding sequence with the number of its generated tokens."""
         step_count = self.step_count
-        if self._decode_run is not None:
-            start_s, planned_steps = self._decode_run
-            started_steps = self.step_times.count_started_steps(
-                now - start_s, len(self.decoding_heap), self.decoding_context_tokens
-            )
-            step_count += min(started_steps - 1, planned_steps)
+        run = self._decode_run
+        if run is not None:
+            finished_steps = self._count_started_steps_by_time(now - run.start_s) - 1
+            step_count += min(finished_steps, run.planned_steps)
         return [
-            (sequence, sequence.request.output_tokens - max(sequence.finish_step - step_count, 0))
-            for _, _, sequence in self.decoding_heap
+            (sequence, sequence.request.output_tokens - max(finish_step - step_count, 0))
+            for finish_step, _, sequence in self.decoding_heap
         ]
 
     def _enqueue(self, sequence: SimSequence) -> None:
@@ -349,31 +225,41 @@ class SimWorker:
 
     # Steps -------------------------------------------------------------------------------------------------------
     def _start_step(self, now: float) -> None:
-        """Plan the next step, or run of decode-only steps, and set `wake_s` to its end."""
+        """Plan the next step, or run of decode-only steps, and set `wake_s` to its end; None without work."""
         if self.limits.is_preemptive:
             self._count_generated_blocks()
         self._plan_chunks()
-        decoding_count = len(self.decoding_heap)
-        has_full_batch = bool(self.waiting_sequences) and self.running_sequence_count >= self.limits.max_sequences
-        self._unused_prefill_tokens = max(self.step_times.step_tokens - decoding_count, 0) if has_full_batch else 0
+        self._unused_prefill_tokens = self._count_unused_prefill_tokens()
         if self._chunks:
-            chunk_tokens = sum(tokens for _, tokens in self._chunks)
+            chunk_tokens = sum(chunk.tokens for chunk in self._chunks)
             self._prefill_capacity_used += max(chunk_tokens, self._unused_prefill_tokens)
             self.wake_s = now + self._compute_prefill_step_s()
-        elif decoding_count:
-            planned_steps = self.decoding_heap[0][0] - self.step_count
-            if self.limits.is_preemptive and self.cache.capacity is not None:
-                steps_with_room = self._count_free_blocks() * self.block_size // decoding_count
-                planned_steps = min(planned_steps, max(1, steps_with_room))
-            self._decode_run = (now, planned_steps)
-            self.wake_s = now + self.step_times.compute_decode_run_s(
-                planned_steps, decoding_count, self.decoding_context_tokens
-            )
+        elif self.decoding_heap:
+            self._decode_run = DecodeRun(now, self._count_steps_to_run())
+            self.wake_s = self._compute_run_end_s(self._decode_run)
         else:
             assert not self.waiting_sequences, (
                 f"worker {self.number} cannot take a request even when idle: its cache is too small"
             )
             self.wake_s = None
+
+    def _count_unused_prefill_tokens(self) -> int:
+        """Count the prompt tokens that a step could compute, if requests wait only for one of the `max_sequences`."""
+        has_full_batch = bool(self.waiting_sequences) and self.running_sequence_count >= self.limits.max_sequences
+        return max(self.step_times.step_tokens - len(self.decoding_heap), 0) if has_full_batch else 0
+
+    def _count_steps_to_run(self) -> int:
+        """Count the decode-only steps until a sequence finishes, or until the generated tokens have no free block."""
+        steps_to_finish = self.decoding_heap[0].finish_step - self.step_count
+        if not self.limits.is_preemptive or self.cache.capacity is None:
+            return steps_to_finish
+        steps_with_room = self._count_free_blocks() * self.block_size // len(self.decoding_heap)
+        return min(steps_to_finish, max(1, steps_with_room))
+
+    def _compute_run_end_s(self, run: DecodeRun) -> float:
+        return run.start_s + self.step_times.compute_decode_run_s(
+            run.planned_steps, len(self.decoding_heap), self.decoding_context_tokens
+        )
 
     def _plan_chunks(self) -> None:
         """Fill the token budget of a step with chunks of prompts: first of running sequences, then of waiting ones."""
@@ -392,7 +278,7 @@ class SimWorker:
     def _add_chunk(self, sequence: SimSequence, token_budget: int) -> int:
         """Add a chunk of a prompt to the step, and return its number of tokens."""
         chunk_tokens = min(token_budget, sequence.prefill_tokens - sequence.computed_tokens)
-        self._chunks.append((sequence, chunk_tokens))
+        self._chunks.append(PromptChunk(sequence, chunk_tokens))
         return chunk_tokens
 
     def _compute_prefill_step_s(self) -> float:
@@ -423,33 +309,23 @@ class SimWorker:
     def _cut_decode_run(self, now: float) -> None:
         """End a run of decode-only steps after its running step, so that a new request can join."""
         assert self._decode_run is not None
-        start_s, _ = self._decode_run
-        started_steps = self._count_started_steps(now)
-        self._decode_run = (start_s, started_steps)
-        run_s = self.step_times.compute_decode_run_s(
-            started_steps, len(self.decoding_heap), self.decoding_context_tokens
-        )
-        self.wake_s = max(now, start_s + run_s)
+        self._decode_run = self._decode_run._replace(planned_steps=self._count_started_steps(now))
+        self.wake_s = max(now, self._compute_run_end_s(self._decode_run))
 
     def _count_started_steps(self, now: float) -> int:
         """Count the steps of the decode run that have started."""
-        assert self._decode_run is not None
-        start_s, planned_steps = self._decode_run
-        return min(
-            planned_steps,
-            self.step_times.count_started_steps(now - start_s, len(self.decoding_heap), self.decoding_context_tokens),
-        )
+        run = self._decode_run
+        assert run is not None
+        return min(run.planned_steps, self._count_started_steps_by_time(now - run.start_s))
+
+    def _count_started_steps_by_time(self, elapsed_s: float) -> int:
+        """Count the decode-only steps that start within so many seconds, if the run does not end before."""
+        return self.step_times.count_started_steps(elapsed_s, len(self.decoding_heap), self.decoding_context_tokens)
 
     def _admit(self, sequence: SimSequence) -> bool:
         """Reserve the blocks of a waiting sequence; return False if the cache has no room."""
         hit_blocks = self.count_hit_blocks(sequence.request)
-        reserved_tokens = (
-            sequence.prefill_tokens
-            if self.limits.is_preemptive
-            else sequence.prefill_tokens + sequence.remaining_tokens
-        )
-        first_output_blocks = int(self.limits.is_preemptive)
-        needed_blocks = -(-reserved_tokens // self.block_size) + first_output_blocks
+        needed_blocks = self._count_needed_blocks(sequence)
         must_fit = self.cache.is_shared and not self.running_sequence_count
         if self.running_sequence_count and self._would_pass_watermark(needed_blocks - hit_blocks):
             return False
@@ -465,6 +341,12 @@ class SimWorker:
         sequence.reserved_blocks = needed_blocks
         sequence.is_prefilled = False
         return True
+
+    def _count_needed_blocks(self, sequence: SimSequence) -> int:
+        """Count the blocks to reserve: for prompt and answer, or with preemption for the prompt and one block more."""
+        if self.limits.is_preemptive:
+            return -(-sequence.prefill_tokens // self.block_size) + 1
+        return -(-(sequence.prefill_tokens + sequence.remaining_tokens) // self.block_size)
 
     def _finish_chunk(self, sequence: SimSequence, chunk_tokens: int, step_result: StepResult) -> None:
         """Apply a computed chunk of a prompt: name its blocks and, after the last chunk, begin to decode."""
@@ -482,14 +364,14 @@ class SimWorker:
                 self._finish(sequence, step_result)
                 return
             sequence.finish_step = self.step_count + sequence.remaining_tokens - 1
-            heapq.heappush(self.decoding_heap, (sequence.finish_step, sequence.admission_order, sequence))
+            heapq.heappush(self.decoding_heap, _make_heap_entry(sequence))
             self.decoding_context_tokens += sequence.prefill_tokens + 1
             self._generated_tokens += 1
 
     def _finish_decodes(self, step_result: StepResult) -> None:
         """Finish the sequences with their last token in this step."""
-        while self.decoding_heap and self.decoding_heap[0][0] <= self.step_count:
-            sequence = heapq.heappop(self.decoding_heap)[2]
+        while self.decoding_heap and self.decoding_heap[0].finish_step <= self.step_count:
+            sequence = heapq.heappop(self.decoding_heap).sequence
             self._stop_decoding(sequence, sequence.remaining_tokens)
             self._finish(sequence, step_result)
 
@@ -535,7 +417,7 @@ class SimWorker:
         if self.cache.capacity is None:
             return
         while len(self.decoding_heap) > 1 and self._count_free_blocks() * self.block_size < len(self.decoding_heap):
-            self._preempt(max(self.decoding_heap, key=lambda entry: entry[1])[2])
+            self._preempt(max(self.decoding_heap, key=lambda entry: entry.admission_order).sequence)
         self.cache.evict_excess()
 
     def _preempt(self, sequence: SimSequence) -> None:
@@ -546,7 +428,7 @@ class SimWorker:
         self.preemption_count += 1
         missing_tokens = sequence.finish_step - self.step_count  # each step generates one
         generated_tokens = sequence.remaining_tokens - missing_tokens
-        self.decoding_heap.remove((sequence.finish_step, sequence.admission_order, sequence))
+        self.decoding_heap.remove(_make_heap_entry(sequence))
         heapq.heapify(self.decoding_heap)
         self._stop_decoding(sequence, generated_tokens)
         self.cache.release(
@@ -560,3 +442,7 @@ class SimWorker:
             self._enqueue(sequence)
         else:
             self.waiting_sequences.appendleft(sequence)
+
+
+def _make_heap_entry(sequence: SimSequence) -> DecodingSequence:
+    return DecodingSequence(sequence.finish_step, sequence.admission_order, sequence)

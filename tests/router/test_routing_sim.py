@@ -29,7 +29,7 @@ def sim() -> Any:
     folder = str(Path(__file__).resolve().parents[2] / "benchmarks")
     sys.path.append(folder)  # last: benchmarks/ has files named like modules of the standard library
     rooms = {
-        "simulation": ("engine", "cluster", "transfers", "workload"),
+        "simulation": ("cache", "engine", "cluster", "transfers", "workload"),
         "router.shadow": ("core_router",),
         "routing_sim": ("peers", "runs", "grid", "two_legs", "disaggregation", "traces"),
     }
@@ -120,7 +120,7 @@ def test_the_engine_is_its_step_loop(arrivals: list[tuple[float, int, int]]) -> 
 
 
 def test_the_cache_evicts_leaves_first_and_shares_what_is_computed(sim: Any) -> None:
-    cache = sim.engine.SimCache(4)
+    cache = sim.cache.SimCache(4)
     stored_blocks: list[int] = []
     removed_blocks: list[int] = []
     cache.on_store = lambda ids, parent: stored_blocks.extend(ids)
@@ -139,7 +139,7 @@ def test_the_cache_evicts_leaves_first_and_shares_what_is_computed(sim: Any) -> 
 
 
 def test_what_is_evicted_goes_below_and_comes_back(sim: Any) -> None:
-    cache = sim.engine.SimCache(3, host_capacity=2)
+    cache = sim.cache.SimCache(3, host_capacity=2)
     moves: list[tuple[list[int], bool]] = []
     removed_blocks: list[int] = []
     cache.on_move = lambda ids, down: moves.append((ids, down))

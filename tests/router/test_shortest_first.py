@@ -26,7 +26,8 @@ from router.fleet.worker_flag import WorkerFlag, parse_worker_flag
 from router.fleet.worker_responses import read_engine_sizes
 from router.index import make_index
 from router.index.protocol import HolderId, Scope
-from simulation.engine import AGEING, EngineLimits, SimCache, SimSequence, SimWorker
+from simulation.cache import SimCache
+from simulation.engine import AGEING, EngineLimits, SimSequence, SimWorker
 from simulation.workload import SimRequest
 
 
