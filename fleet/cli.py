@@ -15,6 +15,7 @@ from functools import partial
 from typing import IO, Any
 
 import click
+import msgspec
 
 from fleet.spec import (
     NAME_PATTERN,
@@ -72,13 +73,7 @@ def _connect(address: str) -> None:
     """Connect this process to the Ray cluster. Raises SpecError if there is none, or Ray is not installed."""
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", address)
-    host, _, port = address.rpartition(":")
-    if host and "/" not in host and port.isdecimal():
-        # Ray itself would try for minutes.
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), MAX_CONNECT_S).close()
-        except (OSError, OverflowError) as error:
-            raise _make_no_ray_error(address, error) from None
+    _check_reachable(address)
     try:
         import ray
     except ImportError as error:
@@ -87,6 +82,18 @@ def _connect(address: str) -> None:
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
     except ConnectionError as error:
         raise _make_no_ray_error(address, error) from error
+
+
+def _check_reachable(address: str) -> None:
+    """Raise SpecError if nothing listens at HOST:PORT, for which Ray itself would wait minutes."""
+    host, _, port = address.rpartition(":")
+    is_host_and_port = host and "/" not in host and port.isdecimal()
+    if not is_host_and_port:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), MAX_CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _make_no_ray_error(address, error) from None
 
 
 def _make_no_ray_error(address: str, error: Exception) -> SpecError:
@@ -116,11 +123,9 @@ def call_directory(method: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def wait_until(directory: Any, timeout_s: float, is_done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Poll the fleet's status until `is_done(status)`, and return that status.
+    """Poll the fleet's status until `is_done(status)`, and return that status. New events are printed meanwhile.
 
-    New events of the fleet are printed meanwhile.
-
-    After `timeout_s` it prints the status and raises ClickException, which ends the program with status 1.
+    Prints the status and raises ClickException if that takes longer than `timeout_s`.
     """
     deadline_s, last_printed_s = time.monotonic() + timeout_s, time.time() - 1.0
     while True:
@@ -155,6 +160,7 @@ def print_status(status: dict[str, Any]) -> None:
 
 
 def _format_member(member: dict[str, Any]) -> str:
+    """Return the line about a member. `member`: its row in the fleet's status."""
     text = f"  {member['name']:24} {member['phase']:9} r{member['revision']} {member['seconds']:7.0f} s  "
     text += f"{member['url'] or '-':32} node {member['node'][:8] or '-'}"
     if member["kind"] == "engine":
@@ -215,32 +221,52 @@ def up(model: str, flags: tuple[str, ...], replicas: int, routers: int, name: st
     with report_errors() as out:
         if re.match(NAME_PATTERN, name) is None:
             raise SpecError(f"--name: got {name!r}, expected letters, digits, - and _")
-        model, flags = split_model(model, flags)
-        engine_command, is_vllm = build_engine_command(options["engine"], model, (*make_engine_flags(options), *flags))
-        router_flags = split_flags("--router-flags", options["router_flags"])
-        env = parse_env(options["env"], os.environ)
+        spec = make_fleet_spec(name, model, flags, options)  # before the connection, for its errors
         _connect(options["address"])
-        import ray
-
         from fleet.directory import create_directory
 
-        worker_gpus = options["gpus"]
-        if worker_gpus is None:
-            worker_gpus = options["tensor_parallel_size"] if ray.cluster_resources().get("GPU") else 0
-        spec = FleetSpec(
-            name=name, engine_command=engine_command, is_vllm=is_vllm, router_flags=router_flags, env=env,
-            worker_cpus=options["cpus"], worker_gpus=worker_gpus, router_cpus=options["router_cpus"],
-            router_host=options["router_host"], router_port=options["router_port"],
-            start_timeout_s=options["start_timeout"], drain_timeout_s=options["drain_timeout"],
-            stop_timeout_s=options["stop_timeout"], hang_timeout_s=options["hang_timeout"],
-            admin_key=env.get("ROUTER_ADMIN_API_KEY") or secrets.token_hex(16),
-        )  # fmt: skip
+        spec = msgspec.structs.replace(spec, worker_gpus=_count_worker_gpus(options))
         try:
             directory = create_directory(spec, replicas, routers)
         except ValueError as error:
             raise SpecError(f"fleet {name!r} runs already: scale, roll, or `fleet down` first") from error
         wait_and_print_routers(directory, options, out)
 # fmt: on
+
+
+def make_fleet_spec(name: str, model: str, flags: tuple[str, ...], options: dict[str, Any]) -> FleetSpec:
+    """Return the spec of a new fleet, but for the GPUs, for which the cluster is asked. Raises SpecError.
+
+    `model`, `flags` and `options`: arguments and options of `fleet up`.
+    """
+    model, flags = split_model(model, flags)
+    command = build_engine_command(options["engine"], model, (*make_engine_flags(options), *flags))
+    env = parse_env(options["env"], os.environ)
+    return FleetSpec(
+        name=name,
+        engine_command=command.words,
+        is_vllm=command.is_vllm,
+        router_flags=split_flags("--router-flags", options["router_flags"]),
+        env=env,
+        worker_cpus=options["cpus"],
+        router_cpus=options["router_cpus"],
+        router_host=options["router_host"],
+        router_port=options["router_port"],
+        start_timeout_s=options["start_timeout"],
+        drain_timeout_s=options["drain_timeout"],
+        stop_timeout_s=options["stop_timeout"],
+        hang_timeout_s=options["hang_timeout"],
+        admin_key=env.get("ROUTER_ADMIN_API_KEY") or secrets.token_hex(16),
+    )
+
+
+def _count_worker_gpus(options: dict[str, Any]) -> int:
+    """Return the GPUs of a worker: those of the flag, or one for each rank if the cluster has any."""
+    if options["gpus"] is not None:
+        return int(options["gpus"])
+    import ray
+
+    return options["tensor_parallel_size"] if ray.cluster_resources().get("GPU") else 0
 
 
 def make_engine_flags(options: dict[str, Any]) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from fleet.guard import exit_with_parent
 from fleet.member import MemberActor, MemberReport
 from fleet.plan import LIVE_PHASES, Member, MemberTarget, Phase, PhaseChange, StartAction, plan_actions
+from fleet.program import TimedEvent
 from fleet.spec import NAMESPACE, FleetSpec, MemberKind
 from fleet.worker_list import ListedWorker, WorkerStatus
 
@@ -93,8 +94,8 @@ class DirectoryActor:
         self._link_by_member: dict[str, MemberLink] = {}
         self._next_start_at_s = 0.0
         """Time before which no member is started."""
-        self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
-        """Time and text of the newest events."""
+        self._events: deque[TimedEvent] = deque(maxlen=MAX_EVENTS)
+        """Newest events of the fleet."""
         for member in list(self._state.member_by_name.values()):
             self._adopt_member(member)
         threading.Thread(target=self._run, daemon=True).start()
@@ -132,13 +133,14 @@ class DirectoryActor:
         with self._lock:
             state, now = self._state, time.time()
             members = sorted(state.member_by_name.values(), key=lambda member: (member.kind, member.slot, member.name))
+            failures = (self._describe_failure(member, now) for member in members)
             return {
                 "name": state.spec.name, "settled": self._is_settled(),
                 "members": [self._describe_member(member, now) for member in members],
-                "failures": [row for member in members for row in self._list_failures(member, now)],
+                "failures": [failure for failure in failures if failure is not None],
                 "hung": self._count_hung(),
                 "targets": {kind.value: msgspec.to_builtins(target) for kind, target in state.target_by_kind.items()},
-                "events": [[event_s, text] for event_s, text in self._events],
+                "events": [list(event) for event in self._events],
             }  # fmt: skip
 
     def _describe_member(self, member: Member, now: float) -> dict[str, Any]:
@@ -157,14 +159,14 @@ class DirectoryActor:
             row["prefill_share"] = max((status.prefill_share for status in statuses), default=0.0)
         return row
 
-    def _list_failures(self, member: Member, now: float) -> list[dict[str, Any]]:
-        """Return the row of `status` about a member that failed; no row if it did not."""
+    def _describe_failure(self, member: Member, now: float) -> dict[str, Any] | None:
+        """Return the row of `status` about a member with a program that failed; None if it did not."""
         report = self._get_report(member)
         if report is None or not report.program.failure_count:
-            return []
+            return None
         program = report.program
-        return [{"kind": member.kind.value, "slot": member.slot, "failures": program.failure_count,
-                 "retry_in_s": max(0.0, program.retry_at_s - now)}]  # fmt: skip
+        return {"kind": member.kind.value, "slot": member.slot, "failures": program.failure_count,
+                "retry_in_s": max(0.0, program.retry_at_s - now)}  # fmt: skip
 
     def _count_hung(self) -> dict[str, int]:
         """Count how often programs of the present members were killed because they did not answer, by kind."""
@@ -218,8 +220,9 @@ class DirectoryActor:
         self._has_unsaved_changes = False
 
     def _record_event(self, text: str, at_s: float | None = None) -> None:
+        """Log an event and list it in `status`. `at_s`: time of the event; None: now. The state has changed with it."""
         self._has_unsaved_changes = True
-        self._events.append((time.time() if at_s is None else at_s, text))
+        self._events.append(TimedEvent(time.time() if at_s is None else at_s, text))
         log.info("%s", text)
 
     def _start_member(self, action: StartAction, now: float) -> None:
@@ -354,7 +357,7 @@ class DirectoryActor:
         self._follow_reported_phase(member, report.program.has_stopped, now)
 
     def _follow_reported_phase(self, member: Member, has_stopped: bool, now: float) -> None:
-        """Note that a member serves now, or starts again after its program ended. Remove it if it has stopped."""
+        """Record that a member's program serves now, or starts again. Remove the member if its program has stopped."""
         reported_phase = Phase.UP if member.launch is not None else Phase.STARTING
         if has_stopped:
             self._remove_member(member, "stopped")

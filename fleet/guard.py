@@ -21,6 +21,7 @@ import time
 SUBREAPER, PDEATHSIG = 36, 1
 """Option numbers of prctl(2)."""
 LIBC = ctypes.CDLL(None, use_errno=True)
+STDIN = 0
 
 
 def reap_children() -> dict[int, int]:
@@ -89,13 +90,13 @@ def main(command: list[str]) -> int:
         command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: die_with_parent(guard_pid)
     )
     while True:
-        ready_descriptors = select.select([0, wakeup_reader], [], [])[0]
+        ready_descriptors, _, _ = select.select([STDIN, wakeup_reader], [], [])
         signal_numbers = os.read(wakeup_reader, 4096) if wakeup_reader in ready_descriptors else b""
         status_by_pid = reap_children()
         if program.pid in status_by_pid:
             kill_descendants()
             return status_by_pid[program.pid]
-        is_stdin_closed = 0 in ready_descriptors and not os.read(0, 4096)
+        is_stdin_closed = STDIN in ready_descriptors and not os.read(STDIN, 4096)
         if is_stdin_closed:
             kill_descendants()
             return 128 + signal.SIGKILL

@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import ray
@@ -16,7 +17,14 @@ import ray
 from fleet.guard import exit_with_parent
 from fleet.program import ProgramState, SupervisedProgram, TimedEvent, send_request
 from fleet.spec import FleetSpec, Launch, MemberKind, plan_launch
-from fleet.worker_list import ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
+from fleet.worker_list import AdminCall, ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
+
+
+class SentPeers(NamedTuple):
+    """Addresses of other routers that a router was sent, and the run of the router that got them."""
+
+    launch: Launch
+    addresses: list[str]
 
 
 class MemberReport(msgspec.Struct, frozen=True):
@@ -24,6 +32,7 @@ class MemberReport(msgspec.Struct, frozen=True):
 
     program: ProgramState
     node: str
+    """Ray's id of the node on which the member runs."""
     events: list[TimedEvent]
     """Events of the program since the last report."""
     status_by_worker: dict[str, WorkerStatus] | None = None
@@ -42,8 +51,8 @@ class MemberActor:
         self._workers = workers
         self._host = ray.util.get_node_ip_address()
         self._node: str = ray.get_runtime_context().get_node_id()
-        self._published_peers: tuple[Launch, list[str]] | None = None
-        """Run of this router, and the addresses of the other routers that it was sent."""
+        self._sent_peers: SentPeers | None = None
+        """Peers that this router was sent last."""
         self._program = SupervisedProgram(self._spec, self._plan_launch)
 
     def _plan_launch(self) -> Launch:
@@ -56,36 +65,46 @@ class MemberActor:
         self._program.stop()
 
     def report(self, workers: Sequence[ListedWorker] = (), peer_addresses: Sequence[str] = ()) -> MemberReport:
-        """Return what is new. A router is first made to know exactly these workers and peers."""
+        """Return the state of the program, and its events since the last report.
+
+        A router is first made to know exactly these workers and peers.
+        """
         self._workers = workers
         program, events, status_by_worker = self._program.state, self._program.take_events(), None
         if program.launch is not None and self._kind is MemberKind.ROUTER:
-            status_by_worker, refusals = self._update_router(program.launch, peer_addresses)
-            events += [(time.time(), refusal) for refusal in refusals]
+            status_by_worker = self._update_workers(program.launch, events)
+            if status_by_worker is not None:
+                self._update_peers(program.launch, peer_addresses, events)
         return MemberReport(program, self._node, events, status_by_worker)
 
-    def _update_router(
-        self, launch: Launch, peer_addresses: Sequence[str]
-    ) -> tuple[dict[str, WorkerStatus] | None, list[str]]:
-        """Register the listed workers and these peers with the router, and remove all others.
+    def _update_workers(self, launch: Launch, events: list[TimedEvent]) -> dict[str, WorkerStatus] | None:
+        """Register the listed workers with the router, and remove all others. Refused calls are added to `events`.
 
-        Return the router's workers afterwards, None if it does not answer, and one text for each refused call.
+        Returns the router's workers afterwards; None if the router does not answer.
         """
         status_by_worker = self._fetch_workers(launch)
         if status_by_worker is None:
-            return None, []
+            return None
         calls = plan_admin_calls(self._workers, status_by_worker)
-        peers = sorted(set(peer_addresses) - {launch.peer_address})
-        if (launch, peers) != self._published_peers:
-            calls.append(("PUT", "/peers", {"peers": peers}))
-        refusals = []
-        for method, path, body in calls:
-            answer = send_request(method, launch.admin_url + path, body, self._spec.admin_key)
-            if answer.status not in (200, 201, 404):  # 404: this router never had the worker, or has removed it already
-                refusals.append(f"{method} {path}: {answer.status} {answer.content}")
-            elif path == "/peers":
-                self._published_peers = launch, peers
-        return self._fetch_workers(launch) if calls else status_by_worker, refusals
+        for call in calls:
+            self._call_router(launch, call, events)
+        return self._fetch_workers(launch) if calls else status_by_worker
+
+    def _update_peers(self, launch: Launch, peer_addresses: Sequence[str], events: list[TimedEvent]) -> None:
+        """Send this router the addresses of the others, unless it has them. A refusal is added to `events`."""
+        peers = SentPeers(launch, sorted(set(peer_addresses) - {launch.peer_address}))
+        if peers == self._sent_peers:
+            return
+        if self._call_router(launch, AdminCall("PUT", "/peers", {"peers": peers.addresses}), events):
+            self._sent_peers = peers
+
+    def _call_router(self, launch: Launch, call: AdminCall, events: list[TimedEvent]) -> bool:
+        """Call the router's admin API, and return whether it did not refuse. A refusal is added to `events`."""
+        answer = send_request(call.method, launch.admin_url + call.path, call.body, self._spec.admin_key)
+        if answer.status in (200, 201, 404):  # 404: this router never had the worker, or has removed it already
+            return True
+        events.append(TimedEvent(time.time(), f"{call.method} {call.path}: {answer.status} {answer.content}"))
+        return False
 
     def _fetch_workers(self, launch: Launch) -> dict[str, WorkerStatus] | None:
         """Return the router's workers; None if it does not answer. Raises ValueError if the answer is malformed."""

@@ -63,6 +63,8 @@ class Member(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True)
 class StartAction:
+    """Start of a new member in a slot."""
+
     kind: MemberKind
     slot: int
 
@@ -102,14 +104,16 @@ def _plan_stops(
     target: MemberTarget, members: Sequence[Member], drain_timeout_s: float, now: float, *, has_routers: bool
 ) -> list[PhaseChange]:
     """Return the stops of members that still start with an old revision, or that have drained."""
-    stops: list[PhaseChange] = []
-    for member in members:
-        is_outdated_start = member.phase is Phase.STARTING and member.revision < target.revision
+
+    def should_stop(member: Member) -> bool:
+        if member.phase is Phase.STARTING:
+            return member.revision < target.revision
+        if member.phase is not Phase.DRAINING:
+            return False
         is_idle = member.in_flight == 0 or not has_routers
-        has_drained = is_idle or now - member.phase_since_s > drain_timeout_s
-        if is_outdated_start or (member.phase is Phase.DRAINING and has_drained):
-            stops.append(PhaseChange(member.name, Phase.STOPPING))
-    return stops
+        return is_idle or now - member.phase_since_s > drain_timeout_s
+
+    return [PhaseChange(member.name, Phase.STOPPING) for member in members if should_stop(member)]
 
 
 def _plan_count_changes(
@@ -117,31 +121,19 @@ def _plan_count_changes(
 ) -> list[Action]:
     """Return the removals, cancelled drains and starts that bring the members of a kind to their target.
 
-    Live members are those that start or are up, but for those in `stops`, which are stopped in this same pass. If their
+    Live members are those that start or are up, without those in `stops`, which are stopped in this same pass. If their
     number is right and all are up, one member of an old revision is removed; the next plan starts another in its slot.
     """
     stopped_names = {stop.name for stop in stops}
-    live_members = [member for member in members if member.phase in LIVE_PHASES and member.name not in stopped_names]
+    remaining_members = [member for member in members if member.name not in stopped_names]
+    live_members = [member for member in remaining_members if member.phase in LIVE_PHASES]
     outdated_members = [member for member in live_members if member.revision < target.revision]
-    wanted_count = target.count
-    if target.surge and outdated_members and target.count > 0:
-        wanted_count += 1
+    has_surge = target.surge and bool(outdated_members) and target.count > 0
+    wanted_count = target.count + has_surge
     if len(live_members) > wanted_count:
-        excess_count = len(live_members) - wanted_count
-        removal_order = sorted(
-            live_members, key=lambda member: (member.revision, member.phase is Phase.UP, -member.slot)
-        )
-        return [_plan_removal(member) for member in removal_order[:excess_count]]
+        return _plan_excess_removals(live_members, len(live_members) - wanted_count)
     if len(live_members) < wanted_count:
-        missing_count = wanted_count - len(live_members)
-        returnable_members = [
-            member
-            for member in members
-            if member.phase is Phase.DRAINING
-            and member.revision == target.revision
-            and member.name not in stopped_names
-        ]
-        returns = [PhaseChange(member.name, Phase.UP) for member in returnable_members[:missing_count]]
+        returns = _plan_returns(target, remaining_members, wanted_count - len(live_members))
         # Leaving members count, too, as each holds its slot and what it reserved until it is gone.
         occupied_slots = {member.slot for member in members}
         return [*returns, *_plan_starts(kind, wanted_count - len(members), occupied_slots)]
@@ -149,6 +141,20 @@ def _plan_count_changes(
     if outdated_members and is_settled:
         return [_plan_removal(min(outdated_members, key=lambda member: member.slot))]
     return []
+
+
+def _plan_excess_removals(live_members: Sequence[Member], count: int) -> list[Action]:
+    """Return the removals of `count` members: of old revisions first, then of those that start, in the last slots."""
+    removal_order = sorted(live_members, key=lambda member: (member.revision, member.phase is Phase.UP, -member.slot))
+    return [_plan_removal(member) for member in removal_order[:count]]
+
+
+def _plan_returns(target: MemberTarget, members: Sequence[Member], count_max: int) -> list[PhaseChange]:
+    """Return the cancelled drains of at most `count_max` members of the wanted revision."""
+    returnable_members = [
+        member for member in members if member.phase is Phase.DRAINING and member.revision == target.revision
+    ]
+    return [PhaseChange(member.name, Phase.UP) for member in returnable_members[:count_max]]
 
 
 def _plan_removal(member: Member) -> PhaseChange:

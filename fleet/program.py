@@ -52,8 +52,13 @@ _DIRECT_OPENER = urllib.request.build_opener(
     urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=_UNVERIFIED_TLS_CONTEXT)
 )
 
-TimedEvent = tuple[float, str]
-"""Time in seconds since 1970, and what happened to the program then."""
+
+class TimedEvent(NamedTuple):
+    """Event in the life of a program or of the fleet, for people."""
+
+    at_s: float
+    """Seconds since 1970."""
+    text: str
 
 
 class HttpAnswer(NamedTuple):
@@ -171,6 +176,12 @@ class ProgramRun:
                 self.last_lines.append(text)
                 sys.stderr.write(text)
 
+    def describe_end(self) -> str:
+        """Return how the program has ended; after a failure, with the last lines that it wrote."""
+        status = self.process.returncode
+        last_lines = "".join(self.last_lines).strip()[:2000] if status else ""
+        return f"ended with status {status}" + (f": {last_lines}" if last_lines else "")
+
     def kill(self) -> None:
         """Kill the program with all its children, and wait for its end."""
         assert self.process.stdin is not None
@@ -228,6 +239,7 @@ class SupervisedProgram:
                 run.kill()
 
     def _keep_running(self) -> None:
+        """Run the program again and again, with a pause after a failure, until `stop` is called."""
         while not self._is_stopping.is_set():
             served_s = self._run_once()
             if self._is_stopping.is_set():
@@ -256,13 +268,14 @@ class SupervisedProgram:
             self._probe_until_end(run)
             served_s = time.monotonic() - served_since_s
         run.has_ended.wait()
-        last_lines = "".join(run.last_lines).strip()[:2000] if run.process.returncode else ""
-        ending = f"gone: ended with status {run.process.returncode}"
-        self._add_event(f"{ending}: {last_lines}" if last_lines else ending)
+        self._add_event(f"gone: {run.describe_end()}")
         return served_s
 
     def _start(self) -> ProgramRun | None:
-        """Start the program under its guard, which kills it when this process ends. None if it is to stop already."""
+        """Start the program under its guard, which kills the program when this process ends.
+
+        Returns None, with nothing started, if `stop` was called meanwhile. Raises OSError.
+        """
         env = {key: value for key, value in os.environ.items() if key not in RAY_VARIABLES} | self._spec.env
         env |= {"ROUTER_ADMIN_API_KEY": self._spec.admin_key, "PYTHONUNBUFFERED": "1"}
         launch = self._plan_launch()
@@ -317,4 +330,4 @@ class SupervisedProgram:
 
     def _add_event(self, text: str) -> None:
         with self._lock:
-            self._events.append((time.time(), text))
+            self._events.append(TimedEvent(time.time(), text))

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import aiohttp
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
 
-from fleet.worker_list import ListedWorker, parse_workers_page, plan_admin_calls
+from fleet.worker_list import AdminCall, ListedWorker, parse_workers_page, plan_admin_calls
 
 try:
     from ray.serve.llm.request_router import KVAwareRouter as _Base
@@ -56,6 +56,8 @@ class _WorkerPrice(NamedTuple):
 
 
 class _SentRequest(NamedTuple):
+    """A request in flight, and what its prefill adds to the load of its worker."""
+
     worker_id: str
     prefill_s: float
     """Predicted seconds of prefill."""
@@ -198,7 +200,8 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         has_changed = settings_by_worker != self._registered_settings_by_worker
         is_check_due = now - self._registered_at_s > REGISTRATION_CHECK_S
         is_registering = self._registration_task is not None and not self._registration_task.done()
-        if is_registering or not (has_changed or is_check_due):
+        is_due = has_changed or is_check_due
+        if is_registering or not is_due:
             return
         self._registered_at_s = now
         self._last_sent_s_by_worker = {
@@ -207,7 +210,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         self._registration_task = asyncio.get_running_loop().create_task(self._register_engines(settings_by_worker))
 
     async def _register_engines(self, settings_by_worker: dict[str, Mapping[str, Any]]) -> None:
-        """Make the router know exactly these engines. A failure is logged, and the next check tries again."""
+        """Register exactly these engines with the router. A failure is logged, and the next check tries again."""
         try:
             async with self._send_request("GET", "/workers", None) as response:
                 status_by_worker = parse_workers_page(json.loads(await response.read()))
@@ -215,13 +218,18 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
                 ListedWorker({"send_key": 1, **settings, "id": worker_id})
                 for worker_id, settings in settings_by_worker.items()
             ]
-            for method, path, body in plan_admin_calls(workers, status_by_worker):
-                async with self._send_request(method, path, json.dumps(body).encode() if body else None) as response:
-                    if response.status not in (200, 201, 404):
-                        raise ValueError(f"{method} {path}: {response.status} {(await response.text())[:300]}")
+            for call in plan_admin_calls(workers, status_by_worker):
+                await self._call_router(call)
             self._registered_settings_by_worker = settings_by_worker
         except (aiohttp.ClientError, ValueError) as error:
-            log.warning("%s: the engines could not be told: %s", self._admin_url, error)
+            log.warning("%s: the engines could not be registered: %s", self._admin_url, error)
+
+    async def _call_router(self, call: AdminCall) -> None:
+        """Call the router's admin API. Raises ValueError if it refuses; an unknown worker is no refusal."""
+        body = json.dumps(call.body).encode() if call.body else None
+        async with self._send_request(call.method, call.path, body) as response:
+            if response.status not in (200, 201, 404):
+                raise ValueError(f"{call.method} {call.path}: {response.status} {(await response.text())[:300]}")
 
 
 def _close(session: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> None:

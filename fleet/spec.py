@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 import msgspec
 
@@ -151,8 +152,10 @@ def parse_rank_count(command: tuple[str, ...]) -> int:
     for word_index, word in enumerate(command):
         flag, equals, value = word.partition("=")
         if flag in ("--data-parallel-size", "-dp"):
-            text = value if equals else (command[word_index + 1] if word_index + 1 < len(command) else "")
-            if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1024:
+            next_word = command[word_index + 1] if word_index + 1 < len(command) else ""
+            text = value if equals else next_word
+            is_number = text.isascii() and text.isdigit()
+            if not is_number or not 1 <= int(text) <= 1024:
                 raise SpecError(f"{flag}: got {text!r}, expected a number of ranks")
             return int(text)
     return 1
@@ -162,19 +165,26 @@ FLAGS_SET_BY_FLEET = ("--host", "--port", "--kv-events-config", "--admin", "--pe
 """Flags that the fleet sets itself."""
 
 
-def build_engine_command(engine_name: str, model: str, flags: tuple[str, ...]) -> tuple[tuple[str, ...], bool]:
-    """Return the worker's command line without addresses, and whether it is vLLM.
+class EngineCommand(NamedTuple):
+    """Command line of a worker, without its addresses."""
 
-    `engine_name` is ours, vllm, or the path of a `vllm`. Raises SpecError.
+    words: tuple[str, ...]
+    is_vllm: bool
+
+
+def build_engine_command(engine_name: str, model: str, flags: tuple[str, ...]) -> EngineCommand:
+    """Return the command line of a worker. Raises SpecError.
+
+    `engine_name` is ours, vllm, or the path of a `vllm`. `model`: empty for our engine's built-in model.
     """
     check_flags("the worker's flags", flags)
     if engine_name == "ours":
-        return (sys.executable, "-m", "engine", "serve", *([model] if model else []), *flags), False
+        return EngineCommand((sys.executable, "-m", "engine", "serve", *([model] if model else []), *flags), False)
     if not model:
         raise SpecError("--engine vllm: MODEL is missing")
-    command = (engine_name, "serve", model, *flags)
-    parse_rank_count(command)
-    return command, True
+    words = (engine_name, "serve", model, *flags)
+    parse_rank_count(words)  # for its errors
+    return EngineCommand(words, True)
 
 
 def split_flags(option_name: str, text: str) -> tuple[str, ...]:
@@ -199,7 +209,8 @@ def parse_env(assignments: tuple[str, ...], environment: Mapping[str, str]) -> d
     env: dict[str, str] = {}
     for assignment in assignments:
         name, equals, value = assignment.partition("=")
-        if not name or (not equals and name not in environment):
+        has_value = bool(equals) or name in environment
+        if not name or not has_value:
             raise SpecError(f"--env: got {assignment!r}, expected NAME=VALUE, or a NAME that is set here")
         env[name] = value if equals else environment[name]
     return env

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,17 @@ class WorkerStatus:
     in_flight: int
     """Requests of this router alone."""
     queue_s: float
+    """Predicted seconds of prefill that the busiest rank still has to do."""
     prefill_share: float
+    """Seconds of prefill that the busiest rank was sent, per second."""
 
 
-AdminCall = tuple[str, str, dict[str, Any] | None]
-"""HTTP method, path and body of a call."""
+class AdminCall(NamedTuple):
+    """Call of a route of a router's admin API."""
+
+    method: str
+    path: str
+    body: dict[str, Any] | None = None
 
 
 def parse_workers_page(page: Mapping[str, Any]) -> dict[str, WorkerStatus]:
@@ -67,14 +73,14 @@ def plan_admin_calls(
     They remove other workers, add new ones, and begin or end drains. A new worker that drains already is not added.
     """
     worker_by_id = {str(worker.settings["id"]): worker for worker in listed_workers}
-    calls: list[AdminCall] = [
-        ("DELETE", f"/workers/{worker_id}", None) for worker_id in status_by_worker if worker_id not in worker_by_id
+    calls = [
+        AdminCall("DELETE", f"/workers/{worker_id}") for worker_id in status_by_worker if worker_id not in worker_by_id
     ]
     for worker_id, worker in worker_by_id.items():
         worker_status = status_by_worker.get(worker_id)
         if worker_status is None:
             if not worker.is_draining:
-                calls.append(("POST", "/workers", dict(worker.settings)))
+                calls.append(AdminCall("POST", "/workers", dict(worker.settings)))
         elif worker_status.is_draining != worker.is_draining:
-            calls.append(("POST", f"/workers/{worker_id}/drain", {"on": worker.is_draining}))
+            calls.append(AdminCall("POST", f"/workers/{worker_id}/drain", {"on": worker.is_draining}))
     return calls
