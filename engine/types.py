@@ -61,6 +61,13 @@ class BlockCopy(NamedTuple):
     direction: CopyDirection = CopyDirection.WITHIN_DEVICE
 
 
+class UnitCopy(NamedTuple):
+    """A copy of the recurrent state in one unit to another unit: of a sequence's state to or from a checkpoint."""
+
+    source: UnitId
+    target: UnitId
+
+
 class BlockPlace(NamedTuple):
     """Memory that holds the content of a block: on the device, or of the host."""
 
@@ -254,12 +261,12 @@ class StepPlan:
     """Work of the runner in one step. A chunk that computes a block comes before the chunks that share it."""
 
     chunks: list[Chunk]
-    state_restores: list[tuple[UnitId, UnitId]] = field(default_factory=list)
-    """(checkpoint, state of a sequence) units: the first is copied to the second before the forward pass."""
+    state_restores: list[UnitCopy] = field(default_factory=list)
+    """Copies of checkpoints to the states of sequences, before the forward pass."""
     state_resets: list[UnitId] = field(default_factory=list)
     """State units to zero before the forward pass, of sequences that start without a checkpoint."""
-    state_checkpoints: list[tuple[UnitId, UnitId]] = field(default_factory=list)
-    """(state of a sequence, checkpoint) units: the first is copied to the second after the forward pass."""
+    state_checkpoints: list[UnitCopy] = field(default_factory=list)
+    """Copies of the states of sequences to checkpoints, after the forward pass."""
     block_copies: list[BlockCopy] = field(default_factory=list)
     """Copies of compactions, and to and from host memory, done in this order before everything else."""
 

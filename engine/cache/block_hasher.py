@@ -21,11 +21,19 @@ class ExtraKeys(NamedTuple):
     announced: tuple[str, ...] | None
 
 
-def _extra_keys(lora_name: str | None, salt: str | None, *, first: bool) -> ExtraKeys:
+class CommonPrefix(NamedTuple):
+    """Leading blocks that two sequences have in common."""
+
+    block_count: int
+    hash: int
+    """Hash of the last of these blocks; 0 without any."""
+
+
+def _make_extra_keys(lora_name: str | None, salt: str | None, *, first: bool) -> ExtraKeys:
     return ExtraKeys(make_hash_keys(lora_name, salt, first), make_wire_keys(lora_name, salt, first))
 
 
-_NO_EXTRA_KEYS = _extra_keys(None, None, first=False)
+_NO_EXTRA_KEYS = _make_extra_keys(None, None, first=False)
 
 
 class BlockHasher:
@@ -35,7 +43,7 @@ class BlockHasher:
         self._block_size = block_size
         self._keys_by_sequence: dict[Sequence, list[BlockKey]] = {}
 
-    def block_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
+    def compute_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
         """Return the keys of at least the first `count` blocks, which must be full. Only new blocks are hashed.
 
         A hash covers the block's tokens and the hash of the block before it, so it identifies the whole prefix. The
@@ -51,8 +59,8 @@ class BlockHasher:
         packed_size = len(packed_tokens) // (count - hashed_count)
         first_extra = later_extra = _NO_EXTRA_KEYS
         if request.lora_name is not None or request.cache_salt is not None:
-            first_extra = _extra_keys(request.lora_name, request.cache_salt, first=hashed_count == 0)
-            later_extra = _extra_keys(request.lora_name, request.cache_salt, first=False)
+            first_extra = _make_extra_keys(request.lora_name, request.cache_salt, first=hashed_count == 0)
+            later_extra = _make_extra_keys(request.lora_name, request.cache_salt, first=False)
         parent_hash = keys[-1].hash if keys else None
         hashes = hash_packed_blocks(parent_hash, packed_tokens, size, first_extra.hashed, later_extra.hashed)
         for index, hash_ in enumerate(hashes):
@@ -61,16 +69,16 @@ class BlockHasher:
             keys.append(BlockKey(hash_, block_tokens, announced_keys, request.lora_name))
         return keys
 
-    def find_common_prefix(self, seq: Sequence, other_seq: Sequence) -> tuple[int, int]:
-        """Return (number of leading blocks that both sequences have, hash of the last); (0, 0) without a common block.
+    def find_common_prefix(self, seq: Sequence, other_seq: Sequence) -> CommonPrefix:
+        """Return the leading blocks that both sequences have.
 
         The last token of a sequence is left out, because it must be computed in any case. Equal hashes mean that all
         blocks before are equal, too, so the end of the common prefix is found by bisection.
         """
         max_blocks = min(len(seq.token_ids) - 1, len(other_seq.token_ids) - 1) // self._block_size
-        keys, other_keys = self.block_keys(seq, max_blocks), self.block_keys(other_seq, max_blocks)
+        keys, other_keys = self.compute_keys(seq, max_blocks), self.compute_keys(other_seq, max_blocks)
         if not max_blocks or keys[0].hash != other_keys[0].hash:
-            return 0, 0
+            return CommonPrefix(0, 0)
         min_blocks = 1
         while min_blocks < max_blocks:
             middle = (min_blocks + max_blocks + 1) // 2
@@ -78,9 +86,9 @@ class BlockHasher:
                 min_blocks = middle
             else:
                 max_blocks = middle - 1
-        return min_blocks, keys[min_blocks - 1].hash
+        return CommonPrefix(min_blocks, keys[min_blocks - 1].hash)
 
-    def hashed_keys(self, seq: Sequence) -> Items[BlockKey]:
+    def get_computed_keys(self, seq: Sequence) -> Items[BlockKey]:
         """Return the keys of `seq` that earlier calls computed."""
         return self._keys_by_sequence.get(seq, ())
 
@@ -95,5 +103,5 @@ class NoBlockKeys(BlockHasher):
     def __init__(self) -> None:
         super().__init__(block_size=1)
 
-    def block_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
+    def compute_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
         return []

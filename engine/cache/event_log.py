@@ -28,7 +28,15 @@ class Change(NamedTuple):
     kind: int
     """Kind of the blocks; 0 for DEMOTED, which may have blocks of all kinds."""
     nodes: Any
-    """Nodes of the blocks; for DEMOTED the keys of a dict are (kind, node)."""
+    """Nodes of the blocks, as a list; for DEMOTED, a dict as an ordered set of (kind, node)."""
+
+
+class AnnouncedKind(NamedTuple):
+    """A kind of blocks in the words of the events."""
+
+    name: str
+    """The event's `kv_cache_spec_kind`."""
+    sliding_window: int | None
 
 
 class EventLog:
@@ -36,11 +44,10 @@ class EventLog:
 
     def __init__(self, spec: CacheSpec) -> None:
         self.block_size = spec.block_size
-        self.kinds = [(g.kind, g.sliding_window) for g in spec.groups]
-        """(`kv_cache_spec_kind` of the events, sliding window) of each kind of block."""
+        self.kinds = [AnnouncedKind(g.kind, g.sliding_window) for g in spec.groups]
         if spec.state is not None:
-            self.kinds.append((MAMBA, None))
-        self.joins_chains_by_kind = [kind != MAMBA for kind, _ in self.kinds]
+            self.kinds.append(AnnouncedKind(MAMBA, None))
+        self.joins_chains_by_kind = [kind.name != MAMBA for kind in self.kinds]
         """Whether consecutive blocks of a prefix go into one event, by kind."""
         self._changes: list[Change] = []
 
@@ -172,7 +179,7 @@ class StepEvents(Collection[Event]):
         token_ids = unpack_token_ids(b"".join([node.key.packed_tokens for node in nodes]))
         assert len(token_ids) == len(nodes) * self._log.block_size
         first_node = nodes[0]
-        kind_name, sliding_window = self._log.kinds[kind]
+        announced_kind = self._log.kinds[kind]
         return BlockStored(
             block_hashes=[node.hash for node in nodes],
             parent_block_hash=None if first_node.parent is None else first_node.parent.hash,
@@ -183,8 +190,8 @@ class StepEvents(Collection[Event]):
             lora_name=first_node.key.lora_name,
             extra_keys=[node.key.extra_keys for node in nodes],
             group_idx=kind,
-            kv_cache_spec_kind=kind_name,
-            kv_cache_spec_sliding_window=sliding_window,
+            kv_cache_spec_kind=announced_kind.name,
+            kv_cache_spec_sliding_window=announced_kind.sliding_window,
         )
 
 

@@ -10,6 +10,7 @@ import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from engine.cache.block_hasher import BlockHasher
 from engine.cache.blocks import Block, Node, StateBlock
@@ -20,6 +21,15 @@ _CLOCK_BITS = 40
 """Low bits of a stamp, which count the releases of blocks: of blocks with equal worth, the oldest goes first."""
 _HEAP_SLACK = 64
 """Entries that the heap of states may hold beyond twice the number of cached states."""
+
+
+class StateHeapEntry(NamedTuple):
+    """A cached state in the heap of states, ordered by its stamp when it was pushed."""
+
+    stamp: int
+    entry_id: int
+    """Number of the entry, different for each, so that states are never compared."""
+    state: StateBlock
 
 
 class LruOrder:
@@ -35,16 +45,20 @@ class LruOrder:
     """
 
     def __init__(self, blocks_per_unit: Sequence[int], state_kind: int) -> None:
-        """`state_kind`: the kind of states, which comes after the attention groups."""
+        """Start without cached blocks. `blocks_per_unit[k]`: blocks of kind k in a unit of memory.
+
+        `state_kind`: the kind of states, which comes after the attention groups.
+        """
         self._unit_value = blocks_per_unit[0]
+        """Worth of a KV block: as many full-attention blocks as a unit has, because a state takes a whole unit."""
         self._state_kind = state_kind
         self._release_count = 0
         self._inflation_value = 0
-        """Stamp of the last evicted block, without the release count. New stamps add their worth to it."""
+        """Value to which the worth of a released block is added for its stamp: the stamp of the last evicted block."""
         self._cached_blocks: list[OrderedDict[Block, None]] = [OrderedDict() for _ in blocks_per_unit]
         """Cached blocks of each kind, oldest first."""
-        self._state_heap: list[tuple[int, int, StateBlock]] = []
-        """(stamp, number of entry, state) of cached states. Outdated entries are skipped when they come up."""
+        self._state_heap: list[StateHeapEntry] = []
+        """Cached states. Outdated entries are skipped when they come up."""
         self._heap_entry_ids = itertools.count()
 
     def mark_cached(self, block: Block) -> None:
@@ -55,7 +69,7 @@ class LruOrder:
         block.eviction_stamp = ((self._inflation_value + value) << _CLOCK_BITS) + self._release_count
         self._cached_blocks[kind][block] = None
         if isinstance(block, StateBlock):
-            heapq.heappush(self._state_heap, (block.eviction_stamp, next(self._heap_entry_ids), block))
+            heapq.heappush(self._state_heap, StateHeapEntry(block.eviction_stamp, next(self._heap_entry_ids), block))
             if len(self._state_heap) > 2 * len(self._cached_blocks[kind]) + _HEAP_SLACK:
                 self._drop_outdated_states()
 
@@ -111,7 +125,7 @@ class LruOrder:
         """Return the cached state with the lowest stamp, after removing outdated entries before it."""
         while self._state_heap:
             if _is_current(self._state_heap[0]):
-                return self._state_heap[0][2]
+                return self._state_heap[0].state
             heapq.heappop(self._state_heap)
         return None
 
@@ -127,13 +141,17 @@ class LruOrder:
             if kind < self._state_kind:
                 assert stamps == sorted(stamps)
             else:
-                assert set(blocks) <= {block for stamp, _, block in self._state_heap if stamp == block.eviction_stamp}
+                assert set(blocks) <= {entry.state for entry in self._state_heap if _has_present_stamp(entry)}
 
 
-def _is_current(entry: tuple[int, int, StateBlock]) -> bool:
+def _is_current(entry: StateHeapEntry) -> bool:
     """Return whether the state of a heap entry is cached, and was not used since the entry was pushed."""
-    pushed_stamp, _, block = entry
-    return block.ref_count == 0 and block.node is not None and block.eviction_stamp == pushed_stamp
+    is_cached = entry.state.ref_count == 0 and entry.state.node is not None
+    return is_cached and _has_present_stamp(entry)
+
+
+def _has_present_stamp(entry: StateHeapEntry) -> bool:
+    return entry.state.eviction_stamp == entry.stamp
 
 
 class LruEviction:

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from engine.cache.blocks import Node
-from engine.cache.reuse_stats import ConversationTurn, ReuseStats
+from engine.cache.reuse_stats import ConversationTurn, ReuseStats, TurnClass
 
 _QUEUES_PER_DOUBLING = 2
 """Queues of one class for each doubling of the gap."""
@@ -31,10 +31,11 @@ _UNRESUMABLE_VALUE = 0.02
 class QueueKey(NamedTuple):
     """Properties that all paths of one queue share."""
 
-    turn_class: object
+    turn_class: TurnClass
     gap_step: int
     """log2 of the expected gap before the turn returns, times the queues per doubling."""
     value_log2: int
+    """log2 of the blocks that a path saves, for each block of memory that it takes."""
 
     @property
     def gap(self) -> float:
@@ -42,8 +43,17 @@ class QueueKey(NamedTuple):
         return math.pow(2.0, self.gap_step / _QUEUES_PER_DOUBLING)
 
 
+class SupersededState(NamedTuple):
+    """A recurrent state that a later state of the same path has superseded."""
+
+    value_per_block: float
+    """Blocks that it saves, for each block of its memory."""
+    clock: int
+    """Clock of `ReuseStats` when it was superseded."""
+
+
 class CachedPath:
-    """Cached blocks up to `leaf`, kept because `turn` may be continued."""
+    """Cached blocks up to `leaf`, kept because the next turn after `turn` may reuse them."""
 
     __slots__ = ("leaf", "queue_key", "turn")
 
@@ -62,12 +72,16 @@ class EvictionQueue:
         self._reuse_stats = reuse_stats
         self._blocks_per_state = blocks_per_state
         self._path_by_leaf: dict[Node, CachedPath] = {}
+        """All paths, by the node at their end."""
         self._path_by_turn: dict[ConversationTurn, CachedPath] = {}
         self._abandoned_paths: OrderedDict[CachedPath, None] = OrderedDict()
-        self._superseded_states: OrderedDict[Node, tuple[float, int]] = OrderedDict()
-        """Node of a superseded state -> (worth of a block of its memory, clock when it was added), oldest first."""
+        """Paths of conversations that continue elsewhere, oldest first. They are evicted before all others."""
+        self._superseded_states: OrderedDict[Node, SupersededState] = OrderedDict()
+        """Superseded states by their nodes, oldest first."""
         self._queues: dict[QueueKey, OrderedDict[CachedPath, None]] = {}
+        """All paths that are not abandoned, oldest first in each queue."""
         self._next_path: CachedPath | None = None
+        """Path that is evicted next; None: it must be chosen again."""
 
     def add(self, leaf: Node, turn: ConversationTurn) -> None:
         """Add the path of `turn`, which ends at `leaf`."""
@@ -82,8 +96,12 @@ class EvictionQueue:
         path = self._path_by_leaf.pop(leaf, None)
         if path is not None:
             self._dequeue(path)
-            if self._path_by_turn.get(path.turn) is path:
-                del self._path_by_turn[path.turn]
+            self._forget_turn(path)
+
+    def _forget_turn(self, path: CachedPath) -> None:
+        """Remove a path from the paths by turn, unless its turn has another path."""
+        if self._path_by_turn.get(path.turn) is path:
+            del self._path_by_turn[path.turn]
 
     def find_turn(self, leaf: Node) -> ConversationTurn | None:
         """Return the turn of the path that ends at `leaf`; None if no path does."""
@@ -104,8 +122,7 @@ class EvictionQueue:
             self.requeue(parent)
             return
         self._dequeue(path)
-        if self._path_by_turn.get(path.turn) is path:
-            del self._path_by_turn[path.turn]
+        self._forget_turn(path)
         path.turn = prefix_turn
         self._enqueue(path)
 
@@ -123,7 +140,9 @@ class EvictionQueue:
         """
         self._superseded_states.pop(node, None)
         path = self._path_by_leaf.get(node)
-        if path is not None and path.queue_key is not None and path.queue_key.value_log2 != self._value_log2(node):
+        if path is None or path.queue_key is None:
+            return
+        if path.queue_key.value_log2 != self._compute_value_log2(node):
             self._dequeue(path)
             self._enqueue(path)
             self._next_path = None
@@ -131,20 +150,20 @@ class EvictionQueue:
     def add_superseded_state(self, node: Node, value_per_block: float) -> None:
         """Add a superseded state. `value_per_block`: blocks that it saves, for each block of its memory."""
         if node not in self._path_by_leaf:
-            self._superseded_states[node] = (value_per_block, self._reuse_stats.clock)
+            self._superseded_states[node] = SupersededState(value_per_block, self._reuse_stats.clock)
 
     def select_state(self) -> Node | None:
         """Return the node of the oldest superseded state, if no path is worth less; else None."""
         if not self._superseded_states:
             return None
-        node, (value_per_block, superseded_clock) = next(iter(self._superseded_states.items()))
+        node, state = next(iter(self._superseded_states.items()))
         next_path = self._select_path()
         if next_path is None:
             return node
         mean_reuse = self._reuse_stats.compute_mean_reuse()
-        age = self._reuse_stats.clock - superseded_clock
-        state_value = value_per_block * mean_reuse.return_share / max(2.0**mean_reuse.gap_log2, age)
-        return node if state_value <= self._current_value(next_path) else None
+        age = self._reuse_stats.clock - state.clock
+        state_value = state.value_per_block * mean_reuse.return_share / max(2.0**mean_reuse.gap_log2, age)
+        return node if state_value <= self._compute_value(next_path) else None
 
     def mark_abandoned(self, turn: ConversationTurn) -> None:
         """Evict the path of `turn` first from now on, because the next turn of its conversation has another path."""
@@ -169,6 +188,7 @@ class EvictionQueue:
         self._next_path = None
 
     def check_invariants(self, leaves: set[Node]) -> None:
+        """Assert that there is one path for each of the `leaves`, and that each path is in exactly one queue."""
         paths = set(self._path_by_leaf.values())
         assert set(self._path_by_leaf) == leaves
         assert all(path.leaf is leaf for leaf, path in self._path_by_leaf.items())
@@ -181,42 +201,44 @@ class EvictionQueue:
         assert not self._superseded_states.keys() & leaves
 
     def check_states(self, nodes_with_states: set[Node]) -> None:
+        """Assert that all superseded states are at nodes that have a state in this memory."""
         assert self._superseded_states.keys() <= nodes_with_states
 
     def _select_path(self) -> CachedPath | None:
         """Return the path to evict from: the path of the last call, until it is gone or another path is added."""
         if self._next_path is None:
-            self._next_path = next(iter(self._abandoned_paths), None) or self._least_valuable_path()
+            self._next_path = next(iter(self._abandoned_paths), None) or self._find_least_valuable()
         return self._next_path
 
-    def _least_valuable_path(self) -> CachedPath | None:
+    def _find_least_valuable(self) -> CachedPath | None:
         """Return the path that is worth least. A queue offers its oldest path if that is overdue, else its youngest."""
         least_valuable, value_min = None, math.inf
         for key, queue in self._queues.items():
             path = next(iter(queue))
             if not self._is_overdue(path, key):
                 path = next(reversed(queue))
-            value = self._current_value(path)
+            value = self._compute_value(path)
             if value < value_min:
                 least_valuable, value_min = path, value
         return least_valuable
 
-    def _current_value(self, path: CachedPath) -> float:
+    def _compute_value(self, path: CachedPath) -> float:
         """Return the expected hits of a block of the path per unit of time; 0 if the path is abandoned."""
         key = path.queue_key
         if key is None:
             return 0.0
-        wait = self._age(path) if self._is_overdue(path, key) else key.gap
+        wait = self._compute_age(path) if self._is_overdue(path, key) else key.gap
         return self._reuse_stats.get_counts(path.turn).return_share / wait * 2.0**key.value_log2
 
-    def _age(self, path: CachedPath) -> int:
+    def _compute_age(self, path: CachedPath) -> int:
+        """Return the blocks of all prompts since the path's turn ended."""
         return self._reuse_stats.clock - path.turn.end_clock
 
     def _is_overdue(self, path: CachedPath, key: QueueKey) -> bool:
         """Return whether the turn of a path in the queue of `key` should have returned long ago."""
-        return self._age(path) > _OVERDUE_GAPS * key.gap
+        return self._compute_age(path) > _OVERDUE_GAPS * key.gap
 
-    def _value_log2(self, leaf: Node) -> int:
+    def _compute_value_log2(self, leaf: Node) -> int:
         """Return the rounded log2 of the blocks that the path to `leaf` saves, per block of memory that it takes.
 
         If the state at the leaf saves 30 blocks, and takes the memory of 10, the value is 30 / (30 + 10). 0 for a model
@@ -232,8 +254,9 @@ class EvictionQueue:
     def _enqueue(self, path: CachedPath) -> None:
         """Put a path into the queue of its class, gap and value."""
         turn = path.turn
-        gap_step = round(self._reuse_stats.expected_gap_log2(turn) * _QUEUES_PER_DOUBLING)
-        path.queue_key = key = QueueKey(self._reuse_stats.classify_turn(turn), gap_step, self._value_log2(path.leaf))
+        gap_step = round(self._reuse_stats.estimate_gap_log2(turn) * _QUEUES_PER_DOUBLING)
+        value_log2 = self._compute_value_log2(path.leaf)
+        path.queue_key = key = QueueKey(self._reuse_stats.classify_turn(turn), gap_step, value_log2)
         self._queues.setdefault(key, OrderedDict())[path] = None
 
     def _dequeue(self, path: CachedPath) -> None:

@@ -66,8 +66,9 @@ class KVCache:
         self.windows = AttentionWindows(spec, step_tokens_max)
         if not enable_prefix_caching:
             host_unit_count = 0
+        can_learn = enable_prefix_caching and not self.windows.sliding_groups
         self._eviction = LruEviction(spec)
-        if adaptive_eviction and enable_prefix_caching and not self.windows.sliding_groups:
+        if adaptive_eviction and can_learn:
             self._eviction = LearnedEviction(spec, unit_count + host_unit_count)
         # Tree and pool need each other: the tree gives evicted blocks back to the pool, and the pool tells it to evict.
         self.tree = PrefixTree(spec, self._eviction, lambda block: self.pool.drop(block))
@@ -135,7 +136,7 @@ class KVCache:
         if seq.request.params.prompt_logprobs is not None:
             return []
         block_count = (len(seq.token_ids) - 1) // self.block_size
-        return self._hasher.block_keys(seq, block_count)[:block_count]
+        return self._hasher.compute_keys(seq, block_count)[:block_count]
 
     def should_wait(self, seq: Sequence) -> bool:
         """Return whether `seq` should wait, because a running sequence is about to cache more of its prompt.
@@ -153,9 +154,10 @@ class KVCache:
     def _will_compute(self, index: int, key: BlockKey) -> bool:
         """Return whether a running sequence has this key at block `index`, and has yet to compute that block."""
         for seq, seq_blocks in self._blocks_by_sequence.items():
-            if len(seq_blocks.nodes) > index or seq_blocks.is_detached:
+            has_registered_block = len(seq_blocks.nodes) > index
+            if has_registered_block or seq_blocks.is_detached:
                 continue
-            keys = self._hasher.hashed_keys(seq)
+            keys = self._hasher.get_computed_keys(seq)
             if index < len(keys) and keys[index].hash == key.hash:
                 return True
         return False
@@ -239,7 +241,7 @@ class KVCache:
         """
         if self.has_states:
             full_block_count = (len(seq.token_ids) - 1) // self.block_size
-            keys = self._hasher.block_keys(seq, full_block_count)
+            keys = self._hasher.compute_keys(seq, full_block_count)
             for block_count in {matched_block_count, min(full_block_count, len(keys))} - {0}:
                 self.states.plan_checkpoint(seq, block_count, keys[block_count - 1].hash)
 
@@ -250,11 +252,12 @@ class KVCache:
         """
         if self._blocks_by_sequence[seq].is_detached:
             return 0
-        block_count, hash_ = self._hasher.find_common_prefix(seq, waiting_seq)
-        if not block_count:
+        prefix = self._hasher.find_common_prefix(seq, waiting_seq)
+        if not prefix.block_count:
             return 0
-        self.states.plan_checkpoint(seq, block_count, hash_)
-        return 0 if waiting_seq.request.params.prompt_logprobs is not None else block_count * self.block_size
+        self.states.plan_checkpoint(seq, prefix.block_count, prefix.hash)
+        needs_all_logits = waiting_seq.request.params.prompt_logprobs is not None  # then every token is computed
+        return 0 if needs_all_logits else prefix.block_count * self.block_size
 
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
         """Return the end of a chunk of `seq`: `end`, or the next planned checkpoint if that comes first."""
@@ -265,17 +268,24 @@ class KVCache:
         missing_count = ceil_div(end, self.block_size) - len(seq.block_tables[FULL_KIND])
         if missing_count <= 0:
             return True
-        new_blocks: list[tuple[int, Block]] = []
-        for group in self._groups:
-            for _ in range(missing_count):
-                block = self._allocate(group)
-                if block is None:
-                    for _, new_block in reversed(new_blocks):
-                        self.pool.release(new_block)
-                    return False
-                new_blocks.append((group, block))
+        new_blocks = self._allocate_for_groups(missing_count)
+        if new_blocks is None:
+            return False
         self._blocks_by_sequence[seq].append(new_blocks)
         return True
+
+    def _allocate_for_groups(self, count: int) -> list[Block] | None:
+        """Allocate `count` blocks for each attention group; None, with nothing allocated, if there is no memory."""
+        new_blocks: list[Block] = []
+        for group in self._groups:
+            for _ in range(count):
+                block = self._allocate(group)
+                if block is None:
+                    for new_block in reversed(new_blocks):
+                        self.pool.release(new_block)
+                    return None
+                new_blocks.append(block)
+        return new_blocks
 
     def _allocate(self, kind: int) -> Block | None:
         """Allocate a block of `kind`, if need be after moving blocks; None if sequences hold too much memory."""
@@ -296,8 +306,7 @@ class KVCache:
         The plan being made copies the contents of moved blocks. A moved block has another id, so all block tables are
         written again.
         """
-        moves = self.pool.compact(kind)
-        for block, old_id in moves:
+        for block, old_id in self.pool.compact(kind):
             self._block_copies.append(BlockCopy(block.kind, old_id, block.id))
         for seq_blocks in self._blocks_by_sequence.values():
             seq_blocks.increment_table_version()

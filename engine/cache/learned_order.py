@@ -98,16 +98,14 @@ class LearnedDeviceOrder(_LearnedOrder):
             self._eviction.requeue_state(node)
             return
         parent = node.parent
-        if parent is not None and parent.is_cached(FULL_KIND) and not parent.cached_child_count:
+        if parent is not None and _is_leaf_on_device(parent):
             self._queue.shorten_path(node, parent)
         else:
             self._queue.remove(node)
 
     def check_nodes(self, nodes: Collection[Node]) -> None:
         """Assert that the queue holds exactly the cached nodes that have no cached child."""
-        self._queue.check_invariants(
-            {node for node in nodes if node.is_cached(FULL_KIND) and not node.cached_child_count}
-        )
+        self._queue.check_invariants({node for node in nodes if _is_leaf_on_device(node)})
         self._queue.check_states({node for node in nodes if node.is_cached(-1)})
 
 
@@ -141,7 +139,7 @@ class LearnedHostOrder(_LearnedOrder):
     def mark_node_removed(self, node: Node) -> None:
         """Record that `node` left the tree. Its path ends at its parent now, if host memory alone has that."""
         parent = node.parent
-        if parent is None or parent.children or not parent.is_cached_on_host(FULL_KIND):
+        if parent is None or not _is_leaf_on_host(parent):
             self._queue.remove(node)
         elif self._queue.find_turn(node) is not None:
             self._queue.shorten_path(node, parent)
@@ -150,10 +148,18 @@ class LearnedHostOrder(_LearnedOrder):
 
     def check_nodes(self, nodes: Collection[Node]) -> None:
         """Assert that the queue holds exactly the ends of paths that only host memory has, and that no step reads."""
-        self._queue.check_invariants(
-            {node for node in nodes if node.is_cached_on_host(FULL_KIND) and not node.children}
-        )
+        self._queue.check_invariants({node for node in nodes if _is_leaf_on_host(node)})
         self._queue.check_states({node for node in nodes if node.is_cached_on_host(-1)})
+
+
+def _is_leaf_on_device(node: Node) -> bool:
+    """Return whether a path of cached blocks on the device ends at a node."""
+    return node.is_cached(FULL_KIND) and not node.cached_child_count
+
+
+def _is_leaf_on_host(node: Node) -> bool:
+    """Return whether a path of cached blocks in host memory ends at a node."""
+    return node.is_cached_on_host(FULL_KIND) and not node.children
 
 
 class LearnedEviction(LruEviction):
@@ -183,7 +189,7 @@ class LearnedEviction(LruEviction):
     def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:
         """Record a sequence's prompt as a turn of a conversation. The first `hit_blocks` of its blocks were cached."""
         block_count = len(seq.token_ids) // self._block_size
-        hashes = [key.hash for key in hasher.block_keys(seq, block_count)[:block_count]]
+        hashes = [key.hash for key in hasher.compute_keys(seq, block_count)[:block_count]]
         self._turn_by_sequence[seq] = self.reuse_stats.begin_turn(hashes, hit_blocks)
 
     def end_turn(self, seq: EngineSequence) -> None:

@@ -16,11 +16,19 @@ with holes only is free; the order knows exactly the cached blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from engine.cache.blocks import Block, StateBlock, Unit
 from engine.cache.eviction_order import LruOrder
 from engine.cache.spec import ceil_div
 from engine.types import BlockId
+
+
+class BlockMove(NamedTuple):
+    """A live block that got other memory. Its contents must be copied from the block that had `old_id`."""
+
+    block: Block
+    old_id: BlockId
 
 
 class UnitPool:
@@ -123,7 +131,8 @@ class UnitPool:
             assert not block.is_pending, f"{block!r}: the last reference to a block being computed was released"
             self._order.mark_cached(block)
         is_unit_free = unit.kind is None  # `_make_hole` frees a unit that has only holes
-        if unit.live_blocks == 0 and not is_unit_free and kind in self._attention_kinds:
+        is_unit_idle = unit.live_blocks == 0 and not is_unit_free
+        if is_unit_idle and kind in self._attention_kinds:
             self._idle_units[kind] += 1
 
     def drop(self, block: Block) -> None:
@@ -207,18 +216,18 @@ class UnitPool:
         self._evict_block(victim)
         return True
 
-    def compact(self, kind: int) -> list[tuple[Block, BlockId]]:
+    def compact(self, kind: int) -> list[BlockMove]:
         """Free a unit of memory that another kind uses, so that `kind` can have it.
 
         Live blocks of that unit move to unused blocks in other units of their kind; cached blocks may be evicted. If
-        `can_allocate` was true before, a unit is free afterwards. Returns the moves as (block, old id), in order. The
-        block already has its new id; the caller must copy the contents.
+        `can_allocate` was true before, a unit is free afterwards. Returns the moves in order. The blocks already have
+        their new ids; the caller must copy their contents.
         """
         source_unit = self._find_unit_to_empty(kind)
         if source_unit is None:
             return []
         for block in list(source_unit.blocks):
-            if block.node is not None and block.ref_count == 0:
+            if _is_cached(block):
                 self._evict_block(block)
         return [] if self._free_units else self._move_live_blocks(source_unit)
 
@@ -237,15 +246,14 @@ class UnitPool:
                 candidates += units
         return min(candidates, key=lambda unit: unit.live_blocks, default=None)
 
-    def _move_live_blocks(self, source_unit: Unit) -> list[tuple[Block, BlockId]]:
+    def _move_live_blocks(self, source_unit: Unit) -> list[BlockMove]:
         """Move the live blocks of a unit to unused blocks (holes) in other units of its kind, and free the unit.
 
         One free unit is enough. So if an eviction frees another unit meanwhile, the other blocks stay in `source_unit`.
-        Returns the moves as (block, old id).
         """
         kind = source_unit.kind
         assert kind is not None
-        moves: list[tuple[Block, BlockId]] = []
+        moves: list[BlockMove] = []
         self._unindex_by_holes(source_unit, kind)  # so that `_take_hole` finds holes of other units only
         for slot, block in enumerate(source_unit.blocks):
             if block.ref_count == 0:
@@ -254,7 +262,7 @@ class UnitPool:
             if hole is None:
                 self._index_by_holes(source_unit, kind)
                 return moves
-            moves.append((block, block.id))
+            moves.append(BlockMove(block, block.id))
             self._swap_with_hole(block, slot, hole)
         assert source_unit.live_blocks == 0
         self._free_unit(source_unit)
@@ -290,30 +298,30 @@ class UnitPool:
         """
         free_units = set(self._free_units)
         assert len(free_units) == len(self._free_units)
-        live_blocks_by_kind = [0] * len(self.blocks_per_unit)
-        cached_blocks: list[set[Block]] = [set() for _ in live_blocks_by_kind]
-        idle_units: list[list[Unit]] = [[] for _ in live_blocks_by_kind]
         for unit in self.units:
+            assert (unit in free_units) == (unit.kind is None)
             if unit.kind is None:
-                assert unit in free_units
                 assert not unit.blocks
-                continue
-            assert unit not in free_units
-            blocks_per_unit = self.blocks_per_unit[unit.kind]
-            assert len(unit.blocks) == blocks_per_unit > len(unit.holes)
-            holes = set(unit.holes)
-            for block in unit.blocks:
-                assert (block in holes) == (block.ref_count == 0 and block.node is None), repr(block)
-            unit_live_blocks = sum(block.ref_count > 0 for block in unit.blocks)
-            assert unit.live_blocks == unit_live_blocks
-            live_blocks_by_kind[unit.kind] += unit_live_blocks
-            cached_blocks[unit.kind].update(b for b in unit.blocks if b.ref_count == 0 and b.node is not None)
-            if unit_live_blocks == 0 and unit.kind in self._attention_kinds:
-                idle_units[unit.kind].append(unit)
-            if holes:
-                assert unit in self._units_by_hole_count[unit.kind][len(holes)]
-        assert live_blocks_by_kind == self._live_blocks
+            else:
+                self._check_divided_unit(unit, unit.kind)
         assert self.live_units <= len(self.units)
+        cached_blocks: list[set[Block]] = []
+        for kind, live_blocks in enumerate(self._live_blocks):
+            units = [unit for unit in self.units if unit.kind == kind]
+            assert live_blocks == sum(unit.live_blocks for unit in units)
+            if kind in self._attention_kinds:
+                assert self._idle_units[kind] == sum(unit.live_blocks == 0 for unit in units)
+            cached_blocks.append({block for unit in units for block in unit.blocks if _is_cached(block)})
         self._order.check_blocks(cached_blocks, len(self.units))
-        for kind in self._attention_kinds:
-            assert self._idle_units[kind] == len(idle_units[kind])
+
+    def _check_divided_unit(self, unit: Unit, kind: int) -> None:
+        """Assert that a unit with blocks of `kind` counts and lists its live and unused blocks rightly."""
+        assert len(unit.blocks) == self.blocks_per_unit[kind] > len(unit.holes)
+        assert unit.live_blocks == sum(block.ref_count > 0 for block in unit.blocks)
+        assert set(unit.holes) == {block for block in unit.blocks if block.ref_count == 0 and block.node is None}
+        if unit.holes:
+            assert unit in self._units_by_hole_count[kind][len(unit.holes)]
+
+
+def _is_cached(block: Block) -> bool:
+    return block.ref_count == 0 and block.node is not None

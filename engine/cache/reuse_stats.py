@@ -34,6 +34,16 @@ _PRIOR_TURNS = 10.0
 """Turns that every class is assumed to have had at the start; half of them returned."""
 
 
+class TurnClass(NamedTuple):
+    """Properties that turns have in common which are counted together."""
+
+    is_shared_prefix: bool
+    turn_count: int
+    """Number of turns of the conversation so far, at most _TURNS_MAX."""
+    added_step: int
+    """Step of the number of tokens that the last turn added: 0, 512, 2048, 8192 tokens, and so on."""
+
+
 class ConversationTurn:
     """A request of a conversation. The prompt of the next turn begins with the prompt of this one.
 
@@ -53,10 +63,12 @@ class ConversationTurn:
     )
 
     def __init__(self, prompt_blocks: int, shared_blocks: int, *, is_shared_prefix: bool = False) -> None:
+        """Make the first turn of a conversation, with a prompt of `prompt_blocks` blocks.
+
+        `shared_blocks`: number of its leading blocks that other conversations have, too.
+        """
         self.prompt_blocks = prompt_blocks
-        """Blocks of the prompt."""
         self.shared_blocks = shared_blocks
-        """Leading blocks of the prompt that other conversations have, too."""
         self.is_shared_prefix = is_shared_prefix
         self.turn_count = 1
         """Number of turns of the conversation up to this one."""
@@ -77,6 +89,7 @@ class ReuseCounts:
     __slots__ = ("gap_log2_sum", "return_count", "turn_count")
 
     def __init__(self, gap_estimate: int) -> None:
+        """Begin with a few assumed turns, half of which returned after a gap of `gap_estimate` blocks of prompts."""
         self.turn_count = _PRIOR_TURNS
         self.return_count = _PRIOR_TURNS / 2
         self.gap_log2_sum = self.return_count * math.log2(gap_estimate)
@@ -126,7 +139,7 @@ class ReuseStats:
         """Turns that are not counted yet, oldest first."""
         self._shared_prefixes: OrderedDict[int, ConversationTurn] = OrderedDict()
         """Hash of the last block of a shared prefix -> the prefix, least recently used first."""
-        self._counts_by_class: dict[tuple[bool, int, int], ReuseCounts] = {}
+        self._counts_by_class: dict[TurnClass, ReuseCounts] = {}
         self._mean_reuse = MeanReuse(0.5, math.log2(capacity_blocks))
         """Last result of `compute_mean_reuse`."""
         self._mean_reuse_clock = -1
@@ -220,13 +233,10 @@ class ReuseStats:
             prefix_turn.end_clock = max(prefix_turn.end_clock, last_use)
         return prefix_turn
 
-    def classify_turn(self, turn: ConversationTurn) -> tuple[bool, int, int]:
-        """Return the class of a turn: (whether it is a shared prefix, number of turns, step of the tokens added).
-
-        Steps begin at 0, 512, 2048, 8192 tokens and so on, by a factor of four.
-        """
+    def classify_turn(self, turn: ConversationTurn) -> TurnClass:
+        """Return the class of a turn. Turns of one class are expected to return equally often, after equal gaps."""
         added_step = min(_ADDED_STEP_MAX, (turn.added_blocks // self._blocks_per_256_tokens).bit_length() // 2)
-        return turn.is_shared_prefix, min(turn.turn_count, _TURNS_MAX), added_step
+        return TurnClass(turn.is_shared_prefix, min(turn.turn_count, _TURNS_MAX), added_step)
 
     def get_counts(self, turn: ConversationTurn) -> ReuseCounts:
         """Return the counts of a turn's class."""
@@ -248,7 +258,7 @@ class ReuseStats:
             self._mean_reuse_clock = self.clock
         return self._mean_reuse
 
-    def expected_gap_log2(self, turn: ConversationTurn) -> float:
+    def estimate_gap_log2(self, turn: ConversationTurn) -> float:
         """Return log2 of the gap after which this turn is expected to return."""
         class_gap_log2 = self.get_counts(turn).mean_gap_log2
         return class_gap_log2 if turn.gap_blocks is None else (class_gap_log2 + math.log2(max(1, turn.gap_blocks))) / 2

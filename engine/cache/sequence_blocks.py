@@ -53,12 +53,12 @@ class SequenceBlocks:
         """Make the runner read this sequence's tables again in full, because blocks in them were replaced."""
         self.seq.table_version += 1
 
-    def append(self, new_blocks: list[tuple[int, Block]]) -> None:
-        """Append (group, block) pairs to the tables."""
+    def append(self, new_blocks: list[Block]) -> None:
+        """Append each block to the table of its group."""
         blocks_by_group, tables = self.blocks_by_group, self.seq.block_tables
-        for group, block in new_blocks:
-            blocks_by_group[group].append(block)
-            tables[group].append(block.id)
+        for block in new_blocks:
+            blocks_by_group[block.kind].append(block)
+            tables[block.kind].append(block.id)
 
     def replace(self, group: int, index: int, block: Block) -> Block:
         """Replace one block of a table. Returns the old block, which the caller must release."""
@@ -113,10 +113,12 @@ class SequenceBlocks:
         for group, held_blocks in enumerate(self.blocks_by_group):
             for node in self.nodes[start:end]:
                 block = node.blocks[group]
-                if block is not None and block.is_pending and held_blocks[node.depth] is block:
+                is_own_block = held_blocks[node.depth] is block
+                if block is not None and is_own_block and block.is_pending:
                     yield block
 
     def check_invariants(self) -> None:
+        """Assert that the tables list the held blocks, without gaps, each of its group and at its place in the tree."""
         for group, (blocks, table) in enumerate(zip(self.blocks_by_group, self.seq.block_tables)):
             assert _list_ids(blocks) == table
             is_held = [block is not None for block in blocks]

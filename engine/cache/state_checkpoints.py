@@ -36,7 +36,7 @@ from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
 from engine.cache.spec import ceil_div
-from engine.types import Chunk, Sequence, StepPlan, UnitId
+from engine.types import Chunk, Sequence, StepPlan, UnitCopy
 
 _LONG_CHUNK_TOKENS = 1024
 """Prefill chunks from this length on end at a block boundary, so that a checkpoint can be taken there."""
@@ -106,8 +106,8 @@ class StateCheckpoints:
         self._host_tier = host_tier
         self._allocate = allocate
         self._state_by_sequence: dict[Sequence, _SequenceState] = {}
-        self._planned_copies: list[tuple[UnitId, UnitId]] = []
-        """(state of a sequence, checkpoint) units of the copies that the step being planned makes."""
+        self._planned_copies: list[UnitCopy] = []
+        """Copies of states to checkpoints that the step being planned makes."""
 
     def find_source(self, nodes: list[Node], block_counts: list[int]) -> StateSource:
         """Return the checkpoint from which a sequence resumes after the prefix `nodes`.
@@ -134,22 +134,21 @@ class StateCheckpoints:
         if checkpoint is not None:
             self._pool.acquire(checkpoint)
             checkpoint.is_shared = True
-        loads: list[HostLoad] = []
         if checkpoint is not None and not source.should_copy:
             assert checkpoint.ref_count == 1
             self._tree.detach(checkpoint)
-            state = _SequenceState(checkpoint, None, needs_init=False)
-        else:
-            # Hold the host's block before the allocation, which may evict blocks of the host.
-            host_block = None if source.host_node is None else self._host_tier.pin(source.host_node, self._kind)
-            block = self._allocate(self._kind)
-            assert isinstance(block, StateBlock), "admitted without room for its state"
-            state = _SequenceState(block, checkpoint, needs_init=host_block is None)
-            if host_block is not None:
-                loads.append(HostLoad(block, host_block))
+            self._set_state(seq, _SequenceState(checkpoint, None, needs_init=False))
+            return []
+        # Hold the host's block before the allocation, which may evict blocks of the host.
+        host_block = None if source.host_node is None else self._host_tier.pin(source.host_node, self._kind)
+        block = self._allocate(self._kind)
+        assert isinstance(block, StateBlock), "admitted without room for its state"
+        self._set_state(seq, _SequenceState(block, checkpoint, needs_init=host_block is None))
+        return [] if host_block is None else [HostLoad(block, host_block)]
+
+    def _set_state(self, seq: Sequence, state: _SequenceState) -> None:
         self._state_by_sequence[seq] = state
         seq.state_unit = state.block.unit.index
-        return loads
 
     def plan_checkpoint(self, seq: Sequence, block_count: int, hash_: int) -> None:
         """Plan a checkpoint of `seq` after `block_count` blocks. `hash_`: hash of the last of them."""
@@ -196,8 +195,9 @@ class StateCheckpoints:
         state = self._state_by_sequence[seq]
         block_count, remainder = divmod(end, self._block_size)
         ends_at_block = not remainder and block_count <= len(nodes)
+        is_planned = block_count in state.planned_checkpoints
         is_long = end - start >= _CHECKPOINT_CHUNK_TOKENS
-        is_due = block_count in state.planned_checkpoints or is_long or _is_decode(seq, start, end)
+        is_due = is_planned or is_long or _is_decode(seq, start, end)
         if not ends_at_block or not is_due:
             return
         node = nodes[block_count - 1]
@@ -217,7 +217,7 @@ class StateCheckpoints:
                 self._tree.attach(node, block)
             state = self._state_by_sequence[seq]
             state.pending_checkpoint_by_end[end] = block
-            self._planned_copies.append((state.block.unit.index, block.unit.index))
+            self._planned_copies.append(_copy_state(state.block, block))
 
     def attach_checkpoint(self, seq: Sequence, node: Node, end: int) -> None:
         """Give `node` the checkpoint that the step being committed took at `end`, unless it has one."""
@@ -240,7 +240,7 @@ class StateCheckpoints:
                 if state.source_checkpoint is None:
                     plan.state_resets.append(state.block.unit.index)
                 else:
-                    plan.state_restores.append((state.source_checkpoint.unit.index, state.block.unit.index))
+                    plan.state_restores.append(_copy_state(state.source_checkpoint, state.block))
             for block_count in [n for n in state.planned_checkpoints if n * self._block_size <= chunk.end]:
                 del state.planned_checkpoints[block_count]
             checkpoint = state.pending_checkpoint_by_end.get(chunk.end)
@@ -276,13 +276,14 @@ class StateCheckpoints:
 
     def _evict_unless_used(self, checkpoint: StateBlock) -> None:
         """Evict a checkpoint, unless other sequences have reached it or hold it."""
-        if checkpoint.node is not None and not checkpoint.is_shared and not checkpoint.ref_count:
+        is_used = checkpoint.is_shared or checkpoint.ref_count > 0
+        if checkpoint.node is not None and not is_used:
             self._tree.evict(checkpoint, keep_on_host=False)
 
     def release_new_checkpoint(self, checkpoint: StateBlock) -> None:
         """Release a checkpoint that was just announced, so that it becomes cached. It supersedes the one before it."""
         assert checkpoint.node is not None
-        previous_node = self._previous_checkpoint(checkpoint.node)
+        previous_node = self._find_previous_checkpoint(checkpoint.node)
         if previous_node is not None:
             self._mark_superseded(previous_node)
         self._release_checkpoint(checkpoint)
@@ -319,32 +320,34 @@ class StateCheckpoints:
         if node is None:
             self._pool.release(checkpoint)
             return
-        previous_node = self._previous_checkpoint(node)
+        previous_node = self._find_previous_checkpoint(node)
         if not is_superseded:
             # Few requests resume from superseded checkpoints, so these do not count as previous.
             while previous_node is not None and previous_node.has_superseded_state():
-                previous_node = self._previous_checkpoint(previous_node)
+                previous_node = self._find_previous_checkpoint(previous_node)
         saved_blocks = node.depth + 1 if previous_node is None else node.depth - previous_node.depth
         checkpoint.value = compute_state_value(saved_blocks, is_superseded=is_superseded)
         self._pool.release(checkpoint)
 
-    def _previous_checkpoint(self, node: Node) -> Node | None:
+    def _find_previous_checkpoint(self, node: Node) -> Node | None:
         """Return the nearest ancestor with a checkpoint in either memory; None if there is none."""
         ancestor = node.parent
-        while (
-            ancestor is not None and not ancestor.has_computed(self._kind) and not ancestor.has_host_block(self._kind)
-        ):
+        while ancestor is not None:
+            if ancestor.has_computed(self._kind) or ancestor.has_host_block(self._kind):
+                return ancestor
             ancestor = ancestor.parent
-        return ancestor
+        return None
 
     def _mark_superseded(self, node: Node) -> None:
-        """Mark the checkpoint at `node` as superseded, unless the prefix tree branches there."""
+        """Mark the checkpoint at `node` as superseded, unless it is held, or the prefix tree branches there."""
         checkpoint = node.checkpoint
-        if checkpoint is not None and checkpoint.ref_count == 0 and len(node.children) < 2:
+        has_branches = len(node.children) > 1
+        if checkpoint is not None and checkpoint.ref_count == 0 and not has_branches:
             self._pool.acquire(checkpoint)
             self._release_checkpoint(checkpoint, is_superseded=True)
 
     def check_invariants(self) -> None:
+        """Assert that each sequence has a state of its own, and that its planned checkpoints are still to come."""
         for seq, state in self._state_by_sequence.items():
             assert state.block.ref_count == 1
             assert state.block.node is None
@@ -359,6 +362,10 @@ class StateCheckpoints:
             for state in self._state_by_sequence.values()
         ]
         return [block for blocks in blocks_by_state for block in blocks if block is not None]
+
+
+def _copy_state(source: StateBlock, target: StateBlock) -> UnitCopy:
+    return UnitCopy(source.unit.index, target.unit.index)
 
 
 def _is_decode(seq: Sequence, start: int, end: int) -> bool:

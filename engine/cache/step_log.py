@@ -148,7 +148,7 @@ class StepLog:
         `is_computed`: the blocks are computed already. They cannot be merged with a block that another step in flight
         is still to compute, so registration stops there.
         """
-        keys = self._hasher.block_keys(seq_blocks.seq, full_count)
+        keys = self._hasher.compute_keys(seq_blocks.seq, full_count)
         for index in range(len(seq_blocks.nodes), full_count):
             node = self._tree.get_or_create(keys[index], seq_blocks.nodes[-1] if seq_blocks.nodes else None)
             if node is None:

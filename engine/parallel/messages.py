@@ -12,7 +12,18 @@ from typing import NamedTuple
 import msgspec
 
 from engine.config import EngineConfig
-from engine.types import BlockCopy, BlockId, BlockPlace, Chunk, Request, SamplingParams, Sequence, StepPlan, UnitId
+from engine.types import (
+    BlockCopy,
+    BlockId,
+    BlockPlace,
+    Chunk,
+    Request,
+    SamplingParams,
+    Sequence,
+    StepPlan,
+    UnitCopy,
+    UnitId,
+)
 
 
 # leader -> follower
@@ -92,9 +103,9 @@ class PlanMessage(msgspec.Struct, tag="plan", array_like=True, frozen=True):
     """A step's plan."""
 
     chunks: list[ChunkMessage]
-    state_restores: list[tuple[UnitId, UnitId]]
+    state_restores: list[UnitCopy]
     state_resets: list[UnitId]
-    state_checkpoints: list[tuple[UnitId, UnitId]]
+    state_checkpoints: list[UnitCopy]
     block_copies: list[BlockCopy]
 
 

@@ -77,8 +77,8 @@ def removed_blocks_are_announced_one_by_one(patch: Patch) -> None:
 
 
 def gaps_are_learned_twice_as_long(patch: Patch) -> None:
-    real = ReuseStats.expected_gap_log2
-    patch.setattr(ReuseStats, "expected_gap_log2", lambda self, turn: real(self, turn) + 1)
+    real = ReuseStats.estimate_gap_log2
+    patch.setattr(ReuseStats, "estimate_gap_log2", lambda self, turn: real(self, turn) + 1)
 
 
 def nothing_is_kept_to_grow_into(patch: Patch) -> None:

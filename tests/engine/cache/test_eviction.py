@@ -153,7 +153,7 @@ def test_the_least_of_all_is_found_at_the_ends_of_queues(seed: int) -> None:
         place = make_node(step)
         queue.add(place, turn)
         naive.entries.append(
-            (place, turn, (reuse_stats.classify_turn(turn), round(reuse_stats.expected_gap_log2(turn) * 2)))
+            (place, turn, (reuse_stats.classify_turn(turn), round(reuse_stats.estimate_gap_log2(turn) * 2)))
         )
         if rng.random() < 0.4:
             selected_leaf = queue.select_leaf()

@@ -60,7 +60,7 @@ def test_with_one_chance_for_all_what_saves_least_for_its_room_goes_first(
 ) -> None:
     """As GreedyDual-Size has it for what is of one age: by what is saved and what it takes, whatever its class."""
     monkeypatch.setattr(ReuseStats, "classify_turn", lambda self, turn: (False, 1, 0))
-    monkeypatch.setattr(ReuseStats, "expected_gap_log2", lambda self, turn: 10.0)
+    monkeypatch.setattr(ReuseStats, "estimate_gap_log2", lambda self, turn: 10.0)
     rng = random.Random(0)
     saves = [1, 2, 5, 14, 300]
     rng.shuffle(saves)
