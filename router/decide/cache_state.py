@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from options.bounded_dict import BoundedDict
 from router.decide.config import CoreConfig
 from router.decide.price import Candidate, estimate_tier_load_s
 from router.decide.recent_prompts import RecentPrompts
@@ -63,7 +64,7 @@ class CacheState:
         """target name -> approximate cache, for targets without events."""
         self._grace_pins: deque[GracePin] = deque()
         """Pins of ended requests, the first to be released first."""
-        self.cleared_at_s: OrderedDict[str, float] = OrderedDict()
+        self.cleared_at_s: BoundedDict[str, float] = BoundedDict(CLEARED_WORKERS_MAX)
         """worker -> when the whole cache of the worker, or of one of its ranks, was last lost. Removed workers stay, up
         to CLEARED_WORKERS_MAX workers."""
 
@@ -93,9 +94,6 @@ class CacheState:
     def clear_target(self, target: Target, in_flight: Sequence[InFlightRequest], at_s: float) -> None:
         """Forget everything that a target had cached at `at_s`. `in_flight`: its requests that were sent before."""
         self.cleared_at_s[target.worker_id] = at_s
-        self.cleared_at_s.move_to_end(target.worker_id)
-        if len(self.cleared_at_s) > CLEARED_WORKERS_MAX:
-            self.cleared_at_s.popitem(last=False)
         self.recent_prompts.clear(target)
         approximate_cache = self._approximate_caches.get(target.name)
         if approximate_cache is not None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from options.bounded_dict import BoundedDict
 from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig
 from router.decide.messages import Decision, RouteRequest, TransferKind
@@ -461,7 +461,10 @@ class RecentPlacements(Generic[Key]):
 
     ttl_s: float
     max_placements: int
-    _placements: OrderedDict[Key, Placement] = field(default_factory=OrderedDict)
+    _placements: BoundedDict[Key, Placement] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._placements = BoundedDict(self.max_placements)
 
     def __len__(self) -> int:
         return len(self._placements)
@@ -474,9 +477,6 @@ class RecentPlacements(Generic[Key]):
     def put(self, key: Key, placement: Placement) -> None:
         """Record the placement of a request."""
         self._placements[key] = placement
-        self._placements.move_to_end(key)
-        if len(self._placements) > self.max_placements:
-            self._placements.popitem(last=False)
 
     def forget(self, key: Key) -> None:
         """Forget a session that is over."""

@@ -13,10 +13,11 @@ an attempt, never both; when all requests have ended, every counter of load is z
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
+from options.bounded_dict import BoundedDict
 from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig, RetryConfig
 from router.decide.load import EngineLoad
@@ -548,7 +549,7 @@ class RetryBudget:
         self._attempts_max, self._ratio = config.attempts_max, config.budget_ratio
         self._initial_retries = float(config.budget_min)
         self._retries_max = _RETRIES_MAX_RATIO * max(config.budget_min, 1)
-        self._retries: OrderedDict[str, float] = OrderedDict()
+        self._retries: BoundedDict[str, float] = BoundedDict(TENANTS_MAX)
         """tenant -> retries; the tenant with the oldest last request is first."""
 
     def __len__(self) -> int:
@@ -557,24 +558,18 @@ class RetryBudget:
     def add_request(self, tenant: str) -> None:
         """Add what a new request of a tenant is worth."""
         retries = self._retries.get(tenant, self._initial_retries) + self._ratio
-        self._store_retries(tenant, min(retries, self._retries_max))
+        self._retries[tenant] = min(retries, self._retries_max)
 
     def spend_retry(self, tenant: str, attempt: int) -> bool:
         """Take one retry for a request that was tried `attempt` times; return whether there was one."""
         if not self.has_retry(tenant, attempt):
             return False
-        self._store_retries(tenant, self._retries.get(tenant, self._initial_retries) - 1.0)
+        self._retries[tenant] = self._retries.get(tenant, self._initial_retries) - 1.0
         return True
 
     def has_retry(self, tenant: str, attempt: int) -> bool:
         """Return whether `spend_retry` would find a retry."""
         return attempt < self._attempts_max and self._retries.get(tenant, self._initial_retries) >= 1.0
-
-    def _store_retries(self, tenant: str, retries: float) -> None:
-        self._retries[tenant] = retries
-        self._retries.move_to_end(tenant)
-        if len(self._retries) > TENANTS_MAX:
-            self._retries.popitem(last=False)
 
 
 def _has_missing_transfer(decision: Decision, usage: ReportedUsage) -> bool:

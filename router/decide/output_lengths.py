@@ -8,13 +8,13 @@ average by a bounded step.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import xxhash
 
+from options.bounded_dict import BoundedDict
 from router.decide.messages import RouteRequest
 
 TOKENS_PRIOR: Final = 256.0
@@ -48,7 +48,7 @@ class OutputLengths:
     """
 
     def __init__(self) -> None:
-        self._averages: OrderedDict[LengthKey, _Average] = OrderedDict()
+        self._averages: BoundedDict[LengthKey, _Average] = BoundedDict(LENGTH_KEYS_MAX)
 
     def expect(self, request: RouteRequest) -> float:
         """Return the expected number of output tokens, at least 1 and within the bounds that the client sets.
@@ -73,17 +73,12 @@ class OutputLengths:
         keys = request.length_keys or _list_groups(request)
         growth_limit = _GROWTH_MAX * self._blend_averages(keys)
         capped_tokens = min(float(tokens), float(TOKENS_MAX), growth_limit)
-        averages = [self._averages.get(key) for key in keys]
+        averages = [self._averages.get(key) or _Average() for key in keys]
         for key, average in zip(keys, averages):
-            if average is None:
-                average = self._averages[key] = _Average()
-            else:
-                self._averages.move_to_end(key)
+            self._averages[key] = average
             count = average.count + 1.0
             average.count = count if count < _ANSWERS_AVERAGED else _ANSWERS_AVERAGED
             average.mean += (capped_tokens - average.mean) / average.count
-        while len(self._averages) > LENGTH_KEYS_MAX:
-            self._averages.popitem(last=False)
 
     def forget_session(self, request: RouteRequest) -> None:
         """Forget the average of a request's session."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from typing import Final
 
+from options.bounded_dict import BoundedDict
 from router.edge.request_context import RequestContext
 from router.edge.response_progress import RESPONSES_PATH
 from router.http.request import HttpRequest
@@ -19,8 +19,7 @@ class StoredResponses:
     """Workers of the newest stored responses, by response id."""
 
     def __init__(self, capacity: int = STORED_RESPONSES_MAX) -> None:
-        self._capacity = capacity
-        self._worker_by_response_id: OrderedDict[str, str] = OrderedDict()
+        self._worker_by_response_id: BoundedDict[str, str] = BoundedDict(capacity)
 
     def __len__(self) -> int:
         return len(self._worker_by_response_id)
@@ -39,9 +38,6 @@ class StoredResponses:
 
     def record(self, response_id: str, worker_id: str) -> None:
         self._worker_by_response_id[response_id] = worker_id
-        self._worker_by_response_id.move_to_end(response_id)
-        if len(self._worker_by_response_id) > self._capacity:
-            self._worker_by_response_id.popitem(last=False)
 
     def find_worker(self, request: HttpRequest, previous_response_id: str | None) -> str | None:
         """Return the only worker that can answer this request; None if any can, or that worker is unknown.

@@ -7,12 +7,13 @@ conversations, and of watched ones, are compared with the last prompt of their c
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from weakref import ref
 
 import msgspec
 
+from options.bounded_dict import BoundedDict
 from router.decide.messages import ReportedUsage
 from router.miss_reasons.attribution import (
     MissFacts,
@@ -84,8 +85,7 @@ class MissAnalyzer:
     def __init__(self, config: MissReasonsConfig, count_common_tokens: Callable[[array[int], array[int]], int]) -> None:
         """`count_common_tokens` returns the length of the common beginning of two prompts."""
         self.history = PromptHistory(config.memory_mb << 20, config.ttl_s, count_common_tokens)
-        self._max_recent_requests = config.requests_max
-        self._recent_requests: OrderedDict[str, AnalyzedRequest] = OrderedDict()
+        self._recent_requests: BoundedDict[str, AnalyzedRequest] = BoundedDict(config.requests_max)
         """Last request of each request id, the oldest first."""
         self.requests_by_reason: Counter[str] = Counter()
         """Requests of the sampled share by their main reason."""
@@ -112,8 +112,7 @@ class MissAnalyzer:
 
     def record_placed(self, id: str, session: str | None, prompt_tokens: int, placement: Placement) -> AnalyzedRequest:
         """Record a request at its first byte, without a comparison with the last prompt of its conversation."""
-        request = AnalyzedRequest(id, session, prompt_tokens, placement)
-        self._store(request)
+        request = self._recent_requests[id] = AnalyzedRequest(id, session, prompt_tokens, placement)
         return request
 
     def record_compared(self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts) -> AnalyzedRequest:
@@ -131,7 +130,7 @@ class MissAnalyzer:
         prompt.worker, prompt.computed_s = placement.decision.worker, placement.at_s
         if len(prompt.token_ids) >= placement.block_tokens:  # a shorter prompt is never cached
             self.history.add(prompt, replaces=None if match is None else match.previous)
-        self._store(request)
+        self._recent_requests[request.id] = request
         return request
 
     def record_end(
@@ -169,13 +168,6 @@ class MissAnalyzer:
         self.requests_by_reason[explanation.reason] += 1
         for uncached_range in explanation.uncached_ranges:
             self.tokens_by_reason[uncached_range.reason] += uncached_range.tokens
-
-    def _store(self, request: AnalyzedRequest) -> None:
-        """Store a request as the last one of its id, and forget the oldest request if there are too many."""
-        self._recent_requests[request.id] = request
-        self._recent_requests.move_to_end(request.id)
-        if len(self._recent_requests) > self._max_recent_requests:
-            self._recent_requests.popitem(last=False)
 
 
 def _compare_with_last_prompt(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Final
+
+from options.bounded_dict import BoundedDict
 
 WATCHED_MAX: Final = 1024
 """Most conversations that are watched."""
@@ -17,7 +18,7 @@ class WatchedConversations:
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
-        self._stored_at_s_by_key: OrderedDict[int, float | None] = OrderedDict()
+        self._stored_at_s_by_key: BoundedDict[int, float | None] = BoundedDict(WATCHED_MAX)
         """Time of the last stored prompt by key, the least recently used first; None if no prompt was stored."""
 
     def __len__(self) -> int:
@@ -25,10 +26,7 @@ class WatchedConversations:
 
     def add(self, key: int) -> None:
         """Watch a conversation. The least recently used one is dropped if there are too many."""
-        self._stored_at_s_by_key.setdefault(key, None)
-        self._stored_at_s_by_key.move_to_end(key)
-        if len(self._stored_at_s_by_key) > WATCHED_MAX:
-            self._stored_at_s_by_key.popitem(last=False)
+        self._stored_at_s_by_key[key] = self._stored_at_s_by_key.get(key)
 
     def __contains__(self, key: int) -> bool:
         return key in self._stored_at_s_by_key
@@ -42,4 +40,3 @@ class WatchedConversations:
         """Record that a prompt of the conversation is stored, if the conversation is watched."""
         if key in self._stored_at_s_by_key:
             self._stored_at_s_by_key[key] = now
-            self._stored_at_s_by_key.move_to_end(key)

@@ -7,12 +7,13 @@ if they never overlapped.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import msgspec
+
+from options.bounded_dict import BoundedDict
 
 
 class ObservedRequest(msgspec.Struct):
@@ -49,8 +50,7 @@ class PrefixLinks:
     """Finds the earlier request that a request continues, among those with the last `max_prompts` prompts."""
 
     def __init__(self, max_prompts: int) -> None:
-        self._max_prompts = max_prompts
-        self._end_by_block: OrderedDict[int, PromptEnd] = OrderedDict()
+        self._end_by_block: BoundedDict[int, PromptEnd] = BoundedDict(max_prompts)
         """Each prompt by its last full block, the oldest first."""
 
     def follow(
@@ -64,11 +64,7 @@ class PrefixLinks:
         earlier_ends = (self._end_by_block[block] for block in reversed(block_ids) if block in self._end_by_block)
         continued_serial = next((earlier.serial for earlier in earlier_ends if is_prefix(earlier)), None)
         if full_blocks:
-            last_full_block = block_ids[full_blocks - 1]
-            self._end_by_block[last_full_block] = end
-            self._end_by_block.move_to_end(last_full_block)
-            if len(self._end_by_block) > self._max_prompts:
-                self._end_by_block.popitem(last=False)
+            self._end_by_block[block_ids[full_blocks - 1]] = end
         return continued_serial
 
 

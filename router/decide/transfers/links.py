@@ -6,10 +6,10 @@ its bytes, times a factor. The factor is learned for each pair; until then that 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from options.bounded_dict import BoundedDict
 from router.decide.config import TransferConfig
 from router.decide.speed import TimeFactor
 from router.decide.target import Target
@@ -51,7 +51,7 @@ class TransferLinks:
 
     def __init__(self, config: TransferConfig) -> None:
         self._config = config
-        self._pairs: OrderedDict[tuple[str, str], _Pair] = OrderedDict()
+        self._pairs: BoundedDict[tuple[str, str], _Pair] = BoundedDict(PAIRS_MAX)
         self._all_pairs_factor = TimeFactor()
 
     def estimate(self, source: Target, destination: Target | None, tokens: int, now: float) -> TransferEstimate:
@@ -106,8 +106,5 @@ class TransferLinks:
             del self._pairs[key]
 
     def _get_pair(self, source: str, destination: str) -> _Pair:
-        pair = self._pairs.setdefault((source, destination), _Pair())
-        self._pairs.move_to_end((source, destination))
-        if len(self._pairs) > PAIRS_MAX:
-            self._pairs.popitem(last=False)
+        pair = self._pairs[source, destination] = self._pairs.get((source, destination)) or _Pair()
         return pair
