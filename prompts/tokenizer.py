@@ -229,7 +229,7 @@ def _make_added_token(value: Any, *, special: bool) -> AddedToken:
 
 
 def _add_configured_tokens(hf_tokenizer: HfTokenizer, folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Add the tokens of tokenizer_config.json that tokenizer.json lacks.
+    """Add the tokens of tokenizer_config.json that tokenizer.json lacks, in their order, which decides their ids.
 
     Returns the texts of the named tokens, such as {"bos_token": "<s>"}. Raises TokenizerError if the added tokens are
     malformed.
@@ -237,14 +237,23 @@ def _add_configured_tokens(hf_tokenizer: HfTokenizer, folder: Path, config: dict
     token_settings = dict(config)
     if not isinstance(config.get("added_tokens_decoder"), dict):  # an older checkpoint has its named tokens elsewhere
         token_settings.update(_read_json(folder / "special_tokens_map.json"))
-    token_objects = _list_token_objects(config, folder)
     named_tokens: dict[str, str] = {}
     for name in _NAMED_TOKENS:
         text = _read_token_text(token_settings.get(name))
         if text is not None:
             named_tokens[name] = text
+    token_objects = _list_token_objects(config, folder)
     special_values = [*(token_settings[name] for name in named_tokens), *_list_extra_tokens(token_settings)]
-    _add_missing_tokens(hf_tokenizer, _make_added_tokens(token_objects, special_values))
+    existing_texts = {token.content for token in hf_tokenizer.get_added_tokens_decoder().values()}
+    # The objects come first: a special token that is among them has the flags of its object, which tells more.
+    for index, value in enumerate([*token_objects, *special_values]):
+        text = _read_token_text(value)
+        if text is None or text in existing_texts:
+            continue
+        existing_texts.add(text)
+        token = _make_added_token(value, special=index >= len(token_objects))
+        add = hf_tokenizer.add_special_tokens if token.special else hf_tokenizer.add_tokens
+        add([token])
     return named_tokens
 
 
@@ -259,33 +268,6 @@ def _list_token_objects(config: dict[str, Any], folder: Path) -> list[Any]:
     if not all(key.isdigit() and _read_token_text(value) for key, value in tokens_by_id.items()):
         raise TokenizerError(f"{folder}/tokenizer_config.json: added_tokens_decoder: expected ids with token objects")
     return [tokens_by_id[key] for key in sorted(tokens_by_id, key=int)]
-
-
-def _make_added_tokens(token_objects: list[Any], special_values: list[Any]) -> list[AddedToken]:
-    """Return all tokens that a config names; `special_values` are the config values of its special tokens.
-
-    A special token that is also among the token objects has the flags of its object, which tells more.
-    """
-    object_by_text = {_read_token_text(token_object): token_object for token_object in token_objects}
-    added_tokens = [_make_added_token(token_object, special=False) for token_object in token_objects]
-    for value in special_values:
-        text = _read_token_text(value)
-        if text is not None:
-            added_tokens.append(_make_added_token(object_by_text.get(text, value), special=True))
-    return added_tokens
-
-
-def _add_missing_tokens(hf_tokenizer: HfTokenizer, tokens: list[AddedToken]) -> None:
-    """Add those tokens that the tokenizer lacks, in their order, which decides their ids."""
-    existing_texts = {token.content for token in hf_tokenizer.get_added_tokens_decoder().values()}
-    for token in tokens:
-        if token.content in existing_texts:
-            continue
-        existing_texts.add(token.content)
-        if token.special:
-            hf_tokenizer.add_special_tokens([token])
-        else:
-            hf_tokenizer.add_tokens([token])
 
 
 def _list_extra_tokens(token_settings: dict[str, Any]) -> list[Any]:
@@ -304,11 +286,10 @@ def _load_template(
     """
     if override is not None:
         return ChatTemplate(_read_override(override), named_tokens)
-    template_paths = _find_template_files(folder)
-    if list(template_paths) == ["default"]:
-        return ChatTemplate(_read_text(template_paths["default"]), named_tokens)
-    if template_paths:
-        return ChatTemplate({name: _read_text(path) for name, path in template_paths.items()}, named_tokens)
+    template_by_name = {name: _read_text(path) for name, path in _find_template_files(folder).items()}
+    if template_by_name:
+        is_only_one = list(template_by_name) == ["default"]
+        return ChatTemplate(template_by_name["default"] if is_only_one else template_by_name, named_tokens)
     templates = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
     if templates is None:
         return None

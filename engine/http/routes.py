@@ -11,7 +11,6 @@ from aiohttp import web
 from engine.config import __version__
 from engine.http.body_workers import BodyParser
 from engine.http.generate import STATE
-from engine.protocol.openai import ModelCard, ModelList
 from engine.protocol.parsed_request import read_count
 from engine.protocol.tokenize import read_detokenize, read_tokenize
 from events.sources import encode_sources
@@ -26,7 +25,8 @@ def json_response(value: Any, status: int = 200) -> web.Response:
 
 async def list_models(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    return json_response(ModelList(data=[_make_model_card(request, name) for name in state.model_names]))
+    cards = [_make_model_card(request, name) for name in state.model_names]
+    return json_response({"object": "list", "data": cards})
 
 
 async def show_model(request: web.Request) -> web.Response:
@@ -35,11 +35,17 @@ async def show_model(request: web.Request) -> web.Response:
     return json_response(_make_model_card(request, name))
 
 
-def _make_model_card(request: web.Request, name: str) -> ModelCard:
+def _make_model_card(request: web.Request, name: str) -> dict[str, Any]:
     state = request.app[STATE]
-    return ModelCard(
-        id=name, created=state.start_time_s, root=state.info.model_path, max_model_len=state.info.max_model_len
-    )
+    return {
+        "id": name,
+        "object": "model",
+        "created": state.start_time_s,
+        "owned_by": "blockcast",
+        "root": state.info.model_path,
+        "parent": None,
+        "max_model_len": state.info.max_model_len,
+    }
 
 
 async def show_response(request: web.Request) -> web.Response:

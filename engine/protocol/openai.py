@@ -121,18 +121,3 @@ class OpenAIFormatter:
 def _split_positions(positions: list[Position]) -> Iterator[list[Position]]:
     for start in range(0, len(positions), SLICE_POSITIONS):
         yield positions[start : start + SLICE_POSITIONS]
-
-
-class ModelCard(Struct, frozen=True, kw_only=True):
-    id: str
-    object: str = "model"
-    created: int
-    owned_by: str = "blockcast"
-    root: str
-    parent: str | None = None
-    max_model_len: int
-
-
-class ModelList(Struct, frozen=True, kw_only=True):
-    object: str = "list"
-    data: list[ModelCard]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
 
 from engine.protocol.params import ModelLimits
 from engine.protocol.support import check_supported
@@ -28,17 +27,6 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
-class TokenizeResponse(Struct, frozen=True, kw_only=True):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class DetokenizeResponse(Struct, frozen=True):
-    prompt: str
-
-
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
@@ -55,7 +43,7 @@ def read_tokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tup
     else:
         raise RequestError("prompt: missing or null, expected a text, or messages in its place", param="prompt")
     strings = [tokenizer.id_to_token(i) or "" for i in ids] if body.return_token_strs else None
-    answer = TokenizeResponse(count=len(ids), max_model_len=limits.max_model_len, tokens=ids, token_strs=strings)
+    answer = {"count": len(ids), "max_model_len": limits.max_model_len, "tokens": ids, "token_strs": strings}
     return body.model, msgspec.json.encode(answer)
 
 
@@ -65,4 +53,5 @@ def read_detokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> t
     for index, token_id in enumerate(body.tokens):
         if token_id >= limits.vocab_size:
             raise bad_value(f"tokens[{index}]", token_id, f"token ids below {limits.vocab_size}")
-    return body.model, msgspec.json.encode(DetokenizeResponse(tokenizer.decode(body.tokens, skip_special_tokens=False)))
+    text = tokenizer.decode(body.tokens, skip_special_tokens=False)
+    return body.model, msgspec.json.encode({"prompt": text})
