@@ -30,7 +30,7 @@ class RequestError(Exception):
         self,
         message: str,
         *,
-        param: str | None,
+        param: str | None = None,
         code: str | int | None = None,
         status: int = 400,
     ) -> None:

@@ -41,7 +41,7 @@ def make_unknown_path_error(
             message += " Anthropic's clients add /v1 to their base URL themselves."
         elif suggestion.startswith("/v1/"):
             message += " The base URL of OpenAI's clients ends with one /v1."
-    return RequestError(message, param=None, code="not_found", status=404)
+    return RequestError(message, code="not_found", status=404)
 
 
 def _split_path(path: str) -> list[str]:

@@ -250,7 +250,7 @@ def convert_source_to_chat(
     else:
         assert source is not None
         if template is None and not keeps_system_in_place and depends_on_template(source):
-            raise RequestError("what this prompt is depends on the model's chat template", param=None)
+            raise RequestError("what this prompt is depends on the model's chat template")
         fields = convert_to_chat(source, template, keeps_system_in_place=keeps_system_in_place)
     chat_fields = {name: fields[name] for name in _RENDERED_FIELDS if name in fields}
     return request.replace(kind="chat", source=None, has_media=has_media(chat_fields["messages"]), **chat_fields)
@@ -260,7 +260,7 @@ def check_object(data: bytes) -> None:
     """Raise RequestError for bytes that cannot be a JSON object."""
     if _OBJECT_START.match(data) is None:
         expected = "an object, in UTF-8 without a byte order mark"
-        raise RequestError(f"the body is not valid JSON: expected {expected}", param=None)
+        raise RequestError(f"the body is not valid JSON: expected {expected}")
 
 
 def _as_string(value: Any) -> str | None:

@@ -234,16 +234,16 @@ def decode_json(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
         problem = _find_lone_surrogate(data)
         if problem is None:
             problem = f"{error} after {len(data)} bytes" if "truncated" in str(error) else str(error)
-        raise RequestError(f"the body is not valid JSON: {problem}", param=None) from None
+        raise RequestError(f"the body is not valid JSON: {problem}") from None
     except UnicodeDecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {_describe_utf8_error(data, error)}", param=None) from None
+        raise RequestError(f"the body is not valid JSON: {_describe_utf8_error(data, error)}") from None
     except RecursionError:
         raise make_nesting_error() from None
 
 
 def make_nesting_error() -> RequestError:
     """Return the error for a body whose lists and objects are nested too deeply for Python."""
-    return RequestError("the body is not usable JSON: it is nested too deeply", param=None)
+    return RequestError("the body is not usable JSON: it is nested too deeply")
 
 
 def _decode_with_whole_floats(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
@@ -299,7 +299,7 @@ def _make_field_error(message: str, data: bytes, body_type: Any) -> RequestError
         full_name = f"{field}.{name}" if field else name
         return RequestError(f"{full_name}: missing, expected this field to be given", param=full_name)
     if field is None:
-        return RequestError(f"the body: {_lower_first(expectation)}", param=None)
+        return RequestError(f"the body: {_lower_first(expectation)}")
     if is_key:
         return RequestError(f"{field}: a key is wrong: {_lower_first(expectation.replace('`', ''))}", param=field)
     if expectation.startswith("Invalid enum value"):

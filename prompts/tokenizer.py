@@ -113,7 +113,7 @@ class Tokenizer:
             ids.frombytes(self._fast_encoder.encode(text, add_special_tokens=add_special_tokens))
             return ids
         except (UnicodeEncodeError, TypeError) as error:  # a lone surrogate; the library says TypeError
-            raise RequestError(f"the text cannot be encoded as UTF-8: {error}", param=None) from error
+            raise RequestError(f"the text cannot be encoded as UTF-8: {error}") from error
 
     @cached_property
     def cut_tokens(self) -> CutTokens:

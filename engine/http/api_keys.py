@@ -18,12 +18,8 @@ class ApiKeys:
     def check_client(self, headers: Mapping[str, str]) -> None:
         """Raise RequestError 401 unless the headers of a request have a client's key."""
         if self._client_keys and not _has_key(headers, self._client_keys):
-            raise RequestError(
-                "Incorrect or missing API key: expected the header Authorization: Bearer KEY, or x-api-key: KEY",
-                param=None,
-                code="invalid_api_key",
-                status=401,
-            )
+            message = "Incorrect or missing API key: expected the header Authorization: Bearer KEY, or x-api-key: KEY"
+            raise RequestError(message, code="invalid_api_key", status=401)
 
     def get_tenant(self, headers: Mapping[str, str], address: str | None) -> str:
         """Return the name under which a client takes turns with others: its key, or its address without keys."""
@@ -34,22 +30,15 @@ class ApiKeys:
 
         Without an operator's key, nobody may call these routes if there are clients' keys (403), and else everybody.
         """
-        if self._admin_keys:
-            if not _has_key(headers, self._admin_keys):
-                raise RequestError(
-                    "Incorrect or missing admin key: expected the header Authorization: Bearer KEY with the key of "
-                    "--admin-api-key",
-                    param=None,
-                    code="invalid_api_key",
-                    status=401,
-                )
-        elif self._client_keys:
-            raise RequestError(
-                "an operator's route, which no client's key opens: start the engine with --admin-api-key",
-                param=None,
-                code="forbidden",
-                status=403,
+        if not self._admin_keys and self._client_keys:
+            message = "an operator's route, which no client's key opens: start the engine with --admin-api-key"
+            raise RequestError(message, code="forbidden", status=403)
+        if self._admin_keys and not _has_key(headers, self._admin_keys):
+            message = (
+                "Incorrect or missing admin key: expected the header Authorization: Bearer KEY with the key of "
+                "--admin-api-key"
             )
+            raise RequestError(message, code="invalid_api_key", status=401)
 
 
 def _has_key(headers: Mapping[str, str], keys: Sequence[bytes]) -> bool:

@@ -134,7 +134,7 @@ class BodyReader:
             )
         except WorkerProcessError as error:
             log.warning("a body of %d bytes could not be read: %s", len(data), error)
-            raise RequestError("the body takes more time or memory to read than it may", param=None) from error
+            raise RequestError("the body takes more time or memory to read than it may") from error
 
     async def check(self, constraint: Constraint, tenant: str = "") -> Constraint:
         """Return the constraint with a checked grammar. Raises RequestError if it does not compile, or not in time.

@@ -186,18 +186,13 @@ def _store_response(state: ServerState, formatter: ResponseFormatter) -> None:
 
 
 def _make_timeout_error(limit_s: float) -> RequestError:
-    return RequestError(
-        f"the request took longer than {limit_s:g} s (--request-timeout)",
-        param=None,
-        code="timeout",
-        status=504,
-    )
+    return RequestError(f"the request took longer than {limit_s:g} s (--request-timeout)", code="timeout", status=504)
 
 
 def _make_sequence_error(output: SequenceOutput, constraint: Constraint | None) -> RequestError:
     """Return the error of a sequence that failed, by the client's fault or the engine's."""
     if not output.is_client_error:
-        return RequestError(output.error or "the engine failed", param=None, code="engine_error", status=500)
+        return RequestError(output.error or "the engine failed", code="engine_error", status=500)
     param = None if constraint is None else constraint.param
     return RequestError(output.error or "the request cannot be answered", param=param, code="request_refused")
 
@@ -211,6 +206,7 @@ class DeltaStream:
 
     def __init__(self, state: ServerState, generation: Generation, stream: OutputStream) -> None:
         self._generation = generation
+        self._choices_by_id = {r.request_id: choice for r, choice in zip(generation.requests, generation.choices)}
         self._stream = stream
         self._clock = RequestClock(state.metrics, time.perf_counter())
 
@@ -228,7 +224,7 @@ class DeltaStream:
         If the new text has a stop string, which the core does not look for, the sequence is aborted there. Raises
         RequestError if the sequence has failed.
         """
-        choice = self._generation.choices_by_id[output.request_id]
+        choice = self._choices_by_id[output.request_id]
         if output.finish_reason is FinishReason.ERROR:
             choice.finish_reason = "error"
             self._record_finish(choice, "error", now_s)

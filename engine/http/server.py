@@ -111,7 +111,7 @@ async def handle_errors(request: web.Request, handler: Handler) -> web.StreamRes
         return web.Response(status=499)  # the client has left; an answer keeps aiohttp from logging a traceback
     except Exception:
         log.exception("%s %s failed", request.method, request.path)
-        error_body = RequestError("internal error", param=None, code="internal_error", status=500)
+        error_body = RequestError("internal error", code="internal_error", status=500)
         return make_error_response(state, request, error_body)
 
 
@@ -142,11 +142,11 @@ def _convert_http_error(request: web.Request, error: web.HTTPException) -> Reque
     if error.status == 405:
         allowed_methods = ", ".join(sorted(getattr(error, "allowed_methods", ())))
         message = f"{request.method} {request.path}: expected {allowed_methods}"
-        return RequestError(message, param=None, code="method_not_allowed", status=405)
+        return RequestError(message, code="method_not_allowed", status=405)
     if error.status == 413:
         limit = request.app[STATE].config.max_body_bytes
-        return RequestError(f"the body is larger than {limit} bytes", param=None, code="body_too_large", status=413)
-    return RequestError(error.text or error.reason, param=None, status=error.status)
+        return RequestError(f"the body is larger than {limit} bytes", code="body_too_large", status=413)
+    return RequestError(error.text or error.reason, status=error.status)
 
 
 class RequestLog(AccessLogger):

@@ -126,7 +126,6 @@ class ServerState:
         if limit and current_sequences + additional_sequences > limit:
             raise RequestError(
                 f"the engine is full: {current_sequences} sequences are running or waiting, at most {limit} may",
-                param=None,
                 code="queue_full",
                 status=429,
             )
@@ -156,20 +155,17 @@ class ServerState:
         """
         encoding = request.headers.get("Content-Encoding", "identity")
         if encoding.lower() not in ("", "identity"):
-            raise RequestError(f"Content-Encoding: got {format_value(encoding)}, expected none", param=None, status=415)
+            raise RequestError(f"Content-Encoding: got {format_value(encoding)}, expected none", status=415)
         if not request.can_read_body or request.content.is_eof():
             return await request.read()
         try:
             return await asyncio.wait_for(request.read(), self.config.body_timeout_s)
         except asyncio.TimeoutError:
             raise RequestError(
-                f"the body did not arrive within {self.config.body_timeout_s:.0f} s",
-                param=None,
-                code="request_timeout",
-                status=408,
+                f"the body did not arrive within {self.config.body_timeout_s:.0f} s", code="request_timeout", status=408
             ) from None
         except ConnectionError:
-            raise RequestError("the client left before its request was complete", param=None) from None
+            raise RequestError("the client left before its request was complete") from None
 
     def close(self) -> None:
         self.reader.close()
@@ -193,7 +189,7 @@ def _make_limits(config: ServerConfig, info: CoreInfo, tokenizer: Tokenizer, *, 
 
 
 def make_unavailable_error(message: str) -> RequestError:
-    return RequestError(message, param=None, code="unavailable", status=503)
+    return RequestError(message, code="unavailable", status=503)
 
 
 def make_not_running_error(reason: object) -> RequestError:

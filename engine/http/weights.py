@@ -69,7 +69,7 @@ async def collective_rpc(request: web.Request) -> web.Response:
     if path is not None:
         path = resolve_weights_folder(path, (*state.config.weights_folders, state.info.model_path))
     if state.is_asleep:
-        raise RequestError("reload: the engine is asleep", param=None, code="conflict", status=409)
+        raise RequestError("reload: the engine is asleep", code="conflict", status=409)
     await finish_uncancelled(_change_weights(state, "reload", asleep_after=False, path=path))
     return web.json_response({"results": [None]})
 
@@ -100,6 +100,6 @@ async def _change_weights(
             await state.client.change_weights(action, **options)
             final_is_asleep = asleep_after
         except ValueError as error:
-            raise RequestError(str(error), param=None, code="conflict", status=409) from None
+            raise RequestError(str(error), code="conflict", status=409) from None
         finally:
             state.is_asleep = final_is_asleep

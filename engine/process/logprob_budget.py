@@ -57,7 +57,6 @@ class LogprobShare:
         if budget.held_count + count > budget.total_max:
             raise RequestError(
                 f"{budget.total_max} logprobs of answers are not sent yet, expected no more of them at a time",
-                param=None,
                 code="unavailable",
                 status=503,
             )

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from engine.output.choice import PLAIN_TEXT_CONFIG, Choice, make_choice
+from engine.output.choice import Choice, make_choice
 from engine.output.detokenizer import DetokenizerFactory
 from engine.output.parser import OutputParserConfig
 from engine.protocol.params import ModelLimits, is_echo_only_request, make_sampling_params, read_answered_tokens
@@ -68,12 +68,11 @@ class Generation:
     created: int = field(default_factory=lambda: int(time.time()))
     is_echo_only: bool = False
     """Whether the client wants its prompt back and no new token; the one token that is generated is not counted."""
-    parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG
-    choices_by_id: dict[str, Choice] = field(default_factory=dict)
-    """Id of an engine's request -> its choice."""
 
-    def __post_init__(self) -> None:
-        self.choices_by_id = {request.request_id: choice for request, choice in zip(self.requests, self.choices)}
+    @property
+    def parser_config(self) -> OutputParserConfig:
+        """How the text of each choice is parsed."""
+        return self.choices[0].parser.config
 
     def make_common_fields(self) -> dict[str, Any]:
         """Return the fields that every answer and every chunk has."""
@@ -118,7 +117,7 @@ def make_generation(
     `kv_source`: peer from which the engine may take cached blocks of the prompts. Raises RequestError if the model does
     not allow a parameter.
     """
-    body, prompts, parser_config = parsed_request.body, parsed_request.prompts, parsed_request.parser_config
+    body, prompts = parsed_request.body, parsed_request.prompts
     answered_tokens = read_answered_tokens(body, prompts)
     requests: list[Request] = []
     for prompt in prompts:
@@ -139,7 +138,7 @@ def make_generation(
             factory,
             keeps_text=not body.stream,
             skip_special_tokens=body.skip_special_tokens is not False,
-            parser_config=parser_config,
+            parser_config=parsed_request.parser_config,
         )
         for index, request in enumerate(requests)
     ]
@@ -155,7 +154,6 @@ def make_generation(
         choices=choices,
         requests=requests,
         is_echo_only=is_echo_only_request(body),
-        parser_config=parser_config,
     )
 
 
