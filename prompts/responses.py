@@ -139,16 +139,10 @@ def parse_responses_request(data: bytes) -> ResponsesRequest:
         raise RequestError(message, param="conversation")
     tool_choice = request.tool_choice
     if not request.tools and (isinstance(tool_choice, dict) or tool_choice == "required"):
-        raise RequestError(
-            f"tool_choice: got {_describe_choice(tool_choice)}, expected only together with tools", param="tool_choice"
-        )
+        raise bad_value("tool_choice", tool_choice, "tools beside it")
     for index, tool in enumerate(request.tools or ()):
         _check_tool(f"tools[{index}]", tool)
     return request
-
-
-def _describe_choice(choice: Any) -> str:
-    return "an object" if isinstance(choice, dict) else json.dumps(choice)
 
 
 def _check_tool(param: str, tool: Item) -> None:
@@ -218,11 +212,9 @@ def _iter_client_tools(tools: list[Item]) -> Iterator[tuple[str | None, Item]]:
 
 
 def _make_client_tool(tool: Item, namespace: str | None) -> ClientTool:
+    grammar = tool["format"] if _has_grammar(tool) else {}
     is_custom = tool["type"] == "custom"
-    if not _has_grammar(tool):
-        return ClientTool(tool["name"], namespace, is_custom)
-    grammar = tool["format"]
-    return ClientTool(tool["name"], namespace, is_custom, grammar["syntax"], grammar["definition"])
+    return ClientTool(tool["name"], namespace, is_custom, grammar.get("syntax"), grammar.get("definition", ""))
 
 
 def _make_flat_name(namespace: Any, name: Any) -> Any:

@@ -56,45 +56,33 @@ class CompletionFormatter(OpenAIFormatter):
     def format_delta(self, choice: Choice, delta: ChoiceDelta) -> bytes:
         """Return the chunk of a delta; empty bytes if the delta has no text yet."""
         self._format_all_logprobs(choice, delta)
-        text, is_first = delta.text, self._is_first_delta(choice)
-        if is_first:
-            text = self._prepend_prompt(choice, text)
-        if self._is_text_only and delta.finish_reason is None and not text:
+        chunk_choice = self._make_choice(choice, delta, is_first=self._is_first_delta(choice))
+        if self._is_text_only and delta.finish_reason is None and not chunk_choice.text:
             return b""
-        chunk_choice = CompletionChoice(
-            index=choice.index,
-            text=text,
-            logprobs=self._flush_logprobs(choice),
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-            token_ids=self._get_visible_ids(delta.token_ids),
-            prompt_token_ids=self._get_visible_ids(self._generation.get_choice_prompt(choice)) if is_first else UNSET,
-        )
         return self._format_chunk(choice, chunk_choice)
 
     def format_response(self) -> bytes:
         generation = self._generation
         response = Completion(
             **generation.make_common_fields(),
-            choices=[self._make_choice(choice) for choice in generation.choices],
+            choices=[self._make_choice(choice, choice, is_first=True) for choice in generation.choices],
             usage=generation.compute_usage(),
             system_fingerprint=None,
         )
         return encoder.encode(response)
 
-    def _make_choice(self, choice: Choice) -> CompletionChoice:
-        """Return a choice of the whole answer."""
-        assert choice.finish_reason is not None
+    def _make_choice(self, choice: Choice, part: Choice | ChoiceDelta, *, is_first: bool) -> CompletionChoice:
+        """Return a whole choice, or a delta of one. Before the first part comes what is echoed of the prompt."""
         prompt_logprobs = self._prompt_logprobs.pop(choice.index, None)
         return CompletionChoice(
             index=choice.index,
-            text=self._prepend_prompt(choice, choice.text),
+            text=self._prepend_prompt(choice, part.text) if is_first else part.text,
             logprobs=self._flush_logprobs(choice),
-            finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason,
+            finish_reason=part.finish_reason,
+            stop_reason=part.stop_reason,
             prompt_logprobs=UNSET if prompt_logprobs is None else join_json_list(prompt_logprobs),
-            token_ids=self._get_visible_ids(choice.token_ids),
-            prompt_token_ids=self._get_visible_ids(self._generation.get_choice_prompt(choice)),
+            token_ids=self._get_visible_ids(part.token_ids),
+            prompt_token_ids=self._get_visible_ids(self._generation.get_choice_prompt(choice)) if is_first else UNSET,
         )
 
     def _prepend_prompt(self, choice: Choice, text: str) -> str:

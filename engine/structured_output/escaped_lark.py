@@ -256,10 +256,6 @@ def _write(node: _RegexNode, following: Sequence[_RegexNode]) -> str:
 
 def _write_count(node: _Repeat) -> str:
     """Return the quantifier of a repetition in Lark."""
-    sign_by_counts = {(0, None): "*", (1, None): "+", (0, 1): "?"}
-    counts = (node.min_count, node.max_count)
-    if counts in sign_by_counts:
-        return sign_by_counts[counts]
     return f"{{{node.min_count},{'' if node.max_count is None else node.max_count}}}"
 
 
