@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 
 from engine.core import EngineStats, SimulationLag
 from engine.messages import CoreInfo
+from engine.process.client import EngineClient
 from engine.transfer.settings import TransferStats
 from events.publisher import PublisherStats
 
@@ -110,26 +111,19 @@ class RequestClock:
             metrics.time_per_output_token.observe((now_s - self._start_s) / completion_tokens)
 
 
-class CoreReport(Protocol):
-    """Last reports of the core. None: the core has not reported yet, or does not have the part."""
-
-    stats: EngineStats | None
-    publisher_stats: PublisherStats | None
-    simulation_lag: SimulationLag | None
-
-
 class MetricsPage:
     """Renders `/metrics`: the counters of the HTTP process, and the core's last report."""
 
     def __init__(
         self,
         metrics: ServerMetrics,
-        core_report: CoreReport,
+        client: EngineClient,
         info: CoreInfo,
         model_name: str,
     ) -> None:
+        """`client`: client of the core, which has the core's last reports."""
         self._metrics = metrics
-        self._core_report = core_report
+        self._client = client
         self._info = info
         self._labels = {"model_name": model_name, "engine": "0"}
 
@@ -139,15 +133,15 @@ class MetricsPage:
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        core_report = self._core_report
-        if core_report.stats is not None:  # else the core has not reported yet
-            yield from self._iter_core_metrics(core_report.stats)
-            if core_report.stats.transfers is not None:
-                yield from self._iter_transfer_metrics(core_report.stats.transfers)
-            if core_report.publisher_stats is not None:
-                yield from self._iter_event_metrics(core_report.publisher_stats)
-            if core_report.simulation_lag is not None:
-                yield from self._iter_lag_metrics(core_report.simulation_lag)
+        client = self._client
+        if client.stats is not None:  # else the core has not reported yet
+            yield from self._iter_core_metrics(client.stats)
+            if client.stats.transfers is not None:
+                yield from self._iter_transfer_metrics(client.stats.transfers)
+            if client.publisher_stats is not None:
+                yield from self._iter_event_metrics(client.publisher_stats)
+            if client.simulation_lag is not None:
+                yield from self._iter_lag_metrics(client.simulation_lag)
         yield from self._iter_request_metrics()
 
     def _iter_core_metrics(self, stats: EngineStats) -> Iterator[Metric]:

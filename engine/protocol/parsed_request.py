@@ -57,11 +57,12 @@ _PROMPT_END_TOKENS = 64
 """Number of last tokens of a prompt that hold the markers at its end."""
 _SAMPLING_FIELDS = ("stop", "stop_token_ids", "logit_bias")
 """Fields with lists and objects that are needed after a body was parsed."""
-ECHOED_FIELDS = (
-    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature", "text",
-    "tool_choice", "tools", "top_p", "truncation", "user",
-)  # fmt: skip
-"""Fields of a body that its answer repeats."""
+ECHOED_DEFAULTS: dict[str, Any] = {
+    "instructions": None, "max_output_tokens": None, "metadata": None, "parallel_tool_calls": True, "reasoning": None,
+    "temperature": 1.0, "text": None, "tool_choice": "auto", "tools": [], "top_p": 1.0, "truncation": "disabled",
+    "user": None,
+}  # fmt: skip
+"""Fields of a body that its answer repeats, and their values in the answer if the body does not have them."""
 
 
 class ResponseContext(msgspec.Struct, frozen=True):
@@ -222,12 +223,15 @@ def _rename_error_field(error: RequestError) -> RequestError:
 
 
 def _encode_echoed_fields(request: ResponsesRequest) -> bytes:
-    """Return the JSON of the fields of a body that its answer repeats, without large fields."""
-    values = {name: getattr(request, name) for name in ECHOED_FIELDS if getattr(request, name) is not None}
-    encoded_fields = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in values.items()}
-    return msgspec.json.encode(
-        {name: raw for name, raw in encoded_fields.items() if len(memoryview(raw)) <= ECHOED_BYTES_MAX}
-    )
+    """Return the JSON of the fields that the answer to a body repeats. A large one counts as missing."""
+    fields = dict(ECHOED_DEFAULTS)
+    for name in ECHOED_DEFAULTS:
+        value = getattr(request, name)
+        if value is not None:
+            value_json = msgspec.json.encode(value)
+            if len(value_json) <= ECHOED_BYTES_MAX:
+                fields[name] = msgspec.Raw(value_json)
+    return msgspec.json.encode(fields)
 
 
 def _check_text_only(request: CountRequest) -> None:

@@ -30,12 +30,6 @@ _EVENT_NAMES = {
     "call": "response.function_call_arguments", "custom_call": "response.custom_tool_call_input",
 }  # fmt: skip
 """Kind of a block -> beginning of the names of the events about its text."""
-_DEFAULTS_OF_ECHOED_FIELDS: JsonObject = {
-    "instructions": None, "max_output_tokens": None, "metadata": None, "parallel_tool_calls": True, "reasoning": None,
-    "temperature": 1.0, "text": None, "tool_choice": "auto", "tools": [], "top_p": 1.0, "truncation": "disabled",
-    "user": None,
-}  # fmt: skip
-"""Fields that a response repeats from its request, where the request lacks them."""
 
 
 class ResponsesFormatter:
@@ -154,7 +148,6 @@ class ResponsesFormatter:
             "output": items,
             "previous_response_id": context.previous_response_id,
             "store": context.should_store,
-            **_DEFAULTS_OF_ECHOED_FIELDS,
             **_echoed_decoder.decode(context.echoed_fields),
             # The last field, because proxies look for it at the end.
             "usage": self._make_usage() if status in ("completed", "incomplete") else None,

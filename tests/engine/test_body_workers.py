@@ -208,7 +208,8 @@ def test_what_is_long_is_not_repeated_in_answers() -> None:
     body = {"input": "hi", "instructions": "so it goes " * (ECHOED_BYTES_MAX // 11 + 1), "tools": [TOOL]}
     reading = read_response(None, json.dumps(body).encode(), tokenizer, LIMITS)
     assert reading.response_context is not None
-    assert json.loads(reading.response_context.echoed_fields) == {"tools": [TOOL]}
+    echoed_fields = json.loads(reading.response_context.echoed_fields)
+    assert (echoed_fields["tools"], echoed_fields["instructions"]) == ([TOOL], None)
     assert json.loads(reading.response_context.messages)[0]["content"] == body["instructions"]
 
 
