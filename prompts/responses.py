@@ -18,24 +18,11 @@ from prompts.errors import RequestError, bad_value
 from prompts.provider_history import format_hosted_call
 from prompts.schemas import (
     COUNT_MAX,
-    Count,
-    Int64,
-    Json,
     JsonSchemaFormat,
-    LogitBias,
     LogprobCount,
     Message,
-    MinP,
-    Penalty,
-    RepetitionPenalty,
     ResponseFormat,
-    Salt,
-    Stop,
-    Stops,
-    StopTokenIds,
-    Temperature,
-    TopK,
-    TopP,
+    SharedRequest,
     check_part,
     decode_json,
 )
@@ -57,12 +44,9 @@ class Reasoning(Struct, frozen=True):
     summary: str | None = None
 
 
-class TextFormat(Struct, frozen=True):
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    description: str | None = None
+class TextFormat(JsonSchemaFormat, frozen=True):
     schema: dict[str, Any] | None = None
-    strict: bool | None = None
+    type: Literal["text", "json_object", "json_schema"] = "text"
 
 
 class TextOptions(Struct, frozen=True):
@@ -70,11 +54,10 @@ class TextOptions(Struct, frozen=True):
     verbosity: str | None = None
 
 
-class ResponsesRequest(Struct, kw_only=True, frozen=True):
+class ResponsesRequest(SharedRequest, kw_only=True, frozen=True):
     """A body of `/v1/responses`."""
 
     input: str | list[Item]
-    model: str | None = None
     instructions: str | None = None
     previous_response_id: ResponseId | None = None
     tools: list[Item] | None = None
@@ -83,45 +66,20 @@ class ResponsesRequest(Struct, kw_only=True, frozen=True):
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
     store: bool | None = None
-    stream: bool | None = None
     background: bool | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=COUNT_MAX)] | None = None
-    temperature: Temperature | None = None
-    top_p: TopP | None = None
     top_logprobs: LogprobCount | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, Any] | None = None
-    user: str | None = None
     prompt_cache_key: str | None = None
     prompt: Any = None
     conversation: Any = None
     # vLLM's
-    top_k: TopK | None = None
-    min_p: MinP | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBias | None = None
-    seed: Int64 | None = None
-    stop: Stop | Stops | None = None
-    stop_token_ids: StopTokenIds | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    min_tokens: Count | None = None
-    priority: Int64 | None = None
-    cache_salt: Salt | None = None
-    kv_transfer_params: dict[str, Json] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     previous_input_messages: Any = None
 
 
-_CHAT_FIELDS = (
-    "model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "seed", "stop_token_ids", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output",
-    "min_tokens", "priority", "cache_salt", "stream", "parallel_tool_calls", "chat_template_kwargs", "user",
-    "kv_transfer_params",
-)  # fmt: skip
+_CHAT_FIELDS = (*SharedRequest.__struct_fields__, "parallel_tool_calls", "chat_template_kwargs")
 """Fields that mean the same in a chat."""
 _request_decoder = msgspec.json.Decoder(ResponsesRequest)
 
@@ -275,7 +233,6 @@ def convert_to_chat(
         "continue_final_message": _continues_last_message(request.input),
         "max_tokens": request.max_output_tokens,
         "truncate_prompt_tokens": -1 if request.truncation == "auto" else None,
-        "stop": request.stop or None,
         "response_format": _convert_format(request.text.format if request.text is not None else None),
     }
     return fields | {name: getattr(request, name) for name in _CHAT_FIELDS}
@@ -514,7 +471,4 @@ def _convert_format(text_format: TextFormat | None) -> ResponseFormat | None:
         return None
     if text_format.type == "json_object":
         return ResponseFormat(type="json_object")
-    schema = JsonSchemaFormat(
-        name=text_format.name, description=text_format.description, schema=text_format.schema, strict=text_format.strict
-    )
-    return ResponseFormat(type="json_schema", json_schema=schema)
+    return ResponseFormat(type="json_schema", json_schema=text_format)

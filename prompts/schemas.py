@@ -103,48 +103,55 @@ class StructuredOutputs(Struct, frozen=True):
     whitespace_pattern: str | None = None
 
 
-class CommonRequest(Struct, kw_only=True, frozen=True):
-    """Fields that chats and completions share. None stands for a field that was not sent, or sent as null."""
+class SharedRequest(Struct, kw_only=True, frozen=True):
+    """Fields that chats, completions and responses share. None: the field was not sent, or sent as null."""
 
     model: str | None = None
-    # OpenAI's sampling parameters
+    # OpenAI's
     temperature: Temperature | None = None
     top_p: TopP | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
-    max_tokens: Count | None = None
-    n: Samples | None = None
     seed: Int64 | None = None
     stop: Stop | Stops | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     user: str | None = None
-    response_format: ResponseFormat | None = None
     # vLLM's
-    best_of: Count | None = None
-    use_beam_search: bool | None = None
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    length_penalty: float | None = None
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     stop_token_ids: StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    priority: Int64 | None = None
+    cache_salt: Salt | None = None
+    kv_transfer_params: dict[str, Json] | None = None
+
+
+class CommonRequest(SharedRequest, kw_only=True, frozen=True):
+    """Fields that chats and completions share."""
+
+    # OpenAI's
+    max_tokens: Count | None = None
+    n: Samples | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's
+    best_of: Count | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=COUNT_MAX)] | None = None
     prompt_logprobs: LogprobCount | None = None
     allowed_token_ids: list[TokenIdField] | None = None
     bad_words: list[str] | None = None
     add_special_tokens: bool | None = None
-    priority: Int64 | None = None
     request_id: str | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
-    cache_salt: Salt | None = None
-    kv_transfer_params: dict[str, Json] | None = None
     vllm_xargs: dict[str, Json] | None = None
     logits_processors: list[Json] | None = None
     structured_outputs: StructuredOutputs | None = None
