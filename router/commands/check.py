@@ -133,7 +133,10 @@ class WorkerCheck:
             return
         names = ", ".join(model.name for model in facts.spec.models)
         yield Finding("address", True, f"serves {names}" + (f" ({facts.spec.engine})" if facts.spec.engine else ""))
-        self._model = next(model for model in facts.spec.models if model.lora is None)
+        models = facts.spec.models
+        self._model = next(
+            (model for model in models if model.lora is None), models[0]
+        )  # a worker may list adapters only
         await self._tokenizers.discover(self._model.base, self._facts.roots.get(self._model.base), self._flag)
         yield await self._compare_tokens("tokenizer", "/v1/completions", {"prompt": SAMPLE_PROMPT})
         yield await self._compare_tokens(
@@ -193,13 +196,13 @@ class WorkerCheck:
         tokenize_request = build_tokenize_request(request, self._model.name)
         assert tokenize_request is not None
         answer = await self._post("/tokenize", tokenize_request)
-        can_worker_tokenize = "tokens" in answer
+        worker_ids = _get_token_ids(answer)
         if tokenizer is None:  # without it, the router can still ask the worker for tokens
             reason = self._tokenizers.problems.get(self._model.base, "there is none here")
-            return Finding(step, None if can_worker_tokenize else False, reason)
-        if not can_worker_tokenize:
+            return Finding(step, False if worker_ids is None else None, reason)
+        if worker_ids is None:
             return Finding(step, None, f"cannot be compared: /tokenize says {_format_error(answer)}")
-        token_ids, worker_ids = _tokenize(request, tokenizer), answer["tokens"]
+        token_ids = _tokenize(request, tokenizer)
         if token_ids is None:
             return Finding(step, False, "the router cannot read this prompt: such requests are routed by load alone")
         if list(token_ids) == worker_ids:
@@ -229,7 +232,7 @@ class WorkerCheck:
         prompt_ids = _tokenize(request, self._tokenizers.get(self._model.base))
         if prompt_ids is None:
             answer = await self._post("/tokenize", msgspec.json.encode({"model": self._model.name, "prompt": text}))
-            prompt_ids = answer.get("tokens") or [random_source.randrange(100, 200) for _ in range(prompt_tokens)]
+            prompt_ids = _get_token_ids(answer) or [random_source.randrange(100, 200) for _ in range(prompt_tokens)]
         return list(prompt_ids[:prompt_tokens])
 
     async def _is_listening(self, source: EventSource) -> bool:
@@ -443,6 +446,12 @@ def _count_common_tokens(ids: Sequence[int], other_ids: Sequence[int]) -> int:
     """Return the length of the common beginning of two prompts."""
     differing_positions = (i for i, (token_id, other_id) in enumerate(zip(ids, other_ids)) if token_id != other_id)
     return next(differing_positions, min(len(ids), len(other_ids)))
+
+
+def _get_token_ids(answer: dict[str, Any]) -> list[int] | None:
+    """Return the token ids in an answer to `/tokenize`; None if it has none."""
+    token_ids = answer.get("tokens")
+    return token_ids if isinstance(token_ids, list) else None
 
 
 def _get_cached_tokens(usage: dict[str, Any]) -> int | None:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 from urllib.parse import urlsplit
 
 import click
@@ -67,7 +67,7 @@ def _make_row(worker: dict[str, Any], previous: dict[str, Any] | None, interval_
         return WorkerRow(cells, worker.get("state_reason", ""))
     has_rate = previous is not None and interval_s > 0
     new_requests = worker["routed_requests"] - (previous or worker)["routed_requests"]
-    requests_per_s = new_requests / interval_s if has_rate else 0.0
+    requests_per_s = max(new_requests / interval_s, 0) if has_rate else 0.0  # a router that restarted counts anew
     cells = [
         worker["target"],
         worker["state"],
@@ -94,7 +94,8 @@ def format_summary(page: WorkersPage, previous_page: WorkersPage | None, interva
     if previous_page is not None and interval_s > 0:
         routed_requests = page["counters"].get("routed", 0) - previous_page["counters"].get("routed", 0)
         cached_tokens = _sum_cached_tokens(page) - _sum_cached_tokens(previous_page)
-        requests_rate, tokens_rate = f"{routed_requests / interval_s:.1f}", f"{max(cached_tokens / interval_s, 0):,.0f}"
+        requests_rate = f"{max(routed_requests / interval_s, 0):.1f}"
+        tokens_rate = f"{max(cached_tokens / interval_s, 0):,.0f}"
     return (
         f"{health}: {state_counts or 'none'}; {requests_rate} requests/s, {page['in_flight']} in flight, "
         f"{page['queued']} queued; {tokens_rate} cached tokens/s"
@@ -115,7 +116,8 @@ def format_transfers(page: WorkersPage, previous_page: WorkersPage | None, inter
         transfers_per_s = "-"
         if previous_page is not None and interval_s > 0:
             previous_counts = previous_page.get("kv_transfers", {}).get(kind, {})
-            transfers_per_s = f"{(counts['started'] - previous_counts.get('started', 0)) / interval_s:.1f}"
+            new_transfers = counts["started"] - previous_counts.get("started", 0)
+            transfers_per_s = f"{max(new_transfers / interval_s, 0):.1f}"
         parts.append(f"{transfers_per_s} {kind}s/s")
     parts.append(f"{page['counters'].get('failed_transfers', 0)} failed")
     parts += [f"none in {group['dialect']}: {group['problem']}" for group in groups if group["problem"]]
@@ -164,9 +166,18 @@ def fetch_workers(url: str, headers: dict[str, str], tls: ssl.SSLContext) -> Wor
         page = json.loads(answer)
     except (ValueError, RecursionError):
         page = None
-    if status != 200 or not isinstance(page, dict) or "workers" not in page:
+    if status != 200 or not _is_workers_page(page):
         raise click.ClickException(f"{url}/workers is not a router's ({status}): give the URL of a `router run`")
     return page
+
+
+def _is_workers_page(page: Any) -> TypeGuard[WorkersPage]:
+    """Return whether an answer has all that is shown of a router, so that later updates can be drawn too."""
+    try:
+        _draw(page, page, 1.0, SORT_ORDERS[0])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return False
+    return True
 
 
 async def _fetch(url: str, headers: dict[str, str], tls: ssl.SSLContext) -> tuple[int, bytes]:

@@ -77,6 +77,8 @@ class Worker:
         if self.fault == "key" and request.headers.get("Authorization") != "Bearer right":
             raise web.HTTPUnauthorized
         cards: list[dict[str, Any]] = [{"id": "m", "root": str(self.folder), "max_model_len": 4096}]
+        if self.fault == "adapters alone":
+            cards[0]["parent"] = "base"
         if self.fault in ("LoRA", "adapters"):
             cards.append({"id": "tuned", "parent": "m"})
         return web.json_response({"data": cards})
@@ -90,6 +92,8 @@ class Worker:
         return web.Response(body=encode_sources([self.source()]), content_type="application/json")
 
     async def tokenize(self, request: web.Request) -> web.Response:
+        if self.fault == "no ids":
+            return web.json_response({"tokens": 5})
         body = await request.read()
         path = "/v1/chat/completions" if b'"messages"' in body else "/v1/completions"
         routing_request = parse_routing(path, body)
@@ -208,6 +212,13 @@ def test_a_sound_worker_has_no_problem(checkpoint: Path) -> None:
     assert {"address", "tokenizer", "template", "events", "cached", "salt", "LoRA", "replay"} <= findings_by_step.keys()
     assert "64 tokens predicted" in findings_by_step["cached"].text
     assert "64 reported" in findings_by_step["cached"].text
+
+
+@pytest.mark.parametrize("fault", ["adapters alone", "no ids"])
+def test_an_odd_answer_is_a_finding(checkpoint: Path, fault: str) -> None:
+    findings_by_step = run_checks(checkpoint, fault)
+    assert findings_by_step["tokenizer"].is_ok is None, findings_by_step
+    assert findings_by_step["request"].is_ok
 
 
 def test_a_tokenizer_that_fails_is_a_finding(checkpoint: Path, tmp_path: Path) -> None:

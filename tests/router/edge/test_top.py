@@ -92,6 +92,35 @@ def test_it_reads_what_the_route_says(edge: Any) -> None:
     assert format_summary(answers[0], None, 0.0).startswith("1 in trouble: 1 up, 1 starting; - requests/s")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"workers": 5}, {"workers": None}, {"workers": [1]}, {"workers": [{}]}, {"counters": None}, {"queued": None},
+        {"kv_groups": [{}]}, {"kv_transfers": {"pull": {}}}, {"workers": [worker("a", queue_s="x")]},
+        {"workers": [worker("a", alarms=None)]}, {"workers": [worker("a", routed_requests="7")]},
+    ],
+)  # fmt: skip
+def test_another_program_s_page_is_one_line(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    page = told(worker("a")) | fields
+    if fields == {"queued": None}:
+        del page["queued"]
+
+    async def answer(*_: Any) -> tuple[int, bytes]:
+        return 200, json.dumps(page).encode()
+
+    monkeypatch.setattr("router.commands.top._fetch", answer)
+    done = CliRunner().invoke(cli, ["top", "--once"])
+    assert done.output == (
+        "Error: http://127.0.0.1:8080/workers is not a router's (200): give the URL of a `router run`\n"
+    )
+
+
+def test_a_router_that_restarted_has_no_negative_rates() -> None:
+    before, now = told(worker("a", routed_requests=10), routed=10), told(worker("a", routed_requests=2), routed=2)
+    assert make_table_rows(now, before, 2.0)[0].cells[2] == "0.0"
+    assert "; 0.0 requests/s" in format_summary(now, before, 2.0)
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "no-url"])
 def test_nobody_there_is_one_line(url: str) -> None:
     done = CliRunner().invoke(cli, ["top", url, "--once"])
