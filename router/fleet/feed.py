@@ -222,6 +222,10 @@ class IndexFeed:
         """Return how many blocks the worker has announced so far."""
         return sum(stream.counters["stored"] for stream in self._streams_by_worker.get(worker_id, []))
 
+    def count_clears(self, worker_id: str) -> int:
+        """Return how many times the worker has announced that its cache is empty."""
+        return sum(stream.counters["cleared"] for stream in self._streams_by_worker.get(worker_id, []))
+
     def list_unreachable_endpoints(self, worker_id: str) -> list[str]:
         """Return the endpoints of a worker's streams that have not been connected for UNREACHABLE_S."""
         return [stream.source.endpoint for stream in self._find_unreachable_streams(worker_id)]

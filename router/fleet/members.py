@@ -85,6 +85,8 @@ class _Member:
     """Time from which the worker may be asked for its load again."""
     engine_restarts: int = 0
     """Restarts of the worker's engine that its event streams have shown."""
+    clear_count_asleep: int = 0
+    """Clearings that the worker had published when it was found asleep."""
     probed_s: float = -math.inf
     """Time when the worker was last asked for all its facts."""
     lacks_room: bool = False
@@ -401,18 +403,23 @@ class Fleet:
             self._core.record_engine_load(worker_id, loads, in_flight, self._now())
             is_asleep = are_ranks_asleep(loads)
             if is_asleep is not None:
-                self._set_asleep(worker_id, is_asleep=is_asleep)
+                self._set_asleep(member, is_asleep=is_asleep)
         finally:
             member.next_loads_poll_at_s = self._now() + self._config.loads_s
 
-    def _set_asleep(self, worker_id: str, *, is_asleep: bool) -> None:
+    def _set_asleep(self, member: _Member, *, is_asleep: bool) -> None:
         """Record whether a worker sleeps.
 
-        A sleeping engine has lost its cache, and publishes that no earlier than its first step afterwards.
+        A sleeping engine has lost its cache, and publishes that no earlier than its first step afterwards. If an engine
+        that is awake again has published that, the blocks that are known are those of later steps, for other routers.
         """
+        worker_id = member.flag.worker_id
         worker = self._core.workers.get(worker_id)
         if worker is not None and worker.is_asleep is not is_asleep:
-            self._feed.clear_worker(worker_id)
+            clear_count = self._feed.count_clears(worker_id)
+            if is_asleep or clear_count == member.clear_count_asleep:
+                self._feed.clear_worker(worker_id)
+            member.clear_count_asleep = clear_count
             self._perform(self._core.set_asleep(worker_id, self._now(), is_asleep=is_asleep))
 
     async def _poll_all_models(self) -> None:
@@ -475,7 +482,7 @@ class Fleet:
                 self._log_joined(member, followed_facts, is_new=is_new)
         member.facts = facts
         if facts.is_asleep is not None:
-            self._set_asleep(worker_id, is_asleep=facts.is_asleep)
+            self._set_asleep(member, is_asleep=facts.is_asleep)
         member.restart_s = 0.0
         return True
 

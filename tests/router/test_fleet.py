@@ -362,7 +362,8 @@ async def wait_until(holds: Callable[[], object]) -> None:
 
 def feed_of(**methods: Any) -> Any:
     default_methods = {"follow": lambda *_, **__: None, "find_incomplete_ranks": lambda _: {}, "forget": lambda _: None,
-               "clear_worker": lambda _: None, "count_free_streams": lambda _: 100}  # fmt: skip
+               "clear_worker": lambda _: None, "count_clears": lambda _: 0,
+               "count_free_streams": lambda _: 100}  # fmt: skip
     return SimpleNamespace(**{**default_methods, **methods})
 
 
@@ -952,6 +953,26 @@ def test_a_worker_that_sleeps_gets_nothing_until_it_is_awake() -> None:
             assert worker.state is WorkerState.DOWN
 
     asyncio.run(run())
+
+
+def test_what_an_awake_engine_stored_for_another_router_is_kept() -> None:
+    """Its load is read every few seconds: by then it may have published that it was empty, and computed prompts."""
+
+    async def run() -> None:
+        page, cleared_workers, clear_count = Page(), list[str](), 7
+        page.metrics = sleep_state(1)
+        feed = feed_of(clear_worker=cleared_workers.append, count_clears=lambda _: clear_count)
+        config = FleetConfig(health_s=0.001, loads_s=0.001)
+        async with watching(page, config, feed) as (_, core, name):
+            for expected_clears in (1, 2):
+                page.metrics = sleep_state(0)
+                await wait_until(lambda: core.workers[name].state is WorkerState.SLEEPING)
+                clear_count += 1
+                page.metrics = sleep_state(1)
+                await wait_until(lambda: core.workers[name].state is WorkerState.UP)
+                assert cleared_workers == [name] * expected_clears, "when it fell asleep alone"
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_a_worker_that_joins_asleep_sleeps() -> None:

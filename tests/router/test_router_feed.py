@@ -237,6 +237,7 @@ def test_a_cache_that_was_given_back_is_not_believed_and_its_stream_goes_on(
     pub.publish([AllBlocksCleared(), *block_events(0, 2)])
     wait_until(lambda: count_cached_tokens(index, holder) == 8, "awake again")
     assert len(find_clears(reported_facts)) == clear_count + 2, "its events said so as well"
+    assert feed.count_clears("a") == 1
     assert feed.sum_counters()["a"]["gaps"] == 0
     feed.clear_worker("unknown")
     pub.close()
