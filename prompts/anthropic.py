@@ -388,7 +388,8 @@ def _add_tool_result(messages: list[Message], block: MessageBlock) -> None:
     """
     result_blocks = block.content if isinstance(block.content, list) else []
     parts = [part for result_block in result_blocks if (part := _convert_result_block(result_block)) is not None]
-    text = block.content if isinstance(block.content, str) else "\n".join(_select_texts(parts))
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    text = block.content if isinstance(block.content, str) else "\n".join(texts)
     reference_parts = [part for part in parts if part["type"] == "tool_reference"]
     media_parts = [part for part in parts if part["type"] not in ("text", "tool_reference")]
     tool_message = {"role": "tool", "tool_call_id": block.tool_use_id or ""}
@@ -399,28 +400,20 @@ def _add_tool_result(messages: list[Message], block: MessageBlock) -> None:
         messages.append({**tool_message, "content": reference_parts})
 
 
-def _select_texts(parts: list[Message]) -> list[str]:
-    return [part["text"] for part in parts if part["type"] == "text"]
-
-
 def _convert_result_block(block: dict[str, Any]) -> Message | None:
     """Return a block of a tool's result as a part of a chat's content; None for a reference without a name."""
     block_type = block.get("type")
     if block_type == "text":
-        return {"type": "text", "text": _read_block_text(block)}
+        text = block.get("text", "")
+        if not isinstance(text, str):
+            raise bad_value("messages: text of a tool_result", text, "a string")
+        return {"type": "text", "text": text}
     if block_type == "image":
         return {"type": "image_url", "image_url": {}}
     if block_type == "tool_reference":
         name = block.get("tool_name") or block.get("name")
         return {"type": "tool_reference", "name": name} if name else None
     return convert_block(block)
-
-
-def _read_block_text(block: dict[str, Any]) -> str:
-    text = block.get("text", "")
-    if not isinstance(text, str):
-        raise bad_value("messages: text of a tool_result", text, "a string")
-    return text
 
 
 def _convert_tools(request: CountRequest) -> list[Message] | None:

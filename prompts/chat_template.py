@@ -185,7 +185,9 @@ class ChatTemplate:
     def _convert_message(self, message: Message) -> Message:
         """Return a message as transformers from 5.23 on gives it to templates."""
         is_plain = len(message) == 2 and message.get("content") is not None and message.get("role") is not None
-        return message if is_plain or self.keeps_messages_as_sent else _add_reasoning_names(_drop_nulls(message))
+        if is_plain or self.keeps_messages_as_sent:
+            return message
+        return _add_reasoning_names({name: value for name, value in message.items() if value is not None})
 
     def _render_continuation(self, template: _CompiledTemplate, context: dict[str, Any]) -> str:
         """Render a chat up to the end of the content of its last message, for the model to continue there."""
@@ -226,13 +228,6 @@ class ChatTemplate:
             return _compile_template(source)
         except ChatTemplateError as error:
             raise RequestError(str(error), param="chat_template") from error
-
-
-def _drop_nulls(message: Message) -> Message:
-    for value in message.values():
-        if value is None:
-            return {name: field_value for name, field_value in message.items() if field_value is not None}
-    return message
 
 
 def _add_reasoning_names(message: Message) -> Message:

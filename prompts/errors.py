@@ -42,18 +42,14 @@ class RequestError(Exception):
 
     def body(self, path: str = "") -> dict[str, Any]:
         """Return the JSON body in the format of the API to which `path` belongs."""
-        if _is_anthropic(path):
+        # A path of Anthropic's API, or one that its clients use with a wrong base URL.
+        if path.startswith("/v1/messages") or path.rstrip("/").removesuffix("/count_tokens").endswith("/messages"):
             default_type = "invalid_request_error" if self.status < 500 else "api_error"
             error_type = _ANTHROPIC_TYPE_BY_STATUS.get(self.status, default_type)
             return {"type": "error", "error": {"type": error_type, "message": self.message}}
         default_type = "invalid_request_error" if self.status < 500 else "server_error"
         error_type = _OPENAI_TYPE_BY_STATUS.get(self.status, default_type)
         return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}
-
-
-def _is_anthropic(path: str) -> bool:
-    """Return whether a path is of Anthropic's API, or one that its clients use with a wrong base URL."""
-    return path.startswith("/v1/messages") or path.rstrip("/").removesuffix("/count_tokens").endswith("/messages")
 
 
 def describe_context_overflow(

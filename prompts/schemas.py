@@ -207,7 +207,10 @@ _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 def parse_chat(data: bytes) -> ChatRequest:
     """Read a chat body. Raises RequestError that names field, value and expectation."""
     request = decode_json(_chat_decoder, data)
-    check_messages(request.messages)
+    if not request.messages:
+        raise bad_value("messages", request.messages, "at least one message")
+    for message_index, message in enumerate(request.messages):
+        _check_message(f"messages[{message_index}]", message)
     if request.add_generation_prompt and request.continue_final_message:
         raise RequestError(
             "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
@@ -369,15 +372,8 @@ def _check_common_fields(request: CommonRequest) -> None:
         raise bad_value("min_tokens", request.min_tokens, f"at most max_tokens ({max_tokens})")
 
 
-def check_messages(messages: list[Message]) -> None:
-    """Raise RequestError, which names the field, for messages that no template could render."""
-    if not messages:
-        raise bad_value("messages", messages, "at least one message")
-    for message_index, message in enumerate(messages):
-        _check_message(f"messages[{message_index}]", message)
-
-
 def _check_message(param: str, message: Message) -> None:
+    """Raise RequestError, which names the field, for a message that no template could render."""
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise bad_value(f"{param}.role", role, "a string such as system, user, assistant or tool")

@@ -286,7 +286,10 @@ def _load_template(
     """
     if override is not None:
         return ChatTemplate(_read_override(override), named_tokens)
-    template_by_name = {name: _read_text(path) for name, path in _find_template_files(folder).items()}
+    template_paths = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    template_by_name = {path.stem: _read_text(path) for path in template_paths}
+    if (folder / "chat_template.jinja").is_file():
+        template_by_name["default"] = _read_text(folder / "chat_template.jinja")
     if template_by_name:
         is_only_one = list(template_by_name) == ["default"]
         return ChatTemplate(template_by_name["default"] if is_only_one else template_by_name, named_tokens)
@@ -300,14 +303,6 @@ def _load_template(
             f"{folder}: chat_template: got {type(templates).__name__}, expected a string or named templates"
         )
     return ChatTemplate(templates, named_tokens)
-
-
-def _find_template_files(folder: Path) -> dict[str, Path]:
-    """Return the template files of a checkpoint by template name; the usual template is "default"."""
-    path_by_name = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    if (folder / "chat_template.jinja").is_file():
-        path_by_name["default"] = folder / "chat_template.jinja"
-    return path_by_name
 
 
 def _is_list_of_named_templates(templates: Any) -> bool:

@@ -156,7 +156,8 @@ async def _respond(
     limit_s = state.config.request_timeout_s
     deadline_timer = None
     if limit_s is not None:
-        error = _make_timeout_error(limit_s)
+        message = f"the request took longer than {limit_s:g} s (--request-timeout)"
+        error = RequestError(message, code="timeout", status=504)
         deadline_timer = asyncio.get_running_loop().call_later(limit_s, stream.fail, error)
     writer = ResponseWriter(request, state.config, None if deadline_timer is None else deadline_timer.when())
     try:
@@ -183,10 +184,6 @@ def _store_response(state: ServerState, formatter: ResponseFormatter) -> None:
     """Store a finished response of `/v1/responses` if its request wants that."""
     if isinstance(formatter, ResponsesFormatter) and formatter.context.should_store:
         state.response_store.put(formatter.make_final_response(), formatter.encode_messages())
-
-
-def _make_timeout_error(limit_s: float) -> RequestError:
-    return RequestError(f"the request took longer than {limit_s:g} s (--request-timeout)", code="timeout", status=504)
 
 
 def _make_sequence_error(output: SequenceOutput, constraint: Constraint | None) -> RequestError:

@@ -12,7 +12,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from engine.http.generate import STATE
 from engine.http.state import RETRY_AFTER_S, ServerState, make_not_running_error, make_unavailable_error
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDeadError
-from events.sources import EventSource
 from options.addresses import bracket_host
 from options.system import raise_file_limit
 from options.tls import make_server_context
@@ -358,7 +357,11 @@ def print_startup(
     print(f"answers   tool calls: {limits.call_format or 'none'}, reasoning: {limits.reasoning_format or 'none'}")
     host_memory = f", and {info.num_host_blocks} in host memory" if info.num_host_blocks else ""
     print(f"cache     {info.num_blocks} blocks of {info.block_size} tokens{host_memory}")
-    _print_event_sources(info.event_sources)
+    for source in info.event_sources:
+        replay = f", replay {source.replay_endpoint}" if source.replay_endpoint else ""
+        print(f"events    {source.endpoint}{replay}")
+    if not info.event_sources:
+        print("events    off (--kv-events-config without enable_kv_cache_events: true)")
     if info.kv_transfer_port is not None:
         print(f"transfers {engine_config.kv_transfer.host}:{info.kv_transfer_port}")
     if is_loopback(host):
@@ -367,15 +370,6 @@ def print_startup(
         print("reach     the network, without an API key (--api-key, or keep the network private)")
     scheme = "http" if config.tls_cert is None else "https"
     print(f"ready     {scheme}://{bracket_host(host)}:{port}", flush=True)
-
-
-def _print_event_sources(sources: Sequence[EventSource]) -> None:
-    """Print where the cache's events are published."""
-    for source in sources:
-        replay = f", replay {source.replay_endpoint}" if source.replay_endpoint else ""
-        print(f"events    {source.endpoint}{replay}")
-    if not sources:
-        print("events    off (--kv-events-config without enable_kv_cache_events: true)")
 
 
 def _report_failure(message: str) -> int:

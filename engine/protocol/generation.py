@@ -143,7 +143,9 @@ def make_generation(
         for index, request in enumerate(requests)
     ]
     if answered_tokens:  # then there is one prompt and one choice
-        _resume_answer(choices[0], prompts[0][-answered_tokens:])
+        choices[0].resume(prompts[0][-answered_tokens:])
+        if choices[0].finish_reason is not None:
+            raise bad_value("answered_tokens", answered_tokens, "tokens of an answer that no stop string has ended")
         prompts = [prompts[0][:-answered_tokens]]
     return Generation(
         id=id,
@@ -155,13 +157,6 @@ def make_generation(
         requests=requests,
         is_echo_only=is_echo_only_request(body),
     )
-
-
-def _resume_answer(choice: Choice, token_ids: list[int]) -> None:
-    """Continue an answer that another engine began with `token_ids`. Raises RequestError if they end it."""
-    choice.resume(token_ids)
-    if choice.finish_reason is not None:
-        raise bad_value("answered_tokens", len(token_ids), "tokens of an answer that no stop string has ended")
 
 
 def make_sample_requests(request: Request, id_prefix: str, first_choice_index: int) -> list[Request]:

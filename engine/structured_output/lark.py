@@ -86,9 +86,6 @@ class _LarkWriter:
         return slash_regex(_get_text(path, format, "pattern"))
 
     def write_any_text(self, path: str, format: Format) -> str:
-        return self._write_free_text(path, format)
-
-    def _write_free_text(self, path: str, format: Format) -> str:
         """Return a terminal that matches any text in which none of the format's `excludes` occurs."""
         excluded_texts = format.get("excludes") or []
         if not isinstance(excluded_texts, list) or not all(isinstance(text, str) and text for text in excluded_texts):
@@ -112,7 +109,9 @@ class _LarkWriter:
         schema = format.get("json_schema")
         if not isinstance(schema, (dict, bool)):
             raise bad_value(f"{path}.json_schema", schema, "a JSON schema")
-        whitespace = _get_whitespace(path, format)
+        whitespace = format.get("whitespace_pattern", WHITESPACE)
+        if not isinstance(whitespace, str):
+            raise bad_value(f"{path}.whitespace_pattern", whitespace, "a regular expression")
         options: dict[str, Any] = {"whitespace_pattern": whitespace} if whitespace else {"whitespace_flexible": False}
         if format.get("lenient"):
             options["lenient"] = True
@@ -168,21 +167,20 @@ class _LarkWriter:
             raise bad_value(f"{path}.end", format.get("end"), "a text, or texts")
         content = format.get("content")
         if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
-            return self._write_text_until(f"{path}.content", content, ends)
+            return self._write_text_until(self.write_any_text(f"{path}.content", content), ends)
         end_expression = " | ".join(map(self._rules.write_text, ends))
         return f"{self._write_format(f'{path}.content', content)} ({end_expression})"
 
-    def _write_text_until(self, path: str, format: Format, ends: list[str]) -> str:
-        """Return an expression of any text up to the first of `ends`, and that end.
+    def _write_text_until(self, free_text: str, ends: list[str]) -> str:
+        """Return an expression of text up to the first of `ends`, and that end. `free_text`: terminal of the text.
 
         A rule that matches any text would go on past an end. Only a `lazy` rule stops at the first match, and it cannot
         have tokens in it. An end with a token needs no lazy rule, because no text matches a special token.
         """
-        free = self._write_free_text(path, format)
         texts = [end for end in ends if self._rules.write_text(end) == quote(end)]
-        alternatives = [f"{free} {self._rules.write_text(end)}" for end in ends if end not in texts]
+        alternatives = [f"{free_text} {self._rules.write_text(end)}" for end in ends if end not in texts]
         if texts:
-            alternatives.append(self._rules.add_rule(f"{free} ({' | '.join(map(quote, texts))})", "[lazy]"))
+            alternatives.append(self._rules.add_rule(f"{free_text} ({' | '.join(map(quote, texts))})", "[lazy]"))
         return f"({' | '.join(alternatives)})"
 
     def write_triggered_tags(self, path: str, format: Format) -> str:
@@ -194,7 +192,7 @@ class _LarkWriter:
         triggers, tags = _get_list(path, format, "triggers"), _get_list(path, format, "tags")
         if not tags or not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise RequestError(f"{path}: expected at least one tag, and triggers that are strings", param=path)
-        free_text = self._write_free_text(path, format)
+        free_text = self.write_any_text(path, format)
         tag_tails_by_trigger: dict[str, list[str]] = {}
         for number, tag in enumerate(tags):
             tag_path = f"{path}.tags[{number}]"
@@ -205,7 +203,7 @@ class _LarkWriter:
             tag_tail = f"{self._rules.write_text(begin[len(trigger) :])} {self._write_tag_tail(tag_path, tag)}"
             tag_tails_by_trigger.setdefault(trigger, []).append(self._rules.add_rule(tag_tail))
         alternatives = [
-            self._rules.add_rule(f"{self._write_free_text_before(trigger, free_text)} ({' | '.join(tag_tails)})")
+            self._rules.add_rule(f"{self._write_text_until(free_text, [trigger])} ({' | '.join(tag_tails)})")
             for trigger, tag_tails in tag_tails_by_trigger.items()
         ]
         text_and_tag = self._rules.add_rule(" | ".join(alternatives))
@@ -213,13 +211,6 @@ class _LarkWriter:
         if not format.get("stop_after_first"):
             return f"{text_and_tag}{'+' if must_come else '*'} {free_text}"
         return text_and_tag if must_come else f"{text_and_tag} | {free_text}"
-
-    def _write_free_text_before(self, trigger: str, free_text: str) -> str:
-        """Return an expression of free text up to the first `trigger`, and the trigger."""
-        trigger_expression = self._rules.write_text(trigger)
-        is_plain_text = trigger_expression == quote(trigger)
-        expression = f"{free_text} {trigger_expression}"
-        return self._rules.add_rule(expression, "[lazy]") if is_plain_text else expression
 
     def write_tags_with_separator(self, path: str, format: Format) -> str:
         tags = self._write_elements(path, format, "tags")
@@ -258,13 +249,6 @@ def _get_list(path: str, format: Format, name: str) -> list[Json]:
     value = format.get(name)
     if not isinstance(value, list) or not value:
         raise bad_value(f"{path}.{name}", value, "an array that is not empty")
-    return value
-
-
-def _get_whitespace(path: str, format: Format) -> str:
-    value = format.get("whitespace_pattern", WHITESPACE)
-    if not isinstance(value, str):
-        raise bad_value(f"{path}.whitespace_pattern", value, "a regular expression")
     return value
 
 

@@ -14,7 +14,7 @@ from jinja2.compiler import CodeGenerator
 
 from prompts import ChatTemplate, ChatTemplateError, RequestError, parse_chat, parse_routing
 from prompts.chat_rendering import render_chat
-from prompts.chat_template import _add_reasoning_names, _drop_nulls
+from prompts.chat_template import _add_reasoning_names
 from prompts.template_environment import TemplateEnvironment, make_environment
 from tests.prompts import chat_templates
 
@@ -49,7 +49,8 @@ def hf_render():
 
     def render(source, messages, **kwargs):
         if older:
-            messages = [_add_reasoning_names(_drop_nulls(message)) for message in messages]
+            fields = [{name: value for name, value in message.items() if value is not None} for message in messages]
+            messages = [_add_reasoning_names(message) for message in fields]
         return tok.apply_chat_template(messages, chat_template=source, tokenize=False, **kwargs)
 
     return render
