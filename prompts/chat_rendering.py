@@ -63,7 +63,7 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
     messages = [_convert_message(message, content_format) for message in request.messages or ()]
     if any(message["role"] == "developer" for message in messages):
         source = template.select_source(request.chat_template, has_tools=has_tools)
-        if not _names_developer_role(source):
+        if '"developer"' not in source and "'developer'" not in source:  # it would refuse or drop such messages
             messages = _convert_developer_to_system(messages)
     variables = _make_template_variables(request)
     variable_documents = variables.pop("documents", None)  # the request's own documents take precedence
@@ -77,11 +77,6 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
         **variables,
     )
     return text.partition(MEDIA_MARKER)[0]
-
-
-def _names_developer_role(template_source: str) -> bool:
-    """Return whether a template has the role "developer" as a string: others would refuse or drop such messages."""
-    return '"developer"' in template_source or "'developer'" in template_source
 
 
 def _make_template_variables(request: ChatPrompt) -> dict[str, Any]:

@@ -36,7 +36,10 @@ class _ContentNames:
         node = _strip_filters(node)
         if isinstance(node, jinja2.nodes.Name):
             return node.name in self._content_names
-        owner = _find_key_owner(node, "content")
+        if _get_key(node) != "content":
+            return False
+        assert isinstance(node, (jinja2.nodes.Getattr, jinja2.nodes.Getitem))
+        owner = node.node
         is_message = isinstance(owner, jinja2.nodes.Name) and owner.name in self._message_names
         return is_message or _is_index_of(owner, self._list_names)
 
@@ -58,24 +61,17 @@ class _ContentNames:
 
 def _strip_filters(node: jinja2.nodes.Node | None) -> jinja2.nodes.Node | None:
     """Return an expression without filters, indices and slices around it."""
-    while isinstance(node, (jinja2.nodes.Filter, jinja2.nodes.Getitem)) and not _is_key(node):
+    while isinstance(node, (jinja2.nodes.Filter, jinja2.nodes.Getitem)) and _get_key(node) is None:
         node = node.node
     return node
 
 
-def _is_key(node: jinja2.nodes.Node) -> bool:
-    """Whether an expression is `x['name']`, as opposed to `x[0]` or `x[1:]`."""
-    return isinstance(node, jinja2.nodes.Getitem) and (
-        isinstance(node.arg, jinja2.nodes.Const) and isinstance(node.arg.value, str)
-    )
-
-
-def _find_key_owner(node: jinja2.nodes.Node | None, key: str) -> jinja2.nodes.Node | None:
-    """Return `x` of an expression `x.key` or `x['key']`; None for another expression."""
-    if isinstance(node, jinja2.nodes.Getattr) and node.attr == key:
-        return node.node
-    if isinstance(node, jinja2.nodes.Getitem) and isinstance(node.arg, jinja2.nodes.Const) and node.arg.value == key:
-        return node.node
+def _get_key(node: jinja2.nodes.Node | None) -> str | None:
+    """Return the key of an expression `x.key` or `x['key']`; None for another expression, such as `x[0]`."""
+    if isinstance(node, jinja2.nodes.Getattr):
+        return node.attr
+    if isinstance(node, jinja2.nodes.Getitem) and isinstance(node.arg, jinja2.nodes.Const):
+        return node.arg.value if isinstance(node.arg.value, str) else None
     return None
 
 

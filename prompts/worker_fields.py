@@ -37,7 +37,6 @@ WORKER_HEADERS: Final = frozenset((
 CONTAINER_FIELDS: Final = ("vllm_xargs", "nvext", "extra_body", "extra_args", "sampling_params", "agent_context")
 """Objects in a body that may contain such fields too."""
 _WORKER_FIELD_PREFIX: Final = "bootstrap_"
-_ADDRESS_MARKERS: Final = (b"_addr_",)
 
 
 def is_worker_field(name: str) -> bool:
@@ -68,4 +67,4 @@ def has_worker_address(request_id: bytes) -> bool:
 
     Such an id is `___prefill_addr_HOST:PORT___decode_addr_HOST:PORT_...`.
     """
-    return any(part in request_id for part in _ADDRESS_MARKERS)
+    return b"_addr_" in request_id

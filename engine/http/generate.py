@@ -12,6 +12,7 @@ import asyncio
 import logging
 import re
 import time
+import uuid
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from aiohttp import web
 from engine.config import ServerConfig
 from engine.http.body_workers import BodyParser
 from engine.http.metrics import RequestClock
-from engine.http.state import ServerState, make_not_running_error, make_random_id
+from engine.http.state import ServerState, make_not_running_error
 from engine.output.choice import Choice
 from engine.output.delta_builder import ChoiceDelta
 from engine.process.client import EngineDeadError, OutputStream
@@ -139,9 +140,9 @@ def _make_formatter(state: ServerState, parsed_request: ParsedRequest, generatio
 def _choose_answer_id(request: web.Request, parsed_request: ParsedRequest, id_prefix: str) -> str:
     """Return the id that the client gives to its request, or a random one."""
     if id_prefix == _RESPONSE_ID_PREFIX:  # whoever knows the id of a stored response can read it
-        return make_random_id()
+        return uuid.uuid4().hex
     client_id = parsed_request.body.request_id or request.headers.get("X-Request-Id") or ""
-    return client_id if _REQUEST_ID_PATTERN.fullmatch(client_id) else make_random_id()
+    return client_id if _REQUEST_ID_PATTERN.fullmatch(client_id) else uuid.uuid4().hex
 
 
 async def _respond(

@@ -114,13 +114,7 @@ class RequestClock:
 class MetricsPage:
     """Renders `/metrics`: the counters of the HTTP process, and the core's last report."""
 
-    def __init__(
-        self,
-        metrics: ServerMetrics,
-        client: EngineClient,
-        info: CoreInfo,
-        model_name: str,
-    ) -> None:
+    def __init__(self, metrics: ServerMetrics, client: EngineClient, info: CoreInfo, model_name: str) -> None:
         """`client`: client of the core, which has the core's last reports."""
         self._metrics = metrics
         self._client = client

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -194,7 +193,3 @@ def make_unavailable_error(message: str) -> RequestError:
 
 def make_not_running_error(reason: object) -> RequestError:
     return make_unavailable_error(f"the engine is not running: {reason}")
-
-
-def make_random_id() -> str:
-    return uuid.uuid4().hex

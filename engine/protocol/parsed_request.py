@@ -267,7 +267,7 @@ def _read_chat_body(
         prompts=[prompt],
         parser_config=parser_config,
         constraint=constraint,
-        kv_source=_read_kv_source(body, limits),
+        kv_source=read_kv_source(body.kv_transfer_params) if limits.has_transfers else None,
     )
 
 
@@ -390,12 +390,8 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> P
         prompts=prompts,
         prompt_texts=texts,
         constraint=build_constraint(body, tokenizer, limits),
-        kv_source=_read_kv_source(body, limits),
+        kv_source=read_kv_source(body.kv_transfer_params) if limits.has_transfers else None,
     )
-
-
-def _read_kv_source(body: ChatRequest | CompletionRequest, limits: ModelLimits) -> RemoteKVSource | None:
-    return read_kv_source(body.kv_transfer_params) if limits.has_transfers else None
 
 
 def _truncate_prompt(
