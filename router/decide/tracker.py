@@ -31,7 +31,7 @@ from router.decide.load import (
 )
 from router.decide.price import Candidate, estimate_queue, find_awaited_request
 from router.decide.shortlist import LoadOrder
-from router.decide.speed import PoolSpeed, PrefillInterval, SharedSpeed, Speed
+from router.decide.speed import PoolSpeed, PrefillInterval, Speed
 from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.index.protocol import HolderId
 
@@ -540,16 +540,6 @@ class LoadTracker:
         for name in (previous_loads.keys() if is_full else set()) | loads.keys():
             if name in self.targets:
                 self._merge_peer_load(self.targets[name])
-
-    def get_pool_speeds(self) -> dict[str, SharedSpeed]:
-        """Return what this router has learned itself, by pool."""
-        return {name: pool.own for name, pool in self._speed_by_pool.items() if pool.own.prefill_weight}
-
-    def set_peer_speeds(self, router: str, speed_by_pool: Mapping[str, SharedSpeed]) -> None:
-        """Replace what another router has learned, by pool; {} forgets that router."""
-        for name, pool in self._speed_by_pool.items():
-            if pool.set_shared_speed(router, speed_by_pool.get(name)):
-                self._apply_learned_speeds(pool.members)
 
     # Reports of engines --------------------------------------------------------------------------------------------
     def record_engine_load(self, name: str, engine_load: EngineLoad | None, now: float, *, in_flight: int) -> None:

@@ -24,7 +24,6 @@ import zmq
 from events.frames import MAX_HANDSHAKE_MS
 from prompts.errors import RequestError
 from router.decide.load import PeerLoad, PeerPrefills
-from router.decide.speed import SharedSpeed
 from router.decide.tracker import LoadTracker
 
 log = logging.getLogger("router")
@@ -35,7 +34,6 @@ MESSAGE_BYTES_MAX = 1 << 20
 PEERS_MAX = 64
 TARGETS_MAX = 8192
 """Most targets in the message of one router."""
-POOLS_MAX = 256
 POLL_BYTES_MAX = 256 << 10
 """Most bytes read at one call of `exchange_loads`; the rest is read at the next."""
 QUEUE_MESSAGES = 64
@@ -44,8 +42,6 @@ QUEUE_MESSAGES = 64
 Amount = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 """Seconds, or seconds per second; finite."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
-Duration = Annotated[float, msgspec.Meta(ge=1e-12, le=1e6)]
-Weight = Annotated[float, msgspec.Meta(ge=0.0, le=1e3)]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
@@ -70,18 +66,8 @@ class TargetLoad(msgspec.Struct, array_like=True):
     prefill_rate: Amount | None = None
 
 
-class LearnedSpeed(msgspec.Struct, array_like=True):
-    """Speed of the workers of one pool as one router learned it, and how many observations it is from."""
-
-    pool: Name
-    prefill_s_per_token: Duration
-    prefill_weight: Weight
-    step_s: Duration
-    step_weight: Weight
-
-
 class LoadMessage(msgspec.Struct, array_like=True):
-    """Load of one router. In a full message, targets without an entry are idle, and `speeds` are given."""
+    """Load of one router. In a full message, targets without an entry are idle."""
 
     version: int
     router: Name
@@ -89,7 +75,6 @@ class LoadMessage(msgspec.Struct, array_like=True):
     seq: int
     is_full: bool
     loads: Annotated[list[TargetLoad], msgspec.Meta(max_length=TARGETS_MAX)]
-    speeds: Annotated[list[LearnedSpeed], msgspec.Meta(max_length=POOLS_MAX)] = []
 
 
 _PORT = r"([1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
@@ -147,11 +132,9 @@ class PeerLoads:
         if is_full:
             self._last_full_s = now
             loads = [load for load in loads if load.prefill_requests or load.decode_requests or load.utilisation > 1e-6]
-        speeds = list(tracker.get_pool_speeds().items())[:POOLS_MAX] if is_full else []
-        learned_speeds = [LearnedSpeed(pool, *speed) for pool, speed in speeds]
         self._seq += 1
         self.counts["sent"] += 1
-        message = LoadMessage(VERSION, self._router, self._epoch, self._seq, is_full, loads, learned_speeds)
+        message = LoadMessage(VERSION, self._router, self._epoch, self._seq, is_full, loads)
         return _ENCODER.encode(message)
 
     def apply_message(self, payload: bytes, now: float) -> None:
@@ -179,12 +162,6 @@ class PeerLoads:
         self._peers[message.router] = _Peer(message.epoch, message.seq, now)
         loads = {load.target: _make_peer_load(load, now) for load in message.loads}
         self._tracker.set_peer_loads(message.router, loads, is_full=message.is_full or is_restarted)
-        if message.is_full or is_restarted:
-            speed_by_pool = {
-                s.pool: SharedSpeed(s.prefill_s_per_token, s.prefill_weight, s.step_s, s.step_weight)
-                for s in message.speeds
-            }
-            self._tracker.set_peer_speeds(message.router, speed_by_pool)
 
     def expire(self, now: float) -> None:
         """Drop the load of routers that are silent."""
@@ -192,7 +169,6 @@ class PeerLoads:
         for name in silent_peers:
             del self._peers[name]
             self._tracker.set_peer_loads(name, {})
-            self._tracker.set_peer_speeds(name, {})
             self.counts["expired"] += 1
             log.warning("peer router %s is silent: its load no longer counts", name)
 

@@ -31,7 +31,7 @@ from router.decide.tracker import LoadTracker
 from router.edge.continuation import StreamContinuation
 from router.edge.response_progress import find_usage
 from router.fleet import worker_responses
-from router.fleet.peers import LearnedSpeed, LoadMessage, PeerLoads, TargetLoad
+from router.fleet.peers import LoadMessage, PeerLoads, TargetLoad
 from router.fleet.worker_flag import parse_worker_flag
 from router.http.config import HttpLimits
 from router.http.headers import ProtocolError
@@ -233,8 +233,7 @@ def _template(data: bytes) -> None:
 
 
 def _examples() -> dict[str, tuple[bytes, ...]]:
-    speeds = [LearnedSpeed("m", 1e-4, 20.0, 0.012, 5.0)]
-    load = LoadMessage(1, "them", "e", 1, True, [TargetLoad("w", 1.0, 0.5, 2.0, 1.0, 3, 900, 0.5)], speeds)
+    load = LoadMessage(1, "them", "e", 1, True, [TargetLoad("w", 1.0, 0.5, 2.0, 1.0, 3, 900, 0.5)])
     store_event = BlockStored([1, 2], None, [1, 2, 3, 4], 2, None, "GPU", None, group_idx=0)
     batch = EventBatch(1.0, [store_event, BlockRemoved([1], "GPU"), AllBlocksCleared()], 0)
     chat = (

@@ -255,28 +255,6 @@ def test_a_pool_is_as_fast_as_its_fast_workers_whoever_is_seen_first() -> None:
     assert speeds[0].factor == pytest.approx(3.0, rel=0.2)
 
 
-def test_what_one_router_learned_another_starts_with() -> None:
-    """A second router has other priors and has seen nothing; it then weighs what it sees itself as much, and forgets
-    the first when that is gone."""
-    rng = random.Random(14)
-    (mine,) = make_pool(1)
-    truth = scaled(8.0)
-    for i in range(100):
-        make_sample = decode_observation if i % 2 else observation
-        learn_from(mine, make_sample(rng, truth, noise=0.1))
-    pool = PoolSpeed(scaled(0.1), LearnConfig())
-    other = Speed(pool)
-    assert pool.set_shared_speed("first", mine.pool.own)
-    other.refresh()
-    assert other.service.prefill_s_per_token == pytest.approx(truth.prefill_s_per_token, rel=0.2)
-    assert other.service.step_s == pytest.approx(truth.step_s, rel=0.2)
-    assert not pool.is_silent
-    assert pool.set_shared_speed("first", None)
-    other.refresh()
-    assert other.service == scaled(0.1)
-    assert not pool.set_shared_speed("first", None)
-
-
 def test_learning_from_first_tokens_of_a_queue() -> None:
     """A worker four times as slow as assumed, first come first served, learned through the tracker's intervals."""
     tracker, target = make(learn=True)

@@ -7,7 +7,7 @@ factor of its own, 1.5 if all work takes it half as long again. Routers share wh
 """
 
 from router.decide.speed.observations import Observation, PrefillInterval, WorkTotals
-from router.decide.speed.pool import PoolSpeed, SharedSpeed, Speed
+from router.decide.speed.pool import PoolSpeed, Speed
 from router.decide.speed.ratios import TimeFactor
 
-__all__ = ["Observation", "PoolSpeed", "PrefillInterval", "SharedSpeed", "Speed", "TimeFactor", "WorkTotals"]
+__all__ = ["Observation", "PoolSpeed", "PrefillInterval", "Speed", "TimeFactor", "WorkTotals"]

@@ -39,21 +39,17 @@ _STEP_INTERVAL_EARLY_S, _STEP_INTERVAL_LATE_S = 0.5, 4.0
 """Time between two observations of a target's steps, while the pool has few and later."""
 
 
-class SharedSpeed(NamedTuple):
-    """Speed of a pool as one router learned it, in absolute times, as routers may have different priors.
+class LearnedRatios(NamedTuple):
+    """Ratios of a pool as its last intervals show them. A weight is the number of intervals that show the ratio."""
 
-    A weight is the number of intervals that the time was learned from.
-    """
-
-    prefill_s_per_token: float
-    prefill_weight: float
-    step_s: float
-    """Time of a step of one sequence without its context."""
-    step_weight: float
+    prefill_ratio: float = 1.0
+    prefill_weight: float = 0.0
+    step_ratio: float = 1.0
+    step_weight: float = 0.0
 
 
 class PoolSpeed:
-    """Speed of the targets that serve one model, as this router and its peers learned it."""
+    """Speed of the targets that serve one model."""
 
     def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
         self.prior = prior
@@ -63,13 +59,11 @@ class PoolSpeed:
         """Last intervals between first tokens."""
         self._steps: deque[IntervalTimes] = deque(maxlen=_INTERVALS_MAX)
         """Last intervals between tokens of an answer."""
-        self.own = SharedSpeed(prior.prefill_s_per_token, 0.0, self._prior_step_s, 0.0)
-        """Speed that this router learned itself."""
-        self._shared_by_router: dict[str, SharedSpeed] = {}
+        self._learned = LearnedRatios()
         self._prior_ratio = 1.0
         """Factor of the prior's times, which is raised while no answer has come and prompts are overdue."""
         self._prefill_ratio = self._step_ratio = 1.0
-        """Learned factors of the prior's times for prefill and for steps."""
+        """Factors of the prior's times for prefill and for steps, by what was learned and by the prior."""
         self.members: list[Speed] = []
         """Speeds of the pool's targets."""
         self.observation_count = 0
@@ -77,7 +71,7 @@ class PoolSpeed:
         self.model = prior
         """Service model of a target without a factor of its own."""
         self.is_silent = config.enabled
-        """Whether the pool is to be learned and no router has observed anything yet."""
+        """Whether the pool is to be learned and nothing was observed yet."""
 
     @property
     def step_observation_interval_s(self) -> float:
@@ -99,11 +93,11 @@ class PoolSpeed:
         self.observation_count += 1
         if len(intervals_of_kind) > _EARLY_INTERVALS and self.observation_count % _LEARN_EVERY:
             return False
-        self.own = self._learn_own_speed()
+        self._learned = self._learn_ratios()
         return self._refresh_model()
 
-    def _learn_own_speed(self) -> SharedSpeed:
-        """Return the speed by which the last intervals are explained best.
+    def _learn_ratios(self) -> LearnedRatios:
+        """Return the ratios by which the last intervals are explained best.
 
         An interval that spends 70 % of its time in prefill has a weight of 0.7 for the prefill time, and 0.3 for steps.
         """
@@ -114,12 +108,7 @@ class PoolSpeed:
         prefill_weight = sum(
             self._prefill_ratio * interval.prefill_s / self.predict_s(interval) for interval in intervals
         )
-        return SharedSpeed(
-            prefill_s_per_token=self.prior.prefill_s_per_token * prefill_ratio,
-            prefill_weight=prefill_weight,
-            step_s=self._prior_step_s * step_ratio,
-            step_weight=len(intervals) - prefill_weight,
-        )
+        return LearnedRatios(prefill_ratio, prefill_weight, step_ratio, len(intervals) - prefill_weight)
 
     def _take_middle_half(self, intervals: Iterable[IntervalTimes]) -> list[IntervalTimes]:
         """Return the intervals without the quarter that was fastest, and the quarter that was slowest.
@@ -135,32 +124,18 @@ class PoolSpeed:
         self._prior_ratio = min(self._prior_ratio * ratio, RATIO_MAX)
         return self._refresh_model()
 
-    def set_shared_speed(self, router: str, shared: SharedSpeed | None) -> bool:
-        """Replace what another router learned, None to forget it; return whether the model has changed."""
-        if shared is not None:
-            self._shared_by_router[router] = shared
-        elif self._shared_by_router.pop(router, None) is None:
-            return False
-        return self._refresh_model()
-
-    def _combine_ratios(self, learned_speeds: list[SharedSpeed]) -> None:
-        """Set both ratios to the mean of what the routers learned, and of the prior.
+    def _refresh_model(self) -> bool:
+        """Combine what was learned with the prior; return whether the model has changed by more than 2 %.
 
         The prior of the step ratio is the prefill ratio: a target that computes prompts slowly also writes slowly.
         """
-        prior_s = self.prior.prefill_s_per_token
-        prefill_ratios = [(speed.prefill_s_per_token / prior_s, speed.prefill_weight) for speed in learned_speeds]
-        self._step_ratio = self._prefill_ratio = combine_ratios(self._prior_ratio, prefill_ratios)
+        learned = self._learned
+        self.is_silent = self.is_enabled and not (learned.prefill_weight or learned.step_weight)
+        self._step_ratio = self._prefill_ratio = combine_ratios(
+            self._prior_ratio, learned.prefill_ratio, learned.prefill_weight
+        )
         if self._prior_step_s > 0.0:
-            step_ratios = [(speed.step_s / self._prior_step_s, speed.step_weight) for speed in learned_speeds]
-            self._step_ratio = combine_ratios(self._prefill_ratio, step_ratios)
-
-    def _refresh_model(self) -> bool:
-        """Combine what all routers learned; return whether the model has changed by more than 2 %."""
-        learned_speeds = [self.own, *self._shared_by_router.values()]
-        has_learned = any(speed.prefill_weight or speed.step_weight for speed in learned_speeds)
-        self.is_silent = self.is_enabled and not has_learned
-        self._combine_ratios(learned_speeds)
+            self._step_ratio = combine_ratios(self._prefill_ratio, learned.step_ratio, learned.step_weight)
         model = _scale_model(self.prior, self._prefill_ratio, self._step_ratio)
         if not self.is_enabled or _is_near(model, self.model):
             return False

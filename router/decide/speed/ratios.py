@@ -70,14 +70,13 @@ def _refine_ratios(intervals: Sequence[IntervalTimes], prefill_ratio: float, ste
     )
 
 
-def combine_ratios(prior_ratio: float, learned: list[tuple[float, float]]) -> float:
-    """Return the geometric mean of `learned`, pairs of ratio and weight, and of the prior.
+def combine_ratios(prior_ratio: float, learned_ratio: float, weight: float) -> float:
+    """Return the geometric mean of a prior and of a ratio that was learned with a weight.
 
     The prior has a weight of 0.5: a prior of 1.0 and a ratio of 2.0 that was learned with a weight of 8 give 1.92.
     """
-    weight = _PRIOR_WEIGHT + sum(weight for _, weight in learned)
-    log_sum = _PRIOR_WEIGHT * math.log(prior_ratio) + sum(weight * math.log(ratio) for ratio, weight in learned)
-    return min(max(math.exp(log_sum / weight), RATIO_MIN), RATIO_MAX)
+    log_sum = _PRIOR_WEIGHT * math.log(prior_ratio) + weight * math.log(learned_ratio)
+    return min(max(math.exp(log_sum / (_PRIOR_WEIGHT + weight)), RATIO_MIN), RATIO_MAX)
 
 
 class _ObservedRatio(NamedTuple):
@@ -110,7 +109,7 @@ class TimeFactor:
         while self._recent and now - self._recent[0].observed_at_s > RATIO_VALID_S:
             self._recent.popleft()
             self._update_median()
-        return combine_ratios(prior, [(self._median, len(self._recent))])
+        return combine_ratios(prior, self._median, len(self._recent))
 
     def _update_median(self) -> None:
         if self._recent:
