@@ -10,12 +10,11 @@ import xxhash
 
 from prompts.responses import ResponsesRequest
 from prompts.routing import RoutingRequest
-from prompts.schemas import MEDIA_PARTS
+from prompts.schemas import is_media
 from router.prompting.encode import CHARS_PER_TOKEN
 
 TOKENS_PER_MEDIUM = 1000
 """Tokens counted for an image or another medium. An estimate, for prices only."""
-_MEDIA_PART_TYPES = MEDIA_PARTS | {"document"}
 _MEDIA_MARKERS = (b"image", b"audio", b"video", b"file", b"document")
 _VOLATILE_FIELDS = frozenset(("cache_control", "id", "status"))
 """Fields of a part that clients change from turn to turn."""
@@ -41,7 +40,7 @@ def read_media(request: RoutingRequest, body: bytes) -> MediaPrompt | None:
     for part in _iter_parts(messages):
         if isinstance(part, str):
             char_count += len(part)
-        elif part.get("type") in _MEDIA_PART_TYPES or "image_url" in part:
+        elif is_media(part) or part.get("type") == "document" or "image_url" in part:
             medium_count += 1
         else:
             char_count += sum(len(text) for text in part.values() if isinstance(text, str))

@@ -59,6 +59,14 @@ def test_turns_have_one_digest_and_conversations_another(kind: str) -> None:
     assert read(plain) is None
 
 
+def test_a_part_whose_type_is_no_text_is_no_medium() -> None:
+    parts = [part("chat", IMAGE), *({"type": odd, "text": "x"} for odd in ([], {}, ["image_url"], None, 5))]
+    data = json.dumps({"model": "m", "messages": [{"role": "user", "content": parts}]}).encode()
+    found = read_media(parse_routing("/v1/chat/completions", data), data)
+    assert found is not None
+    assert found.estimated_tokens < 2 * TOKENS_PER_MEDIUM
+
+
 def test_an_image_inside_of_a_tool_s_result_is_one() -> None:
     block = {"type": "tool_result", "tool_use_id": "t", "content": [part("messages", IMAGE)]}
     turns = [{"role": "user", "content": "Hi"}, {"role": "user", "content": [block]}]
