@@ -259,3 +259,20 @@ def merge_models(workers: Iterable[Worker]) -> dict[str, ServedModel]:
             if longest is None or (model.max_model_len or 0) > (longest.max_model_len or 0):
                 models[model.name] = model
     return models
+
+
+def find_base_conflict(spec: WorkerSpec, workers: Iterable[Worker]) -> str:
+    """Return how a worker and another one disagree about the first name of a model; "" if none does.
+
+    Caches count under the first name. So a request for a name that both serve finds the cache of only one of them.
+    """
+    own_models = [model for model in spec.models if model.lora is None]
+    for worker in workers:
+        for model in own_models:
+            other = worker.models.get(model.name)
+            if other is not None and other.base != model.base and worker.worker_id != spec.worker_id:
+                return (
+                    f"lists {model.name} as a name of {model.base}, and {worker.worker_id} as one of {other.base}: "
+                    "requests find the cache of only one of them, so give both the same first name"
+                )
+    return ""

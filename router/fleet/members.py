@@ -21,7 +21,7 @@ from events.types import DecodeError
 from options import ConfigError
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
-from router.decide.workers import Worker, WorkerSpec
+from router.decide.workers import Worker, WorkerSpec, find_base_conflict
 from router.fleet.config import FleetConfig
 from router.fleet.discovery import EVENTS_FLAG, Prober, WorkerFacts, suggest_remedy
 from router.fleet.fact_queue import CacheCleared, CapacityObserved, EngineRestarted, StreamLost, WorkerFact
@@ -521,6 +521,8 @@ class Fleet:
         events = f"events from {facts.sources[0].endpoint}" if facts.sources else "no events"
         model_names = ", ".join(model.name for model in facts.spec.models)
         log.info("worker %s serves %s, %s", member.flag.worker_id, model_names, events)
+        if conflict := find_base_conflict(facts.spec, self._core.workers.values()):
+            log.warning("worker %s: %s", member.flag.worker_id, conflict)
         if is_new and not (facts.sources or member.flag.no_events or member.lacks_room):
             log.warning(
                 "worker %s publishes no events, so its cache is estimated from the requests sent to it: start it with "

@@ -691,6 +691,21 @@ def test_what_a_worker_may_announce_hangs_on_its_cache() -> None:
     assert compute_streams_max(1) == 1
 
 
+def test_workers_with_the_names_of_a_model_in_another_order_are_told(caplog: Any) -> None:
+    """A rolling rename: requests for the old name are counted under one of the two first names."""
+
+    async def run() -> None:
+        page, config = Page(), FleetConfig(health_s=0.001)
+        async with watching(page, config, feed_of()) as (_, core, name):
+            core.add_worker(WorkerSpec("old", "http://old", (ServedModel("llama", "llama"),)), 0.0)
+            page.answers["/v1/models"] = 200, json.dumps({"data": [{"id": "llama-3.1"}, {"id": "llama"}]})
+            await wait_until(lambda: "llama" in core.workers[name].models)
+            expected = f"worker {name}: lists llama as a name of llama-3.1, and old as one of llama"
+            await wait_until(lambda: expected in caplog.text)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_models_are_looked_at_with_the_health_check() -> None:
     """An adapter comes and goes; another process takes the worker's place."""
 
