@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,20 @@ from engine.types import BlockCopy, BlockId, BlockPlace, CopyDirection
 
 STAGING_BYTES = 64 << 20
 """Size of each of the two GPU buffers through which blocks go to the host; at least one block."""
+
+
+class BlockLayout(NamedTuple):
+    """How blocks of one kind lie in a unit of memory: one after the other."""
+
+    blocks_per_unit: int
+    block_bytes: int
+
+
+class StagedBlock(NamedTuple):
+    """A block in a staging buffer, and the block of host memory to which it is copied."""
+
+    staged: Tensor
+    host: Tensor
 
 
 class BlockCopier:
@@ -36,18 +51,19 @@ class BlockCopier:
         if not self._is_gpu:
             self._host.zero_()  # so that the system gives the memory now and not within a step, as it does when pinned
         self._stride = stride
-        self._blocks_per_unit_and_bytes = [
-            (spec.blocks_per_unit(g), spec.block_bytes(g)) for g in range(len(spec.groups))
-        ]
+        self._layouts = [BlockLayout(spec.blocks_per_unit(g), spec.block_bytes(g)) for g in range(len(spec.groups))]
+        """Layout of each kind of blocks: the attention groups, then recurrent state."""
         if spec.state is not None:
-            self._blocks_per_unit_and_bytes.append((1, stride))
+            self._layouts.append(BlockLayout(1, stride))
         self.copy_s = 0.0
         """Seconds that the computing thread has spent on copies to the host and back."""
         if self._is_gpu and host_units:
             self._copy_stream = torch.cuda.Stream(buffer.device)  # type: ignore[no-untyped-call]
-            size = max(STAGING_BYTES, *(block_bytes for _, block_bytes in self._blocks_per_unit_and_bytes))
+            size = max(STAGING_BYTES, *(layout.block_bytes for layout in self._layouts))
             self._staging = [torch.empty(size, dtype=torch.uint8, device=buffer.device) for _ in range(2)]
+            """Two staging buffers, which take turns: the first is filled next."""
             self._staging_events: list[torch.cuda.Event | None] = [None, None]
+            """Event that each buffer's last copy to the host has ended; None: it was not used yet."""
 
     def execute(self, block_copies: Iterable[BlockCopy]) -> None:
         """Perform the copies in order. On a GPU, only queue them, in order with the steps of the current stream."""
@@ -59,7 +75,7 @@ class BlockCopier:
 
     def get_block_bytes(self, kind: int) -> int:
         """Return the bytes of a block's content, as `read_blocks` returns them."""
-        return self._blocks_per_unit_and_bytes[kind][1]
+        return self._layouts[kind].block_bytes
 
     def read_blocks(self, places: Sequence[BlockPlace]) -> memoryview:
         """Return the contents of blocks, one after the other. On a GPU, waits for queued copies to the host."""
@@ -68,7 +84,7 @@ class BlockCopier:
             self._copy_stream.synchronize()
         start = 0
         for kind, block, is_on_host in places:
-            content = self._block_view(self._host if is_on_host else self._device, kind, block)
+            content = self._view_block(self._host if is_on_host else self._device, kind, block)
             contents[start : start + len(content)].copy_(content)
             start += len(content)
         return contents.numpy().data
@@ -78,14 +94,14 @@ class BlockCopier:
         source = torch.frombuffer(contents, dtype=torch.uint8)
         start = 0
         for kind, block, _ in places:
-            target = self._block_view(self._device, kind, block)
+            target = self._view_block(self._device, kind, block)
             target.copy_(source[start : start + len(target)])
             start += len(target)
 
-    def _block_view(self, memory: Tensor, kind: int, block: BlockId) -> Tensor:
+    def _view_block(self, memory: Tensor, kind: int, block: BlockId) -> Tensor:
         """View the bytes of a block in one of the two memories."""
-        per_unit, size = self._blocks_per_unit_and_bytes[kind]
-        start = block // per_unit * self._stride + block % per_unit * size
+        blocks_per_unit, size = self._layouts[kind]
+        start = block // blocks_per_unit * self._stride + block % blocks_per_unit * size
         assert 0 <= start <= len(memory) - size, f"block {block} of kind {kind} lies outside its memory"
         return memory[start : start + size]
 
@@ -98,8 +114,8 @@ class BlockCopier:
             # Earlier copies to the host must be complete before the host memory is read.
             torch.cuda.current_stream(self._device.device).wait_stream(self._copy_stream)
         for kind, source, target, _ in block_copies:
-            source_block = self._block_view(source_memory, kind, source)
-            self._block_view(target_memory, kind, target).copy_(source_block, non_blocking=True)
+            source_block = self._view_block(source_memory, kind, source)
+            self._view_block(target_memory, kind, target).copy_(source_block, non_blocking=True)
         if not self._is_gpu and direction is not CopyDirection.WITHIN_DEVICE:
             self.copy_s += time.perf_counter() - start_s
 
@@ -109,31 +125,28 @@ class BlockCopier:
         Two buffers take turns: steps go on while one of them is copied to the host.
         """
         step_stream = torch.cuda.current_stream(self._device.device)
-        pieces: list[tuple[Tensor, Tensor]] = []
+        staged_blocks: list[StagedBlock] = []
         staged_bytes = 0
         for kind, source, target, _ in block_copies:
-            block = self._block_view(self._device, kind, source)
+            block = self._view_block(self._device, kind, source)
             if staged_bytes + len(block) > len(self._staging[0]):
-                self._flush_staging(pieces, step_stream)
-                pieces, staged_bytes = [], 0
+                self._flush_staging(staged_blocks, step_stream)
+                staged_blocks, staged_bytes = [], 0
             last_flush = self._staging_events[0]
-            if not pieces and last_flush is not None:
+            if not staged_blocks and last_flush is not None:
                 step_stream.wait_event(last_flush)  # this buffer's earlier contents must be on the host
-            staging_block = self._staging[0][staged_bytes : staged_bytes + len(block)]
-            staging_block.copy_(block)
-            pieces.append((self._block_view(self._host, kind, target), staging_block))
+            staged = self._staging[0][staged_bytes : staged_bytes + len(block)]
+            staged.copy_(block)
+            staged_blocks.append(StagedBlock(staged, self._view_block(self._host, kind, target)))
             staged_bytes += len(block)
-        self._flush_staging(pieces, step_stream)
+        self._flush_staging(staged_blocks, step_stream)
 
-    def _flush_staging(self, pieces: list[tuple[Tensor, Tensor]], step_stream: torch.cuda.Stream) -> None:
-        """Queue the copies from a staging buffer to the host, and swap the two buffers.
-
-        `pieces`: (host block, staged block) pairs.
-        """
+    def _flush_staging(self, staged_blocks: list[StagedBlock], step_stream: torch.cuda.Stream) -> None:
+        """Queue the copies from a staging buffer to the host, and swap the two buffers."""
         self._copy_stream.wait_stream(step_stream)
         with torch.cuda.stream(self._copy_stream):
-            for host_block, staging_block in pieces:
-                host_block.copy_(staging_block, non_blocking=True)
+            for block in staged_blocks:
+                block.host.copy_(block.staged, non_blocking=True)
             copy_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copy_event.record(self._copy_stream)
         self._staging_events = [self._staging_events[1], copy_event]

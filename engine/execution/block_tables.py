@@ -8,6 +8,7 @@ step needs them, on the host and on the device. The whole table is written again
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,15 @@ import torch
 from engine.types import BlockId, Chunk, Sequence
 from kernels.interface import BlockTable, IntArray, PagedKV
 from kernels.transfer import upload
+
+
+class AssignedRows(NamedTuple):
+    """Rows of a step's sequences in the per-sequence tables."""
+
+    rows: IntArray
+    """[sequences]"""
+    new_rows: list[int]
+    """Those that were assigned just now."""
 
 
 class RowAllocator:
@@ -26,11 +36,8 @@ class RowAllocator:
         self._row_by_sequence: dict[Sequence, int] = {}
         self._free_rows = list(range(row_count))[::-1]
 
-    def assign(self, sequences: list[Sequence]) -> tuple[IntArray, list[int]]:
-        """Return the row of each sequence of a step, and the rows that were assigned just now.
-
-        A sequence that is not in the step loses its row.
-        """
+    def assign(self, sequences: list[Sequence]) -> AssignedRows:
+        """Return the row of each sequence of a step. A sequence that is not in the step loses its row."""
         previous_rows = self._row_by_sequence
         self._row_by_sequence = {seq: previous_rows.pop(seq) for seq in sequences if seq in previous_rows}
         self._free_rows += previous_rows.values()
@@ -39,7 +46,7 @@ class RowAllocator:
             if seq not in self._row_by_sequence:
                 self._row_by_sequence[seq] = self._free_rows.pop()
                 new_rows.append(self._row_by_sequence[seq])
-        return np.array([self._row_by_sequence[seq] for seq in sequences], np.int64), new_rows
+        return AssignedRows(np.array([self._row_by_sequence[seq] for seq in sequences], np.int64), new_rows)
 
     def clear(self) -> None:
         """Free all rows. After a failed step, the tables in them may be half written."""
@@ -53,7 +60,8 @@ class BlockTables:
     def __init__(self, group: int, kv: PagedKV, row_count: int, blocks_max: int, device: torch.device | None) -> None:
         """Make tables of `row_count` sequences of at most `blocks_max` blocks.
 
-        `device`: where kernels read the tables; None: on the host.
+        `group`: index of the attention group. `kv`: where its blocks lie in the cache's memory. `device`: device on
+        which kernels read the tables; None: they read them on the host.
         """
         self._group = group
         self._kv = kv
@@ -85,15 +93,21 @@ class BlockTables:
         versions = np.array([chunk.seq.table_version for chunk in chunks])
         written_counts[self._written_versions[rows] != versions] = 0
         self._written_versions[rows] = versions
-        outdated_indices = (written_counts * self._kv.block_size < ends).nonzero()[0]
-        if not len(outdated_indices):
-            return
+        outdated_indices = (written_counts * self._kv.block_size < ends).nonzero()[0].tolist()
+        if outdated_indices:
+            self._write_new_blocks(
+                [chunks[i] for i in outdated_indices],
+                rows[outdated_indices].tolist(),
+                written_counts[outdated_indices].tolist(),
+            )
+
+    def _write_new_blocks(self, chunks: list[Chunk], rows: list[int], written_counts: list[int]) -> None:
+        """Write the blocks of sequences after the first `written_counts[i]`, which row `rows[i]` has already."""
         row_count = len(self._host_tables)
         flat_indices: list[int] = []
         """Index of each new block in all tables, laid out as [blocks, rows]: block index * row_count + row."""
         new_blocks: list[BlockId] = []
-        for i in outdated_indices.tolist():
-            chunk, row, written_count = chunks[i], int(rows[i]), int(written_counts[i])
+        for chunk, row, written_count in zip(chunks, rows, written_counts):
             table = chunk.seq.block_tables[self._group]
             assert len(table) * self._kv.block_size >= chunk.end, (
                 f"{chunk.seq.request.request_id}: fewer blocks than tokens"

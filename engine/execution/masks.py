@@ -151,16 +151,7 @@ class Masks:
         last_tokens: Mapping[int, int] = {}
         if any(request.has_token_on_device for request in requests):
             last_tokens = read_last_tokens()
-        masked_requests = []
-        for request in requests:
-            new_tokens = request.new_tokens
-            if request.has_token_on_device:
-                new_tokens = [*new_tokens, last_tokens[request.state_row]]
-            constrained_tokens = _skip_reasoning(request.state, new_tokens)
-            if constrained_tokens is not None:
-                self._advance_matcher(request.state, constrained_tokens)
-            if constrained_tokens is not None or request.banned_tokens:
-                masked_requests.append(request)
+        masked_requests = [request for request in requests if self._read_new_tokens(request, last_tokens)]
         word_count = ceil_div(self._grammars.vocabulary.token_count, 32)
         bits = np.full((len(masked_requests), word_count), ALL_ALLOWED, np.uint32)
         self._fill_bits([request.state for request in masked_requests], bits)
@@ -171,6 +162,20 @@ class Masks:
                 failures[request.logits_row] = failure
         logits_rows = [request.logits_row for request in masked_requests]
         return TokenMasks(logits_rows, bits, failures)
+
+    def _read_new_tokens(self, request: MaskRequest, last_tokens: Mapping[int, int]) -> bool:
+        """Let a row's grammar matcher read the new tokens. Returns whether the row needs a mask.
+
+        `last_tokens`: token that the previous step drew, by state row, for rows with a token on the device.
+        """
+        new_tokens = request.new_tokens
+        if request.has_token_on_device:
+            new_tokens = [*new_tokens, last_tokens[request.state_row]]
+        constrained_tokens = _skip_reasoning(request.state, new_tokens)
+        if constrained_tokens is None:
+            return bool(request.banned_tokens)
+        self._advance_matcher(request.state, constrained_tokens)
+        return True
 
     def _advance_matcher(self, state: _MatcherState, constrained_tokens: list[int]) -> None:
         """Let the grammar matcher read tokens. If it fails, set `state.failure`, which `_finish_mask` reports."""
@@ -227,9 +232,8 @@ def _skip_reasoning(state: _MatcherState, new_tokens: list[int]) -> list[int] | 
     if state.failure is not None:
         return new_tokens  # so that `_finish_mask` reports the failure at once
     if state.is_reasoning is None and new_tokens:
-        state.is_reasoning = (
-            constraint.reasoning_start_token is None or new_tokens[0] == constraint.reasoning_start_token
-        )
+        start_token = constraint.reasoning_start_token
+        state.is_reasoning = start_token is None or new_tokens[0] == start_token
     if not state.is_reasoning:
         return new_tokens
     if constraint.reasoning_end_token not in new_tokens:
@@ -244,8 +248,9 @@ def _finish_mask(request: MaskRequest, row_bits: MaskWords) -> str | None:
     Returns the reason if the answer cannot go on; the mask then allows all tokens.
     """
     state = request.state
-    if state.failure is None and state.matcher is not None and state.matcher.is_error():
-        state.failure = summarize_error(state.matcher)
+    matcher = state.matcher
+    if state.failure is None and matcher is not None and matcher.is_error():
+        state.failure = summarize_error(matcher)
     if state.failure is not None:
         row_bits[:] = ALL_ALLOWED
         return state.failure

@@ -42,6 +42,14 @@ class PenaltyRows:
     frequency: Tensor
 
 
+class TokenCounts(NamedTuple):
+    """Distinct tokens of a sequence that penalties need, on the host."""
+
+    token_ids: npt.NDArray[np.int64]
+    output_counts: npt.NDArray[np.int64]
+    """How often the output has each token; 0 if only the prompt has it."""
+
+
 class NewRows(NamedTuple):
     """Tokens of the sequences that get a table row in this step, on the device."""
 
@@ -142,14 +150,21 @@ class Penalties:
 
     def _count_new_rows(self, batch: PenaltyRows, indices: IntArray) -> NewRows:
         """Count the tokens of the batch's sequences at these indices, and send the counts to the device."""
-        tokens_and_counts = [count_penalised_tokens(batch.sequences[i]) for i in indices.tolist()]
+        counts_by_sequence = [count_penalised_tokens(batch.sequences[i]) for i in indices.tolist()]
         table_rows = batch.table_rows[indices]
-        lengths = np.array([len(tokens) for tokens, _ in tokens_and_counts], np.int64)
+        lengths = np.array([len(counts.token_ids) for counts in counts_by_sequence], np.int64)
         self._token_count_bounds[table_rows] = lengths
         columns = np.concatenate([np.arange(length) for length in lengths])
-        token_ids, output_counts = (np.concatenate(parts) for parts in zip(*tokens_and_counts))
-        arrays = [table_rows, lengths, np.repeat(table_rows, lengths), columns, token_ids, output_counts]
-        return NewRows(*(copy_to_device(array, self._device) for array in arrays))
+        token_ids = np.concatenate([counts.token_ids for counts in counts_by_sequence])
+        output_counts = np.concatenate([counts.output_counts for counts in counts_by_sequence])
+        return NewRows(
+            table_rows=copy_to_device(table_rows, self._device),
+            lengths=copy_to_device(lengths, self._device),
+            token_rows=copy_to_device(np.repeat(table_rows, lengths), self._device),
+            token_columns=copy_to_device(columns, self._device),
+            token_ids=copy_to_device(token_ids, self._device),
+            output_counts=copy_to_device(output_counts, self._device),
+        )
 
     def apply(self, logits: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
         """Store the counts of new rows, set `step.gathered`, and penalise logits [all rows, vocab] fp32 in place."""
@@ -159,6 +174,7 @@ class Penalties:
         step.gathered = self._gather_rows(batch, step.width)
         token_ids, output_counts, token_counts = step.gathered
         row_logits = logits if batch.logits_rows is None else logits.index_select(0, batch.logits_rows)
+        # repetition_penalty shrinks positive logits, and makes negative ones more negative.
         old_logits = row_logits.gather(1, token_ids)
         repeated = torch.where(old_logits > 0, old_logits / batch.repetition, old_logits * batch.repetition)
         new_logits = torch.where(token_counts > 0, repeated, old_logits)
@@ -218,14 +234,19 @@ class Penalties:
             self._output_counts = F.pad(self._output_counts, (0, added_width, 0, added_rows))
 
 
-def count_penalised_tokens(seq: Sequence) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the distinct tokens that a sequence's penalties need, and how often its output has each of them."""
+def count_penalised_tokens(seq: Sequence) -> TokenCounts:
+    """Return the distinct tokens that a sequence's penalties need, with their counts in its output.
+
+    Tokens of the prompt are needed for repetition_penalty alone.
+    """
     output, counts = np.unique(np.array(seq.token_ids[seq.prompt_len :], np.int64), return_counts=True)
     if seq.request.params.repetition_penalty == 1.0:
-        return output, counts
+        return TokenCounts(output, counts)
     only_in_prompt = np.setdiff1d(np.array(seq.token_ids[: seq.prompt_len], np.int64), output)
-    return np.concatenate([output, only_in_prompt]), np.concatenate([counts, np.zeros(len(only_in_prompt), np.int64)])
+    no_counts = np.zeros(len(only_in_prompt), np.int64)
+    return TokenCounts(np.concatenate([output, only_in_prompt]), np.concatenate([counts, no_counts]))
 
 
 def has_penalties(p: SamplingParams) -> bool:
+    """Return whether any penalty changes logits."""
     return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0

@@ -38,6 +38,10 @@ class BatchState:
     has_prompt_logprobs: bool
     """Whether any request wants logprobs of its prompt."""
 
+    def is_of(self, sequences: list[Sequence], sampled_chunks: Order) -> bool:
+        """Return whether a step has these sequences, and samples for these chunks, so that the inputs can be kept."""
+        return self.sequences == sequences and self.sampled_chunks == sampled_chunks
+
 
 class OrderedChunks(NamedTuple):
     """The chunks of a step in the kernels' order, and their batch."""

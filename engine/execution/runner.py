@@ -224,7 +224,7 @@ class ModelRunner:
         state = self._batch_state
         sequences = [chunk.seq for chunk in chunks]
         sampled_chunks = [i for i, chunk in enumerate(chunks) if chunk.should_sample]
-        if state is not None and state.sequences == sequences and state.sampled_chunks == sampled_chunks:
+        if state is not None and state.is_of(sequences, sampled_chunks):
             return state, []
         rows, new_rows = self._row_allocator.assign(sequences)
         self._sampler.reset_rows(new_rows)
@@ -289,7 +289,6 @@ class ModelRunner:
         The outputs are lists of numbers: the drawn tokens, their logprobs, then logprobs of prompts, as far as the step
         has them.
         """
-        state = step.batch_state
         if step.sampling_inputs is not None:
             self._sampler.start_masks(step.sampling_inputs, self._read_last_tokens)
         self.pool.prepare_step(step.plan)
@@ -303,9 +302,7 @@ class ModelRunner:
         self.pool.finish_step(step.plan)
         wait_for_outputs = start_copy_to_host(outputs)
         if self._last_tokens is not None:
-            self._read_last_tokens = lambda: (
-                dict(zip(state.sampled_rows, wait_for_outputs()[0])) if state.sampled_rows else {}
-            )
+            self._read_last_tokens = partial(_read_drawn_tokens, step.batch_state.sampled_rows, wait_for_outputs)
         return wait_for_outputs
 
     def _fill_device_tokens(self, step: PreparedStep) -> None:
@@ -375,21 +372,26 @@ class ModelRunner:
         tokens = copy_to_device(np.array(chunk.seq.token_ids[chunk.start + 1 : end], np.int64), self.device)
         top_count = chunk.seq.request.params.prompt_logprobs or 0
         slab_rows = max(1, LOGIT_SLAB_BYTES // (4 * self.model.config.vocab_size))
-        slabs = []
+        logprobs_by_slab = []
         for start in range(0, count, slab_rows):
             slab = slice(start, min(start + slab_rows, count))
             if self.model.samples_tokens:
                 logits = self.model.compute_logits(hidden[slab])
-                slabs.append(compute_token_logprobs(logits, tokens[slab], top_count))
+                logprobs_by_slab.append(compute_token_logprobs(logits, tokens[slab], top_count))
             else:
                 self.model.contribute_logits(hidden[slab])
-        return [torch.cat(parts) for parts in zip(*slabs, strict=True)]
+        return [torch.cat(tensors) for tensors in zip(*logprobs_by_slab, strict=True)]
 
     def _build_result(self, step: PreparedStep, outputs: list[list[Any]]) -> StepResult:
         if not self.model.samples_tokens:
             return StepResult([None] * len(step.chunks))
-        failures = {} if step.sampling_inputs is None else self._sampler.failures(step.sampling_inputs)
+        failures = {} if step.sampling_inputs is None else self._sampler.get_failures(step.sampling_inputs)
         return build_result(step, outputs, failures)
+
+
+def _read_drawn_tokens(table_rows: list[int], wait_for_outputs: Callable[[], list[list[Any]]]) -> dict[int, int]:
+    """Wait for a step, and return the token that it drew for each of these table rows."""
+    return dict(zip(table_rows, wait_for_outputs()[0])) if table_rows else {}
 
 
 def _raise(error: Exception) -> NoReturn:

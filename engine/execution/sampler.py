@@ -62,6 +62,15 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values
 
 
+class LogitBias(NamedTuple):
+    """Amounts that are added to logits, for all rows of a batch."""
+
+    indices: Tensor
+    """[amounts] int64: indices into the flat logits."""
+    amounts: Tensor
+    """[amounts] fp32"""
+
+
 class MinTokensBan(NamedTuple):
     """Tokens that a row may not draw before its output has `min_tokens` tokens."""
 
@@ -95,8 +104,7 @@ class SamplingBatch:
     """Rows that are not greedy."""
     mixed_seeds: npt.NDArray[np.uint64]
     """Mixed seed of each of the `random_rows`."""
-    logit_bias: tuple[Tensor, Tensor] | None
-    """(indices into the flat logits, amounts to add)."""
+    logit_bias: LogitBias | None
     min_token_bans: list[MinTokensBan]
     """One ban for each row with min_tokens and without a constraint."""
     constrained_rows: list[int]
@@ -107,8 +115,8 @@ class SamplingBatch:
     @property
     def changes_logits(self) -> bool:
         """Whether the logits of any row may be changed before a draw."""
-        is_changed = self.logit_bias is not None or self.penalty_rows is not None
-        return is_changed or bool(self.min_token_bans) or bool(self.constrained_rows)
+        has_penalties, has_bias = self.penalty_rows is not None, self.logit_bias is not None
+        return has_penalties or has_bias or bool(self.min_token_bans) or bool(self.constrained_rows)
 
 
 @dataclass(slots=True)
@@ -190,7 +198,7 @@ class Sampler:
             assert self._masks is not None, "an answer is constrained, and there are no grammars"
             seq = batch.sequences[i]
             params = seq.request.params
-            banned_tokens = self._min_tokens_banned(params) if positions[i] < params.min_tokens else []
+            banned_tokens = self._list_banned_tokens(params) if positions[i] < params.min_tokens else []
             mask_requests.append(self._masks.make_request(i, batch.table_rows[i], seq, int(ends[i]), banned_tokens))
         return mask_requests
 
@@ -211,8 +219,8 @@ class Sampler:
             assert self._masks is not None
             inputs.token_masks = self._masks.submit(inputs.mask_requests, read_last_tokens)
 
-    def failures(self, inputs: SamplingInputs) -> dict[int, str]:
-        """Return, after `sample`, the reasons why answers cannot go on, by row."""
+    def get_failures(self, inputs: SamplingInputs) -> dict[int, str]:
+        """Return, after `sample`, the reasons why answers cannot go on, by row of the logits."""
         return {} if inputs.token_masks is None else inputs.token_masks.result().failures
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> tuple[Tensor, list[Tensor]]:
@@ -242,7 +250,7 @@ class Sampler:
         """Collect the sampling parameters of sequences. `table_rows`: the row of each in the per-sequence tables."""
         params = [seq.request.params for seq in sequences]
         random_rows = [i for i, p in enumerate(params) if p.temperature > 0.0]
-        seeds = [self._row_seed(sequences[i].request) for i in random_rows]
+        seeds = [self._compute_seed(sequences[i].request) for i in random_rows]
         return SamplingBatch(
             sequences=sequences,
             table_rows=table_rows,
@@ -252,7 +260,7 @@ class Sampler:
             mixed_seeds=_mix(np.array(seeds, np.uint64) + _INCREMENT),
             logit_bias=self._build_logit_bias(params),
             min_token_bans=[
-                MinTokensBan(i, p.min_tokens, self._to_flat_indices(i, self._min_tokens_banned(p)))
+                MinTokensBan(i, p.min_tokens, self._to_flat_indices(i, self._list_banned_tokens(p)))
                 for i, p in enumerate(params)
                 if p.min_tokens and p.constraint is None
             ],
@@ -270,7 +278,7 @@ class Sampler:
         device_rows = None if has_all_rows else copy_to_device(np.array(rows, np.int64), self._device)
         return LogprobRows(rows, list(counts_by_row.values()), device_rows)
 
-    def _row_seed(self, request: Request) -> int:
+    def _compute_seed(self, request: Request) -> int:
         """Return the request's seed as 64 bits; without one, a hash of its id and of the engine's seed."""
         seed = request.params.seed
         if seed is None:
@@ -278,17 +286,17 @@ class Sampler:
             seed = int.from_bytes(digest, "little")
         return seed & (2**64 - 1)
 
-    def _build_logit_bias(self, params: list[SamplingParams]) -> tuple[Tensor, Tensor] | None:
-        """Return (indices into the flat logits, amounts to add) of all rows; None if no request has a bias."""
+    def _build_logit_bias(self, params: list[SamplingParams]) -> LogitBias | None:
+        """Return the logit bias of all rows; None if no request has one."""
         biased_rows = [(i, p.logit_bias) for i, p in enumerate(params) if p.logit_bias]
         if not biased_rows:
             return None
         indices = np.concatenate([self._to_flat_indices(i, list(bias)) for i, bias in biased_rows])
         amounts = np.array([amount for _, bias in biased_rows for amount in bias.values()], np.float32)
-        return copy_to_device(indices, self._device), copy_to_device(amounts, self._device)
+        return LogitBias(copy_to_device(indices, self._device), copy_to_device(amounts, self._device))
 
-    def _min_tokens_banned(self, params: SamplingParams) -> list[int]:
-        """Return the tokens that min_tokens bans."""
+    def _list_banned_tokens(self, params: SamplingParams) -> list[int]:
+        """Return the tokens that a request may not draw before its output has `min_tokens` tokens."""
         return [*self._eos_token_ids, *params.stop_token_ids]
 
     def _to_flat_indices(self, row: int, tokens: list[int]) -> npt.NDArray[np.int64]:
@@ -313,7 +321,7 @@ class Sampler:
         host_values[1, :count] = [p.min_p for p in params]
         host_values[2, :count] = [p.top_p for p in params]
         temperature, min_p, top_p = copy_to_device(host_values, self._device)[:, :count].unbind()
-        top_k = np.array([self._effective_top_k(p) or vocab for p in params], np.int32)
+        top_k = np.array([self._get_effective_top_k(p) or vocab for p in params], np.int32)
         return DrawSettings(
             temperature=temperature,
             min_p=min_p,
@@ -328,11 +336,11 @@ class Sampler:
         groups = RandomRows([], [])
         for row, p in enumerate(params):
             if p.temperature > 0.0:
-                is_filtered = self._effective_top_k(p) > 0 or p.top_p < 1.0
+                is_filtered = self._get_effective_top_k(p) > 0 or p.top_p < 1.0
                 (groups.filtered_rows if is_filtered else groups.unfiltered_rows).append(row)
         return groups
 
-    def _effective_top_k(self, params: SamplingParams) -> int:
+    def _get_effective_top_k(self, params: SamplingParams) -> int:
         """Return top_k if it excludes any token, else 0."""
         return params.top_k if 0 < params.top_k < self._vocab_size else 0
 
@@ -343,7 +351,7 @@ class Sampler:
             adjusted_logits = logits.clone()  # logprobs are computed from the raw logits
         batch, flat_logits = inputs.batch, adjusted_logits.view(-1)
         if batch.logit_bias is not None:
-            flat_logits.index_add_(0, *batch.logit_bias)
+            flat_logits.index_add_(0, batch.logit_bias.indices, batch.logit_bias.amounts)
         if inputs.banned_indices is not None:
             flat_logits.index_fill_(0, inputs.banned_indices, float("-inf"))
         if batch.penalty_rows is not None:
