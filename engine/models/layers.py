@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -156,16 +156,26 @@ class AttentionConfig:
     norm_names: tuple[str, str] = ("q_norm", "k_norm")
 
 
-def shard_attention(shard: Shard, config: AttentionConfig) -> tuple[AttentionConfig, DimShard, DimShard]:
-    """Return this rank's part of an attention layer: (config with its heads, its query rows, its key rows).
+class AttentionShard(NamedTuple):
+    """One rank's part of an attention layer."""
 
-    Each rank computes some of the query heads. The rows are those of the projections; values have as many as keys. If
-    there are more ranks than key-value heads, several ranks hold the same one.
+    config: AttentionConfig
+    """Config with the numbers of heads that the rank holds."""
+    query_rows: DimShard
+    """Rows of the query projection."""
+    key_rows: DimShard
+    """Rows of the key projection; those of the value projection are equal."""
+
+
+def shard_attention(shard: Shard, config: AttentionConfig) -> AttentionShard:
+    """Return this rank's part of an attention layer: some of the query heads, with the key-value heads that they share.
+
+    If there are more ranks than key-value heads, several ranks hold the same one.
     """
     query_shard = shard.split(config.num_heads, "attention heads", config.head_dim)
     key_shard = shard.split_shared(config.num_kv_heads, "key-value heads", config.head_dim)
     num_heads, num_kv_heads = query_shard.held_size // config.head_dim, key_shard.held_size // config.head_dim
-    return replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads), query_shard, key_shard
+    return AttentionShard(replace(config, num_heads=num_heads, num_kv_heads=num_kv_heads), query_shard, key_shard)
 
 
 class Attention:
@@ -186,9 +196,11 @@ class Attention:
             scope, {rank_config.output_name: rank_config.hidden_size}, query_shard, rank_config.output_bias
         )
         self.qk_norm = None if rank_config.qk_norm_eps is None else _declare_head_norms(scope, rank_config)
+        """Gains of the norms of query and key heads; None: the model has no such norm."""
         self.scale = rank_config.head_dim**-0.5 if rank_config.scale is None else rank_config.scale
         self.num_qk_heads = rank_config.num_heads + rank_config.num_kv_heads
         self.qk_width = query_shard.held_size + key_shard.held_size
+        """Columns of queries and keys in the output of the projection; values follow."""
         self.rope_index = 0
         """Index of the rotary settings, set by `CausalLM`."""
         self.group_index = 0

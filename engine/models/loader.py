@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +27,13 @@ SINGLE_FILE_NAME, INDEX_FILE_NAME = "model.safetensors", "model.safetensors.inde
 SHOWN_NAME_COUNT = 8
 
 log = logging.getLogger("engine.loader")
+
+
+class TensorTarget(NamedTuple):
+    """A weight to which a tensor of the checkpoint is copied, and how."""
+
+    weight: Weight
+    part: CheckpointTensor
 
 
 def resolve_dtype(dtype_name: str, config: HfConfig) -> torch.dtype:
@@ -60,11 +67,11 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
     A tensor may be a part of several weights. Raises ModelError if one that the model needs is missing, and if the
     checkpoint has one that the model neither needs nor names in `ignored_prefixes`.
     """
-    targets_by_name: dict[str, list[tuple[Weight, CheckpointTensor]]] = {}
+    targets_by_name: dict[str, list[TensorTarget]] = {}
     for weight in model.weights:
         weight.allocate(dtype, device)
         for part in weight.parts:
-            targets_by_name.setdefault(part.name, []).append((weight, part))
+            targets_by_name.setdefault(part.name, []).append(TensorTarget(weight, part))
     missing_names = set(targets_by_name)
     unused_names: list[str] = []
     shard_paths = _list_shard_paths(folder)
@@ -87,10 +94,8 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
         weight.pack()
 
 
-def _copy_tensors(
-    path: Path, model: CausalLM, targets_by_name: dict[str, list[tuple[Weight, CheckpointTensor]]]
-) -> dict[str, str]:
-    """Copy the tensors of one file to the weights that need them.
+def _copy_tensors(path: Path, model: CausalLM, targets_by_name: dict[str, list[TensorTarget]]) -> dict[str, str]:
+    """Copy the tensors of one file to the weights that need them. `targets_by_name`: by the tensor's name in the model.
 
     Returns, for each tensor of the file, its name in the model -> its name in the file.
     """
@@ -173,7 +178,7 @@ def _rename_tensor(name: str, model: CausalLM) -> str:
     return name
 
 
-def _copy_tensor(tensor: Tensor, targets: list[tuple[Weight, CheckpointTensor]], path: Path) -> None:
+def _copy_tensor(tensor: Tensor, targets: list[TensorTarget], path: Path) -> None:
     """Copy a checkpoint's tensor to the weights that need it. Raises ModelError for a wrong shape or dtype."""
     for weight, part in targets:
         if tuple(tensor.shape) != part.shape:

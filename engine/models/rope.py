@@ -10,12 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.models.hf_config import HfConfig, ModelError
+
+
+class RopeFrequencies(NamedTuple):
+    """Frequencies of rotary embedding after the scaling rule of a checkpoint."""
+
+    inverse: Tensor
+    """[rotary_dim / 2] fp32: angle per position of each pair of dims."""
+    magnitude: float = 1.0
+    """Factor on cos and sin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +66,18 @@ class RopeConfig:
             source=config.source,
         )
 
-    def compute_frequencies(self) -> tuple[Tensor, float]:
-        """Return (inverse frequencies [rotary_dim / 2] in fp32, factor on cos and sin)."""
+    def compute_frequencies(self) -> RopeFrequencies:
+        """Return the frequencies by the scaling rule of the checkpoint. Raises ModelError for an unknown rule."""
         inverse_frequencies = 1.0 / self.theta ** (
             torch.arange(0, self.rotary_dim, 2, dtype=torch.int64).float() / self.rotary_dim
         )
         rope_type = self.scaling.get("rope_type", self.scaling.get("type", "default"))
         if rope_type == "default":
-            return inverse_frequencies, 1.0
+            return RopeFrequencies(inverse_frequencies)
         if rope_type == "linear":
-            return inverse_frequencies / self._get_number("factor"), 1.0
+            return RopeFrequencies(inverse_frequencies / self._get_number("factor"))
         if rope_type == "llama3":
-            return self._scale_llama3(inverse_frequencies), 1.0
+            return RopeFrequencies(self._scale_llama3(inverse_frequencies))
         if rope_type == "yarn":
             return self._scale_yarn(inverse_frequencies)
         raise ModelError(
@@ -91,8 +100,8 @@ class RopeConfig:
         kept_share = ((rotations - low_rotations) / (high_rotations - low_rotations)).clamp(0, 1)
         return inverse_frequencies * ((1 - kept_share) / factor + kept_share)
 
-    def _scale_yarn(self, inverse_frequencies: Tensor) -> tuple[Tensor, float]:
-        """Return (frequencies, factor on cos and sin) by YaRN.
+    def _scale_yarn(self, inverse_frequencies: Tensor) -> RopeFrequencies:
+        """Scale frequencies by YaRN.
 
         Dims that rotate often over the original context keep their frequency. Those that rotate rarely are divided by
         the factor. Between these bounds the two are mixed.
@@ -112,7 +121,7 @@ class RopeConfig:
         ramp = (torch.arange(self.rotary_dim // 2, dtype=torch.float32) - low_dim) / max(high_dim - low_dim, 0.001)
         divided_share = ramp.clamp(0, 1)
         frequencies = inverse_frequencies / factor * divided_share + inverse_frequencies * (1 - divided_share)
-        return frequencies, self._compute_yarn_magnitude(factor)
+        return RopeFrequencies(frequencies, self._compute_yarn_magnitude(factor))
 
     def _compute_yarn_magnitude(self, factor: float) -> float:
         """Return YaRN's factor on cos and sin. The config may give the factor, or two weights to compute it from."""
@@ -133,9 +142,9 @@ class RopeTable:
     """Table of cos and signed sin, the arguments of `Kernels.rotate`, for the positions [0, max_positions)."""
 
     def __init__(self, config: RopeConfig, max_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        inverse, factor = config.compute_frequencies()
+        inverse, magnitude = config.compute_frequencies()
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
-        cos, sin = angles.cos() * factor, angles.sin() * factor
+        cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
         self.cos = torch.cat((cos, cos), -1).to(device, dtype)  # [positions, rotary_dim]
         self.signed_sin = torch.cat((-sin, sin), -1).to(device, dtype)
 

@@ -25,14 +25,17 @@ class StateLayout:
     recurrent_state_starts: tuple[int, ...]
     conv_tail_starts: tuple[int, ...]
     state_bytes: int
+    """Bytes of the states of all layers together."""
 
     @staticmethod
     def from_shapes(shapes: Sequence[StateShape], tail_dtype: torch.dtype) -> StateLayout:
+        """Lay out the matrices of all layers one after the other, and then the conv tails of all layers."""
         recurrent_starts, tail_starts, offset = [], [], 0
         for shape in shapes:
             recurrent_starts.append(offset)
-            if shape.recurrent_state:
-                offset += _round_up_to_alignment(math.prod(shape.recurrent_state) * RECURRENT_DTYPE.itemsize)
+            has_matrix = bool(shape.recurrent_state)
+            element_count = math.prod(shape.recurrent_state) if has_matrix else 0
+            offset += _round_up_to_alignment(element_count * RECURRENT_DTYPE.itemsize)
         for shape in shapes:
             tail_starts.append(offset)
             offset += _round_up_to_alignment(math.prod(shape.conv_tail) * tail_dtype.itemsize)

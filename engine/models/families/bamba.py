@@ -172,6 +172,7 @@ def _read_nemotron_layer_types(config: HfConfig) -> list[str]:
 
 
 def _read_nemotron_mamba_config(config: HfConfig, decoder: DecoderConfig) -> Mamba2Config:
+    """Read Mamba's sizes under the names that Nemotron-H has for them. Raises ModelError."""
     return Mamba2Config(
         hidden_size=decoder.hidden_size,
         num_heads=config.get_integer("mamba_num_heads"),

@@ -35,36 +35,17 @@ DEFAULT_BY_KEY = {
 
 
 def build_gemma3(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Gemma 3's text model."""
-    if "text_config" in config:
-        config = config.get_object("text_config")
-    config = HfConfig(DEFAULT_BY_KEY | dict(config.values), config.source)
-    config.require_value("hidden_activation", "gelu_pytorch_tanh")
-    config.require_value("use_bidirectional_attention", False)
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if key in config:
-            raise ModelError(f"{config.source}: {key}: {config.values[key]!r} is not supported; expected null")
+    """Build Gemma 3's text model: five layers with a sliding window, then one with full attention, and so on."""
+    config = _read_text_config(config)
     decoder = replace(
         DecoderConfig.from_hf(config, tie_embeddings=True),
         zero_centred_norm=True,
         embedding_scale=math.sqrt(config.get_integer("hidden_size")),
     )
-    full = replace(
-        read_attention_config(config, decoder),
-        qk_norm_eps=decoder.norm_eps,
-        scale=config.get("query_pre_attn_scalar", 256.0) ** -0.5,
-    )
-    attention_by_kind = {
-        "sliding_attention": replace(
-            full,
-            rope=_make_rope_config(config, full.head_dim, "sliding_attention"),
-            window=config.get_integer("sliding_window"),
-        ),
-        "full_attention": replace(full, rope=_make_rope_config(config, full.head_dim, "full_attention")),
-    }
     full_attention_interval = config.get("sliding_window_pattern", FULL_ATTENTION_EVERY)
     default_types = make_layer_types(decoder.num_layers, full_attention_interval, "sliding_attention")
-    attention_by_layer = read_layer_types(config, "layer_types", attention_by_kind, default_types)
+    attention_by_type = _read_attention_configs(config, decoder)
+    attention_by_layer = read_layer_types(config, "layer_types", attention_by_type, default_types)
     intermediate_size = config.get_integer("intermediate_size")
     return CausalLM(
         root,
@@ -76,10 +57,40 @@ def build_gemma3(config: HfConfig, root: WeightScope) -> CausalLM:
     )
 
 
-def _make_rope_config(config: HfConfig, head_dim: int, layer_type: str) -> RopeConfig:
-    """Make the rotary config of a layer kind.
+def _read_text_config(config: HfConfig) -> HfConfig:
+    """Return the config of the text model, with the defaults of published configs.
 
-    Each kind has its own set in transformers 5; before that, scaling is of the full layers only.
+    Raises ModelError for settings that are not supported.
+    """
+    if "text_config" in config:
+        config = config.get_object("text_config")
+    config = HfConfig(DEFAULT_BY_KEY | dict(config.values), config.source)
+    config.require_value("hidden_activation", "gelu_pytorch_tanh")
+    config.require_value("use_bidirectional_attention", False)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if key in config:
+            raise ModelError(f"{config.source}: {key}: {config.values[key]!r} is not supported; expected null")
+    return config
+
+
+def _read_attention_configs(config: HfConfig, decoder: DecoderConfig) -> dict[str, AttentionConfig]:
+    """Return the attention config of each layer type. They differ in the window and the rotary base."""
+    attention = replace(
+        read_attention_config(config, decoder),
+        qk_norm_eps=decoder.norm_eps,
+        scale=config.get("query_pre_attn_scalar", 256.0) ** -0.5,
+    )
+    window_by_type = {"sliding_attention": config.get_integer("sliding_window"), "full_attention": None}
+    return {
+        layer_type: replace(attention, rope=_make_rope_config(config, attention.head_dim, layer_type), window=window)
+        for layer_type, window in window_by_type.items()
+    }
+
+
+def _make_rope_config(config: HfConfig, head_dim: int, layer_type: str) -> RopeConfig:
+    """Make the rotary config of a layer type.
+
+    In transformers 5 each type has its own settings. In older configs only the full-attention layers have scaling.
     """
     if "rope_parameters" in config:
         theta = GLOBAL_THETA if layer_type == "full_attention" else LOCAL_THETA

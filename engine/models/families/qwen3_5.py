@@ -109,6 +109,7 @@ def build_qwen3_5(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def _read_delta_net_config(config: HfConfig, decoder: DecoderConfig) -> DeltaNetConfig:
+    """Read the sizes of the gated delta nets. Raises ModelError."""
     return DeltaNetConfig(
         hidden_size=decoder.hidden_size,
         num_key_heads=config.get_integer("linear_num_key_heads"),
