@@ -12,7 +12,7 @@ sequence, whatever bytes lie at others.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -124,6 +124,14 @@ class RaggedBatch:
         return np.repeat(np.arange(len(self.context_lens)), np.diff(self.query_starts))
 
 
+class PromptSpan(NamedTuple):
+    """A prompt of a batch: its tokens [start, end) in the batch, and the number of the unit that holds its state."""
+
+    start: int
+    end: int
+    unit: int
+
+
 @dataclass(frozen=True, slots=True)
 class StatePlan:
     """Places of the recurrent states of a step's sequences, for the CPU and reference backends.
@@ -135,8 +143,8 @@ class StatePlan:
     batch: RaggedBatch
     decode_units: Tensor
     """[decode_count] int64: number of the unit that holds the state of each decoding sequence."""
-    prompt_spans: tuple[tuple[int, int, int], ...]
-    """For every other sequence: its tokens [first, end) in the batch, and the unit of its state."""
+    prompt_spans: tuple[PromptSpan, ...]
+    """Every other sequence."""
     scans_by_chunks: bool
     """Whether prompts go through recurrences in chunks, which is faster than token by token."""
 
@@ -147,7 +155,7 @@ class StatePlan:
         """Make the plan of a batch. `units`: [sequences], the unit of each sequence's state."""
         decode_count = batch.decode_count
         starts = batch.query_starts.tolist()
-        spans = tuple((starts[i], starts[i + 1], int(units[i])) for i in range(decode_count, len(units)))
+        spans = tuple(PromptSpan(starts[i], starts[i + 1], int(units[i])) for i in range(decode_count, len(units)))
         return StatePlan(batch, torch.from_numpy(units[:decode_count]).to(device), spans, scans_by_chunks)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,15 @@ WEIGHTS_PER_SPAN = 512
 """Neighbouring weights that are added up first, when a running sum over a row is searched."""
 MIN_CANDIDATE_COUNT = 256
 """Least number of likeliest tokens among which `top_k` and `top_p` are tried, before all tokens are sorted."""
+
+
+class KeptWeights(NamedTuple):
+    """Weights of the tokens that `top_k` and `top_p` keep."""
+
+    weights: Tensor
+    """[rows, tokens]; 0 for the tokens that are not kept."""
+    is_complete: bool
+    """Whether no token outside of the given ones could be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,23 +138,24 @@ def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tens
     if candidate_count < vocab:
         candidate_ids = values.topk(candidate_count, sorted=False).indices.sort().values
         candidates = values.gather(1, candidate_ids)
-        kept_weights, is_enough = _keep_likeliest(candidates, peak, settings, has_top_k, full_sums)
-        if is_enough:
-            columns = _draw_index(kept_weights, settings.uniforms)
+        kept = _keep_likeliest(candidates, peak, settings, has_top_k, full_sums)
+        if kept.is_complete:
+            columns = _draw_index(kept.weights, settings.uniforms)
             return candidate_ids.gather(1, columns[:, None])[:, 0]
-    kept_weights, _ = _keep_likeliest(values, peak, settings, has_top_k, full_sums)
-    return _draw_index(kept_weights, settings.uniforms)
+    kept = _keep_likeliest(values, peak, settings, has_top_k, full_sums)
+    return _draw_index(kept.weights, settings.uniforms)
 
 
 def _keep_likeliest(
     values: Tensor, peak: Tensor, settings: DrawSettings, has_top_k: Tensor, full_sums: Tensor | None
-) -> tuple[Tensor, bool]:
-    """Return (weights that `top_k` and `top_p` keep, with 0 for the other tokens; whether `values` are enough).
+) -> KeptWeights:
+    """Apply `top_k` and `top_p` to the logits `values`, which may be only the likeliest of each row.
 
-    `values` may be only the likeliest logits of a row. They are enough if the smallest of them is not kept, and is
-    smaller than all that are: then no token outside of them could be kept.
+    The result is complete if the smallest of `values` is not kept, and is smaller than all that are: then no token
+    outside of them could be kept.
 
-    `full_sums`: sum of the weights of all tokens; None if every row has `top_k`.
+    `peak`: largest logit of each row. `has_top_k`: whether each row has `top_k`. `full_sums`: sum of the weights of all
+    tokens of each row; None if every row has `top_k`.
     """
     sorted_values, token_order = values.sort(descending=True, stable=True)
     ranks = torch.arange(values.shape[1], device=values.device)
@@ -156,8 +167,8 @@ def _keep_likeliest(
     target_mass = (total_mass * settings.top_p).clamp(min=1e-300).masked_fill(settings.top_p >= 1.0, float("inf"))
     kept_weights = weights.masked_fill_(running_sums - weights >= target_mass[:, None], 0.0)
     last_kept_values = sorted_values.gather(1, kept_weights.count_nonzero(-1)[:, None] - 1)
-    is_enough = bool((sorted_values[:, -1:] < last_kept_values).all())
-    return torch.zeros_like(kept_weights).scatter_(1, token_order, kept_weights), is_enough
+    is_complete = bool((sorted_values[:, -1:] < last_kept_values).all())
+    return KeptWeights(torch.zeros_like(kept_weights).scatter_(1, token_order, kept_weights), is_complete)
 
 
 def _draw_index(weights: Tensor, uniforms: Tensor) -> Tensor:

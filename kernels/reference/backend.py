@@ -58,26 +58,27 @@ class ReferenceKernels:
         starts, ends = batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist()
         first_positions = (batch.context_lens - np.diff(batch.query_starts)).tolist()
         for i, (start, end, first_position) in enumerate(zip(starts, ends, first_positions, strict=True)):
-            units, sub_blocks, offsets = self._compute_cache_indices(plan, kv, i, first_position)
-            k_cache[units, sub_blocks, offsets] = k[start:end]
-            v_cache[units, sub_blocks, offsets] = v[start:end]
+            index = self._compute_cache_index(plan, kv, i, first_position)
+            k_cache[index] = k[start:end]
+            v_cache[index] = v[start:end]
         out = torch.empty_like(q)
         for i, (start, end, first_position) in enumerate(zip(starts, ends, first_positions, strict=True)):
             first_seen = 0 if window is None else max(0, first_position - window + 1)
-            units, sub_blocks, offsets = self._compute_cache_indices(plan, kv, i, first_seen)
-            context_k, context_v = k_cache[units, sub_blocks, offsets], v_cache[units, sub_blocks, offsets]
-            out[start:end] = attend(q[start:end], context_k, context_v, window, scale)
+            index = self._compute_cache_index(plan, kv, i, first_seen)
+            out[start:end] = attend(q[start:end], k_cache[index], v_cache[index], window, scale)
         return out
 
-    def _compute_cache_indices(
+    def _compute_cache_index(
         self, plan: ReferencePlan, kv: PagedKV, sequence: int, first_position: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the (unit, sub-block, offset in the block) of each position of a sequence from `first_position` on."""
+    ) -> tuple[Tensor, ...]:
+        """Return the index into `PagedKV.view_layer` of the positions of a sequence from `first_position` on.
+
+        It is a tensor for each of the axes: unit, block of the unit, token of the block.
+        """
         positions = np.arange(first_position, int(plan.batch.context_lens[sequence]))
         blocks = plan.block_table[sequence][positions // kv.block_size]
-        index_arrays = (blocks // kv.blocks_per_unit, blocks % kv.blocks_per_unit, positions % kv.block_size)
-        units, sub_blocks, offsets = (torch.from_numpy(index_array).to(self.device) for index_array in index_arrays)
-        return units, sub_blocks, offsets
+        axis_indices = (blocks // kv.blocks_per_unit, blocks % kv.blocks_per_unit, positions % kv.block_size)
+        return tuple(torch.from_numpy(axis_index).to(self.device) for axis_index in axis_indices)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, zero_centred: bool = False) -> Tensor:
         """Root mean square norm of the last axis in fp32, times `weight` (times `1 + weight` where zero-centred).

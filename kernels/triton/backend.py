@@ -10,6 +10,7 @@ from small fixed tables, so that no kernel is tuned at run time.
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 import triton
@@ -116,7 +117,7 @@ class TritonKernels(ReferenceKernels):
         _, num_heads, head_dim = q.shape
         group_heads = num_heads // kv.num_kv_heads
         block_d = round_up_to_power_of_two(head_dim, 16)
-        block_n, warps, stages = choose_decode_tile(block_d, q.element_size())
+        tile = choose_decode_tile(block_d, q.element_size())
         is_split = plan.split_count > 1
         part = part_log2_sum = out  # valid pointers, which the kernel does not use without splits
         if is_split:
@@ -128,9 +129,9 @@ class TritonKernels(ReferenceKernels):
             plan.block_table.shape[1],
             layer_row, scale * LOG2_E,
             GROUP=group_heads, DIM=head_dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
-            SPLIT=is_split, BLOCK_M=round_up_to_power_of_two(group_heads, 16), BLOCK_N=block_n,
+            SPLIT=is_split, BLOCK_M=round_up_to_power_of_two(group_heads, 16), BLOCK_N=tile.keys,
             BLOCK_D=block_d,
-            PRECISION=choose_dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
+            PRECISION=choose_dot_precision(q), WIDE=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if is_split:
             attention_kernels.combine_splits[(sequence_count, num_heads)](
@@ -142,17 +143,17 @@ class TritonKernels(ReferenceKernels):
         _, num_heads, head_dim = q.shape
         group_heads = num_heads // kv.num_kv_heads
         block_d = round_up_to_power_of_two(head_dim, 16)
-        block_m, block_n, warps, stages = choose_prefill_tile(block_d, q.element_size(), q.device)
-        block_m = max(block_m, round_up_to_power_of_two(group_heads, 16))
+        tile = choose_prefill_tile(block_d, q.element_size(), q.device)
+        block_m = max(tile.rows, round_up_to_power_of_two(group_heads, 16))
         tile_seq, tile_query = plan.get_query_tiles(block_m // group_heads)
         attention_kernels.prefill_attention[(tile_seq.shape[0], kv.num_kv_heads)](
             q, out, kv.buffer, plan.block_table, plan.query_starts, plan.context_lens, tile_seq, tile_query,
             q.stride(0), q.stride(1),
             plan.block_table.shape[1], layer_row, scale * LOG2_E, num_heads,
             GROUP=group_heads, DIM=head_dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
-            BLOCK_Q=block_m // group_heads, BLOCK_M=block_m, BLOCK_N=block_n,
+            BLOCK_Q=block_m // group_heads, BLOCK_M=block_m, BLOCK_N=tile.keys,
             BLOCK_D=block_d,
-            PRECISION=choose_dot_precision(q), WIDE=INTERPRETED, num_warps=warps, num_stages=stages,
+            PRECISION=choose_dot_precision(q), WIDE=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     # operations on rows
@@ -331,20 +332,40 @@ def _choose_expert_rows(rows: int, num_experts: int, *, is_float32: bool) -> int
     return round_up_to_power_of_two(min(max(2 * rows // num_experts, 16), rows_max))
 
 
-def choose_decode_tile(block_d: int, element_size: int) -> tuple[int, int, int]:
-    """Return (keys, warps, stages) of a decode tile. Four programs keep 128 KiB of loads in flight."""
-    if element_size > 2:
-        return (32, 4, 2)
-    return (32, 4, 3) if block_d > 128 else (64, 4, 4)
+class AttentionTile(NamedTuple):
+    """Sizes with which an attention kernel is compiled."""
+
+    rows: int
+    """Queries times heads that a program computes; 0 if the heads alone decide, as in decode."""
+    keys: int
+    """Keys that a program loads at a time."""
+    warps: int
+    stages: int
+    """Loads of keys that are in flight at the same time."""
 
 
-def choose_prefill_tile(block_d: int, element_size: int, device: torch.device) -> tuple[int, int, int, int]:
-    """Return (rows, keys, warps, stages) of a prefill tile that fits the shared memory of the device.
+def choose_decode_tile(block_d: int, element_size: int) -> AttentionTile:
+    """Return the tile of decode attention. Four programs keep 128 KiB of loads in flight.
 
-    With heads of 128, four warps take 1,297 us for a prompt of 8,192 tokens on an H100; eight take 1,574.
+    `block_d`: size of a head, rounded up to a power of two. `element_size`: bytes of an element.
     """
     if element_size > 2:
-        return (32, 32, 4, 2)
+        return AttentionTile(rows=0, keys=32, warps=4, stages=2)
     if block_d > 128:
-        return (128, 64, 8, 2) if block_d == 256 and has_large_shared_memory(device) else (64, 32, 4, 3)
-    return (128, 64 if block_d == 128 else 128, 4, 3)
+        return AttentionTile(rows=0, keys=32, warps=4, stages=3)
+    return AttentionTile(rows=0, keys=64, warps=4, stages=4)
+
+
+def choose_prefill_tile(block_d: int, element_size: int, device: torch.device) -> AttentionTile:
+    """Return the tile of prefill attention, which fits the shared memory of the device.
+
+    `block_d`: size of a head, rounded up to a power of two. `element_size`: bytes of an element. With heads of 128,
+    four warps take 1,297 us for a prompt of 8,192 tokens on an H100; eight take 1,574.
+    """
+    if element_size > 2:
+        return AttentionTile(rows=32, keys=32, warps=4, stages=2)
+    if block_d <= 128:
+        return AttentionTile(rows=128, keys=64 if block_d == 128 else 128, warps=4, stages=3)
+    if block_d == 256 and has_large_shared_memory(device):
+        return AttentionTile(rows=128, keys=64, warps=8, stages=2)
+    return AttentionTile(rows=64, keys=32, warps=4, stages=3)

@@ -8,6 +8,8 @@ wait for the routing. The grid has the most tiles that there can be; those past 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,15 +18,25 @@ from torch import Tensor
 from kernels.triton.attention import dot
 
 
-def sort_by_expert(expert_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sort the (token, chosen expert) pairs by expert, and cut the pairs of each expert into tiles of `block_m` rows.
+class SortedRows(NamedTuple):
+    """The (token, chosen expert) pairs of a batch, sorted by expert. A pair is a row of the matrix products."""
+
+    order: Tensor
+    """[tokens * top_k]: pair of each row, token * top_k + choice."""
+    starts: Tensor
+    """[experts + 1]: first row of each expert."""
+    tile_expert: Tensor
+    """[tiles]: expert of each tile of rows."""
+    tile_row: Tensor
+    """[tiles]: first row of each tile; after the last row for a tile that is not needed."""
+
+
+def sort_by_expert(expert_ids: Tensor, num_experts: int, block_m: int) -> SortedRows:
+    """Sort the pairs of token and chosen expert by expert, and cut those of each expert into tiles of `block_m` rows.
 
     With the choices [[1, 0], [1, 2]] the experts of the pairs 0 to 3 are 1, 0, 1, 2: `order` is [1, 0, 2, 3], and
-    `starts` is [0, 1, 3, 4].
-
-    Returns order [tokens * top_k], the pair of each row; starts [experts + 1], the first row of each expert; and the
-    expert and the first row of each tile. The number of tiles is not known on the host, which does not wait for the
-    device: so there are as many as there can be, and those that are not needed begin after the last row.
+    `starts` is [0, 1, 3, 4]. The host does not wait for the device, so it does not know the number of tiles: there are
+    as many as there can be.
     """
     sorted_experts, order = expert_ids.reshape(-1).sort(stable=True)
     rows = sorted_experts.shape[0]
@@ -36,7 +48,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int, block_m: int) -> tuple[
     tile = torch.arange(rows // block_m + min(rows, num_experts), device=expert_ids.device)
     tile_expert = torch.searchsorted(ends, tile, right=True).clamp_(max=num_experts - 1)
     tile_row = starts[tile_expert] + (tile - (ends - tiles)[tile_expert]) * block_m
-    return order, starts, tile_expert, torch.where(tile < ends[-1], tile_row, rows)
+    return SortedRows(order, starts, tile_expert, torch.where(tile < ends[-1], tile_row, rows))
 
 
 @triton.jit

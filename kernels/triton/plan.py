@@ -10,6 +10,7 @@ import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,6 +52,15 @@ AttendPrompts = Callable[[Tensor, PagedKV, int, float], Tensor]
 """(q [tokens of the prompts, heads, dim], pool, layer, scale) -> attention of the prompts, in the shape of q."""
 
 
+class QueryTiles(NamedTuple):
+    """Tiles of consecutive queries of prompts, on the device."""
+
+    sequence: Tensor
+    """[tiles] int32: sequence of each tile."""
+    first_query: Tensor
+    """[tiles] int32: first query of each tile, counted in its sequence."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """The batch of one attention group, as the kernels read it on the device.
@@ -72,7 +82,7 @@ class AttentionPlan:
     split_count: int
     """Parts that the context of a decoding sequence is cut into."""
     window: int | None
-    tiles_by_size: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    tiles_by_size: dict[int, QueryTiles] = field(default_factory=dict)
     """Results of `get_query_tiles`, by the queries of a tile: the layers of a step share them."""
     refill_buffer: Tensor | None = None
     """[3, sequences]: memory of a fixed plan's slot rows, context lengths and rows in the `BlockTable`.
@@ -82,17 +92,17 @@ class AttentionPlan:
     attend_prompts: AttendPrompts | None = None
     """Computes the attention of the prompts; None: Triton does."""
 
-    def get_query_tiles(self, queries_per_tile: int) -> tuple[Tensor, Tensor]:
-        """Return [tiles] each: sequence and first query in it of each tile of prefill queries; uploaded once a step.
+    def get_query_tiles(self, queries_per_tile: int) -> QueryTiles:
+        """Return the tiles of the prompts' queries. They are uploaded once a step.
 
-        Last queries first: they see the most keys, and a long tile should not start late.
+        The last queries come first: they see the most keys, and a tile that takes long should not start late.
         """
         if queries_per_tile not in self.tiles_by_size:
             assert self.batch is not None, "a fixed plan holds only decoding sequences"
-            seq, first = upload(
-                [tiles[::-1] for tiles in make_query_tiles(self.batch, queries_per_tile)], self.slot_rows.device
+            sequence, first_query = make_query_tiles(self.batch, queries_per_tile)
+            self.tiles_by_size[queries_per_tile] = QueryTiles(
+                *upload([sequence[::-1], first_query[::-1]], self.slot_rows.device)
             )
-            self.tiles_by_size[queries_per_tile] = (seq, first)
         return self.tiles_by_size[queries_per_tile]
 
 
