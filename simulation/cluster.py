@@ -124,6 +124,14 @@ class SimulationResult:
     """Whether the run was cut off because waiting grew without bound."""
 
 
+class _ScheduledAction(NamedTuple):
+    """A call at a time of the run. Calls at equal times are ordered by their number."""
+
+    time_s: float
+    number: int
+    action: Callable[[], None]
+
+
 class Cluster:
     """One simulated run: workers and routers that process a workload on a simulated clock.
 
@@ -131,6 +139,7 @@ class Cluster:
     """
 
     def __init__(self, config: ClusterConfig, workload: Workload, routers: Sequence[Router]) -> None:
+        """Make idle workers with empty caches, and attach the routers."""
         self.config = config
         self.workload = workload
         self.routers = routers
@@ -147,10 +156,12 @@ class Cluster:
         ]
         self.now = 0.0
         self.result = SimulationResult()
-        self._scheduled_actions: list[tuple[float, int, Callable[[], None]]] = []
+        self._scheduled_actions: list[_ScheduledAction] = []
+        """Heap of what happens next."""
         self._schedule_count = 0
         self._scheduled_wake_s_by_worker: list[float | None] = [None] * len(self.workers)
         self._followers_by_request: dict[int, list[SimRequest]] = {}
+        """Requests that arrive some time after the answer to another request, by the index of that request."""
         self._scheduled_tick_s_by_router: list[float | None] = [None] * len(routers)
         if not config.has_shared_cache:
             for worker in self.workers:
@@ -159,6 +170,7 @@ class Cluster:
                 worker.cache.on_move = partial(self._publish, "on_blocks_moved", worker.number)
         self._links = Links(config.link_times.tokens_per_s if config.link_times is not None else 0.0)
         self._link_end_s = math.inf
+        """Time for which the end of the next transfer is scheduled."""
         self._source_hit_blocks_by_request: dict[int, int] = {}
         """Cached blocks of prompts at the sources that computed them."""
         for router in routers:
@@ -167,7 +179,7 @@ class Cluster:
     def schedule(self, time_s: float, action: Callable[[], None]) -> None:
         """Call `action` at a time of the run. Actions at the same time run in the order of scheduling."""
         self._schedule_count += 1
-        heapq.heappush(self._scheduled_actions, (time_s, self._schedule_count, action))
+        heapq.heappush(self._scheduled_actions, _ScheduledAction(time_s, self._schedule_count, action))
 
     def run(self, ttft_limit_s: float | None = None) -> SimulationResult:
         """Simulate until every request is answered, or stop when one has waited longer than `ttft_limit_s`.
@@ -182,8 +194,9 @@ class Cluster:
         result, request_count = self.result, len(self.workload.requests)
         # Actions alone would never end, as routers exchange messages for ever.
         while self._scheduled_actions and len(result.e2e_s_by_request) < request_count:
-            self.now, _, action = heapq.heappop(self._scheduled_actions)
-            action()
+            scheduled_action = heapq.heappop(self._scheduled_actions)
+            self.now = scheduled_action.time_s
+            scheduled_action.action()
             if ttft_limit_s is not None and self._compute_longest_wait_s() > ttft_limit_s:
                 result.is_overloaded = True
                 break
@@ -208,6 +221,7 @@ class Cluster:
 
     # Requests ----------------------------------------------------------------------------------------------------
     def _arrive(self, request: SimRequest) -> None:
+        """Give an arriving request to its router."""
         self.result.arrived_s_by_request[request.index] = self.now
         self._notify_router(request.index, lambda router: router.route(request, self.now))
 
@@ -217,64 +231,65 @@ class Cluster:
         self._forward(notify(self.routers[router_index]))
         self._schedule_tick(router_index)
 
-    def _forward(self, forwards: Placements) -> None:
-        for placement in forwards:
-            request_index, worker_number, source_number, is_prefill = Placement(*placement)
-            self.result.worker_by_request[request_index] = worker_number
-            if source_number is not None and is_prefill:
-                self._prefill_at_source(request_index, worker_number, source_number)
-            elif source_number is None:
-                self._submit(request_index, worker_number)
+    def _forward(self, placements: Placements) -> None:
+        """Forward requests to the workers that a router has chosen."""
+        for item in placements:
+            placement = Placement(*item)
+            self.result.worker_by_request[placement.request_index] = placement.worker
+            if placement.source is None:
+                self._submit(placement)
+            elif placement.is_prefill:
+                self._prefill_at_source(placement, self.workers[placement.source])
             else:
-                self._pull(request_index, worker_number, source_number)
+                self._pull(placement, self.workers[placement.source])
 
-    def _prefill_at_source(self, request_index: int, worker_number: int, source_number: int) -> None:
-        """Have a source compute a prompt, move the KV that a worker lacks, then submit the request there."""
-        request = self.workload.requests[request_index]
+    def _prefill_at_source(self, placement: Placement, source: SimWorker) -> None:
+        """Have a source compute the prompt of a request, before its KV moves to the worker that decodes."""
+        request = self.workload.requests[placement.request_index]
         full_blocks = request.block_ids[: request.full_block_count]
-        leg = SimSequence(replace(request, output_tokens=1, final_block_ids=full_blocks), self.now)
+        sequence = SimSequence(replace(request, output_tokens=1, final_block_ids=full_blocks), self.now)
+        sequence.on_prefilled = partial(self._end_prefill_at_source, placement, source, sequence)
+        source.submit(sequence, self.now)
+        self._schedule_wake(source)
 
-        def end() -> None:
-            self._source_hit_blocks_by_request[request_index] = leg.hit_blocks
-            self._notify_router(request_index, lambda router: router.on_prefill_end(request, self.now))
-            cache = self.workers[worker_number].cache
-            cached_tokens = cache.count_cached_prefix(full_blocks, len(full_blocks)) * request.block_size
-            moved_tokens = request.prompt_tokens - cached_tokens
-            self._move(request_index, worker_number, source_number, full_blocks, moved_tokens)
+    def _end_prefill_at_source(self, placement: Placement, source: SimWorker, sequence: SimSequence) -> None:
+        """Move the KV that the worker lacks, because the source has computed the prompt, and submit the request."""
+        request = self.workload.requests[placement.request_index]
+        self._source_hit_blocks_by_request[request.index] = sequence.hit_blocks
+        self._notify_router(request.index, lambda router: router.on_prefill_end(request, self.now))
+        full_blocks = request.block_ids[: request.full_block_count]
+        cached_blocks = self.workers[placement.worker].cache.count_cached_prefix(full_blocks, len(full_blocks))
+        moved_tokens = request.prompt_tokens - cached_blocks * request.block_size
+        self._move(placement, source, full_blocks, moved_tokens)
 
-        leg.on_prefilled = end
-        self.workers[source_number].submit(leg, self.now)
-        self._schedule_wake(self.workers[source_number])
-
-    def _pull(self, request_index: int, worker_number: int, source_number: int) -> None:
-        """Move the blocks that a source has and a worker lacks, then submit the request."""
-        request = self.workload.requests[request_index]
-        source_blocks = self.workers[source_number].count_hit_blocks(request)
-        moved_tokens = (source_blocks - self.workers[worker_number].count_hit_blocks(request)) * request.block_size
-        if moved_tokens <= 0:
-            self._submit(request_index, worker_number)
+    def _pull(self, placement: Placement, source: SimWorker) -> None:
+        """Move the blocks that a source has and the worker lacks, then submit the request."""
+        request = self.workload.requests[placement.request_index]
+        source_blocks = source.count_hit_blocks(request)
+        missing_blocks = source_blocks - self.workers[placement.worker].count_hit_blocks(request)
+        if missing_blocks <= 0:
+            self._submit(placement)
             return
-        self._move(request_index, worker_number, source_number, request.block_ids[:source_blocks], moved_tokens)
+        self._move(placement, source, request.block_ids[:source_blocks], missing_blocks * request.block_size)
 
-    def _move(
-        self, request_index: int, worker_number: int, source_number: int, block_ids: list[int], moved_tokens: int
-    ) -> None:
-        """Move tokens, store the blocks of which they are a part, and submit the request."""
+    def _move(self, placement: Placement, source: SimWorker, block_ids: list[int], moved_tokens: int) -> None:
+        """Move tokens from a source, store the prefix `block_ids` of which they are a part, and submit the request."""
         link_times = self.config.link_times
         assert link_times is not None, "the workers move no KV"
         self.result.moved_tokens += moved_tokens
 
         def end() -> None:
-            self.workers[worker_number].cache.store_moved(block_ids)
-            self._submit(request_index, worker_number)
+            self.workers[placement.worker].cache.store_moved(block_ids)
+            self._submit(placement)
 
         def start() -> None:
-            self._links.start(source_number, worker_number, moved_tokens, self.now, end)
+            self._links.start(source.number, placement.worker, moved_tokens, self.now, end)
             self._schedule_link_end()
 
         self.schedule(self.now + link_times.floor_s, start)
 
     def _schedule_link_end(self) -> None:
+        """Schedule a call when the next transfer between workers ends, at the present shares of the links."""
         end_s = self._links.next_end_s()
         if end_s is not None:
             self._link_end_s = end_s = max(end_s, self.now)
@@ -285,19 +300,20 @@ class Cluster:
             self._links.advance(self.now)
             self._schedule_link_end()
 
-    def _submit(self, request_index: int, worker_number: int) -> None:
-        """Give a request to a worker.
+    def _submit(self, placement: Placement) -> None:
+        """Give a request to its worker.
 
-        KV that was moved from a source worker counts as all tokens but the last, which is always computed.
+        If a source has computed the prompt, the worker has the KV of all tokens but the last, which is always computed.
         """
-        worker = self.workers[worker_number]
-        sequence = SimSequence(self.workload.requests[request_index], self.now)
-        if request_index in self._source_hit_blocks_by_request:
+        worker = self.workers[placement.worker]
+        sequence = SimSequence(self.workload.requests[placement.request_index], self.now)
+        if placement.request_index in self._source_hit_blocks_by_request:
             sequence.moved_tokens = sequence.request.prompt_tokens - 1
         worker.submit(sequence, self.now)
         self._schedule_wake(worker)
 
     def _schedule_wake(self, worker: SimWorker) -> None:
+        """Schedule the end of a worker's step, unless that is done."""
         wake_s = worker.wake_s
         if wake_s is None or self._scheduled_wake_s_by_worker[worker.number] == wake_s:
             return
@@ -305,6 +321,7 @@ class Cluster:
         self.schedule(wake_s, lambda: self._wake(worker, wake_s))
 
     def _wake(self, worker: SimWorker, wake_s: float) -> None:
+        """End a worker's step, and record which requests got their first token or finished with it."""
         if worker.wake_s != wake_s:
             return  # the decode run was cut, and another wake-up is scheduled
         self._scheduled_wake_s_by_worker[worker.number] = None
