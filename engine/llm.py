@@ -173,7 +173,7 @@ class LLM:
         encoded_prompts = [
             self._encode_prompt(prompt, number) for number, prompt in enumerate(_make_prompt_list(prompts))
         ]
-        params = self._params_per_prompt(sampling_params, len(encoded_prompts))
+        params = self._check_params_of_prompts(sampling_params, len(encoded_prompts))
         if priority is not None:
             priorities = _check_priorities(priority, len(encoded_prompts))
             encoded_prompts = [prompt._replace(priority=value) for prompt, value in zip(encoded_prompts, priorities)]
@@ -208,7 +208,7 @@ class LLM:
             )
             text = self._tokenizer.render_chat_text(request)
             encoded_prompts.append(_EncodedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False)))
-        params = self._params_per_prompt(sampling_params, len(encoded_prompts))
+        params = self._check_params_of_prompts(sampling_params, len(encoded_prompts))
         return self._run(encoded_prompts, params, use_tqdm)
 
     def _encode_prompt(self, prompt: Prompt, prompt_index: int) -> _EncodedPrompt:
@@ -225,7 +225,7 @@ class LLM:
             raise RequestError(f"{param}: expected the key prompt or prompt_token_ids", param=param)
         return _EncodedPrompt(prompt["prompt"], self._tokenizer.encode(prompt["prompt"]), salt)
 
-    def _params_per_prompt(
+    def _check_params_of_prompts(
         self, params: SamplingParams | Sequence[SamplingParams] | None, prompt_count: int
     ) -> list[SamplingParams]:
         """Return the checked sampling parameters of each prompt. Raises RequestError and ValueError."""

@@ -38,20 +38,20 @@ class AttentionWindows:
         self._step_blocks = ENDLESS if step_tokens_max is None else ceil_div(step_tokens_max, size) + 1
         self._has_state = spec.state is not None
 
-    def first_block_needed(self, group: int, block_count: int) -> int:
+    def find_first_needed_block(self, group: int, block_count: int) -> int:
         """Return the first of `block_count` blocks that a query right after them still reads."""
         return max(0, block_count - self._blocks_by_group[group])
 
-    def first_index_to_resume(self, kind: int, block_count: int) -> int:
+    def find_first_index_to_resume(self, kind: int, block_count: int) -> int:
         """Return the index of the first block of `kind` that a sequence needs to resume after `block_count` blocks.
 
         `kind`: an attention group, or recurrent state, of which only the last block needs one.
         """
         if kind == len(self._blocks_by_group):
             return block_count - 1
-        return self.first_block_needed(kind, block_count)
+        return self.find_first_needed_block(kind, block_count)
 
-    def first_block_seen(self, group: int, position: int) -> int:
+    def find_first_seen_block(self, group: int, position: int) -> int:
         """Return the index of the first block that queries from `position` on read."""
         return max(0, position - self._tokens_by_group[group] + 1) // self._block_size
 
@@ -67,7 +67,7 @@ class AttentionWindows:
         """
         counts = self.count_blocks_needed(block_count)
         for group in range(len(self._blocks_by_group)):
-            first_needed = self.first_block_needed(group, len(nodes))
+            first_needed = self.find_first_needed_block(group, len(nodes))
             counts[group] -= sum(node.is_held(group) for node in nodes[first_needed:])
         return counts
 
@@ -110,7 +110,7 @@ class AttentionWindows:
         """
         for group in self.sliding_groups:
             while node_count:
-                first_needed = self.first_block_needed(group, node_count)
+                first_needed = self.find_first_needed_block(group, node_count)
                 needed_indices = range(node_count - 1, first_needed - 1, -1)
                 last_missing_index = next((i for i in needed_indices if not nodes[i].has_block(group)), None)
                 if last_missing_index is None:

@@ -201,7 +201,7 @@ class KVCache:
         """
         host_hits: list[HostHit] = []
         for group, blocks in enumerate(seq_blocks.blocks_by_group):
-            first_index = self.windows.first_block_needed(group, len(nodes))
+            first_index = self.windows.find_first_needed_block(group, len(nodes))
             blocks.extend([None] * first_index)
             for node in nodes[first_index:]:
                 block = node.blocks[group]
@@ -353,7 +353,7 @@ class KVCache:
     def _release_outside_windows(self, seq_blocks: SequenceBlocks, end: int) -> None:
         """Release the blocks that are too old for a sliding window: no query from position `end` on reads them."""
         for group in self.windows.sliding_groups:
-            seq_blocks.release_before(group, self.windows.first_block_seen(group, end), self.pool)
+            seq_blocks.release_before(group, self.windows.find_first_seen_block(group, end), self.pool)
 
     def list_prompt_keys(self, seq: Sequence) -> list[BlockKey]:
         """Return the keys of the blocks of `seq` that need not be computed if they are cached. `seq` is not queued."""

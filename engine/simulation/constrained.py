@@ -58,7 +58,7 @@ class ConstrainedAnswers:
         assert constraint is not None
         answer_tokens = seq.token_ids[seq.prompt_len :]
         reasoning_end = constraint.reasoning_end_token
-        prompt_began_reasoning = reasoning_end is not None and constraint.reasoning_start_token is None
+        prompt_began_reasoning = constraint.reasoning_start_token is None
         if reasoning_end is not None and prompt_began_reasoning:
             if reasoning_end not in answer_tokens:
                 return reasoning_end
@@ -88,14 +88,15 @@ class ConstrainedAnswers:
             return token >> 3 < len(allowed_bitmask) and bool(allowed_bitmask[token >> 3] >> (token & 7) & 1)
 
         may_end = is_allowed(self._eos_token_id)
-        prefers_text = is_allowed(preferred_token) and preferred_token != self._eos_token_id
-        if may_end and (not prefers_text or len(answer_tokens) + 1 >= self._answer_length):
+        may_prefer = is_allowed(preferred_token) and preferred_token != self._eos_token_id
+        is_long_enough = len(answer_tokens) + 1 >= self._answer_length
+        if may_end and (is_long_enough or not may_prefer):
             return self._eos_token_id
         if has_tags and not may_end:
-            tag_end_token = self._next_tag_end_token(answer_tokens)
+            tag_end_token = self._find_next_tag_end_token(answer_tokens)
             if tag_end_token is not None and is_allowed(tag_end_token):
                 return tag_end_token
-        if prefers_text and (may_end or not answer_tokens or not self._is_word(answer_tokens[-1])):
+        if may_prefer and (may_end or not self._ends_with_word(answer_tokens)):
             return preferred_token
         candidates = list(islice(filter(is_allowed, self._get_token_order()), MAX_CANDIDATES))
         if not candidates:
@@ -120,7 +121,7 @@ class ConstrainedAnswers:
             self._matcher_states.popitem(last=False)
         return matcher_state
 
-    def _next_tag_end_token(self, answer_tokens: list[int]) -> int | None:
+    def _find_next_tag_end_token(self, answer_tokens: list[int]) -> int | None:
         """Return the next token of TAG_END, if the answer ends with a value, perhaps followed by tokens of TAG_END."""
         for matched_count, token in reversed(list(enumerate(self._tag_end_ids))):
             value_index = len(answer_tokens) - matched_count - 1
@@ -134,8 +135,8 @@ class ConstrainedAnswers:
         last_char = self._tokenizer.hf_tokenizer.decode([token])[-1:]
         return last_char.isalnum() or last_char in CLOSING_TEXTS[:3]
 
-    def _is_word(self, token: int) -> bool:
-        return self._tokenizer.hf_tokenizer.decode([token]).strip().isalpha()
+    def _ends_with_word(self, answer_tokens: list[int]) -> bool:
+        return bool(answer_tokens) and self._tokenizer.hf_tokenizer.decode(answer_tokens[-1:]).strip().isalpha()
 
     def _get_token_order(self) -> list[int]:
         """Return all token ids in the order of preference: closing texts, words, other texts, white space."""

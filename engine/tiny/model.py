@@ -87,7 +87,7 @@ PRESETS: dict[str, Recipe] = {
 }  # fmt: skip
 
 
-def _dense_config(recipe: Recipe) -> dict[str, Any]:
+def _make_dense_config(recipe: Recipe) -> dict[str, Any]:
     """Return the config fields of a plain decoder, with transformers' names."""
     return {
         "vocab_size": recipe.vocab_size, "hidden_size": recipe.hidden_size, "num_hidden_layers": recipe.layers,
@@ -97,18 +97,18 @@ def _dense_config(recipe: Recipe) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _attention_layers(recipe: Recipe) -> list[int]:
+def _list_attention_layers(recipe: Recipe) -> list[int]:
     """Return the indices of the layers with full attention: every second layer, and always the last one."""
     return sorted({*range(1, recipe.layers, 2), recipe.layers - 1})
 
 
-def _layer_types(recipe: Recipe, other: str) -> list[str]:
+def _list_layer_types(recipe: Recipe, other: str) -> list[str]:
     """Return the type of each layer: "full_attention", or `other`."""
-    attention = _attention_layers(recipe)
+    attention = _list_attention_layers(recipe)
     return ["full_attention" if index in attention else other for index in range(recipe.layers)]
 
 
-def _mamba_config(recipe: Recipe) -> dict[str, Any]:
+def _make_mamba_config(recipe: Recipe) -> dict[str, Any]:
     """Return the fields of Mamba-2: 2 x hidden channels in heads of head_dim, state 16."""
     return {
         "mamba_n_heads": 2 * recipe.hidden_size // recipe.head_dim, "mamba_d_head": recipe.head_dim,
@@ -116,10 +116,10 @@ def _mamba_config(recipe: Recipe) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _nemotron_config(recipe: Recipe) -> dict[str, Any]:
+def _make_nemotron_config(recipe: Recipe) -> dict[str, Any]:
     """Return the config of a model whose layers are each a state space, an MLP or attention, in turn."""
     pattern = ("linear_attention", "mlp", "full_attention", "mlp")
-    config = _dense_config(recipe)
+    config = _make_dense_config(recipe)
     del config["num_hidden_layers"]
     return config | {
         "layers_block_type": [pattern[index % 4] for index in range(recipe.layers)],
@@ -130,29 +130,30 @@ def _nemotron_config(recipe: Recipe) -> dict[str, Any]:
 
 FAMILIES: dict[str, tuple[str, Callable[[Recipe], dict[str, Any]]]] = {
     # By family: its model_type in transformers, and the function that makes its config fields from a recipe.
-    "qwen3": ("qwen3", _dense_config),
-    "qwen2": ("qwen2", _dense_config),
-    "llama": ("llama", _dense_config),
-    "granite": ("granite", lambda r: _dense_config(r) | {
+    "qwen3": ("qwen3", _make_dense_config),
+    "qwen2": ("qwen2", _make_dense_config),
+    "llama": ("llama", _make_dense_config),
+    "granite": ("granite", lambda r: _make_dense_config(r) | {
         "embedding_multiplier": 0.5, "logits_scaling": 1.5, "residual_multiplier": 1.3, "attention_multiplier": 0.4}),
-    "mistral": ("mistral", lambda r: _dense_config(r) | {"sliding_window": None}),
-    "qwen3_moe": ("qwen3_moe", lambda r: _dense_config(r) | {
+    "mistral": ("mistral", lambda r: _make_dense_config(r) | {"sliding_window": None}),
+    "qwen3_moe": ("qwen3_moe", lambda r: _make_dense_config(r) | {
         "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": r.intermediate_size // 2,
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}),
-    "qwen3_5": ("qwen3_5_text", lambda r: _dense_config(r) | {
-        "layer_types": _layer_types(r, "linear_attention"), "linear_conv_kernel_dim": 4,
+    "qwen3_5": ("qwen3_5_text", lambda r: _make_dense_config(r) | {
+        "layer_types": _list_layer_types(r, "linear_attention"), "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": r.head_dim, "linear_value_head_dim": r.head_dim,
         "linear_num_key_heads": r.kv_heads, "linear_num_value_heads": r.heads}),
-    "granitemoehybrid": ("granitemoehybrid", lambda r: _dense_config(r) | _mamba_config(r) | {
-        "layer_types": _layer_types(r, "linear_attention"), "num_local_experts": 0, "num_experts_per_tok": 0,
+    "granitemoehybrid": ("granitemoehybrid", lambda r: _make_dense_config(r) | _make_mamba_config(r) | {
+        "layer_types": _list_layer_types(r, "linear_attention"), "num_local_experts": 0, "num_experts_per_tok": 0,
         "shared_intermediate_size": r.intermediate_size, "embedding_multiplier": 2.0, "logits_scaling": 1.5,
         "residual_multiplier": 0.7, "attention_multiplier": 1.0 / r.head_dim, "position_embedding_type": "nope"}),
-    "bamba": ("bamba", lambda r: _dense_config(r) | _mamba_config(r) | {"attn_layer_indices": _attention_layers(r)}),
-    "nemotron_h": ("nemotron_h", _nemotron_config),
-    "lfm2": ("lfm2", lambda r: _dense_config(r) | {
-        "layer_types": _layer_types(r, "conv"), "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}),
-    "gemma3_text": ("gemma3_text", lambda r: _dense_config(r) | {
-        "layer_types": _layer_types(r, "sliding_attention"), "sliding_window": 32,
+    "bamba": ("bamba", lambda r: _make_dense_config(r) | _make_mamba_config(r) | {
+        "attn_layer_indices": _list_attention_layers(r)}),
+    "nemotron_h": ("nemotron_h", _make_nemotron_config),
+    "lfm2": ("lfm2", lambda r: _make_dense_config(r) | {
+        "layer_types": _list_layer_types(r, "conv"), "conv_L_cache": 3, "block_auto_adjust_ff_dim": False}),
+    "gemma3_text": ("gemma3_text", lambda r: _make_dense_config(r) | {
+        "layer_types": _list_layer_types(r, "sliding_attention"), "sliding_window": 32,
         "query_pre_attn_scalar": r.head_dim}),
 }  # fmt: skip
 

@@ -94,7 +94,7 @@ def choose_blocks_to_pull(
     return [
         PullItem(index, kind)
         for kind in range(kind_count)
-        for index in range(windows.first_index_to_resume(kind, end), end)
+        for index in range(windows.find_first_index_to_resume(kind, end), end)
         if not local_masks[index] >> kind & 1
     ]
 

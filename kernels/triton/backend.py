@@ -185,7 +185,7 @@ class TritonKernels(ReferenceKernels):
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         outer, inner, dim = rows.shape
         block = round_up_to_power_of_two(dim, 16)
-        rows_per_program = self._rows_per_program(outer * inner, block)
+        rows_per_program = self._choose_rows_per_program(outer * inner, block)
         row_kernels.norm_rows[(triton.cdiv(outer * inner, rows_per_program),)](
             rows, other_rows, weight, out, outer * inner, inner, rows.stride(0), rows.stride(1), other_rows.stride(0),
             other_rows.stride(1), weight.stride(0) if weight.dim() == 2 else 0, eps,
@@ -194,7 +194,7 @@ class TritonKernels(ReferenceKernels):
         )  # fmt: skip
         return out
 
-    def _rows_per_program(self, rows: int, block: int) -> int:
+    def _choose_rows_per_program(self, rows: int, block: int) -> int:
         """Return the rows of a program: some thousand elements if there are many rows, else one row.
 
         Two sizes only, so that few variants are compiled.
@@ -220,7 +220,7 @@ class TritonKernels(ReferenceKernels):
         block = round_up_to_power_of_two(half, 8)
         tail_dims = dim - 2 * half
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rows_per_program = self._rows_per_program(tokens * heads, 2 * block)
+        rows_per_program = self._choose_rows_per_program(tokens * heads, 2 * block)
         row_kernels.rotate_rows[(triton.cdiv(tokens * heads, rows_per_program),)](
             rows, rows if weight is None else weight, cos, signed_sin, out, tokens * heads, heads, rows.stride(0),
             rows.stride(1), weight.stride(0) if weight is not None and weight.dim() == 2 else 0, cos.stride(0),
