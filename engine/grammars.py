@@ -107,13 +107,16 @@ class GrammarCompiler:
     """
 
     def __init__(self, load: Callable[[], GrammarVocabulary]) -> None:
-        """`load`: makes the vocabulary. It is called on the compiling thread."""
+        """Start without grammars. `load`: makes the vocabulary. It is called on the compiling thread."""
         self._compile_executor = ThreadPoolExecutor(1, "grammar")
         self._lock = Lock()
         self._load_vocabulary = load
         self._future_by_grammar: dict[str, Future[LLMatcher]] = {}
+        """Compilations that have not ended, or ended lately."""
         self._matcher_by_grammar: OrderedDict[str, LLMatcher] = OrderedDict()
+        """Matchers of recent grammars, the least recently used first."""
         self._text_chars = 0
+        """Characters of all cached grammars."""
 
     @cached_property
     def vocabulary(self) -> GrammarVocabulary:
@@ -121,7 +124,7 @@ class GrammarCompiler:
         return self._load_vocabulary()
 
     def start_compiling(self, lark: str) -> Future[LLMatcher] | None:
-        """Start to compile a grammar. Returns a future, which may raise GrammarError; None: it is cached already."""
+        """Start to compile a grammar. Returns a future, which may raise GrammarError; None: the grammar is cached."""
         if lark in self._matcher_by_grammar:
             return None
         future = self._future_by_grammar.get(lark)
@@ -165,7 +168,8 @@ class GrammarCompiler:
 def check_grammar(vocabulary: GrammarVocabulary, grammar_text: str) -> str:
     """Check a grammar in Lark or GBNF by drawing an answer from it, and return it in Lark.
 
-    May crash, or take long; see the module. Raises GrammarError if the grammar cannot be used.
+    The compiler may crash on a hostile grammar, or take long: call this in a process that may die. Raises GrammarError
+    if the grammar cannot be used.
     """
     from llguidance.gbnf_to_lark import any_to_lark
 

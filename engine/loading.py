@@ -111,7 +111,10 @@ class LoadedModel:
     def __init__(
         self, config: EngineConfig, rank: RankModel, folder: Path, unit_count: int, leader: Leader | None
     ) -> None:
-        """`rank`: the part of rank 0. `folder`: folder of the weights. `leader`: None if there is only one rank."""
+        """Hold a model that is loaded already. `rank`: the part of rank 0. `unit_count`: units of its cache.
+
+        `folder`: folder of the weights. `leader`: connection to the other ranks; None: there is one rank.
+        """
         self.unit_count = unit_count
         self._config = config
         self._rank = rank

@@ -53,6 +53,7 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, cache: KVCache) -> None:
+        """Start without requests. `cache`: empty cache, which the scheduler owns from now on."""
         self.config = config
         self.cache = cache
         self.totals = SchedulerTotals()

@@ -21,6 +21,8 @@ from fleet.spec import Launch, MemberKind
 
 
 class Phase(str, Enum):
+    """Phase in the life of a member."""
+
     STARTING = "starting"
     UP = "up"
     DRAINING = "draining"

@@ -207,7 +207,10 @@ class SupervisedProgram:
     """
 
     def __init__(self, spec: FleetSpec, plan_launch: Callable[[], Launch]) -> None:
-        """`plan_launch` returns the command line and fresh addresses of the next run. It may raise OSError."""
+        """Start the program, on a thread. `plan_launch` returns the command line and fresh addresses of the next run.
+
+        It may raise OSError.
+        """
         self._spec = spec
         self._plan_launch = plan_launch
         self._lock = threading.Lock()

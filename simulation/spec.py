@@ -106,12 +106,18 @@ class SimulationSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class GpuPreset(NamedTuple):
+    """Figures of a GPU's data sheet."""
+
     bytes_per_s: float
+    """Bandwidth of its memory."""
     bf16_per_s: float
+    """Operations on bf16 in a second, without sparsity."""
     memory_bytes: float
 
 
 class ModelPreset(NamedTuple):
+    """Sizes of a model."""
+
     parameter_count: float
     num_layers: int
     attention_width: int

@@ -22,11 +22,15 @@ class LinkTimes:
 
 @dataclass(slots=True, eq=False)
 class _Transfer:
+    """Tokens of KV that move from one worker to another."""
+
     source: int
+    """Number of the worker from which the tokens move."""
     destination: int
     remaining_tokens: float
     on_end: Callable[[], None]
     rate: float = 0.0
+    """Tokens in a second, at the present shares of both links."""
 
 
 @dataclass(slots=True)
@@ -59,11 +63,13 @@ class Links:
         )
 
     def _move(self, now: float) -> None:
+        """Move the tokens that all transfers have moved since the last call, at the rates since then."""
         for transfer in self._transfers:
             transfer.remaining_tokens -= transfer.rate * (now - self._updated_s)
         self._updated_s = now
 
     def _share_links(self) -> None:
+        """Set the rate of each transfer: the smaller of its equal shares of the link out and the link in."""
         outgoing = Counter(transfer.source for transfer in self._transfers)
         incoming = Counter(transfer.destination for transfer in self._transfers)
         for transfer in self._transfers:

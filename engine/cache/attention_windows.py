@@ -29,7 +29,11 @@ class AttentionWindows:
     """Computes which blocks the window of each attention group needs. Full attention is a window that never slides."""
 
     def __init__(self, spec: CacheSpec, step_tokens_max: int | None) -> None:
-        """`step_tokens_max`: most tokens that a step adds to a sequence, for which sliding windows need room, too."""
+        """Read the windows of the attention groups from a cache's spec.
+
+        `step_tokens_max`: most tokens that a step adds to a sequence; None: no limit. Sliding windows need room for
+        these tokens, too.
+        """
         self._block_size = size = spec.block_size
         self._tokens_by_group = [group.sliding_window or ENDLESS for group in spec.groups]
         self._blocks_by_group = [ceil_div(tokens - 1, size) for tokens in self._tokens_by_group]

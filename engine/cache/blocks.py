@@ -59,6 +59,7 @@ class Block:
     __slots__ = ("eviction_stamp", "id", "is_pending", "node", "ref_count", "unit")
 
     def __init__(self, unit: Unit, slot: int, blocks_per_unit: int) -> None:
+        """Make the unused block at place `slot` of a unit that is cut into `blocks_per_unit` blocks."""
         self.unit = unit
         self.id = BlockId(unit.index * blocks_per_unit + slot)
         self.ref_count = 0
@@ -77,6 +78,7 @@ class Block:
 
     @property
     def state(self) -> BlockState:
+        """Use of the block, from its references and its place in the prefix tree."""
         if self.node is None:
             return BlockState.PRIVATE if self.ref_count else BlockState.HOLE
         if self.is_pending:
@@ -128,7 +130,10 @@ class Node:
     __slots__ = ("blocks", "cached_child_count", "children", "depth", "hash", "host_blocks", "key", "parent")
 
     def __init__(self, key: BlockKey, parent: Node | None, no_blocks: tuple[None, ...]) -> None:
-        """`no_blocks`: a tuple of None for every kind, which all nodes without host blocks share."""
+        """Make a node without blocks. `parent`: node of the block before it; None for the first block of a prefix.
+
+        `no_blocks`: a tuple of None for every kind, which all nodes without host blocks share.
+        """
         self.key = key
         self.hash = key.hash
         self.parent = parent

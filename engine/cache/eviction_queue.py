@@ -68,7 +68,10 @@ class EvictionQueue:
     """Chooses which cached path of one memory is evicted next, from its end."""
 
     def __init__(self, reuse_stats: ReuseStats, blocks_per_state: int | None = None) -> None:
-        """`blocks_per_state`: attention blocks that take as much memory as one state; None: a model without states."""
+        """Start without paths. `reuse_stats`: what was learned of how conversations return.
+
+        `blocks_per_state`: attention blocks that take as much memory as one state; None: a model without states.
+        """
         self._reuse_stats = reuse_stats
         self._blocks_per_state = blocks_per_state
         self._path_by_leaf: dict[Node, CachedPath] = {}

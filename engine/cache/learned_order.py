@@ -25,7 +25,7 @@ class _LearnedOrder(LruOrder):
     """
 
     def __init__(self, spec: CacheSpec, eviction: LearnedEviction, queue: EvictionQueue) -> None:
-        """`queue`: the learned queue of this memory."""
+        """Start without cached blocks. `eviction`: both orders together. `queue`: the learned queue of this memory."""
         super().__init__(spec.blocks_per_unit_by_kind(), spec.state_kind)
         self._eviction = eviction
         self._queue = queue
@@ -172,7 +172,7 @@ class LearnedEviction(LruEviction):
     """
 
     def __init__(self, spec: CacheSpec, unit_count: int) -> None:
-        """`unit_count`: number of units of memory on device and host together."""
+        """Start with nothing learned. `unit_count`: number of units of memory on device and host together."""
         blocks_per_unit = spec.blocks_per_unit_by_kind()[FULL_KIND]
         # With recurrent states, a cached prefix can be resumed only where a state was saved, so paths differ in worth.
         blocks_per_state = blocks_per_unit if spec.state is not None else None

@@ -41,7 +41,10 @@ class PrefixTree:
     """Finds cached prefixes and the blocks that hold them. Announces every change of the cached blocks."""
 
     def __init__(self, spec: CacheSpec, eviction: LruEviction, drop: Callable[[Block], None]) -> None:
-        """`drop`: gives a block that left the tree back to the pool."""
+        """Make an empty tree. `eviction`: orders of eviction, which are told of changes of the tree.
+
+        `drop`: gives a block that left the tree back to the pool.
+        """
         self._node_by_hash: dict[int, Node] = {}
         self._no_blocks: tuple[None, ...] = (None,) * len(spec.blocks_per_unit_by_kind())
         self._device_order = eviction.device_order
@@ -166,6 +169,7 @@ class PrefixTree:
         return blocks
 
     def _unlink(self, block: Block) -> None:
+        """Take a block of the device out of its node, and the node out of the tree if it has no other block."""
         node = block.node
         assert node is not None
         node.blocks[block.kind] = None

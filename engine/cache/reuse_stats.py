@@ -128,7 +128,10 @@ class ReuseStats:
     """Remembers recent conversations, and counts for each class of turns how often they return."""
 
     def __init__(self, capacity_blocks: int, block_tokens: int) -> None:
-        """`capacity_blocks`: blocks of the cache, and the number of conversations that are remembered."""
+        """Start without conversations. `block_tokens`: tokens of a block.
+
+        `capacity_blocks`: blocks of the cache, and the number of conversations that are remembered.
+        """
         self.clock = 0
         """Number of blocks in the prompts of all requests so far."""
         self._capacity_blocks = capacity_blocks

@@ -31,7 +31,7 @@ class RowAllocator:
     """Assigns a row of the per-sequence tables to each running sequence, as long as it is in every step."""
 
     def __init__(self, row_count: int) -> None:
-        """`row_count`: most sequences of a step."""
+        """Start with all rows free. `row_count`: most sequences of a step."""
         self._row_count = row_count
         self._row_by_sequence: dict[Sequence, int] = {}
         self._free_rows = list(range(row_count))[::-1]

@@ -64,6 +64,7 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def __call__(self, compute: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
+        """Record a computation. See `Capture`."""
         outer_stream = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outer_stream)
         graph = torch.cuda.CUDAGraph()
@@ -105,7 +106,11 @@ class DecodeGraphs:
         blocks_max: int,
         capture: Capture,
     ) -> None:
-        """`blocks_max`: blocks of the longest sequence. `ops` must be `FixedPlanKernels`, too."""
+        """Start without recorded steps. `ops`: kernels, which must be `FixedPlanKernels`, too.
+
+        `kv`, `states`: the cache's memory by attention group, and by recurrent layer. `ropes`: tables of the model's
+        rotary settings. `blocks_max`: blocks of the longest sequence. `capture`: records steps.
+        """
         assert isinstance(ops, FixedPlanKernels)
         self._plans: FixedPlanKernels = ops
         self._model, self._ops = model, ops

@@ -78,6 +78,7 @@ class Masks:
     """Makes the masks of constrained rows, on a thread beside the forward pass. Must be closed."""
 
     def __init__(self, grammars: GrammarCompiler, vocab_size: int, device: torch.device, threads: int) -> None:
+        """Start without matchers. `vocab_size`: number of logits. `threads`: threads that make masks at once."""
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._device = device
@@ -88,6 +89,7 @@ class Masks:
         self._summands_by_byte = torch.where(is_allowed, 0.0, float("-inf")).to(device)
         """[256, 8]: values to add to the logits of eight tokens, by the byte of their mask bits."""
         self._matcher_states: dict[int, _MatcherState] = {}
+        """Matcher of the sequence in each row of the per-sequence tables."""
 
     def reset_rows(self, rows: Rows[int] | None = None) -> None:
         """Forget the matchers of these rows (None: of all), because other sequences get the rows."""

@@ -119,6 +119,7 @@ class Penalties:
     """Keeps the token counts of all rows on the device, and applies the penalties to logits."""
 
     def __init__(self, row_count: int, device: torch.device) -> None:
+        """Make empty tables, which grow to at most `row_count` rows."""
         self._device = device
         self._token_count_bounds: IntArray = np.zeros(row_count, np.int64)
         """Upper bound of each row's distinct tokens after the last prepared step; 0 for a row that is not in use."""

@@ -80,9 +80,10 @@ class ModelRunner:
         capture: Capture | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`kernels`: None selects the kernels of the device. `grammars`: compiler of constrained answers' grammars.
+        """Make a runner of a loaded model, over the memory of `pool`.
 
-        `capture` records decode steps if the kernels have fixed plans. Without it, no step is recorded.
+        `kernels`: None selects the kernels of the device. `capture` records decode steps if the kernels have fixed
+        plans; None: no step is recorded. `grammars`: compiles the grammars of answers; None: no answer has one.
         """
         device, spec = pool.device, pool.spec
         self.model = model

@@ -27,6 +27,7 @@ class HfConfig:
 
     @staticmethod
     def read(folder: Path) -> HfConfig:
+        """Read config.json of a checkpoint's folder. Raises ModelError."""
         path = folder / "config.json"
         try:
             values = json.loads(path.read_text())

@@ -182,7 +182,10 @@ class Attention:
     """Computes grouped-query attention over the paged cache, with its projections, norms and rotation."""
 
     def __init__(self, scope: WeightScope, config: AttentionConfig, projection: Linear | None = None) -> None:
-        """`projection`: replaces the stacked q, k and v projections; it may have more rows after theirs."""
+        """Declare the weights of this rank's heads.
+
+        `projection`: replaces the stacked q, k and v projections; it may have more rows after theirs.
+        """
         rank_config, query_shard, key_shard = shard_attention(scope.shard, config)
         self.config = rank_config
         """Config with the number of heads that this rank holds."""

@@ -228,6 +228,7 @@ class ShortConv:
     """Mixer of LFM2: a gated short convolution, out(C * conv(B * x))."""
 
     def __init__(self, scope: WeightScope, hidden_size: int, conv_width: int, bias: bool) -> None:
+        """Declare the weights of this rank's channels. `conv_width`: tokens that a convolution sees."""
         self.recurrent_index = 0
         channels = scope.shard.split(hidden_size, "convolution channels")
         self.conv_channels, self.conv_width = channels.held_size, conv_width
@@ -243,6 +244,7 @@ class ShortConv:
         return StateShape((self.conv_width - 1, self.conv_channels))
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Mix each token with the last tokens of its sequence. x and the result: [tokens, hidden]."""
         input_gate, output_gate, value = self.input_projection(x).chunk(3, -1)
         bias = None if self.conv_bias is None else self.conv_bias.tensor
         conv_tail = context.state_by_layer[self.recurrent_index].conv_tail

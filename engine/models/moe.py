@@ -58,6 +58,7 @@ class RoutedMLP:
         self.down_weight = scope.declare_combined((num_experts, hidden_size, channel_count), down_parts)
 
     def __call__(self, x: Tensor, context: ForwardContext) -> Tensor:
+        """Return the weighted sum of each token's experts. x and the result: [tokens, hidden]."""
         probabilities = F.linear(x, self.router_weight.tensor).float().softmax(-1)
         weights, expert_ids = probabilities.topk(self.config.top_k)
         if self.config.renormalise:

@@ -61,6 +61,7 @@ class Follower:
     """Loads one rank's part of the model, and carries out the leader's messages with it."""
 
     def __init__(self, rank: int, size: int) -> None:
+        """Make a follower that has loaded nothing: `rank` of `size` ranks."""
         self.rank = rank
         self._shard = Shard(rank, size, all_reduce_sum, gather_columns)
         self._config = EngineConfig()

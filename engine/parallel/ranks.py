@@ -268,7 +268,7 @@ class LeadingRunner:
     """Computes steps on all ranks together. Implements `engine.core.Runner`."""
 
     def __init__(self, leader: Leader, runner: Runner) -> None:
-        """`runner`: computes the part of rank 0."""
+        """Lead the followers of `leader`. `runner`: computes the part of rank 0."""
         self._leader = leader
         self._runner = runner
         self._plan_encoder = PlanEncoder()
@@ -290,7 +290,7 @@ class RankedBlockMemory:
     """
 
     def __init__(self, leader: Leader, copier: BlockCopier) -> None:
-        """`copier`: reads and writes the parts of rank 0."""
+        """Access the blocks of the ranks of `leader`. `copier`: reads and writes the parts of rank 0."""
         self._leader = leader
         self._copier = copier
 
@@ -304,6 +304,7 @@ class RankedBlockMemory:
                 self._copier.execute(block_copies)
 
     def read_blocks(self, places: Sequence[BlockPlace]) -> memoryview:
+        """Return the contents of blocks, put together from the parts of all ranks."""
         with self._leader.hold_ranks():
             self._leader.broadcast(ReadBlocks(list(places)))
             own_parts = self._copier.read_blocks(places)
@@ -318,6 +319,7 @@ class RankedBlockMemory:
         return memoryview(contents)
 
     def write_blocks(self, places: Sequence[BlockPlace], contents: memoryview) -> None:
+        """Cut the contents of blocks into the parts of the ranks, and have each rank write its own."""
         parts_by_rank = [bytearray() for _ in range(self._leader.rank_count)]
         start = 0
         for place in places:

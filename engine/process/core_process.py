@@ -112,6 +112,7 @@ class CoreSocket:
             self.flush()
 
     def _wait_readable(self, wake_sockets: Sequence[socket.socket]) -> None:
+        """Wait until a command comes, the socket closes, or a wake socket has data, which is discarded."""
         while not self.is_closed:
             readable, _, _ = select.select([self._sock, *wake_sockets], [self._sock] if self._unsent_bytes else [], [])
             self.flush()
@@ -126,6 +127,7 @@ class CoreLoop:
     """Executes commands and steps in turn, and sends the outputs, until the socket closes."""
 
     def __init__(self, engine: AssembledEngine, core_socket: CoreSocket, *, check_invariants: bool = False) -> None:
+        """Make the loop of an engine. `check_invariants`: whether to check scheduler and cache after every step."""
         self._core = engine.core
         self._get_simulation_lag = engine.executor.model.get_simulation_lag
         self._publisher = engine.publisher
@@ -281,6 +283,7 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 
 
 def _receive_config(sock: socket.socket) -> EngineConfig | None:
+    """Wait for the configuration, the first frame on the socket; None if the socket closes before."""
     reader = FrameReader()
     while True:
         data = sock.recv(1 << 16)

@@ -19,7 +19,7 @@ class LogprobBudget:
     """Bounds the logprobs that one process has in memory. Each request counts its own logprobs in a `LogprobShare`."""
 
     def __init__(self, request_max: int = REQUEST_LOGPROBS_MAX, total_max: int = LOGPROBS_MAX) -> None:
-        """`request_max`: most logprobs of one request; `total_max`: of all requests together."""
+        """Start empty. `request_max`: most logprobs of one request; `total_max`: of all requests together."""
         self.request_max = request_max
         self.total_max = total_max
         self.held_count = 0

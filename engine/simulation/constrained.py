@@ -39,6 +39,7 @@ class ConstrainedAnswers:
     """Makes answers of a simulation that match a grammar. The same prompt and grammar give the same answer."""
 
     def __init__(self, grammars: GrammarCompiler, tokenizer: Tokenizer, eos_token_id: int, length: int | None) -> None:
+        """Start without answers. `length`: tokens after which an answer ends as soon as it may; None: a default."""
         self._grammars = grammars
         self._tokenizer = tokenizer
         self._eos_token_id = eos_token_id

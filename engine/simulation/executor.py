@@ -75,7 +75,7 @@ class SimulatedModel:
         """None before `make_runner` and after `close`."""
 
     def make_runner(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
-        """See `Model`. Raises ConfigError."""
+        """Make the runner, which makes up answers. Raises ConfigError if the tokenizer cannot end them."""
         spec = self._spec
         if not eos_token_ids and (self._script or spec.answer_tokens):
             raise ConfigError("--simulate: the tokenizer names no token that ends an answer")

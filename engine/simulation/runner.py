@@ -99,7 +99,10 @@ class SimulatedRunner:
         block_size: int = 16,
         constrained_answers: ConstrainedAnswers | None = None,
     ) -> None:
-        """`clock`: the clock of `Sequence.arrival_s`."""
+        """Make a runner with the speed `times`. `clock`: the clock of `Sequence.arrival_s`.
+
+        `constrained_answers`: makes answers that must match a grammar; None: requests have no grammars.
+        """
         self._times = times
         self._answers = answers
         self._constrained_answers = constrained_answers

@@ -58,6 +58,7 @@ class BlockServer:
         self, listener: socket.socket, exchange: BlockExchange, jobs: StepJobs, settings: TransferSettings,
         stats: TransferStats,
     ) -> None:  # fmt: skip
+        """Make a server for a listening socket. `exchange`: the cache. `jobs`: work for the thread of the steps."""
         listener.setblocking(False)
         self._listener = listener
         self._exchange = exchange

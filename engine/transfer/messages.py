@@ -124,12 +124,12 @@ def encode_message(message: Question | Answer) -> bytes:
 
 
 def decode_question(data: Bytes) -> Question:
-    """Raises TransferError."""
+    """Decode what a consumer asks. Raises TransferError."""
     return _decode(_question_decoder, data)
 
 
 def decode_answer(data: Bytes) -> Answer:
-    """Raises TransferError."""
+    """Decode what a source answers. Raises TransferError."""
     return _decode(_answer_decoder, data)
 
 
@@ -151,7 +151,7 @@ class FrameLengths(NamedTuple):
 
     @staticmethod
     def decode(data: Bytes, payload_bytes_max: int) -> FrameLengths:
-        """Raises TransferError if a frame is longer than what the reader has room for."""
+        """Decode the header of a frame. Raises TransferError if the frame is longer than the reader has room for."""
         lengths = FrameLengths(*_LENGTHS.unpack(data))
         if lengths.message_bytes > MESSAGE_BYTES_MAX or lengths.payload_bytes > payload_bytes_max:
             raise TransferError("malformed", f"a frame of {lengths.message_bytes} and {lengths.payload_bytes} bytes")
@@ -174,7 +174,7 @@ class FrameSigner:
         return mac.digest()
 
     def check(self, mac: Bytes, lengths: FrameLengths, *parts: Bytes) -> None:
-        """Raises TransferError if the next frame has another HMAC."""
+        """Check the HMAC of the next frame. Raises TransferError if it is wrong."""
         if not hmac.compare_digest(mac, self.sign(lengths, *parts)):
             raise TransferError("malformed", "a frame whose HMAC is wrong")
 

@@ -91,7 +91,10 @@ class Puller:
         self, exchange: BlockExchange, jobs: StepJobs, settings: TransferSettings, stats: TransferStats,
         link: SimulatedLink | None = None,
     ) -> None:  # fmt: skip
-        """`link`: waits as long as the transfer of simulated contents would take; None for real contents."""
+        """Make a puller, to be used on one event loop. `exchange`: the cache. `jobs`: work for the thread of the steps.
+
+        `link`: waits as long as the transfer of simulated contents would take; None for real contents.
+        """
         self._exchange = exchange
         self._jobs = jobs
         self._settings = settings

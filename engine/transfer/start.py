@@ -24,7 +24,7 @@ class _ModelFingerprint:
     """Computes what engines must have in common to use each other's KV: weights, cache layout and arithmetic."""
 
     def __init__(self, folder: Path, facts: tuple[object, ...]) -> None:
-        """`folder`: folder of the weights. `facts`: facts that are not in the folder, such as the cache's layout."""
+        """`folder`: folder of the loaded weights. `facts`: facts that the folder lacks, such as the cache's layout."""
         self._folder = folder
         self._facts = facts
 

@@ -54,6 +54,7 @@ class TritonKernels(ReferenceKernels):
     name = "triton"
 
     def __init__(self, device: torch.device) -> None:
+        """Choose the device. Raises ValueError on a CPU, unless Triton's interpreter runs the kernels."""
         super().__init__(device)
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(
