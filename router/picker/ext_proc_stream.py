@@ -103,7 +103,8 @@ class ExtProcStream:
         self._handler = handler
         self._body_bytes_max = body_bytes_max
         self._responses: list[Response] = []
-        self._request: HttpRequest | None = None
+        self.request: HttpRequest | None = None
+        """The request, with its head and maybe not all of its body; None before the head."""
         self._request_mode = self._response_mode = DUPLEX
         self._body = BodyPieces()
         """Body of the request, as far as it has come."""
@@ -115,11 +116,6 @@ class ExtProcStream:
         self.phase = Phase.HEAD
         self.allowed_endpoints: list[str] | None = None
         """Endpoints that may be chosen; None for all."""
-
-    @property
-    def request(self) -> HttpRequest | None:
-        """The request, with its head and maybe not all of its body; None before the head."""
-        return self._request
 
     @property
     def sees_response_body(self) -> bool:
@@ -156,7 +152,7 @@ class ExtProcStream:
 
         The stream must be in `Phase.CHOOSING`: the request is complete, and no endpoint was chosen.
         """
-        request = self._request
+        request = self.request
         assert self.phase is Phase.CHOOSING, f"chosen while {self.phase.value}"
         assert request is not None
         self.phase = Phase.CHOSEN
@@ -205,7 +201,7 @@ class ExtProcStream:
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
         self.allowed_endpoints = read_subset_hint(message)
-        request = self._request = read_head(message.request_headers)
+        request = self.request = read_head(message.request_headers)
         self.phase = Phase.BODY
         if not request.has_body or self._request_mode not in (DUPLEX, BUFFERED):
             if request.method not in ("GET", "HEAD", "DELETE"):
@@ -222,7 +218,7 @@ class ExtProcStream:
         that is too long.
         """
         self._expect_phase("request_body", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
-        request = self._request
+        request = self.request
         if self.phase is not Phase.BODY or request is None:
             if self._request_mode in (DUPLEX, BUFFERED):
                 raise UnexpectedMessage("a request's body after its end")
@@ -239,9 +235,9 @@ class ExtProcStream:
 
     def _handle_request_trailers(self) -> None:
         self._expect_phase("request_trailers", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
-        if self.phase is Phase.BODY and self._request is not None and self._request_mode == DUPLEX:
+        if self.phase is Phase.BODY and self.request is not None and self._request_mode == DUPLEX:
             self._has_trailers = True
-            self._complete(self._request)
+            self._complete(self.request)
         else:
             self._responses.append(pb.ProcessingResponse(request_trailers=pb.TrailersResponse()))
 
