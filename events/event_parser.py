@@ -143,11 +143,9 @@ def _decode_token_id(value: int | str | list[Raw]) -> Any:
 
 def _decode_extra_keys(raw: Raw) -> list[tuple[Any, ...] | None] | None:
     keys_by_block = _EXTRA_KEYS_DECODER.decode(raw)
-    return (
-        None
-        if keys_by_block is None
-        else [None if keys is None else tuple(map(_decode_extra_key, keys)) for keys in keys_by_block]
-    )
+    if keys_by_block is None:
+        return None
+    return [None if keys is None else tuple(map(_decode_extra_key, keys)) for keys in keys_by_block]
 
 
 def _decode_displayed_keys(raw: Raw) -> list[list[Any] | None] | None:

@@ -559,6 +559,7 @@ class EventFeed:
         self._busy_streams.add(stream)
 
     def _handle_reply(self, stream: FollowedStream, frames: list[bytes]) -> list[Instruction]:
+        """Give one message of a reply to the stream's state; return what is to be done about it."""
         now, request_id = time.monotonic(), stream.request_id
         try:
             if stream.awaits_snapshot:

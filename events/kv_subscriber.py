@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -118,7 +119,7 @@ def format_hashes(hashes: list[int | bytes]) -> str:
     return text + (f" and {len(hashes) - SHOWN_HASH_COUNT} more" if len(hashes) > SHOWN_HASH_COUNT else "")
 
 
-def format_event(event: Event, show_tokens: bool) -> str:
+def format_event(event: Event, *, show_tokens: bool) -> str:
     if isinstance(event, events.AllBlocksCleared):
         return "Cleared  everything"
     location = f"group {event.group_idx or 0} {event.medium or '?'}"
@@ -151,7 +152,7 @@ def format_notice(notice: object) -> str:
     return "UP       connected" if notice.up else "DOWN     connection lost"
 
 
-def format_text_lines(item: Message | Notice, event_filter: EventFilter, show_tokens: bool) -> Iterator[str]:
+def format_text_lines(item: Message | Notice, event_filter: EventFilter, *, show_tokens: bool) -> Iterator[str]:
     """Yield a line for a notice, or for each event of a batch that the filter selects or that could not be read."""
     time_of_day = time.strftime("%H:%M:%S")
     if isinstance(item, Notice):
@@ -161,7 +162,7 @@ def format_text_lines(item: Message | Notice, event_filter: EventFilter, show_to
     origin = " (replayed)" if item.origin.value == "replay" else ""
     line_start = f"{time_of_day} {item.stream_id} {seq_text}{origin}"
     for event in filter(event_filter.matches, item.decoded_batch.batch.events):
-        yield f"{line_start} {format_event(event, show_tokens)}"
+        yield f"{line_start} {format_event(event, show_tokens=show_tokens)}"
     for error in item.decoded_batch.errors:
         yield f"{line_start} BAD      {error}"
     for event_type, count in item.decoded_batch.unknown_type_counts.items():
@@ -318,6 +319,10 @@ def command(
         for source in list(iter_sources(addresses, replays, topic, StreamConfig(start_mode=start_mode)))
         if event_filter.matches_stream(source.stream_id)
     ]
+    if as_json:
+        format_lines = partial(format_json_lines, event_filter=event_filter)
+    else:
+        format_lines = partial(format_text_lines, event_filter=event_filter, show_tokens=tokens)
     connection_report = ConnectionReport(sources, time.monotonic())
     batch_count = 0
     with events.Subscriber(sources) as subscriber, open_recording(record) as recording_file:
@@ -332,11 +337,7 @@ def command(
                 connection_report.update(item, time.monotonic())
                 if item is None or not event_filter.matches_stream(item.stream_id):
                     continue
-                if as_json:
-                    lines = format_json_lines(item, event_filter)
-                else:
-                    lines = format_text_lines(item, event_filter, show_tokens=tokens)
-                for line in lines:
+                for line in format_lines(item):
                     print(line, flush=True)
                 position_file.record(item)
                 if isinstance(item, Message):

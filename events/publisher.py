@@ -205,6 +205,7 @@ class EventPublisher:
         self._last_applied_entry = entry
 
     def _accept_requests(self, replay_socket: zmq.Socket[bytes]) -> None:
+        """Begin the replies to the requests that have come, as far as MAX_REPLIES allows."""
         while len(self._pending_replies) < MAX_REPLIES:
             try:
                 frames = replay_socket.recv_multipart(zmq.NOBLOCK)
@@ -218,6 +219,7 @@ class EventPublisher:
             self._pending_replies.append(self._make_reply(identity, start_seq))
 
     def _make_reply(self, identity: bytes, start_seq: int) -> Reply:
+        """Return the reply to a peer: the batches from `start_seq` on, or a snapshot if that is SNAPSHOT_SEQ."""
         now = time.monotonic()
         if start_seq == SNAPSHOT_SEQ:
             self.stats.snapshot_count += 1

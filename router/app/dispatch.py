@@ -130,7 +130,9 @@ class RequestDispatcher:
         self, exchange: Exchange, reading: Coroutine[Any, Any, None], *, has_asked_workers: bool = False
     ) -> None:
         """Start a task that runs `reading` and then places the request. `has_asked_workers`: as for `_place`."""
-        task = asyncio.get_running_loop().create_task(self._read_and_place(exchange, reading, has_asked_workers))
+        task = asyncio.get_running_loop().create_task(
+            self._read_and_place(exchange, reading, has_asked_workers=has_asked_workers)
+        )
         self._read_tasks.add(task)
 
         def forget(task: asyncio.Task[None]) -> None:
@@ -140,7 +142,7 @@ class RequestDispatcher:
         task.add_done_callback(forget)
 
     async def _read_and_place(
-        self, exchange: Exchange, reading: Coroutine[Any, Any, None], has_asked_workers: bool
+        self, exchange: Exchange, reading: Coroutine[Any, Any, None], *, has_asked_workers: bool
     ) -> None:
         """Await `reading`, then place the request. An exception ends this request alone."""
         try:

@@ -64,10 +64,9 @@ class WorkerRoutes:
 
     def _get_folder_methods(self, path: str) -> tuple[str, ...] | None:
         """Return the methods of the path pattern under which a path is; None if there is none."""
-        for folder, methods in self._folders:
-            if path.startswith(folder) and path != folder and ".." not in path and "%" not in path:
-                return methods
-        return None
+        if ".." in path or "%" in path:
+            return None
+        return next((methods for folder, methods in self._folders if path.startswith(folder) and path != folder), None)
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
         """Return the tenant of a request, by its head. Raises RequestError if the request is refused."""

@@ -64,7 +64,7 @@ class RoutingChoice(msgspec.Struct, eq=False):
 
     def find_candidate(self, target: Target, plan: TransferPlan | None) -> Candidate:
         """Return the candidate with a target and a planned transfer."""
-        return next(c for c in self.candidates if c.target is target and c.plan is plan)
+        return next(candidate for candidate in self.candidates if candidate.target is target and candidate.plan is plan)
 
     def find_earliest(self) -> Candidate:
         """Return the candidate that begins the answer first, of those that can answer."""
@@ -105,6 +105,7 @@ class Chooser:
         config: CoreConfig,
         rng: random.Random,
     ) -> None:
+        """Make a chooser that reads the given parts of the core, and changes none of them but `rng`."""
         self._registry = registry
         self._tracker = tracker
         self._cache_state = cache_state
@@ -145,7 +146,8 @@ class Chooser:
         utilisation_decay = self._tracker.compute_utilisation_decay(now)
         prompt = self._prepare_prompt(request)
         load_order: LoadOrder | None = None
-        if self._chooses_by_price and request.media_conversation is None and not (queued_ahead_s or queued_s):
+        is_any_queued = bool(queued_ahead_s or queued_s)
+        if self._chooses_by_price and request.media_conversation is None and not is_any_queued:
             load_order = self._registry.get_load_order(request, targets, utilisation_decay, now)
         shortlist, matches = self._make_shortlist(targets, prompt, load_order)
         pool_load = sum_loads(targets) if load_order is None else load_order.pool_load
@@ -165,11 +167,7 @@ class Chooser:
         if prompt is not None:
             self._add_shared_prefix(facts, prompt, shortlist)
         if best_sources and matches is not None:
-            # A later request that can pull the prefix from another worker saves less by one more copy.
-            best_tokens = matches[best_sources[0].holder].tokens
-            facts.copy_reuse_share *= compute_pull_share(
-                facts.shared_tokens, best_tokens, best_sources[0], self._links, now
-            )
+            self._reduce_copy_reuse(facts, best_sources[0], matches)
 
         choice = self._price_targets(request, facts, prompt, shortlist, matches, queued_ahead_s)
         plans: list[Candidate] = []
@@ -275,7 +273,9 @@ class Chooser:
         sources = self._find_partners(request, winner.target, excluded_sources)
         if not sources:
             sources = self._find_partners(request, winner.target, frozenset())
-        working_sources = [s for s in sources if not self._links.is_paused(s.name, winner.target.name, now)]
+        working_sources = [
+            source for source in sources if not self._links.is_paused(source.name, winner.target.name, now)
+        ]
         sources = find_least_busy(working_sources or sources, now)
         planner = self._make_planner(choice)
         plans = planner.plan_prefills([winner], self._price_prefills(choice, sources, {}), uses_paused_pairs=True)
@@ -301,6 +301,13 @@ class Chooser:
             total_step_s += target.step_s
         answer_s = facts.output_tokens * (total_step_s / len(targets))
         facts.shared_tokens, facts.copy_reuse_share = self._cache_state.estimate_shared_prefix(prompt, answer_s)
+
+    def _reduce_copy_reuse(self, facts: RequestFacts, best_source: Target, matches: dict[HolderId, Match]) -> None:
+        """Count less of a copy as reused: later requests that can pull the prefix elsewhere save only the pull."""
+        cached_tokens = matches[best_source.holder].tokens
+        facts.copy_reuse_share *= compute_pull_share(
+            facts.shared_tokens, cached_tokens, best_source, self._links, facts.now
+        )
 
     def _price_targets(
         self,
@@ -378,7 +385,7 @@ class Chooser:
             placement = self.session_placements.get(request.parent, now)
         if placement is None:
             return None
-        return next((c for c in candidates if c.target.name == placement.target_name), None)
+        return next((candidate for candidate in candidates if candidate.target.name == placement.target_name), None)
 
     def _add_media_hits(self, request: RouteRequest, candidates: list[Candidate], now: float) -> None:
         """Assume that the last prompt of a conversation with media is cached at the target that got it."""
@@ -424,7 +431,8 @@ class Chooser:
             if candidate.cached_tokens > most_cached.cached_tokens and candidate.plan is None:
                 most_cached = decision.most_cached = candidate.terms
         if explain:
-            decision.candidates = sorted((c.terms for c in choice.candidates), key=lambda terms: terms.cost)
+            all_terms = [candidate.terms for candidate in choice.candidates]
+            decision.candidates = sorted(all_terms, key=lambda terms: terms.cost)
             decision.not_eligible = self._registry.find_ineligibility_reasons(request)
         return decision
 

@@ -68,6 +68,7 @@ class RouterCore:
     def __init__(
         self, index: PrefixIndex, config: CoreConfig, *, seed: int = 0, recent_prompts: RecentPrompts | None = None
     ) -> None:
+        """Make a core without workers. `index`: prefixes that the workers have cached. `seed`: of random choices."""
         self.config = config
         self.index = index
         self.tracker = LoadTracker(config.service, config.cost, config.learn)

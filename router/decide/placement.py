@@ -106,6 +106,7 @@ class RequestPlacer:
         rng: random.Random,
         counters: Counter[str],
     ) -> None:
+        """Share the parts of the core. `counters`: counts of events, by the names that `/metrics` shows."""
         self._registry, self._tracker, self._cache_state, self._links = registry, tracker, cache_state, links
         self._config, self._rng, self._counters = config, rng, counters
         self._output_lengths = OutputLengths()
@@ -190,7 +191,8 @@ class RequestPlacer:
             explain=active_request.wants_explanation,
             excluded_sources=active_request.excluded_sources,
         )
-        if waits_behind_queue and queued_ahead_s is None and self._queues_when_busy and self.queue.requests:
+        is_queue_unknown = queued_ahead_s is None and self._queues_when_busy and bool(self.queue.requests)
+        if waits_behind_queue and is_queue_unknown:
             queued_ahead_s = self.queue.compute_prefill_ahead(active_request.queue_position)
             self.chooser.rechoose_behind_queue(choice, queued_ahead_s)
         # A worker that only decodes needs another one that computes the prompt; the choice may have none yet.

@@ -51,6 +51,7 @@ class WorkerRegistry:
     def __init__(
         self, index: PrefixIndex, tracker: LoadTracker, cache_state: CacheState, breaker: CircuitBreaker
     ) -> None:
+        """Begin without workers. The targets of a worker are added to `tracker` and `cache_state`, too."""
         self._index, self._tracker, self._cache_state, self.breaker = index, tracker, cache_state, breaker
         self.on_state_change: Callable[[Worker, WorkerState | None], None] = lambda worker, before: None
         """Called with a worker and its previous state at each change of its state; PROBING counts as DOWN."""
@@ -318,15 +319,16 @@ class WorkerRegistry:
         """Return the refusal of a request for a model and role that no worker takes now."""
         request_id, model = request.request_id, request.model
         serving_workers = self._list_workers_serving(model)
-        is_pool_awake = any(w.state in (WorkerState.UP, WorkerState.SLEEPING) for w in self.workers.values())
+        is_pool_awake = any(worker.state in (WorkerState.UP, WorkerState.SLEEPING) for worker in self.workers.values())
         if not serving_workers and is_pool_awake:
             model_names = ", ".join(sorted(self.get_served_models())) or "none"
             return Refuse(request_id, 404, "unknown_model", f"No worker serves model {model!r}; served: {model_names}.")
-        if request.role is not None and all(request.role not in w.spec.roles for w in serving_workers):
+        if request.role is not None and all(request.role not in worker.spec.roles for worker in serving_workers):
             return Refuse(request_id, 404, "unknown_role", f"No worker has the role {request.role!r}.")
         states = Counter(worker.state.value for worker in (serving_workers if model else self.workers.values()))
         counts_text = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none was found yet"
-        if any(w.state is WorkerState.UP and w.spec.transfer.needs_partner for w in serving_workers):
+        up_workers = [worker for worker in serving_workers if worker.state is WorkerState.UP]
+        if any(worker.spec.transfer.needs_partner for worker in up_workers):
             counts_text += ", but no pair of one for prefills and one for decodes"
         model_text = f" of model {model!r}" if model else ""
         return Refuse(request_id, 503, "no_worker", f"No worker{model_text} is up: {counts_text}.", 1.0)

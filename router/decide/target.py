@@ -236,9 +236,10 @@ class PrefillQueue:
 
         The prompts are not compared: of several that are long enough, the first in the order is taken.
         """
-        return next(
-            (r for r in self.order.order_s_by_request if r.cached_tokens < prefix_tokens <= r.prompt_tokens), None
-        )
+        for request in self.order.order_s_by_request:
+            if request.cached_tokens < prefix_tokens <= request.prompt_tokens:
+                return request
+        return None
 
     def add(self, request: InFlightRequest, awaited_request: InFlightRequest | None = None) -> None:
         """Add a request that was sent to the target. It waits for a prefix that `awaited_request` computes."""
@@ -305,6 +306,7 @@ class Target:
     """A worker, or one data-parallel rank of it, with all that its price depends on."""
 
     def __init__(self, worker_id: str, rank: int | None, holder: HolderId, pool: PoolSpeed) -> None:
+        """Begin idle, with the speed of the pool. `rank`: None if the worker has one only; `holder`: in the index."""
         self.worker_id, self.rank, self.holder = worker_id, rank, holder
         self.name = worker_id if rank is None else f"{worker_id}#{rank}"
         self.capacity, self.load, self.prefill_queue = Capacity(), Load(), PrefillQueue()

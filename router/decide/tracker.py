@@ -82,6 +82,7 @@ class LoadTracker:
     """Load and speed of every target, from this router's requests, its peers and the engines' reports."""
 
     def __init__(self, service: ServiceModel, cost: CostConfig, learn: LearnConfig) -> None:
+        """Begin without targets. `service`: speed that is assumed of a target before anything is learned."""
         self._service = service
         self.cost = cost
         self._learn = learn
@@ -300,7 +301,7 @@ class LoadTracker:
 
     def has_free_target(self, max_wait_s: float, now: float) -> bool:
         """Return whether a new request would wait at most `max_wait_s` at some target."""
-        return any(t.slowdown * t.estimate_queue_s(now) <= max_wait_s for t in self.targets.values())
+        return any(target.slowdown * target.estimate_queue_s(now) <= max_wait_s for target in self.targets.values())
 
     def _mark_changed(self, target: Target) -> None:
         if self.targets.get(target.name) is target:

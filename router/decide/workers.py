@@ -198,7 +198,8 @@ class CircuitBreaker:
         """
         worker.failures += 1
         was_up = worker.health is WorkerState.UP
-        if is_probe or (was_up and (is_fatal or worker.failures >= self._config.failures_to_open)):
+        is_enough = is_fatal or worker.failures >= self._config.failures_to_open
+        if is_probe or (was_up and is_enough):
             self.open(worker, now, reason, is_longer=is_probe)
         return was_up and worker.health is WorkerState.DOWN
 
@@ -255,8 +256,9 @@ def merge_models(workers: Iterable[Worker]) -> dict[str, ServedModel]:
         if worker.state in (WorkerState.DOWN, WorkerState.STARTING):
             continue
         for model in worker.models.values():
-            longest = models.get(model.name)
-            if longest is None or (model.max_model_len or 0) > (longest.max_model_len or 0):
+            longest_model = models.get(model.name)
+            longest_context = -1 if longest_model is None else longest_model.max_model_len or 0
+            if (model.max_model_len or 0) > longest_context:
                 models[model.name] = model
     return models
 

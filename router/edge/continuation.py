@@ -73,12 +73,13 @@ def build_continuation(request: HttpRequest, fields: _Fields | None = None) -> S
             fields = _fields_decoder.decode(request.body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
-    if not all(_is_continuable_field(name, value, is_chat) for name, value in fields.items()):
+    if not all(_is_continuable_field(name, value, is_chat=is_chat) for name, value in fields.items()):
         return None
-    return StreamContinuation(fields, request.body, is_chat) if bytes(fields.get("stream", b"")) == b"true" else None
+    is_stream = bytes(fields.get("stream", b"")) == b"true"
+    return StreamContinuation(fields, request.body, is_chat=is_chat) if is_stream else None
 
 
-def _is_continuable_field(name: str, raw: msgspec.Raw, is_chat: bool) -> bool:
+def _is_continuable_field(name: str, raw: msgspec.Raw, *, is_chat: bool) -> bool:
     """Return whether an answer can be continued although the request has this field. `raw`: its JSON.
 
     Fields are resent, or applied when the rest is asked for. A field that is not known could mean anything, so it
@@ -112,7 +113,7 @@ class StreamContinuation:
         "_wants_token_ids", "_wants_usage", "continuation_body", "recorder",
     )  # fmt: skip
 
-    def __init__(self, fields: _Fields, body: bytes, is_chat: bool) -> None:
+    def __init__(self, fields: _Fields, body: bytes, *, is_chat: bool) -> None:
         """`fields`: values of the request's `body` as JSON, by name. `is_chat`: a chat, else a completion."""
         self._fields = fields
         self._body = body
@@ -361,7 +362,8 @@ class StreamContinuation:
 
         `template`: a choice of the first worker, without its text and ids.
         """
-        delta, finish_reason = _get_delta(choice, self._continues_as_chat), choice.get("finish_reason")
+        delta = _get_delta(choice, is_chat=self._continues_as_chat)
+        finish_reason = choice.get("finish_reason")
         if "role" in delta:
             return None  # the first worker has sent it
         if not any(delta.values()) and finish_reason is None and not self._wants_token_ids:
@@ -415,7 +417,7 @@ class StreamContinuation:
         return b"data: " + msgspec.json.encode(usage_event) + b"\n\n" + _DONE_EVENT
 
 
-def _get_delta(choice: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+def _get_delta(choice: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:
     """Return the new text of an event as the `delta` of a chat. Some frontends omit null and empty fields."""
     delta: dict[str, Any] = choice.get("delta") or {} if is_chat else {"content": choice.get("text") or ""}
     return delta

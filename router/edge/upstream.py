@@ -94,6 +94,7 @@ class UpstreamConnection(asyncio.Protocol):
     )  # fmt: skip
 
     def __init__(self, pool: UpstreamPool, target: Endpoint) -> None:
+        """Make the connection's protocol; asyncio then calls `connection_made`. `pool` keeps it while it is idle."""
         self._pool = pool
         self.target = target
         self.transport: Any = None
@@ -143,6 +144,7 @@ class UpstreamConnection(asyncio.Protocol):
             user.crash(error)
 
     def _deliver_unread(self) -> None:
+        """Give the next slice of a long read to the user; after the last slice, read on or tell of the loss."""
         data = self._unread_data
         if not data or self._is_paused:
             return
@@ -282,6 +284,7 @@ class UpstreamPool:
         return asyncio.get_running_loop().create_task(self._open(target, user))
 
     async def _open(self, target: Endpoint, user: UpstreamUser) -> None:
+        """Open a connection and call `user` with the result. If its callback raises, the connection is closed."""
         connection: UpstreamConnection | None = None
         try:
             try:

@@ -98,18 +98,22 @@ class WorkerFacts:
         and are discarded if not. LoRA adapters may have come and gone. To have been down, or not to answer some
         questions, is no sign of another engine.
         """
-        models, served_models = (
-            {(model, roots.get(model.name)) for model in models if model.lora is None}
-            for models, roots in ((self.spec.models, self.roots), (served.models, served.roots))
-        )
         has_other_ids = None not in (self.engine_ids, engine_ids) and self.engine_ids != engine_ids
-        has_restarted = self.restart_count != restart_count or has_other_ids
-        return (self.spec.engine, models, self.sources) == (served.engine, served_models, sources) and not has_restarted
+        if has_other_ids or self.restart_count != restart_count:
+            return False
+        models = _find_base_models(self.spec.models, self.roots)
+        served_models = _find_base_models(served.models, served.roots)
+        return (self.spec.engine, models, self.sources) == (served.engine, served_models, sources)
 
     def without_events(self) -> WorkerFacts:
         """Return the facts of a worker with a cache that is estimated, because its events are not followed."""
         spec = dataclasses.replace(self.spec, ranks=1, cache_view=CacheView.APPROXIMATE)
         return dataclasses.replace(self, spec=spec, sources=())
+
+
+def _find_base_models(models: Sequence[ServedModel], roots: Mapping[str, str]) -> set[tuple[ServedModel, str | None]]:
+    """Return the models that are no LoRA adapters, each with the folder or hub name that it was loaded from."""
+    return {(model, roots.get(model.name)) for model in models if model.lora is None}
 
 
 EVENTS_FLAG = '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\''

@@ -33,6 +33,7 @@ from events.stream_types import (
     Instruction,
     MalformedMessage,
     PublisherRestarted,
+    StreamPhase,
     StreamPosition,
 )
 from router.decide.watchdog import UNREACHABLE_HINT
@@ -269,11 +270,11 @@ class IndexFeed:
     def describe_streams(self, worker_id: str) -> dict[str, Any]:
         """Return the state of a worker's streams, for `/workers`."""
         streams = self._streams_by_worker.get(worker_id, [])
-        return {
-            "streams": [
-                s.to_json(self.events.get_stream_state(s.stream_id), self._get_groups(s.holder)) for s in streams
-            ]
-        }
+        rows = []
+        for stream in streams:
+            state = self.events.get_stream_state(stream.stream_id)
+            rows.append(stream.to_json(state, self._get_groups(stream.holder)))
+        return {"streams": rows}
 
     def sum_counters(self) -> dict[str, Counter[str]]:
         """Return the counters of each worker, summed over its ranks, for `/metrics`."""
@@ -286,19 +287,21 @@ class IndexFeed:
 
     def list_event_lags(self) -> dict[str, float]:
         """Return how late the last batch of each worker was applied, in seconds, of several ranks the latest."""
-        return {
-            worker_id: max(lags)
-            for worker_id, streams in list(self._streams_by_worker.items())
-            if (lags := [lag_s for stream in streams if (lag_s := stream.last_event.lag_s) is not None])
-        }
+        longest_lags: dict[str, float] = {}
+        for worker_id, streams in list(self._streams_by_worker.items()):
+            lags_s = [stream.last_event.lag_s for stream in streams if stream.last_event.lag_s is not None]
+            if lags_s:
+                longest_lags[worker_id] = max(lags_s)
+        return longest_lags
 
     def is_synced(self, worker_id: str) -> bool:
         """Return whether every stream of the worker is connected and has caught up."""
         streams = self._streams_by_worker.get(worker_id, [])
-        return bool(streams) and all(
-            s.is_up and (state := self.events.get_stream_state(s.stream_id)) is not None and state.phase.value == "live"
-            for s in streams
-        )
+        return bool(streams) and all(map(self._is_stream_live, streams))
+
+    def _is_stream_live(self, stream: WorkerStream) -> bool:
+        state = self.events.get_stream_state(stream.stream_id)
+        return stream.is_up and state is not None and state.phase is StreamPhase.LIVE
 
     def _get_groups(self, holder: HolderId) -> list[dict[str, object]]:
         try:

@@ -105,15 +105,19 @@ class _Pool(msgspec.Struct):
 
 def read_slice(endpoint_slice: _Object, port: str | None) -> EndpointReadiness:
     """Return the addresses of an EndpointSlice at the port with this number or name; None: its first port."""
-    ports = [p.port for p in endpoint_slice.ports or () if p.port is not None and port in (None, p.name, str(p.port))]
-    if not ports or endpoint_slice.address_type == "FQDN":
+    numbers = [
+        slice_port.port
+        for slice_port in endpoint_slice.ports or ()
+        if slice_port.port is not None and port in (None, slice_port.name, str(slice_port.port))
+    ]
+    if not numbers or endpoint_slice.address_type == "FQDN":
         return {}
     addresses: EndpointReadiness = {}
     for endpoint in endpoint_slice.endpoints or ():
         conditions = endpoint.conditions
         is_ready = conditions.ready is not False and not conditions.terminating
         for host in endpoint.addresses[:1]:  # the others are the same endpoint
-            addresses[f"{bracket_host(host)}:{ports[0]}"] = is_ready
+            addresses[f"{bracket_host(host)}:{numbers[0]}"] = is_ready
     return addresses
 
 
@@ -121,7 +125,7 @@ def read_pod(pod: _Object, ports: Iterable[int]) -> EndpointReadiness:
     """Return the addresses of a pod at each of the ports; empty before it has an IP address."""
     if pod.status.pod_ip is None:
         return {}
-    is_pod_ready = any(c.type == "Ready" and c.status == "True" for c in pod.status.conditions)
+    is_pod_ready = any(condition.type == "Ready" and condition.status == "True" for condition in pod.status.conditions)
     is_ready = is_pod_ready and pod.metadata.deletion_timestamp is None
     return {f"{bracket_host(pod.status.pod_ip)}:{port}": is_ready for port in ports}
 

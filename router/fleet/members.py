@@ -248,7 +248,11 @@ class Fleet:
 
     def list_starting_reasons(self) -> dict[str, str]:
         """Return why each worker that was never reached is not available, by its id."""
-        return {key: m.starting_reason for key, m in self._members.items() if key not in self._core.workers}
+        return {
+            worker_id: member.starting_reason
+            for worker_id, member in self._members.items()
+            if worker_id not in self._core.workers
+        }
 
     def has_unprobed_worker(self) -> bool:
         """Return whether some worker's first probe has not ended yet."""
@@ -523,7 +527,8 @@ class Fleet:
         log.info("worker %s serves %s, %s", member.flag.worker_id, model_names, events)
         if conflict := find_base_conflict(facts.spec, self._core.workers.values()):
             log.warning("worker %s: %s", member.flag.worker_id, conflict)
-        if is_new and not (facts.sources or member.flag.no_events or member.lacks_room):
+        is_known_to_lack_events = member.flag.no_events or member.lacks_room
+        if is_new and not facts.sources and not is_known_to_lack_events:
             log.warning(
                 "worker %s publishes no events, so its cache is estimated from the requests sent to it: start it with "
                 "%s, name its events with --worker url=%s,events=tcp://HOST:PORT, or say events=none",

@@ -173,6 +173,7 @@ class PeerLoads:
             log.warning("peer router %s is silent: its load no longer counts", name)
 
     def _make_target_load(self, name: str, now: float) -> TargetLoad:
+        """Return the load of this router on a target, with ages in place of times."""
         load = self._tracker.make_local_load(self._tracker.targets[name], now)
         return TargetLoad(
             name,

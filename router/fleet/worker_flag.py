@@ -222,7 +222,8 @@ def normalise_url(url: str) -> str:
         port = parts.port
     except ValueError as error:
         raise ConfigError(f"worker url: got {url!r}: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment or port == 0:
+    has_more_than_address = bool(parts.query or parts.fragment)
+    if parts.scheme not in ("http", "https") or not parts.hostname or has_more_than_address or port == 0:
         raise ConfigError(f"worker url: got {url!r}, expected http://host:port")
     if parts.username is not None:
         raise ConfigError(f"worker url: got one with a user in it for {parts.hostname!r}, expected http://host:port")

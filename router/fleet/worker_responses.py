@@ -175,7 +175,8 @@ def read_engine_sizes(metrics: str, *, reserved_blocks: int = 0) -> EngineSizes:
     ranks: list[dict[str, str]] = []
     for line in metrics.splitlines():
         name, brace, labels = line[:LINE_CHARS_MAX].partition("{")
-        if brace and name.endswith("cache_config_info") and not name.startswith("#") and len(ranks) < RANKS_MAX:
+        is_info_line = brace and name.endswith("cache_config_info") and not name.startswith("#")
+        if is_info_line and len(ranks) < RANKS_MAX:
             ranks.append(dict(_LABEL_PATTERN.findall(labels)))
 
     def list_numbers(label: str) -> list[int]:

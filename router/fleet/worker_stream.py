@@ -140,8 +140,7 @@ class WorkerStream:
 
     def has_same_address(self, source: EventSource, holder: HolderId) -> bool:
         """Return whether following `source` for `holder` needs no new stream."""
-        old, new = ((s.endpoint, s.replay_endpoint, s.snapshot_endpoint, s.topic) for s in (self.source, source))
-        return old == new and self.holder == holder
+        return self.holder == holder and _list_addresses(self.source) == _list_addresses(source)
 
     def make_feed_source(self, resume_position: StreamPosition | None = None) -> StreamSource:
         """Return the stream's addresses for the event feed, and the position to start from."""
@@ -251,3 +250,8 @@ class WorkerStream:
             "problems": list(self.problems),
             "groups": groups,
         }
+
+
+def _list_addresses(source: EventSource) -> list[str | None]:
+    """Return what a stream is found by; with other addresses, a new stream has to be followed."""
+    return [source.endpoint, source.replay_endpoint, source.snapshot_endpoint, source.topic]

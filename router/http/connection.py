@@ -251,6 +251,7 @@ class ClientConnection(asyncio.Protocol):
             self.crash(error)
 
     def resume_writing(self) -> None:
+        """Go on with the answer, or start the next request, as the client has read what was written."""
         self._is_writing_paused = False
         self._charge.unsent_response_bytes = 0
         if not self._is_busy and not self._parser.has_partial_request:

@@ -67,6 +67,7 @@ class Listener:
         task.add_done_callback(self.handshake_tasks.discard)
 
     async def _run_tls_handshake(self, client_socket: Any, tls: ssl.SSLContext) -> None:
+        """Make a client connection of a socket by a TLS handshake; count a rejection if the handshake fails."""
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: ClientConnection(self._app, self.connections),
@@ -118,6 +119,7 @@ class _TlsAcceptor(asyncio.Protocol):
         self._tls = tls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Give the socket to the listener for its TLS handshake, and drop asyncio's plain transport of it."""
         tcp_transport: Any = transport
         try:
             if self._tls is not None:

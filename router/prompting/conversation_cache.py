@@ -263,6 +263,7 @@ class ConversationCache:
         return locations
 
     def _drop(self, conversation: CachedConversation) -> None:
+        """Forget a conversation with its boundaries, if it is in the cache."""
         entry = self._entries.pop(id(conversation), None)
         if entry is None:
             return

@@ -193,7 +193,8 @@ def read_prompt(request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max
     if isinstance(first_prompt, str):
         if tokenizer is None:
             return RenderedPrompt()
-        return _encode_text(tokenizer, first_prompt, request, request.add_special_tokens is not False, ids_max)
+        adds_special_tokens = request.add_special_tokens is not False
+        return _encode_text(tokenizer, first_prompt, request, ids_max, adds_special_tokens=adds_special_tokens)
     try:
         return RenderedPrompt(msgspec.convert(first_prompt, _TokenIds))
     except msgspec.ValidationError as error:
@@ -207,7 +208,8 @@ def _read_chat(request: RoutingRequest, tokenizer: Tokenizer | None, ids_max: in
     if request.chat_template is not None:
         return RenderedPrompt()  # a program of the client, which might never end, and workers refuse it by default
     text = tokenizer.render_chat_text(request)
-    rendered_prompt = _encode_text(tokenizer, text, request, bool(request.add_special_tokens), ids_max)
+    adds_special_tokens = bool(request.add_special_tokens)
+    rendered_prompt = _encode_text(tokenizer, text, request, ids_max, adds_special_tokens=adds_special_tokens)
     if len(text) <= ids_max * CHARS_PER_TOKEN_MAX:
         rendered_prompt.chat, rendered_prompt.text = request, text
     return rendered_prompt
@@ -222,7 +224,7 @@ def _get_first_prompt(request: RoutingRequest) -> Any:
 
 
 def _encode_text(
-    tokenizer: Tokenizer, text: str, request: RoutingRequest, add_special_tokens: bool, ids_max: int
+    tokenizer: Tokenizer, text: str, request: RoutingRequest, ids_max: int, *, adds_special_tokens: bool
 ) -> RenderedPrompt:
     """Encode a text, but no more of it than the model could take, or than COUNTED_CHARS.
 
@@ -233,7 +235,7 @@ def _encode_text(
     if len(text) > chars_max and request.truncate_prompt_tokens is not None:
         return RenderedPrompt()
     encoded_text = text[: max(chars_max, COUNTED_CHARS)]
-    ids, is_whole = tokenizer.encode_array(encoded_text, add_special_tokens), len(encoded_text) == len(text)
+    ids, is_whole = tokenizer.encode_array(encoded_text, adds_special_tokens), len(encoded_text) == len(text)
     return RenderedPrompt(ids if is_whole or len(ids) >= ids_max else None, is_whole)
 
 

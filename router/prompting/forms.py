@@ -48,7 +48,7 @@ def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequ
                 f"the form has a part without an end of its headers in {MAX_HEAD_BYTES} bytes", param=None
             )
         name = _parse_field_name(part_head)
-        if name is None or not (name in ROUTING_FIELDS or is_worker_field(name) or name in CONTAINER_FIELDS):
+        if name is None or not _is_read_field(name):
             continue
         if name in span_by_field:
             raise make_duplicate_field_error(name)
@@ -58,6 +58,11 @@ def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequ
         span_by_field[name] = value_start, end
         value_by_field[name] = body[value_start:end].decode("utf-8", "replace")
     return read_form_fields(value_by_field), FormSpans(span_by_field, 0)
+
+
+def _is_read_field(name: str) -> bool:
+    """Return whether a field decides how a form is routed, or may have to be removed."""
+    return name in ROUTING_FIELDS or name in CONTAINER_FIELDS or is_worker_field(name)
 
 
 def _iter_part_spans(body: bytes, delimiter: bytes) -> Iterator[tuple[int, int]]:

@@ -112,6 +112,7 @@ class _MessageFingerprint(NamedTuple):
 
 
 def _fingerprint_message(message: Mapping[str, Any]) -> _MessageFingerprint:
+    """Return the fingerprint of a message. A message of only a role and a plain text needs one digest."""
     role, content = message.get("role"), message.get("content")
     role_number = _ROLES.get(role, 4) if isinstance(role, str) else 4
     is_system, has_two_fields = role_number == 0, len(message) == 2 and "role" in message

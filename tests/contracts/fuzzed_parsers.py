@@ -171,7 +171,7 @@ def _stream(data: bytes) -> None:
     """A worker's events: what is kept of them, their tokens, and the usage at their end."""
     find_usage(data[-4096:])
     for shape in (None, {"id": "1", "choices": [{"index": 0}]}):
-        answer = StreamContinuation({}, b'{"stream":true}', True)
+        answer = StreamContinuation({}, b'{"stream":true}', is_chat=True)
         answer.build_request_body("vllm")
         answer._event_template = shape  # as where another worker goes on
         for piece in _pieces(data):

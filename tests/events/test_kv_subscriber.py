@@ -147,7 +147,7 @@ def test_dropped_messages_are_told() -> None:
         subscriber.handle("a", DroppedMessages(2), b"")
         item = subscriber.get(5.0)
     assert item == Notice("a", DroppedMessages(2))
-    assert [line.partition(" ")[2] for line in format_text_lines(item, EventFilter(), False)] == [
+    assert [line.partition(" ")[2] for line in format_text_lines(item, EventFilter(), show_tokens=False)] == [
         "a DROPPED  2 messages, because too many waited"
     ]
     assert list(map(json.loads, format_json_lines(item, EventFilter()))) == [

@@ -52,6 +52,7 @@ class PoolSpeed:
     """Speed of the targets that serve one model."""
 
     def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
+        """Begin with the times of `prior`, which are assumed before anything is learned."""
         self.prior = prior
         self._prior_step_s = prior.step_s + prior.decode_request_s
         self.is_enabled = config.enabled
@@ -173,6 +174,7 @@ class Speed:
     """Speed of one target: its factor, the rates in use, and the observations in progress."""
 
     def __init__(self, pool: PoolSpeed) -> None:
+        """Join a pool, and begin with its speed."""
         self.pool = pool
         self.factor = 1.0
         """Time that the target takes for any work, divided by the time that its pool takes."""

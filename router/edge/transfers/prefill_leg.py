@@ -66,6 +66,7 @@ class PrefillLeg:
     def __init__(
         self, owner: PrefillOwner, proxy: Proxy, context: RequestContext, decision: Decision, handover: Handover
     ) -> None:
+        """Prepare the prefill, which `start` begins. `handover`: how both workers are told which KV moves."""
         assert decision.transfer is not None
         self._owner = owner
         self._proxy = proxy
@@ -165,12 +166,13 @@ class PrefillLeg:
 
     def expire(self, now: float) -> None:
         """Give up a prefill that takes too long, and KV of a worker that went down. Not once the decode answers."""
-        worker = self._proxy.core.workers.get(self._transfer.source)
-        if self._refusal and now > self._deadline_s:
+        worker, is_late = self._proxy.core.workers.get(self._transfer.source), now > self._deadline_s
+        is_source_down = worker is None or worker.is_down
+        if self._refusal and is_late:
             self._fail("refused", self._refusal)
-        elif not self.is_computed and now > self._deadline_s:
+        elif not self.is_computed and is_late:
             self._fail("timeout", f"no answer within {now - self.times.started_at_s:.1f} s")
-        elif self.is_taken and now <= self._deadline_s and (worker is None or worker.is_down):
+        elif self.is_taken and is_source_down and not is_late:
             self._fail("lost", "the worker went down, and its KV may not have been fetched")
 
     def close(self) -> None:
