@@ -457,8 +457,8 @@ class EventFeed:
     def _process_stream(self, stream: FollowedStream) -> None:
         """Perform the waiting work of a stream, up to TURN_BYTES.
 
-        So a stream with much work does not hold up the others: the rest is done in the next turn, after theirs. Replies
-        come after other work.
+        So a stream with much work does not hold up the others: the rest of its work is done in the next turn, after the
+        work of the others. Replies come after other work.
         """
         used_bytes = 0
         while stream.is_busy and used_bytes < TURN_BYTES:

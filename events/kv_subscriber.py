@@ -186,7 +186,7 @@ def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iter
         line = {**common_fields, "dp_rank": batch.data_parallel_rank, "type": type(event).__name__, **fields}
         try:
             text = json.dumps(line, default=encode_value, skipkeys=True)
-        except RecursionError:  # JSON is written at a lesser depth than that to which msgpack is read
+        except RecursionError:  # msgpack is read to a greater depth than JSON is written
             text = json.dumps({**common_fields, "malformed": "keys of media that are nested too deeply"})
         yield text
     for error in item.decoded_batch.errors:
@@ -196,7 +196,7 @@ def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iter
 
 
 def encode_value(value: object) -> object:
-    """Return bytes, and those of an extension, as the JSON object that stands for bytes in the golden captures.
+    """Return bytes, or the bytes of an extension, as the JSON object that stands for bytes in the golden captures.
 
     Other values, such as times, become text: keys of media may have any value of msgpack.
     """
@@ -222,7 +222,7 @@ def iter_sources(
 ) -> Iterator[StreamSource]:
     """Yield the streams at the addresses of the command line.
 
-    An address is that of a publisher (`tcp://`, `ipc://`), or the URL of a worker, which is asked for its publishers.
+    An address is a publisher's (`tcp://`, `ipc://`), or the URL of a worker, which is asked for its publishers.
     The n-th of `replays` is the address at which the n-th publisher sends earlier batches again; there may be fewer.
     Only batches of `topic` are read; None: of all topics. Raises ClickException for a wrong address, and for a worker
     that cannot be asked.
@@ -354,7 +354,7 @@ class ConnectionReport:
 
     def __init__(self, sources: list[StreamSource], now: float) -> None:
         self._endpoint_by_stream = {source.stream_id: source.endpoint for source in sources}
-        """Streams of which nothing has come yet."""
+        """Streams that have sent nothing yet, with their endpoints."""
         self._report_at = now + CONNECT_PATIENCE_S
 
     def update(self, item: Message | Notice | None, now: float) -> None:

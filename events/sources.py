@@ -45,7 +45,7 @@ class KVTransferOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Address at which an engine of this project gives cached blocks to peers."""
 
     endpoint: str
-    """`tcp://HOST:PORT`; a wildcard host is that of the worker."""
+    """`tcp://HOST:PORT`; a wildcard stands for the worker's host."""
     group: Name
     """Engines of the same group have equal weights and cache layouts, so that blocks may move between them."""
     bytes_per_token: Annotated[int, Meta(gt=0, le=TOKEN_BYTES_MAX)]

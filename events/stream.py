@@ -381,7 +381,7 @@ class StreamState:
     def _finish_reply(self, now: float) -> list[Instruction]:
         """Apply the live batches that arrived early, during a replay or a snapshot, and go live.
 
-        One with an old number was in the reply, too, and is skipped. If it has other bytes than that, the publisher has
+        A live batch that was in the reply, too, is skipped. If its bytes were other bytes there, the publisher has
         restarted. If batches are still missing, they are requested again, at most `max_attempts` times.
         """
         instructions: list[Instruction] = []

@@ -75,7 +75,7 @@ class SectionedCommand(click.Command):
 
 
 class ProgramGroup(click.Group):
-    """A program with commands. A command that it does not have is refused with the names of those that it has."""
+    """A program with commands. An unknown command is refused with the names of all commands."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

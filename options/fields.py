@@ -39,7 +39,7 @@ class Flag:
     """Mark in the annotation of a configuration's field which gives the field a flag on the command line."""
 
     def __init__(self, *names: str, metavar: str = "", env: str | None = None, hidden: bool = False) -> None:
-        """`names`: names of the flag; by default that of the field. `env`: an older variable for the same field."""
+        """`names`: names of the flag; by default the field's name. `env`: an older variable for the same field."""
         self.names = names
         self.metavar = metavar
         self.older_variable = env

@@ -1,4 +1,4 @@
-"""Loading a configuration from defaults, a file, the environment and flags, of which the later win."""
+"""Loading a configuration from defaults, a file, the environment and flags. Later values replace earlier ones."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def load_config(
     settings: Iterable[str] = (),
     flags: Mapping[str, Any] | None = None,
 ) -> LoadedConfig:
-    """Build a configuration from a file, the environment, `--set` and flags. A later one of these four wins.
+    """Build a configuration from a file, the environment, `--set` and flags; the last of these that sets a value wins.
 
     `table`: nested tables of the file `file_name`. `settings`: KEY=VALUE texts of `--set`. `flags`: value of each flag
     by the path of its setting, as text, several texts or bool. Raises ConfigError.

@@ -295,7 +295,7 @@ class Chooser:
         ]
 
     def _add_shared_prefix(self, facts: RequestFacts, prompt: PromptQuery, targets: list[Target]) -> None:
-        """Set how long a prefix running requests share with the prompt, and how many later ones will use a copy."""
+        """Set how long a prefix running requests share with the prompt, and how much later requests will use a copy."""
         total_step_s = 0.0
         for target in targets:
             total_step_s += target.step_s

@@ -284,7 +284,7 @@ class RouterCore:
         if attempt is None:
             return []
         active_request, engine_usage = self._active_requests[request_id], usage or ReportedUsage()
-        if attempt.decision.is_split:  # the cached tokens would be those of the worker that computed the prompt
+        if attempt.decision.is_split:  # the prompt was computed elsewhere, where other tokens were cached
             engine_usage = ReportedUsage(engine_usage.prompt_tokens, None, engine_usage.completion_tokens)
         elif _has_missing_transfer(attempt.decision, engine_usage):
             self._placer.fail_transfer(attempt, now)

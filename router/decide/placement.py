@@ -195,7 +195,7 @@ class RequestPlacer:
         if waits_behind_queue and is_queue_unknown:
             queued_ahead_s = self.queue.compute_prefill_ahead(active_request.queue_position)
             self.chooser.rechoose_behind_queue(choice, queued_ahead_s)
-        # A worker that only decodes needs another one that computes the prompt; the choice may have none yet.
+        # A worker that only decodes needs another worker to compute the prompt, and the choice may have none yet.
         if not choice.winner.is_missing_source:
             return choice
         if self.chooser.add_missing_source(request, choice, active_request.excluded_sources):

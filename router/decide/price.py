@@ -73,8 +73,8 @@ class Candidate(msgspec.Struct, eq=False):
 
     target: Target
     cached_tokens: int = 0
-    """Tokens of the prompt that no worker has to compute: the usable cached prefix, that of requests in flight
-    included."""
+    """Tokens of the prompt that no worker has to compute: the usable prefix that is cached or computed by requests in
+    flight."""
     resident_tokens: int = 0
     """Part of the cached prefix that events (or the approximate cache) vouch for now."""
     media_cached_tokens: int = 0
@@ -84,7 +84,7 @@ class Candidate(msgspec.Struct, eq=False):
     pressure_s: float = 0.0
     """Time of prefill that will be computed again, because the target lacks room for all prompts in use there."""
     memory_wait_s: float = 0.0
-    """Time until enough requests at the target have ended for this one to fit into the KV memory."""
+    """Time until enough requests at the target have ended for the new request to fit into the KV memory."""
     queued_ahead_s: float = 0.0
     """Time of the prefill that the router has queued for the target and will send before this request."""
     plan: TransferPlan | None = None
@@ -94,7 +94,7 @@ class Candidate(msgspec.Struct, eq=False):
 
     @property
     def is_missing_source(self) -> bool:
-        """Whether another target has to compute the prompt for this one, and none is planned."""
+        """Whether another target has to compute the prompt for this target, and no plan has one."""
         return self.plan is None and self.target.transfer_facts.needs_partner
 
 

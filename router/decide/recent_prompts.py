@@ -149,7 +149,7 @@ class RecentPrompts:
 
     @staticmethod
     def _count_common(segment: _Segment, keys: Sequence[int], start: int) -> int:
-        """Return how many of a segment's chunks a prompt has, of which the first is the prompt's chunk at `start`."""
+        """Return how many chunks a segment and a prompt have in common, from the prompt's chunk at `start` on."""
         segment_keys = segment.keys
         prompt_keys = keys[start : start + len(segment_keys)]
         if prompt_keys == segment_keys:

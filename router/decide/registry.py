@@ -450,7 +450,7 @@ def make_worker_snapshot(
 ) -> WorkerSnapshot:
     """Return one target's row of `/workers`."""
     service, load = target.speed.service, target.load
-    # The peers' load has that of other clients of the engine added to it; the row shows the two apart.
+    # `peer_load` includes the load of the engine's other clients, which the row shows apart.
     peer, external = target.peer_load, target.external_load
     return WorkerSnapshot(
         worker_id=worker.worker_id,

@@ -3,7 +3,7 @@
 With it, a decision among 500 workers costs about as much as one among 8. `LoadOrder` sorts the targets by the price of
 a typical request, the mean of the earlier ones. If 8 (RIVALS_MIN) targets come before a target in that order and have
 at least as long a cached prefix, the target is not priced. The prefix index finds the others. So the lowest price may
-be missed. The chosen one is higher by at most the sum of
+be missed. The chosen price is higher by at most the sum of
 
 * |(1 + congestion) * P - that of the typical request| * (largest slowdown in the pool - least)
 * the differences in `decode` and in the wait for KV memory between the request and the typical one

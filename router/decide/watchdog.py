@@ -125,7 +125,7 @@ class _WorkerAlarms:
             self.unannounced_requests = 0
 
     def describe_missing_events(self, announced_blocks: int) -> list[str]:
-        """Return [] or the one text "events: ..." if requests filled or reused blocks of which no event told.
+        """Return [] or the one text "events: ..." if requests filled or reused blocks that no event announced.
 
         `announced_blocks`: number of blocks that the worker's events have announced by now.
         """

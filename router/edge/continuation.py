@@ -1,7 +1,7 @@
 """Continue a streamed answer at another worker when its worker dies, so that the client notices nothing.
 
 Decides which answers can be continued exactly, builds the request for the other worker, and converts that worker's
-events to the form of the first one's. The other worker is sent the prompt and the tokens that the client has, to
+events to the form of the first worker's. The other worker is sent the prompt and the tokens that the client has, to
 `/v1/completions`, or as a chat again where it is our engine. token_recorder.py records these tokens.
 """
 
@@ -250,7 +250,7 @@ class StreamContinuation:
     def _build_body(self, ids: array[int], answered_tokens: int, tokens_max: int | None) -> dict[str, Any]:
         """Return the body that asks another worker to continue the answer.
 
-        `ids`: tokens of the prompt and of the answer so far. `answered_tokens`: number of those of the answer.
+        `ids`: tokens of the prompt and of the answer so far. `answered_tokens`: length of the answer so far.
         `tokens_max`: longest context of the model, if known.
         """
         if self._continues_as_chat:
@@ -266,7 +266,7 @@ class StreamContinuation:
     def _count_remaining_tokens(self, tokens: int, answered_tokens: int, tokens_max: int | None) -> int:
         """Return how many tokens may follow; 0 if neither the client nor the model sets a limit.
 
-        `tokens`: those of the prompt and of the answer so far. `tokens_max`: longest context of the model, if known.
+        `tokens`: length of the prompt and the answer so far. `tokens_max`: longest context of the model, if known.
         """
         output_tokens_max = self._read_output_tokens_max()
         if output_tokens_max is not None:
@@ -276,7 +276,7 @@ class StreamContinuation:
     def _build_chat_body(self, ids: array[int], answered_tokens: int) -> dict[str, Any]:
         """Return the body of a chat request for the rest of an answer. Arguments as for `_build_body`.
 
-        The token ids stand for the messages, so of these only the last is sent.
+        The token ids stand for the messages, so only the last message is sent.
         """
         resent_fields = {
             name: value for name, value in self._fields.items() if name in _RESENT_FIELDS or name in _CHAT_OUTPUT_FIELDS
@@ -381,7 +381,7 @@ class StreamContinuation:
         return converted_choice
 
     def _convert_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the usage of the whole answer, from that of the continuation."""
+        """Return the usage of the whole answer, from the usage that the continuing worker reports."""
         converted_usage = dict(usage)
         if self._engine == VLLM:
             converted_usage["prompt_tokens"] -= self._sent_token_count

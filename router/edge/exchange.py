@@ -431,7 +431,7 @@ class Exchange:
             return False
         if context.is_streaming:
             proxy.core.record_progress(context.request_id, context.progress.read_count)
-        # The usage of a continued answer is that of both workers: it is no measure of the last one.
+        # The usage of a continued answer counts the work of both workers, so it is no measure of the last worker.
         is_continued = context.continuation is not None and context.continuation.is_continued
         proxy.finish(context, None if is_continued else context.usage, is_error=head.status >= 400)
         return True
@@ -545,7 +545,7 @@ class Exchange:
             self.client.abort_response()
 
     def _abort_response(self, reason: str, kind: FailureKind | None) -> None:
-        """Cut off an answer of which the client has the beginning. `kind`: the failure; None if no worker failed."""
+        """Cut off an answer that has begun at the client. `kind`: the failure; None if no worker failed."""
         self.close()
         if not self._proxy.end(self.context, "broken"):
             return
@@ -615,7 +615,7 @@ class Exchange:
         return instructions
 
     def _write_missing_end(self, head: ResponseHead, reason: str) -> bool:
-        """Send the end of a stream of which the client has the last token; return False if tokens are missing."""
+        """Send the end of a stream if the client has its last token; return False if tokens are missing."""
         context, stream = self.context, self.context.continuation
         if stream is None:
             return False

@@ -101,9 +101,9 @@ class MissReasonsRecorder:
             self._record_crash(error)
 
     def describe_request(self, name: str) -> dict[str, Any] | None:
-        """Return why the prompt of a request was not cached, with the prices of the workers that this names.
+        """Return why the prompt of a request was not cached; None if the request is unknown.
 
-        The prices are those of the chosen worker, and of the one that had more of the prompt. None: unknown request.
+        The result also has the prices of the chosen worker, and of the worker that had most of the prompt cached.
         """
         request = self.analyzer.get_request(name)
         if request is None:

@@ -270,7 +270,7 @@ class Proxy:
         body: Body,
         path: bytes | None = None,
     ) -> bytes:
-        """Return the head by which a request goes to a rank of a worker. `path`: None: that of the client's request."""
+        """Return the head by which a request goes to a rank of a worker. `path`: None for the client's."""
         return build_request_head(
             context, endpoint, body, path=path, rank=rank, allowed_headers=self.passed_fields,
             authorization=self.workers.get_authorization(worker),

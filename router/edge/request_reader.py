@@ -77,7 +77,7 @@ class RequestReader:
         self.model_names: ModelNames | None = None
         """Aliases, canaries and fallbacks of models; None if none are configured."""
         self.model_header: bytes | None = None
-        """Header of a gateway that names the model and replaces that of the body; None if there is no gateway."""
+        """Header in which a gateway names the model, in place of the body; None if there is no gateway."""
 
     def begin_read(self, context: RequestContext, path: str | None) -> Coroutine[Any, Any, None] | None:
         """Read a request to `path` into `context.body`, or return a coroutine that does so if it takes long.

@@ -72,7 +72,7 @@ def is_event_stream(head: ResponseHead) -> bool:
 
 
 def is_readable_stream(head: ResponseHead) -> bool:
-    """Return whether the answer is a stream of which events can be recorded."""
+    """Return whether the answer is a stream with events that can be recorded."""
     return head.status == 200 and head.is_chunked and is_event_stream(head)
 
 

@@ -120,7 +120,7 @@ def _read_usage(text: bytes, start: int) -> ReportedUsage:
     """Read a `usage` object of the OpenAI or the Anthropic API. `start`: position after its opening brace.
 
     Responses, an API of OpenAI, has the counts of both: Anthropic's `input_tokens`, and OpenAI's `cached_tokens`. So
-    a count without Anthropic's key is read by OpenAI's. Anthropic's `input_tokens` do not include those of the cache.
+    a count without Anthropic's key is read by OpenAI's. Anthropic's `input_tokens` do not include cached tokens.
     """
     # The first of equal keys counts: what follows the object may have them too.
     counts = {key: int(count) if count else None for key, count in reversed(_COUNTS_PATTERN.findall(text, start))}

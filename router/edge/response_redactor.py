@@ -95,7 +95,7 @@ class ResponseRedactor(msgspec.Struct, eq=False):
         """Write a space to `out` for each byte of a value, but keep the byte that closes it; return the end position.
 
         The value began before `position`, perhaps in an earlier part of the answer. If it does not end in `data`, the
-        end is that of `data`, and `_is_blanking` stays set for the next part.
+        end of `data` is returned, and `_is_blanking` stays set for the next part.
         """
         if self._is_in_number:
             end = len(data) - len(data[position:].lstrip(_NUMBER))

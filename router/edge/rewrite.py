@@ -71,10 +71,10 @@ def build_request_head(
 ) -> bytes:
     """Return the head by which a client's request goes to the worker at `endpoint`, with `body` after it.
 
-    The client's headers are forwarded, but for those of its connection, those that direct workers, and the ones that
+    The client's headers are forwarded, except the headers of its connection, those that direct workers, and those that
     the router replaces.
-    `path`: path for the worker, with its query; None for that of the client. `authorization`: replaces the client's
-    keys; empty: no key is sent; None: the client's own are forwarded. `rank`: which of the worker's copies of the model
+    `path`: path for the worker, with its query; None: the client's path. `authorization`: replaces the client's keys;
+    empty: no key is sent; None: the client's own keys are forwarded. `rank`: which of the worker's copies of the model
     is to answer (data-parallel rank). `allowed_headers`: internal headers of workers that clients may set.
     """
     request, traceparent = context.request, None if context.span is None else context.span.traceparent

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import msgspec
 
 EVENT_BYTES_MAX: Final = 4 << 20
-"""Longest event. From a longer one on, bytes are forwarded as they come, and nothing is recorded."""
+"""Longest event that is recorded. From a longer event on, bytes are forwarded as they come."""
 ID_BYTES_MAX: Final = 8 << 20
 """Most bytes of the recorded ids of an answer. A longer answer is not continued."""
 PLAIN_EVENT_BYTES_MAX: Final = 16 << 10

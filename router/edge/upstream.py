@@ -178,7 +178,7 @@ class UpstreamConnection(asyncio.Protocol):
             user.crash(error)
 
     def send(self, head: bytes, body: tuple[bytes, ...]) -> None:
-        """Write one request. A long body is in pieces, of which one is written in each turn of the loop."""
+        """Write one request. A long body comes in pieces; each turn of the loop writes one piece."""
         assert self.transport is not None
         self.request_count += 1
         if len(body) == 1 and len(body[0]) <= JOIN_BYTES_MAX:

@@ -231,7 +231,7 @@ def _read_engine_ids(bootstrap: asyncio.Future[tuple[int, bytes] | None], rank_c
 
 
 async def _is_same_host(host: str, worker_host: str) -> bool:
-    """Return whether a host is that of a worker: it has the same name, or an IP address in common."""
+    """Return whether a host is the worker's own: both have the same name, or an IP address in common."""
     if host.lower() == worker_host:
         return True
     return bool(await _resolve_addresses(worker_host) & await _resolve_addresses(host))

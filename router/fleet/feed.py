@@ -104,8 +104,8 @@ class IndexFeed:
     def bind(self, endpoint: str) -> str:
         """Listen for publishers that connect to this router, and return the bound address.
 
-        A publisher is known by its topic: that of a followed stream, or `kv@NAME...`, where NAME is the worker's id or
-        host. Raises zmq.ZMQError if the endpoint cannot be bound.
+        A publisher is known by its topic. It is the topic of a followed stream, or `kv@NAME...`, where NAME is the
+        worker's id or host. Raises zmq.ZMQError if the endpoint cannot be bound.
         """
         return self.events.bind(endpoint, self._find_stream)
 
@@ -152,7 +152,7 @@ class IndexFeed:
         self.events.rematch_topics()
 
     def count_free_streams(self, worker_id: str) -> int:
-        """Return how many streams of this worker can be followed beside those of all other workers."""
+        """Return how many streams of this worker can be followed beside the streams of all other workers."""
         other_streams = (streams for name, streams in self._streams_by_worker.items() if name != worker_id)
         return self._streams_max - sum(map(len, other_streams))
 

@@ -66,7 +66,7 @@ async def watch_file(path: Path, update: WorkerListCallback) -> None:
 
 
 class _FileSignature(NamedTuple):
-    """Facts about a file, one of which differs after a change."""
+    """Facts about a file. A change of the file changes at least one of them."""
 
     modified_ns: int
     size_bytes: int

@@ -530,7 +530,7 @@ class ClientConnection(asyncio.Protocol):
             transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def _begin_partial_request(self) -> HttpRequest | None:
-        """Return a request of which the head has come, once; None without one. An error is in its API's format."""
+        """Return a request once, when its head has come; else None. From now on errors are in the format of its API."""
         request = self._parser.pop_partial_request()
         if request is not None:
             self._request = request

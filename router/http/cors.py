@@ -25,7 +25,7 @@ CORS_HEADERS: Final = frozenset((
     b"access-control-expose-headers",
     b"access-control-max-age",
 ))  # fmt: skip
-"""All of these headers. A worker's own are removed, because a browser refuses an answer that has them twice."""
+"""All CORS headers of answers. Those of a worker are removed, as a browser refuses an answer that has them twice."""
 
 
 class CorsPolicy:

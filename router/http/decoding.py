@@ -65,7 +65,7 @@ class _ZstdDecoder:
 class _DeflateDecoder:
     """Decoder of `deflate`, with the interface of zlib's decoders.
 
-    The name means zlib's format, but some clients send raw deflate. The first slice shows which it is.
+    The name means zlib's format, but some clients send raw deflate. The first bytes show which format it is.
     """
 
     def __init__(self) -> None:

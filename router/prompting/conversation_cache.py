@@ -141,7 +141,7 @@ class BoundaryLocation(NamedTuple):
     conversation: CachedConversation
     boundary: Boundary
     key: int
-    """Digest of the longest prefix of the body, of those in PREFIX_LENGTHS, that ends before the boundary."""
+    """Digest of the longest prefix of the body that has a length in PREFIX_LENGTHS and ends before the boundary."""
     digest: int
     """Digest of the bytes between that prefix and the boundary."""
 
@@ -203,7 +203,7 @@ class ConversationCache:
     def _digest_prefixes(self, body: bytes, end: int) -> list[int]:
         """Return the digests of the prefixes of a body up to `end`, one for each of the PREFIX_LENGTHS.
 
-        A digest is that of the bytes after the prefix before, with the digest of that prefix as the seed.
+        Each digest is made of the bytes after the next shorter prefix, with that prefix's digest as the seed.
         """
         view, position, digest, digests = memoryview(body), 0, self._seed, list[int]()
         for length in PREFIX_LENGTHS[: bisect_right(PREFIX_LENGTHS, end)]:

@@ -114,7 +114,7 @@ class _Cut(NamedTuple):
     rendered: RenderedMessages
     """Messages and text after a boundary, or of the whole body."""
     after: RenderedMessages
-    """The last of these messages, which come after the place, and their text."""
+    """The messages after the place, and their text."""
     body_end: int
     """Offset in the body."""
     trailing_count: int
@@ -176,8 +176,8 @@ def cache_conversation(
 ) -> CachedConversation | None:
     """Make the cache entry of a body that was read whole, so that the next turn can be read from its end on.
 
-    `prompt` is the body's prompt, and `outline` that of its messages, if one was made. Return None if the prompt
-    depends on more than its text, or if the text has no place after a message where it may be cut.
+    `prompt`: prompt of the body. `outline`: outline of its messages, if one was made. Return None if the prompt depends
+    on more than its text, or if the text has no place after a message where it may be cut.
     """
     chat, prompt_ids = prompt.chat, prompt.token_ids
     if chat is None or prompt_ids is None or not chat.messages or not _is_supported(request, chat):
@@ -260,7 +260,7 @@ def _cut_before_last(
     """Cut a body and the text of its prompt before the last `trailing_count` messages of the body.
 
     Return None if the text cannot be cut there, or if fewer than `count_min` messages of the chat come before.
-    `message_ends` and `rendered` are those of the messages after a boundary, or of all.
+    `message_ends` and `rendered` belong to the messages after a boundary, or to all messages.
     """
     if trailing_count >= len(message_ends):
         return None
@@ -395,10 +395,10 @@ def _depends_on_template(request: RoutingRequest) -> bool:
 def _read_chat_tail(
     conversation: CachedConversation, boundary: Boundary, body: bytes, template: ChatTemplate
 ) -> _BodyTail | None:
-    """Read a chat's messages after a boundary without parsing its other fields, of which tools may be most of a body.
+    """Read a chat's messages after a boundary, without its other fields, as tools may be most of a body.
 
-    Return None if the body is no chat, if its other fields are not those of the cached body, or if its messages cannot
-    be read here. For a request of 4 KB without tools, parsing the whole body costs a tenth more instructions.
+    Return None if the body is no chat, if its other fields differ from the cached body's, or if its messages cannot be
+    read here. For a request of 4 KB without tools, parsing the whole body costs a tenth more instructions.
     """
     fields, start = conversation.chat_fields, boundary.body_end
     if fields is None or template.keeps_messages_as_sent != fields.keeps_messages_as_sent:

@@ -142,7 +142,7 @@ def measure_prompts(
 ) -> PromptSize | None:
     """Return the size of a body's prompts after truncation; None if the first prompt has no ids.
 
-    `token_ids`: those of the first prompt before truncation. `further_lengths`: number of tokens of each other prompt.
+    `token_ids`: ids of the first prompt before truncation. `further_lengths`: number of tokens of each other prompt.
     `is_exact`: False if only a part of the first prompt was encoded.
     """
     if token_ids is None:

@@ -146,7 +146,7 @@ def _has_hidden_text(text: str, *, is_system: bool) -> bool:
 
 
 def _remove_hidden_text(text: str, *, is_system: bool) -> tuple[str, int]:
-    """Return a message's text without billing lines and thoughts, and the kind bits that tell which of these it had."""
+    """Return a message's text without billing lines and thoughts, and the kind bits of what was removed."""
     visible_text, hidden_bits = text, 0
     if is_system and BILLING_LINE in text:
         visible_text = _BILLING_LINE.sub("", text)

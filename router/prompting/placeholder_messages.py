@@ -213,7 +213,7 @@ def _shorten_parts(parts: list[Any], markers: tuple[str, ...], filler: str) -> t
 
 
 def _split_at_markers(text: str, markers: tuple[str, ...]) -> list[str]:
-    """Split a text into pieces, every second of which is a marker."""
+    """Split a text at its markers; every second piece is a marker."""
     if not any(marker in text for marker in markers):
         return [text]
     pieces = _compile_markers(markers).split(text)

@@ -327,7 +327,7 @@ class PromptReader:
         body: bytes,
         make_target: Callable[[RoutingRequest], Target],
     ) -> ParsedBody[Target] | None:
-        """Return a body of which only the messages after the cached ones were read.
+        """Return a body as it was read from the end of its cached messages on.
 
         Return None if the body must be read whole: there is no continuation, its prompt is too long, or the client now
         asks for another model. Now and then it is also read whole in the background, to check that the ids are equal.

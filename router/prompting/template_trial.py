@@ -107,8 +107,8 @@ def _compare_cached_and_full_reads(
 ) -> tuple[int, str | None]:
     """Read a conversation turn by turn, each turn whole and by the cached turns before it, and compare the token ids.
 
-    Return the number of turns of which an earlier part was cached, and the difference of a turn, if there is one. Stop
-    there, or when the template refuses the conversation. `fields`: further fields of the bodies.
+    Return the number of turns that were continued from a cached turn, and how the ids of a turn differed, if they did.
+    Stop there, or when the template refuses the conversation. `fields`: further fields of the bodies.
     """
     reader, hit_count = ConversationReader(CACHE_BYTES), 0
     reader.allow("", renderer)  # the model of entries that name none

@@ -99,7 +99,7 @@ class PieceCut(NamedTuple):
 
 
 Render = Callable[[list[Message]], str | None]
-"""Renders messages in place of those of a turn; None if the template refuses them."""
+"""Renders other messages in the place of a turn's; returns None if the template refuses them."""
 
 
 class TurnMemo:

@@ -227,8 +227,8 @@ class Speed:
     def observe(self, observation: Observation) -> list[Speed]:
         """Learn from one interval of this target; return the speeds that changed and need a call of `refresh`.
 
-        For example, an interval took 0.6 s, and its work takes the pool 0.4 s. The ratio of 1.5 is one of those whose
-        median is the factor of this target. The pool learns from the interval too.
+        For example, an interval took 0.6 s, and its work takes the pool 0.4 s. The ratio is 1.5, and the median of the
+        last such ratios is the factor of this target. The pool learns from the interval too.
         """
         pool = self.pool
         times = predict_times(pool.prior, observation)

@@ -1,7 +1,7 @@
 """Speed of transfers between pairs of workers, and pairs that are avoided after failures. No I/O, no clock.
 
-A transfer waits for the step of a source that gives blocks between its steps. Then it takes a fixed time and that of
-its bytes, times a factor. The factor is learned for each pair; until then that of all pairs counts.
+A transfer waits for the step of a source that gives blocks between its steps. Then it takes a fixed time and the time
+of its bytes, times a factor. The factor is learned for each pair; until then, the factor of all pairs together counts.
 """
 
 from __future__ import annotations

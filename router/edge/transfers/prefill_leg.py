@@ -79,7 +79,7 @@ class PrefillLeg:
         self.is_taken = False
         """Whether a decode was sent with the fields."""
         self._path: bytes | None = None
-        """Path of both requests; None: that of the client's request."""
+        """Path of both requests; None: the client's path."""
         self._decode_body: Body = ()
         """Body of the decode, without the fields that name the transfer."""
         self._body: Body = ()
