@@ -178,7 +178,7 @@ class Chooser:
         if load_order is not None:
             computed_tokens = request.prompt_tokens - choice.winner.terms.cached_tokens
             load_order.record_request(request.prompt_tokens, computed_tokens, output_tokens)
-        if explain and shortlist is not targets:
+        if explain and shortlist is not targets:  # the winner stays; the other targets only get a price
             explained_choice = self._price_targets(request, facts, prompt, targets, None, queued_ahead_s)
             self._add_plans(explained_choice, plans)
             explained_choice.winner = explained_choice.find_candidate(choice.winner.target, choice.winner.plan)

@@ -204,7 +204,17 @@ class TokenRecorder:
             event = event[:position] + _TOKEN_IDS_PATTERN.sub(self._record_ids, event[position:])
         if _FINISH_REASON_PATTERN.search(event) is not None:
             self.has_finish_reason = True
-        # A chat has its text in a delta, which may also have reasoning, calls of tools or what is not known.
+        self._record_text(event, has_ids=len(self._output_digits) > ids_end)
+        if event.find(b'"choices":[{') >= 0:
+            self.last_event = event
+        return event
+
+    def _record_text(self, event: bytes, *, has_ids: bool) -> None:
+        """Record what an event adds to the answer's text, and whether the answer can still be continued.
+
+        It cannot after text without token ids, except for the last text, nor after unknown fields of a delta.
+        """
+        # A chat has its text in a delta, which may also have reasoning, calls of tools or unknown fields.
         delta_position, text_key = event.find(b'"delta":{'), b'"text":"'
         if delta_position >= 0:
             text_key = b'"content":"'
@@ -215,11 +225,8 @@ class TokenRecorder:
         text_start = event.find(text_key) + len(text_key)
         if text_start >= len(text_key) and event[text_start : text_start + 1] not in (b'"', b""):
             self._text_end = len(self._output_digits)
-            if self._text_end == ids_end and not self.has_finish_reason:
+            if not has_ids and not self.has_finish_reason:
                 self.is_unrecognized = True
-        if event.find(b'"choices":[{') >= 0:
-            self.last_event = event
-        return event
 
     def _record_plain_event(self, plain_event: re.Match[bytes]) -> bytes:
         """Do what `_record_event` does, in less than half of the time, for a match of `_PLAIN_EVENT_PATTERN`."""

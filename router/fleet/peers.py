@@ -222,6 +222,7 @@ class PeerSockets:
     """ZeroMQ sockets that publish this router's messages and receive those of its peers."""
 
     def __init__(self, loads: PeerLoads) -> None:
+        """`loads`: takes the loads that peers report. Nothing is bound or connected yet."""
         self.loads = loads
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
@@ -236,6 +237,7 @@ class PeerSockets:
         self._sub.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._sub.subscribe(TOPIC)
         self.address: str | None = None
+        """Endpoint at which messages are published; None before `bind`."""
         self._endpoints: set[str] = set()
 
     def bind(self, endpoint: str) -> None:

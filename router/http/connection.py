@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -445,28 +446,33 @@ class ClientConnection(asyncio.Protocol):
 
     def _start_decoding(self, request: HttpRequest, decoder: BodyDecoder) -> None:
         """Decode the body of a request in turns of the event loop, then pass the request to the application."""
-        encoded_bytes = self._charge.request_bytes
-
-        def charge_decoded_bytes(decoded_bytes: int) -> None:
-            self._charge.request_bytes = encoded_bytes + decoded_bytes
-            self._charge_buffered_bytes()
-
-        def on_decoded(decode_error: RequestError | None) -> None:
-            self.responder = None
-            self._charge.request_bytes = request.body_bytes + len(request.headers.raw)
-            try:
-                if decode_error is not None:
-                    raise decode_error
-                self._charge_buffered_bytes()
-                self._app.handle(self, request)
-            except RequestError as error:
-                self._refuse(error)
-            except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
-                self.crash(error)
-
         self.responder = DecodingTask(
-            request, decoder, self._app.scheduler, self.tenant, charge_decoded_bytes, on_decoded
+            request,
+            decoder,
+            self._app.scheduler,
+            self.tenant,
+            partial(self._charge_decoded_bytes, self._charge.request_bytes),
+            partial(self._handle_decoded, request),
         )
+
+    def _charge_decoded_bytes(self, encoded_bytes: int, decoded_bytes: int) -> None:
+        """Charge the part of the current body that is decoded, beside its encoded bytes. Raises RequestError."""
+        self._charge.request_bytes = encoded_bytes + decoded_bytes
+        self._charge_buffered_bytes()
+
+    def _handle_decoded(self, request: HttpRequest, decode_error: RequestError | None) -> None:
+        """Pass a request with its decoded body to the application, or refuse it if decoding failed."""
+        self.responder = None
+        self._charge.request_bytes = request.body_bytes + len(request.headers.raw)
+        try:
+            if decode_error is not None:
+                raise decode_error
+            self._charge_buffered_bytes()
+            self._app.handle(self, request)
+        except RequestError as error:
+            self._refuse(error)
+        except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
+            self.crash(error)
 
     def _refuse(self, error: RequestError) -> None:
         """Answer the current request with an error."""

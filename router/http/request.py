@@ -178,22 +178,8 @@ class RequestParser:
 
         None if more bytes are needed or, with `has_more`, another turn. Raises `BadRequest`.
         """
-        request = None
         try:
-            while request is None and self._position < len(self._unread_data) and not self._is_finished:
-                if self._request is None:
-                    request = self._read_head()
-                elif self._chunked_body is None:
-                    request = self._read_length_body(self._request)
-                else:
-                    request = self._read_chunked_body(self._request, self._chunked_body)
-                    break
-        except ProtocolError as error:
-            self._is_finished = True
-            raise BadRequest(400, f"malformed HTTP request: {error}") from None
-        except BodyTooLarge:
-            self._is_finished = True
-            raise self._make_too_large_error() from None
+            request = self._read_request()
         except BadRequest:
             self._is_finished = True
             raise
@@ -202,6 +188,23 @@ class RequestParser:
         if self._is_finished or self._position == len(self._unread_data):
             self._unread_data = b""
             self._position = 0
+        return request
+
+    def _read_request(self) -> HttpRequest | None:
+        """Read heads and bodies until a request is complete, and return it. Raises `BadRequest`."""
+        request = None
+        try:
+            while request is None and self._position < len(self._unread_data) and not self._is_finished:
+                if self._request is None:
+                    request = self._read_head()
+                elif self._chunked_body is None:
+                    request = self._read_length_body(self._request)
+                else:
+                    return self._read_chunked_body(self._request, self._chunked_body)
+        except ProtocolError as error:
+            raise BadRequest(400, f"malformed HTTP request: {error}") from None
+        except BodyTooLarge:
+            raise self._make_too_large_error() from None
         return request
 
     # Heads --------------------------------------------------------------------------------------------------------

@@ -54,16 +54,19 @@ class IngestReport:
     removed: int = 0
     cleared: int = 0
     parked: int = 0
+    """Stored blocks that wait for their parent."""
     unknown_removals: int = 0
+    """Removed blocks that the index does not have."""
     unknown_copies: int = 0
-    """Names stored without tokens that no event had spelt out: skipped."""
+    """Blocks stored by name only, for which no earlier event had tokens: skipped."""
     unknown_events: int = 0
+    """Events of a type that the router does not know."""
     refused: int = 0
     """Blocks of events that were read and go beyond a bound: names of one holder, block lengths."""
     malformed_events: int = 0
     """Events that could not be read; the others of the batch were applied."""
     malformed: list[str] = field(default_factory=list)
-    """One message for each of the first of them."""
+    """Why they could not be read, for the first few."""
 
 
 @dataclass(frozen=True, slots=True)
