@@ -122,8 +122,8 @@ class NoFleet:
     async def remove(self, worker_id: str) -> None:
         self._core.remove_worker(worker_id, self._now())
 
-    async def drain(self, worker_id: str, *, on: bool) -> None:
-        self._core.set_draining(worker_id, self._now(), is_draining=on)
+    async def drain(self, worker_id: str, *, is_draining: bool) -> None:
+        self._core.set_draining(worker_id, self._now(), is_draining=is_draining)
 
     def describe_events(self, worker_id: str) -> dict[str, Any]:
         return {}
