@@ -381,7 +381,7 @@ class StreamState:
     def _finish_reply(self, now: float) -> list[Instruction]:
         """Apply the live batches that arrived early, during a replay or a snapshot, and go live.
 
-        A live batch that was in the reply, too, is skipped. If its bytes were other bytes there, the publisher has
+        A live batch that was in the reply, too, is skipped. If it had other bytes in the reply, the publisher has
         restarted. If batches are still missing, they are requested again, at most `max_attempts` times.
         """
         instructions: list[Instruction] = []
