@@ -151,7 +151,7 @@ class RequestDispatcher:
         except RequestError as error:
             exchange.reject(error)
         except Exception as error:  # noqa: BLE001  a fault in one request must not stop the others
-            exchange.crash(error)
+            self.proxy.end_crashed(exchange, error)
 
     def _make_trace_id(self, request: HttpRequest) -> bytes:
         """Return the client's `x-request-id` if it may be forwarded, else a new id."""

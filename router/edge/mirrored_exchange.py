@@ -60,10 +60,6 @@ class MirroredExchange:
 
     def on_client_resumed(self) -> None: ...
 
-    def crash(self, error: Exception) -> None:
-        """End the copy, because code that handles it raised `error`."""
-        self._proxy.end_crashed(self, error)
-
     # No worker gets the copy -----------------------------------------------------------------------------------------
 
     @property

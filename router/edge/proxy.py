@@ -83,9 +83,6 @@ class Exchange(Responder, Protocol):
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """End or repeat a request that takes too long. Called a few times a second."""
 
-    def crash(self, error: Exception) -> None:
-        """End this request alone, because code that handles it raised `error`."""
-
     def close(self) -> None:
         """Release all that the request holds. Called at its end; a second call does nothing."""
 
@@ -182,7 +179,7 @@ class Proxy:
             elif isinstance(instruction, Refuse):
                 _refuse(exchange, instruction)
         except Exception as error:  # noqa: BLE001  a fault here must not end another request, whose end led to this
-            exchange.crash(error)
+            self.end_crashed(exchange, error)
 
     def tick_core(self, now: float) -> None:
         """Run the core's timers that are due. Call every few milliseconds."""
@@ -341,7 +338,7 @@ class Proxy:
             try:
                 exchange.expire(now, self.config.timeouts)
             except Exception as error:  # noqa: BLE001  a boundary
-                exchange.crash(error)
+                self.end_crashed(exchange, error)
             self._migrate_if_needed(exchange, now)
             last_byte_s, decision = exchange.last_progress_at_s, exchange.context.decision
             if last_byte_s is not None and decision is not None:
@@ -371,7 +368,7 @@ class Proxy:
                 if silent_s >= stall_detector.stall_s:
                     exchange.migrate("the worker stands still", is_stalled=True)
         except Exception as error:  # noqa: BLE001  a fault in one request must not stop the others
-            exchange.crash(error)
+            self.end_crashed(exchange, error)
 
     def _find_worker_problem(self, context: RequestContext, worker_id: str) -> str | None:
         """Return why a worker can no longer answer a request; None if it can.

@@ -255,10 +255,6 @@ class PickExchange:
             self.context.outcome = "timeout"
             self.client.abandon()
 
-    def crash(self, error: Exception) -> None:
-        """End this request alone, because code that handles it raised `error`."""
-        self._proxy.end_crashed(self, error)
-
     def close(self) -> None:
         """Stop counting the request under its fairness id."""
         in_flight_counts, fairness_id = self.picker.in_flight_counts, self._fairness_id
