@@ -276,7 +276,10 @@ class Server:
         server = await asyncio.get_running_loop().create_server(
             make_protocol, sock=listener, backlog=2048, ssl=self._tls_context
         )
-        print_startup(self._engine_config, self._config, state, listener)
+        try:
+            print_startup(self._engine_config, self._config, state, listener)
+        except OSError as error:  # such as a full disk
+            log.warning("cannot print what was started: %s", error)
         reason = await self._stop_reason
         if reason is None:
             await self._drain(state)

@@ -236,10 +236,10 @@ def main(fd: int) -> int:
     try:
         engine = assemble(config)
     except Exception as error:  # noqa: BLE001 - the HTTP process must get the reason, whatever it is
+        core_socket.send_fatal(f"cannot start: {error}")  # before the traceback, for which the disk may be full
         is_expected = isinstance(error, (ValueError, OSError, RunnerLostError))
         if not is_expected:
             traceback.print_exc()
-        core_socket.send_fatal(f"cannot start: {error}")
         return 1
     try:
         gc.collect()
@@ -251,8 +251,8 @@ def main(fd: int) -> int:
         core_socket.send_fatal(str(error))
         return 1
     except Exception as error:  # noqa: BLE001 - the HTTP process must get the reason before this process ends
-        traceback.print_exc()
         core_socket.send_fatal(f"the step loop failed: {type(error).__name__}: {error}")
+        traceback.print_exc()
         return 1
     finally:
         engine.close()

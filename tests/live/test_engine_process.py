@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,8 +15,11 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from engine.config import EngineConfig
+from engine.messages import encode_frame
 from engine.tiny.tokenizer import write_tokenizer
 
 pytestmark = [pytest.mark.live, pytest.mark.long]
@@ -117,6 +121,35 @@ def test_a_signal_drains_and_ends_with_zero(start_engine: Any, number: int) -> N
     assert not alive(core)
 
 
+def test_a_full_disk_under_its_output_ends_no_service() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    spec = json.dumps({"prefill_s_per_token": 1e-5, "kv_tokens": 4096})
+    command = [sys.executable, "-m", "engine", "serve", "--simulate", spec, "--port", str(port)]
+    with open("/dev/full", "w") as full, subprocess.Popen(command, stdout=full, stderr=full) as process:
+        try:
+            wait_until(lambda: isinstance(get_or_fail(f"http://127.0.0.1:{port}/health", None), tuple), 60)
+            assert get(f"http://127.0.0.1:{port}/v1/completions", {"prompt": "x", "max_tokens": 2})[0] == 200
+        finally:
+            process.kill()
+
+
+def test_a_full_disk_hides_no_reason_of_a_cores_end() -> None:
+    program = (
+        "import sys; from engine.process import core_process; "
+        "core_process.assemble = lambda config: 1 / 0; sys.exit(core_process.main(int(sys.argv[1])))"
+    )
+    own_socket, core_socket = socket.socketpair()
+    with own_socket, core_socket, open("/dev/full", "w") as full:
+        fd = core_socket.fileno()
+        process = subprocess.Popen([sys.executable, "-c", program, str(fd)], stderr=full, pass_fds=[fd])
+        core_socket.close()
+        own_socket.sendall(encode_frame(msgspec.msgpack.encode(EngineConfig())))
+        answer = b"".join(iter(lambda: own_socket.recv(4096), b""))
+    process.wait()
+    assert b"division by zero" in answer
+
+
 def test_a_second_signal_ends_at_once(start_engine: Any) -> None:
     engine = start_engine("--shutdown-timeout", "300")
     thread, _ = in_background(get_or_fail, engine.url + "/v1/completions", {**LONG, "n": 8})
@@ -170,8 +203,6 @@ def test_a_wrong_model_is_one_clear_line(start_engine: Any, tmp_path: Path) -> N
 
 
 def test_a_taken_port_is_one_clear_line(start_engine: Any) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         process = subprocess.run([sys.executable, "-m", "engine", "serve", "--port", str(port)], cwd=ROOT,
