@@ -118,8 +118,10 @@ def make_penalty_rows(sequences: list[Sequence], table_rows: list[int], device: 
 class Penalties:
     """Keeps the token counts of all rows on the device, and applies the penalties to logits."""
 
-    def __init__(self, row_count: int, device: torch.device) -> None:
-        """Make empty tables, which grow to at most `row_count` rows."""
+    def __init__(self, row_count: int, vocab_size: int, device: torch.device) -> None:
+        """Make empty tables, which grow to at most `row_count` rows of `vocab_size` tokens."""
+        self._row_count = row_count
+        self._vocab_size = vocab_size
         self._device = device
         self._token_count_bounds: IntArray = np.zeros(row_count, np.int64)
         """Upper bound of each row's distinct tokens after the last prepared step; 0 for a row that is not in use."""
@@ -146,7 +148,7 @@ class Penalties:
         is_new = self._token_count_bounds[batch.table_rows] == 0
         new_rows = self._count_new_rows(batch, is_new.nonzero()[0]) if is_new.any() else None
         self._token_count_bounds[batch.table_rows] += 1
-        width = int(self._token_count_bounds[batch.table_rows].max())
+        width = min(int(self._token_count_bounds[batch.table_rows].max()), self._vocab_size)
         return PenaltyStep(new_rows, width)
 
     def _count_new_rows(self, batch: PenaltyRows, indices: IntArray) -> NewRows:
@@ -228,11 +230,16 @@ class Penalties:
         For one prompt with 100,000 distinct tokens, 2,048 rows would take 3 GB.
         """
         old_row_count, old_width = self._token_ids.shape
-        if row_count > old_row_count or width > old_width:
-            added_rows = max(old_row_count, row_count - old_row_count) if row_count > old_row_count else 0
-            added_width = max(old_width, width - old_width) if width > old_width else 0
+        added_rows = _compute_growth(old_row_count, row_count, self._row_count)
+        added_width = _compute_growth(old_width, width, self._vocab_size)
+        if added_rows or added_width:
             self._token_ids = F.pad(self._token_ids, (0, added_width, 0, added_rows))
             self._output_counts = F.pad(self._output_counts, (0, added_width, 0, added_rows))
+
+
+def _compute_growth(size: int, needed_size: int, size_max: int) -> int:
+    """Return by how much to enlarge a dimension: it is doubled, up to `size_max`, or becomes as large as needed."""
+    return 0 if needed_size <= size else max(needed_size, min(2 * size, size_max)) - size
 
 
 def count_penalised_tokens(seq: Sequence) -> TokenCounts:

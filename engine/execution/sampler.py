@@ -161,7 +161,7 @@ class Sampler:
         self._seed = seed
         ops = ReferenceKernels(device) if ops is None else ops
         self._draw = ops.draw
-        self._penalties = Penalties(row_count, device)
+        self._penalties = Penalties(row_count, vocab_size, device)
         self._masks = masks
 
     def reset_rows(self, rows: Rows[int] | None = None) -> None:

@@ -43,7 +43,7 @@ def test_steps_of_penalised_rows(device: str, all_rows: bool, seed: int) -> None
     """Rows change hands, a failed step loses all counts, and each step counts the drawn tokens."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    penalties, count = Penalties(16, torch.device(device)), 5
+    penalties, count = Penalties(16, VOCAB, torch.device(device)), 5
     seq_by_row: dict[int, Sequence] = {}
     for step_number in range(12):
         left_rows = [row for row in seq_by_row if rng.random() < 0.3]
@@ -79,10 +79,26 @@ def test_steps_of_penalised_rows(device: str, all_rows: bool, seed: int) -> None
 
 
 def test_one_long_row_takes_no_room_in_rows_that_were_never_used() -> None:
-    penalties, prompt = Penalties(2048, torch.device("cpu")), list(range(10_000))
+    penalties, prompt = Penalties(2048, 50_000, torch.device("cpu")), list(range(10_000))
     params = SamplingParams(repetition_penalty=1.1)
     seq = Sequence(Request(request_id="a", token_ids=prompt, params=params), prompt, len(prompt), 0.0)
     batch = make_penalty_rows([seq], [2], torch.device("cpu"))
     assert batch is not None
     penalties.apply(torch.zeros(1, 10_000), batch, penalties.prepare(batch))
     assert penalties._token_ids.nbytes + penalties._output_counts.nbytes <= 4 * 20_000 * 12
+
+
+def test_a_long_answer_takes_no_more_room_than_the_vocabulary() -> None:
+    """Each step may add a token, as far as the host knows."""
+    penalties, prompt = Penalties(1, 300, torch.device("cpu")), list(range(299))
+    params = SamplingParams(repetition_penalty=1.1, frequency_penalty=0.1)
+    seq = Sequence(Request(request_id="a", token_ids=prompt, params=params), list(prompt), len(prompt), 0.0)
+    batch = make_penalty_rows([seq], [0], torch.device("cpu"))
+    assert batch is not None
+    for token in [299, 299, 0, 7] * 2:
+        step, logits = penalties.prepare(batch), torch.ones(1, 300)
+        penalties.apply(logits, batch, step)
+        torch.testing.assert_close(logits[0].double(), penalise_one(torch.ones(300), seq), rtol=1e-5, atol=1e-5)
+        penalties.count_sampled(torch.tensor([token]), batch, step)
+        seq.token_ids.append(token)
+    assert penalties._token_ids.shape == (1, 300)
