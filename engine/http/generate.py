@@ -53,8 +53,10 @@ KEEPALIVE_COMMENT_S = 5.0
 KEEPALIVE_COMMENT = b": keep-alive\n\n"
 LOGPROBS_PER_PAUSE = 2048
 """Logprobs that are formatted before the event loop serves others, in some milliseconds."""
-FINAL_ERROR_S = 1.0
-"""Time for writing the error that ends a stream at its deadline."""
+FINAL_WRITES_S = 1.0
+"""Time after a stream's deadline for all that is still to be written: unread text, and the error that ends it."""
+FINAL_WRITE_S_MIN = 0.1
+"""Time that each of these writes may take in any case, because this process may be late itself."""
 ResponseFormatter = ChatFormatter | CompletionFormatter | MessagesFormatter | ResponsesFormatter
 SMALL_WRITE_BYTES = 32 << 10
 """Writes below this size fit into the empty buffer of a transport."""
@@ -351,8 +353,8 @@ class ResponseWriter:
         """Wait until bytes are written. Raises ConnectionResetError if the client takes too long."""
         limit_s = self._stall_s
         if self._deadline_s is not None:
-            remaining_s = self._deadline_s - asyncio.get_running_loop().time()
-            limit_s = min(limit_s, max(remaining_s, FINAL_ERROR_S))
+            remaining_s = self._deadline_s + FINAL_WRITES_S - asyncio.get_running_loop().time()
+            limit_s = min(limit_s, max(remaining_s, FINAL_WRITE_S_MIN))
         try:
             await asyncio.wait_for(writing, limit_s)
         except asyncio.TimeoutError:

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from aiohttp import web
@@ -84,7 +85,8 @@ def test_a_reader_that_takes_nothing_is_dropped_at_the_deadline(
     ends_in_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before it would be for standing still; the error that ends its stream may still be waited for a moment."""
-    monkeypatch.setattr(generate, "FINAL_ERROR_S", 0.01)
+    monkeypatch.setattr(generate, "FINAL_WRITES_S", 0.01)
+    monkeypatch.setattr(generate, "FINAL_WRITE_S_MIN", 0.01)
     drops: list[bool] = []
 
     async def wait_for_ever() -> None:
@@ -100,6 +102,25 @@ def test_a_reader_that_takes_nothing_is_dropped_at_the_deadline(
     with pytest.raises(ConnectionResetError):
         asyncio.run(run())
     assert drops
+
+
+@pytest.mark.parametrize(("late_s", "limit_s"), [(0.0, 1.0), (0.5, 0.5), (60.0, generate.FINAL_WRITE_S_MIN)])
+def test_all_that_is_written_after_the_deadline_shares_one_moment(
+    late_s: float, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    async def wait_for(writing: Any, timeout_s: float) -> None:
+        limits.append(timeout_s)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "time", lambda: 1000.0)
+        await ResponseWriter(Mock(), ServerConfig(), 1000.0 - late_s)._wait_for_client(Mock())
+
+    monkeypatch.setattr("asyncio.wait_for", wait_for)
+    asyncio.run(run())
+    assert limits == [limit_s]
 
 
 def test_a_stream_that_says_nothing_sends_its_head_and_comments(monkeypatch: pytest.MonkeyPatch) -> None:
