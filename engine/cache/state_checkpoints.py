@@ -7,7 +7,8 @@ few are taken:
 - at the end of the prompt's cached blocks, if the last checkpoint is before that: other prompts may branch there, too;
 - at the end of the prompt's last full block, where a repetition or the next turn resumes;
 - at the end of the common prefix with a waiting request, which waits for the checkpoint;
-- where a long chunk of a prefill ends because the step's budget does;
+- where a long chunk of a prefill ends because the step's budget does, if a unit of memory is free: few prompts resume
+  there, and evictions for these states lose more hits than they give (docs/measurements/cache.md);
 - in decode, at the end of each block. A sequence keeps only its last one, the rolling checkpoint: the one before is
   evicted, unless another sequence has reached it or resumed from it.
 
@@ -188,15 +189,15 @@ class StateCheckpoints:
         """Plan to save the state of `seq` after the chunk [start, end), if a checkpoint is due at `end`.
 
         Later prompts with the same prefix resume from it. Checkpoints are saved only where a block ends. One is due
-        there in three cases: the position is a planned stop, the chunk was long, or the sequence decodes. If another
-        sequence saved a checkpoint of this prefix, it is marked as shared instead. Without memory, none is saved.
-        `nodes`: nodes of the prefix tree for the sequence's blocks.
+        there in three cases: the position is a planned stop, the sequence decodes, or the chunk was long and a unit of
+        memory is free. If another sequence saved a checkpoint of this prefix, it is marked as shared instead. Without
+        memory, none is saved. `nodes`: nodes of the prefix tree for the sequence's blocks.
         """
         state = self._state_by_sequence[seq]
         block_count, remainder = divmod(end, self._block_size)
         ends_at_block = not remainder and block_count <= len(nodes)
         is_planned = block_count in state.planned_checkpoints
-        is_long = end - start >= _CHECKPOINT_CHUNK_TOKENS
+        is_long = end - start >= _CHECKPOINT_CHUNK_TOKENS and self._pool.free_units > 0
         is_due = is_planned or is_long or _is_decode(seq, start, end)
         if not ends_at_block or not is_due:
             return
