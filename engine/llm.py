@@ -29,7 +29,7 @@ from engine.structured_output.constraint_check import check_constraint
 from engine.types import Request, SamplingParams, SequenceOutput, TokenLogprobs
 from events.config import KVEventsConfig
 from options import ConfigError, Schema, load_config
-from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer
+from prompts import ChatRequest, CompletionRequest, RequestError, Tokenizer, field_error
 from prompts.schemas import Int64, Salt
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -222,7 +222,7 @@ class LLM:
         if "prompt_token_ids" in prompt:
             return _EncodedPrompt(prompt.get("prompt"), _check_token_ids(prompt["prompt_token_ids"], param), salt)
         if not isinstance(prompt.get("prompt"), str):
-            raise RequestError(f"{param}: expected the key prompt or prompt_token_ids", param=param)
+            raise field_error(param, "expected the key prompt or prompt_token_ids")
         return _EncodedPrompt(prompt["prompt"], self._tokenizer.encode(prompt["prompt"]), salt)
 
     def _check_params_of_prompts(
@@ -424,7 +424,7 @@ def _check_token_ids(values: object, param: str) -> list[int]:
     try:
         return list(map(operator.index, _check_iterable(values)))
     except TypeError:
-        raise RequestError(f"{param}: expected token ids, which are integers", param=param) from None
+        raise field_error(param, "expected token ids, which are integers") from None
 
 
 def _get_salt(prompt: Mapping[str, Any], prompt_index: int) -> str | None:
@@ -438,7 +438,7 @@ def _get_salt(prompt: Mapping[str, Any], prompt_index: int) -> str | None:
 def _check_iterable(value: object) -> Iterable[Any]:
     """Return `value`. Raises RequestError if it is not iterable."""
     if not isinstance(value, Iterable):
-        raise RequestError(f"prompts: got {type(value).__name__}, expected texts or token ids", param="prompts")
+        raise field_error("prompts", f"got {type(value).__name__}, expected texts or token ids")
     return value
 
 

@@ -5,7 +5,7 @@ no torch. Start at `parse_chat` / `parse_completion` / `parse_routing` and `Toke
 """
 
 from prompts.chat_template import ChatTemplate, ChatTemplateError
-from prompts.errors import RequestError, bad_value
+from prompts.errors import RequestError, bad_value, field_error
 from prompts.routing import RoutingRequest, parse_routing
 from prompts.schemas import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from prompts.tokenizer import Tokenizer, TokenizerError
@@ -22,6 +22,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "bad_value",
+    "field_error",
     "parse_chat",
     "parse_completion",
     "parse_routing",

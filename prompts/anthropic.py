@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from prompts.chat_rendering import BILLING_LINE, render_chat
 from prompts.chat_template import ChatTemplate, TemplateLimitError
-from prompts.errors import RequestError, bad_value
+from prompts.errors import RequestError, bad_value, field_error
 from prompts.provider_history import convert_block, find_media_kind, is_hosted_block
 from prompts.schemas import (
     COUNT_MAX,
@@ -183,7 +183,7 @@ def _check_request(request: CountRequest) -> None:
         expectation = "none: Anthropic's servers call the tools of MCP servers, no server here does; the client may"
         raise bad_value("mcp_servers", request.mcp_servers, expectation)
     if request.output_format is not None and request.output_config is not None and request.output_config.format:
-        raise RequestError("output_format: expected only without output_config.format", param="output_format")
+        raise field_error("output_format", "expected only without output_config.format")
     for tool_index, tool in enumerate(request.tools or ()):
         _check_tool(f"tools[{tool_index}]", tool)
     for message_index, turn in enumerate(request.messages):
@@ -199,12 +199,12 @@ def _check_tool(param: str, tool: MessagesTool) -> None:
         )
         raise bad_value(f"{param}.type", tool_type, expectation)
     if not tool.name:
-        raise RequestError(f"{param}.name: missing, expected this field to be given", param=f"{param}.name")
+        raise field_error(f"{param}.name", "missing, expected this field to be given")
     if tool.input_schema is None:
-        message = f"{param}.input_schema: missing, expected this field to be given"
+        problem = "missing, expected this field to be given"
         if tool_type not in (None, "custom"):
-            message += f": the client runs {tool_type}, and only Anthropic's models know it without a schema"
-        raise RequestError(message, param=f"{param}.input_schema")
+            problem += f": the client runs {tool_type}, and only Anthropic's models know it without a schema"
+        raise field_error(f"{param}.input_schema", problem)
 
 
 def _check_block(param: str, role: str, block: MessageBlock) -> None:
@@ -309,9 +309,7 @@ def _convert_messages(request: CountRequest, *, merges_system: bool) -> list[Mes
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     messages += convert_turns(request.messages, merges_system=merges_system)
     if not messages:
-        raise RequestError(
-            "messages: none of them says anything, expected a text, a call or a result", param="messages"
-        )
+        raise field_error("messages", "none of them says anything, expected a text, a call or a result")
     return messages
 
 

@@ -15,7 +15,7 @@ import jinja2
 import jinja2.ext
 
 from prompts.content_format import ContentFormat, detect_content_format
-from prompts.errors import RequestError
+from prompts.errors import RequestError, field_error
 from prompts.template_environment import (
     RenderContext,
     RenderLimitError,
@@ -166,7 +166,7 @@ class ChatTemplate:
         Raises RequestError for messages that the template refuses (`raise_exception`) or cannot render.
         """
         if not messages:
-            raise RequestError("messages: got an empty array, expected at least one message", param="messages")
+            raise field_error("messages", "got an empty array, expected at least one message")
         if continue_final_message and add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
@@ -246,14 +246,13 @@ def _tag_final_message(messages: list[Message], template_source: str) -> str:
     The tag shows where the text ends in the rendered prompt, so that what the template writes after it can be cut off.
     The last message in `messages` is replaced by a copy. Raises RequestError if there is no text to continue.
     """
-    param = "continue_final_message"
     final_message = messages[-1]
     content = final_message.get("content")
     if content is None:
-        raise RequestError(f'{param}: the last message has no "content" to continue', param=param)
+        raise field_error("continue_final_message", 'the last message has no "content" to continue')
     # A quick check for a clear error: a name may occur without being read, and then the rendered prompt lacks the tag.
     if "content" not in template_source:
-        raise RequestError(f'{param}: the chat template does not read "content"', param=param)
+        raise field_error("continue_final_message", 'the chat template does not read "content"')
     if isinstance(content, str):
         messages[-1] = {**final_message, "content": content + _CONTINUE_TAG}
         return content
@@ -269,18 +268,14 @@ def _tag_last_text_part(parts: list[Any]) -> tuple[list[Any], str]:
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             tagged_part = {**part, "text": part["text"] + _CONTINUE_TAG}
             return [*parts[:index], tagged_part, *parts[index + 1 :]], part["text"]
-    param = "continue_final_message"
-    raise RequestError(f"{param}: the last message has no text to continue", param=param)
+    raise field_error("continue_final_message", "the last message has no text to continue")
 
 
 def _cut_at_tag(text: str, final_text: str) -> str:
     """Return the text before the tag, trimmed at its end if the template trimmed the message."""
     stripped_tag = _CONTINUE_TAG.strip()
     if final_text.strip() not in text or stripped_tag not in text:
-        raise RequestError(
-            "continue_final_message: the chat template does not show the last message as it was sent",
-            param="continue_final_message",
-        )
+        raise field_error("continue_final_message", "the chat template does not show the last message as it was sent")
     position = text.rindex(stripped_tag)
     return text[:position] if text.startswith(_CONTINUE_TAG, position) else text[:position].rstrip()
 
@@ -294,9 +289,6 @@ def _get_text_after_tag(text: str) -> str:
 def _remove_turn_ending(text: str, ending: str) -> str:
     """Remove the end of the last turn after its tool calls, which transformers would drop."""
     if not text.endswith(ending):
-        raise RequestError(
-            "continue_final_message: the chat template ends a message with tool_calls in a way of its own, expected a "
-            "last message without tool_calls",
-            param="continue_final_message",
-        )
+        problem = "the chat template ends a message with tool_calls in a way of its own"
+        raise field_error("continue_final_message", f"{problem}, expected a last message without tool_calls")
     return text.removesuffix(ending)

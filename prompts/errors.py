@@ -73,9 +73,14 @@ def describe_context_overflow(
     )
 
 
+def field_error(param: str, problem: str) -> RequestError:
+    """Return the error for a wrong field, which names the field before the problem."""
+    return RequestError(f"{param}: {problem}", param=param)
+
+
 def bad_value(param: str, value: object, expectation: str) -> RequestError:
     """Return the error for a field with a wrong value, which says what was expected."""
-    return RequestError(f"{param}: got {format_value(value)}, expected {expectation}", param=param)
+    return field_error(param, f"got {format_value(value)}, expected {expectation}")
 
 
 def format_value(value: object) -> str:

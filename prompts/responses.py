@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from prompts.errors import RequestError, bad_value
+from prompts.errors import bad_value, field_error
 from prompts.provider_history import format_hosted_call
 from prompts.schemas import (
     COUNT_MAX,
@@ -91,10 +91,9 @@ def parse_responses_request(data: bytes) -> ResponsesRequest:
     """
     request = decode_json(_request_decoder, data)
     if request.prompt is not None:
-        raise RequestError("prompt: templates of prompts are not supported", param="prompt")
+        raise field_error("prompt", "templates of prompts are not supported")
     if request.conversation is not None:
-        message = "conversation: none is kept here; expected previous_response_id, or all of it in input"
-        raise RequestError(message, param="conversation")
+        raise field_error("conversation", "none is kept here; expected previous_response_id, or all of it in input")
     tool_choice = request.tool_choice
     if not request.tools and (isinstance(tool_choice, dict) or tool_choice == "required"):
         raise bad_value("tool_choice", tool_choice, "tools beside it")
@@ -245,7 +244,7 @@ def _resolve_reference(param: str, item: Item, items: Mapping[str, Item]) -> Ite
     referenced_id = item.get("id")
     referenced_item = items.get(referenced_id) if isinstance(referenced_id, str) else None
     if referenced_item is None:
-        raise RequestError(f"{param}.id: no such item is here", param=f"{param}.id")
+        raise field_error(f"{param}.id", "no such item is here")
     return referenced_item
 
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.inspect import ListType, LiteralType, StructType, UnionType, type_info
 
-from prompts.errors import RequestError, bad_value, format_value
+from prompts.errors import RequestError, bad_value, field_error, format_value
 
 Json = Any
 Message = dict[str, Any]
@@ -216,7 +216,7 @@ def parse_chat(data: bytes) -> ChatRequest:
             "continue_final_message and add_generation_prompt cannot both be true", param="continue_final_message"
         )
     if request.top_logprobs and not request.logprobs:
-        raise RequestError('top_logprobs: expected only together with "logprobs": true', param="top_logprobs")
+        raise field_error("top_logprobs", 'expected only together with "logprobs": true')
     for index, tool in enumerate(request.tools or ()):
         _check_tool(f"tools[{index}]", tool)
     _check_common_fields(request)
@@ -307,11 +307,11 @@ def _make_field_error(message: str, data: bytes, body_type: Any) -> RequestError
     if expectation.startswith("Object missing required field"):
         name = expectation.split("`")[1]
         full_name = f"{field}.{name}" if field else name
-        return RequestError(f"{full_name}: missing, expected this field to be given", param=full_name)
+        return field_error(full_name, "missing, expected this field to be given")
     if field is None:
         return RequestError(f"the body: {_lower_first(expectation)}")
     if is_key:
-        return RequestError(f"{field}: a key is wrong: {_lower_first(expectation.replace('`', ''))}", param=field)
+        return field_error(field, f"a key is wrong: {_lower_first(expectation.replace('`', ''))}")
     if expectation.startswith("Invalid enum value"):
         field_path = _LIST_INDEX.sub("", field).split(".")
         expectation = f"expected one of {', '.join(_find_enum_values(type_info(body_type), field_path))}"
@@ -320,7 +320,7 @@ def _make_field_error(message: str, data: bytes, body_type: Any) -> RequestError
     if value is not UNSET:
         actual_text = f"got {format_value(value)}, "
         expectation = expectation.split(", got")[0]  # msgspec's ", got `str`" says less than the value
-    return RequestError(f"{field}: {actual_text}{_lower_first(expectation.replace('`', ''))}", param=field)
+    return field_error(field, f"{actual_text}{_lower_first(expectation.replace('`', ''))}")
 
 
 def _find_enum_values(value_type: Any, field_path: list[str]) -> list[str]:
@@ -366,7 +366,7 @@ def _find_value(data: bytes, field: str) -> Json | UnsetType:
 
 def _check_common_fields(request: CommonRequest) -> None:
     if request.stream_options is not None and not request.stream:
-        raise RequestError('stream_options: expected only together with "stream": true', param="stream_options")
+        raise field_error("stream_options", 'expected only together with "stream": true')
     max_tokens = request.max_tokens
     if max_tokens is not None and request.min_tokens is not None and request.min_tokens > max_tokens:
         raise bad_value("min_tokens", request.min_tokens, f"at most max_tokens ({max_tokens})")

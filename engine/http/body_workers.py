@@ -22,7 +22,7 @@ from engine.grammars import GrammarVocabulary
 from engine.protocol.params import ModelLimits
 from engine.structured_output.constraint_check import check_constraint
 from engine.types import Constraint
-from prompts import RequestError, Tokenizer
+from prompts import RequestError, Tokenizer, field_error
 from prompts.chat_template import TemplateLimitError
 from prompts.worker_pool import WorkerPool, WorkerProcessError
 
@@ -165,15 +165,14 @@ class BodyReader:
         """
         lark, param = constraint.lark_grammar, constraint.param
         if len(lark) > GRAMMAR_CHARS_MAX:
-            raise RequestError(f"{param}: too long, expected at most {GRAMMAR_CHARS_MAX} characters", param=param)
+            raise field_error(param, f"too long, expected at most {GRAMMAR_CHARS_MAX} characters")
         try:
             checked_constraint: Constraint = await self._compiler_pool.run(
                 lambda process: process.call(GRAMMAR_S_MAX, _check_with_time_limit, constraint), tenant
             )
         except WorkerProcessError as error:
             log.warning("a grammar of %d characters could not be compiled: %s", len(lark), error)
-            message = f"{param}: takes more time or memory to compile than it may"
-            raise RequestError(message, param=param) from error
+            raise field_error(param, "takes more time or memory to compile than it may") from error
         return checked_constraint
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from engine.http.generate import STATE
 from engine.protocol.parsed_request import read_count
 from engine.protocol.tokenize import read_detokenize, read_tokenize
 from events.sources import encode_sources
-from prompts import RequestError
+from prompts import field_error
 
 _JSON = "application/json"
 
@@ -51,7 +51,7 @@ def _make_model_card(request: web.Request, name: str) -> dict[str, Any]:
 async def show_response(request: web.Request) -> web.Response:
     stored_response = request.app[STATE].response_store.get(request.match_info["response_id"], "response_id")
     if request.query.get("stream", "false") != "false":
-        raise RequestError("stream: a stored response is not streamed, ask for it whole", param="stream")
+        raise field_error("stream", "a stored response is not streamed, ask for it whole")
     return web.Response(body=stored_response.response, content_type=_JSON)
 
 

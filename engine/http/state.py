@@ -22,7 +22,7 @@ from engine.process.client import EngineClient, OutputStream
 from engine.protocol.params import ModelLimits
 from engine.types import KVSource, Request
 from prompts import RequestError, Tokenizer, bad_value
-from prompts.errors import format_value
+from prompts.errors import field_error, format_value
 from prompts.kv_source import RemoteKVSource
 
 RETRY_AFTER_S = 1
@@ -100,7 +100,7 @@ class ServerState:
         """Submit all sequences of a request, or none of them. Raises RequestError 503, 429 or 400."""
         limit = self.config.max_queue
         if limit and len(requests) > limit:
-            raise RequestError(f"n: {len(requests)} sequences, expected at most {limit} (--max-queue)", param="n")
+            raise field_error("n", f"{len(requests)} sequences, expected at most {limit} (--max-queue)")
         self._check_capacity(len(requests) - 1)
         return self.client.submit(requests)
 

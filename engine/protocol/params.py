@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from engine.types import Constraint, SamplingParams
-from prompts.errors import RequestError, bad_value, describe_context_overflow
+from prompts.errors import RequestError, bad_value, describe_context_overflow, field_error
 from prompts.schemas import ChatRequest, CompletionRequest
 from simulation.spec import ScriptTurn
 
@@ -141,7 +141,7 @@ def check_prompt(token_ids: list[int], limits: ModelLimits, param: str, path: st
     `param`: field of the prompt; `path`: path of the API, which decides the words of the error.
     """
     if not token_ids:
-        raise RequestError(f"{param}: the prompt has no tokens, expected at least one", param=param)
+        raise field_error(param, "the prompt has no tokens, expected at least one")
     _check_vocabulary(param, (min(token_ids), max(token_ids)), limits)
     if len(token_ids) >= limits.max_model_len:
         # Clients recognise these words and shorten the conversation: a field's name before them would hide them.

@@ -33,6 +33,7 @@ from prompts import (
     RequestError,
     Tokenizer,
     bad_value,
+    field_error,
     parse_chat,
     parse_completion,
 )
@@ -180,8 +181,7 @@ def _make_response_context(request: ResponsesRequest, body: ChatRequest) -> Resp
 def _check_response_supported(request: ResponsesRequest) -> None:
     """Raise RequestError if the response is to be computed in the background, or if its input has an image or file."""
     if request.background:
-        message = "background: not supported, expected false: a response is computed while its client waits"
-        raise RequestError(message, param="background")
+        raise field_error("background", "not supported, expected false: a response is computed while its client waits")
     items = request.input if isinstance(request.input, list) else []
     for index, item in enumerate(items):
         for field in ("content", "output"):
@@ -313,7 +313,7 @@ def build_constraint(
     if requested is None:
         return None
     if limits.constraint_refusal is not None:
-        raise RequestError(f"{requested.param}: {limits.constraint_refusal}", param=requested.param)
+        raise field_error(requested.param, limits.constraint_refusal)
     lark = write_lark(requested, read_added_tokens(tokenizer))
     return Constraint(lark, requested.param, msgspec.json.encode(requested), *reasoning_ids)
 
@@ -371,10 +371,8 @@ def read_completion(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> P
     given_prompts = body.prompt if has_several_prompts else [body.prompt]
     sample_count = body.n or 1
     if len(given_prompts) * sample_count > MAX_CHOICES:
-        raise RequestError(
-            f"n: {len(given_prompts)} prompts x {sample_count} samples, expected at most {MAX_CHOICES} together",
-            param="n",
-        )
+        choices_text = f"{len(given_prompts)} prompts x {sample_count} samples"
+        raise field_error("n", f"{choices_text}, expected at most {MAX_CHOICES} together")
     prompts = [
         _truncate_prompt("prompt" if len(given_prompts) == 1 else f"prompt[{number}]", ids, body, limits)
         for number, ids in enumerate(tokenizer.encode_completion(body))

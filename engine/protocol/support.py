@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prompts.errors import RequestError, bad_value
+from prompts.errors import bad_value, field_error
 from prompts.schemas import MEDIA_PARTS, ChatRequest, CommonRequest, CompletionRequest
 
 
@@ -15,9 +15,9 @@ def check_supported(request: ChatRequest | CompletionRequest) -> None:
     if request.suffix:
         raise bad_value("suffix", request.suffix, "no suffix: insertion is not supported")
     if request.prompt_embeds is not None:
-        raise RequestError("prompt_embeds: embeddings as prompts are not supported", param="prompt_embeds")
+        raise field_error("prompt_embeds", "embeddings as prompts are not supported")
     if request.echo and request.stream and request.logprobs is not None and request.n not in (None, 1):
-        raise RequestError("echo: not supported together with stream, logprobs and n > 1", param="echo")
+        raise field_error("echo", "not supported together with stream, logprobs and n > 1")
 
 
 def _check_common(request: CommonRequest) -> None:
@@ -28,10 +28,10 @@ def _check_common(request: CommonRequest) -> None:
         raise bad_value("use_beam_search", True, "false: beam search is not supported")
     for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar"):
         if getattr(request, name) is not None:
-            raise RequestError(f"{name}: not supported, expected structured_outputs", param=name)
+            raise field_error(name, "not supported, expected structured_outputs")
     for name in ("allowed_token_ids", "bad_words", "logits_processors"):
         if getattr(request, name):
-            raise RequestError(f"{name}: not supported", param=name)
+            raise field_error(name, "not supported")
 
 
 def _check_chat(request: ChatRequest) -> None:
@@ -44,4 +44,4 @@ def _check_chat(request: ChatRequest) -> None:
                 path = f"messages[{index}].content[{number}]"
                 raise bad_value(f"{path}.type", part["type"], '"text": this model reads text only')
     if request.chat_template is not None:  # a template is a program that could run for long
-        raise RequestError("chat_template: this server does not take templates from requests", param="chat_template")
+        raise field_error("chat_template", "this server does not take templates from requests")

@@ -8,7 +8,7 @@ import msgspec
 
 from engine.protocol.params import ModelLimits
 from engine.protocol.support import check_supported
-from prompts import RequestError, Tokenizer, bad_value
+from prompts import Tokenizer, bad_value, field_error
 from prompts.schemas import TokenIdField, decode_json, parse_chat
 
 
@@ -41,7 +41,7 @@ def read_tokenize(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tup
     elif body.prompt is not None:
         ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
     else:
-        raise RequestError("prompt: missing or null, expected a text, or messages in its place", param="prompt")
+        raise field_error("prompt", "missing or null, expected a text, or messages in its place")
     strings = [tokenizer.id_to_token(i) or "" for i in ids] if body.return_token_strs else None
     answer = {"count": len(ids), "max_model_len": limits.max_model_len, "tokens": ids, "token_strs": strings}
     return body.model, msgspec.json.encode(answer)

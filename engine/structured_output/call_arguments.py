@@ -14,7 +14,7 @@ from engine.output.json_calls import NAME_PATTERN
 from engine.output.schema_types import Property, get_definitions, list_properties, list_values, resolve, schema_types
 from engine.output.xml_calls import encode_as_types
 from engine.structured_output.lark_rules import ANY_TEXT, GrammarRules, json_directive, quote, slash_regex
-from prompts import RequestError
+from prompts import field_error
 from prompts.schemas import Json
 
 SCHEMA_DEPTH_MAX = 64
@@ -199,10 +199,10 @@ class ArgumentWriter:
             return [] if schema.get("additionalProperties") is False else None
         if self._options.get("lenient"):
             return None
-        raise RequestError(
-            f"{self._param}: calls of this model are not JSON and cannot follow this schema, expected an object with "
-            'properties, without anyOf, oneOf, allOf and patternProperties; or "strict": false',
-            param=self._param,
+        raise field_error(
+            self._param,
+            "calls of this model are not JSON and cannot follow this schema, expected an object with properties, "
+            'without anyOf, oneOf, allOf and patternProperties; or "strict": false',
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from engine.output.json_calls import NAME_PATTERN
-from prompts import ChatRequest, CompletionRequest, RequestError, bad_value
+from prompts import ChatRequest, CompletionRequest, bad_value, field_error
 from prompts.responses import CUSTOM_TOOL_SCHEMA, ClientTool
 from prompts.schemas import Json, ResponseFormat, StructuredOutputs
 from simulation.spec import FIRST_TOOL, ScriptTurn
@@ -190,9 +190,7 @@ def _parse_text_format(body: ChatRequest | CompletionRequest) -> RequestedConstr
     if outputs is None:
         return response_constraint
     if response_constraint is not None:
-        raise RequestError(
-            "structured_outputs: expected only where response_format is text", param="structured_outputs"
-        )
+        raise field_error("structured_outputs", "expected only where response_format is text")
     return _parse_structured_outputs(outputs)
 
 
@@ -205,14 +203,12 @@ def _parse_response_format(response_format: ResponseFormat) -> RequestedConstrai
         if response_format.json_schema is not None:
             path, schema = f"{path}.schema", response_format.json_schema.schema
         if schema is None:
-            raise RequestError(f"{path}: missing, expected a JSON schema", param=path)
+            raise field_error(path, "missing, expected a JSON schema")
         return RequestedConstraint(path, make_schema_format(schema))
     if response_format.format is not None:
         return RequestedConstraint("response_format.format", response_format.format)
     if response_format.structures is None or response_format.triggers is None:
-        raise RequestError(
-            "response_format.format: missing, expected the format of a structural tag", param="response_format.format"
-        )
+        raise field_error("response_format.format", "missing, expected the format of a structural tag")
     legacy_tag = {"structures": response_format.structures, "triggers": response_format.triggers}
     return RequestedConstraint("response_format.structures", parse_structural_tag(legacy_tag, "response_format"))
 
@@ -226,7 +222,7 @@ def _parse_structured_outputs(outputs: StructuredOutputs) -> RequestedConstraint
     set_kinds = [kind for kind in KINDS if getattr(outputs, kind) not in (None, False)]  # False: json_object is off
     if len(set_kinds) != 1:
         kinds_text = ", ".join(set_kinds) or "none of them"
-        raise RequestError(f"{field}: got {kinds_text}, expected one of {', '.join(KINDS)}", param=field)
+        raise field_error(field, f"got {kinds_text}, expected one of {', '.join(KINDS)}")
     if outputs.disable_additional_properties:
         option = f"{field}.disable_additional_properties"
         raise bad_value(option, True, 'false: say "additionalProperties": false in the schema')

@@ -12,7 +12,7 @@ from engine.output.schema_types import get_definitions
 from engine.structured_output.constraint import Format, RequestedConstraint
 from engine.structured_output.lark import write_lark
 from engine.types import Constraint
-from prompts import RequestError
+from prompts import field_error
 
 LOOSEN_CPU_S_MAX: Final = 0.8
 """CPU time for loosening the schemas of one request property by property; after it, they allow any object."""
@@ -32,10 +32,9 @@ def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> C
                 raise
             lark = check_grammar(vocabulary, _write_loosened_grammar(vocabulary, constraint.source_json))
     except GrammarError as error:
-        raise RequestError(f"{constraint.param}: {error}", param=constraint.param) from error
+        raise field_error(constraint.param, str(error)) from error
     except RecursionError as error:
-        message = f"{constraint.param}: schemas too deep in each other"
-        raise RequestError(message, param=constraint.param) from error
+        raise field_error(constraint.param, "schemas too deep in each other") from error
     return msgspec.structs.replace(constraint, lark_grammar=lark, source_json=b"")
 
 
@@ -69,7 +68,7 @@ class _SchemaLoosener:
         if fault is None:
             return format_part
         if not format_part.get("lenient"):
-            raise RequestError(f"{format_part['param']}: {fault}", param=format_part["param"])
+            raise field_error(format_part["param"], fault)
         return self._loosen_schema(format_part)
 
     def _find_fault(self, format: Format) -> str | None:

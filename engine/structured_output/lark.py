@@ -25,7 +25,7 @@ from engine.structured_output.lark_rules import (
     quote,
     slash_regex,
 )
-from prompts import RequestError, bad_value
+from prompts import bad_value, field_error
 from prompts.schemas import Json
 
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,64}"
@@ -69,7 +69,7 @@ class _LarkWriter:
         """Add the rule of a format. Return the rule's name."""
         self._format_count += 1
         if self._format_count > FORMATS_MAX or self._depth > DEPTH_MAX:
-            raise RequestError(f"{path}: too many formats, or too deep in each other", param=path)
+            raise field_error(path, "too many formats, or too deep in each other")
         format_type = format.get("type") if isinstance(format, dict) else None
         write = _WRITERS.get(format_type) if isinstance(format_type, str) else None
         if write is None:
@@ -97,8 +97,8 @@ class _LarkWriter:
         try:
             return f"%lark {{\n{escape_grammar(_get_text(path, format, 'definition'))}\n}}"
         except UnsupportedGrammar as error:
-            message = f"{path}: the grammar of the tool {format.get('tool')!r} cannot be matched: {error}"
-            raise RequestError(message, param=path) from None
+            problem = f"the grammar of the tool {format.get('tool')!r} cannot be matched: {error}"
+            raise field_error(path, problem) from None
 
     def write_json_schema(self, path: str, format: Format) -> str:
         """Return an expression of the values that match a schema, as the format's `style` writes them.
@@ -191,7 +191,7 @@ class _LarkWriter:
         """
         triggers, tags = _get_list(path, format, "triggers"), _get_list(path, format, "tags")
         if not tags or not all(isinstance(trigger, str) and trigger for trigger in triggers):
-            raise RequestError(f"{path}: expected at least one tag, and triggers that are strings", param=path)
+            raise field_error(path, "expected at least one tag, and triggers that are strings")
         free_text = self.write_any_text(path, format)
         tag_tails_by_trigger: dict[str, list[str]] = {}
         for number, tag in enumerate(tags):
