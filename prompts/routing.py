@@ -137,9 +137,14 @@ def parse_body(kind: ApiKind, data: bytes) -> tuple[RoutingRequest, dict[str, ms
 
 def _parse_body(kind: ApiKind, data: bytes) -> RoutingRequest:
     if kind in ("messages", "responses"):
-        source = _parse_source(kind, data)
+        try:
+            source = parse_messages(data) if kind == "messages" else parse_responses_request(data)
+        except RequestError:
+            source = None  # the worker will say what is wrong
+        if isinstance(source, MessagesRequest):
+            return _make_from_messages(source)
         if source is not None:
-            return _make_from_messages(source) if isinstance(source, MessagesRequest) else _make_from_response(source)
+            return _make_from_response(source)
     return make_routing_request(kind, decode_json(_fields_decoder, data))
 
 
@@ -182,14 +187,6 @@ def make_routing_request(kind: ApiKind, fields: Any) -> RoutingRequest:
 
 def _read_user_id(metadata: Any) -> str | None:
     return _as_string(metadata.get("user_id")) if isinstance(metadata, dict) else None
-
-
-def _parse_source(kind: ApiKind, data: bytes) -> MessagesRequest | ResponsesRequest | None:
-    """Parse a body of the Messages or Responses API; None if it is wrong, as the worker will say."""
-    try:
-        return parse_messages(data) if kind == "messages" else parse_responses_request(data)
-    except RequestError:
-        return None
 
 
 def _make_from_messages(source: MessagesRequest) -> RoutingRequest:

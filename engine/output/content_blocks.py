@@ -104,8 +104,9 @@ class ContentBlocks:
         """Append text to the open block. Of a custom call, only the decoded input is appended."""
         block = self._current_block
         assert block is not None, "the first piece of a call has its name"
-        if block.kind == "custom_call":
-            text = self._input_decoder.push(text)
+        self._add_delta(block, self._input_decoder.push(text) if block.kind == "custom_call" else text, events)
+
+    def _add_delta(self, block: ContentBlock, text: str, events: list[BlockEvent]) -> None:
         if text:
             block.texts.append(text)
             events.append(BlockEvent("delta", block, text))
@@ -123,9 +124,6 @@ class ContentBlocks:
         if block is None:
             return
         if block.kind == "custom_call":
-            last_text = self._input_decoder.finish()
-            if last_text:
-                block.texts.append(last_text)
-                events.append(BlockEvent("delta", block, last_text))
+            self._add_delta(block, self._input_decoder.finish(), events)
         events.append(BlockEvent("stop", block))
         self._current_block = None

@@ -103,23 +103,16 @@ def list_values(schema: Json, root: Json, depth: int = 0) -> list[Json] | None:
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
         return None
     values = _enum_values(schema)
-    if values is None:
-        values = _list_branch_values(schema.get("anyOf", schema.get("oneOf")), root, depth + 1)
+    branches = schema.get("anyOf", schema.get("oneOf"))
+    if values is None and isinstance(branches, list) and branches:
+        values = []
+        for branch in branches:
+            branch_values = list_values(branch, root, depth + 1)
+            if branch_values is None:
+                return None
+            values += branch_values
     if values is None or any(isinstance(value, (dict, list)) for value in values):
         return None
-    return values
-
-
-def _list_branch_values(branches: Json, root: Json, depth: int) -> list[Json] | None:
-    """Return the values that branches list together; None if there are no branches, or if one lists none."""
-    if not isinstance(branches, list) or not branches:
-        return None
-    values: list[Json] = []
-    for branch in branches:
-        branch_values = list_values(branch, root, depth)
-        if branch_values is None:
-            return None
-        values += branch_values
     return values
 
 

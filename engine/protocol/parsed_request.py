@@ -157,7 +157,11 @@ def read_response(
     try:
         parsed_request = _read_chat_body(body, tokenizer, limits, "/v1/responses", context.tools)
     except RequestError as error:
-        raise _rename_error_field(error) from None
+        if error.param is None:
+            raise
+        param = _get_responses_field(error.param)
+        message = error.message.replace(error.param, param, 1)
+        raise RequestError(message, param=param, code=error.code, status=error.status) from None
     constraint = parsed_request.constraint
     if constraint is not None:  # its grammar is compiled later, and an error names the field then
         constraint = msgspec.structs.replace(constraint, param=_get_responses_field(constraint.param))
@@ -211,15 +215,6 @@ def _get_responses_field(param: str) -> str:
         if param.startswith(chat_field):
             return responses_field if chat_field == "messages" else param.replace(chat_field, responses_field, 1)
     return param
-
-
-def _rename_error_field(error: RequestError) -> RequestError:
-    """Return an error about a chat as one about the `/v1/responses` body from which the chat was converted."""
-    if error.param is None:
-        return error
-    param = _get_responses_field(error.param)
-    message = error.message.replace(error.param, param, 1)
-    return RequestError(message, param=param, code=error.code, status=error.status)
 
 
 def _encode_echoed_fields(request: ResponsesRequest) -> bytes:

@@ -217,7 +217,6 @@ def _get_length(value: Json) -> int | None:
     return value if type(value) is int and 0 <= value < 2**31 else None
 
 
-_ESCAPE = re.compile(r"\\.", re.S)
 _PATTERN_PARTS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|.", re.S)
 
 
@@ -246,15 +245,10 @@ def _split_alternatives(pattern: str) -> list[list[str]]:
         if part == "|" and depth == 0:
             alternatives.append([])
         elif part.startswith("["):
-            alternatives[-1].append(_ESCAPE.sub(_use_ascii_digits, part))
+            alternatives[-1].append(re.sub(r"\\.", lambda escape: "0-9" if escape[0] == r"\d" else escape[0], part))
         else:
             alternatives[-1].append("[0-9]" if part == r"\d" else part)
     return alternatives
-
-
-def _use_ascii_digits(escape: re.Match[str]) -> str:
-    """Return an escape inside of a character class, with ASCII digits for `\\d`, as in JavaScript."""
-    return "0-9" if escape[0] == r"\d" else escape[0]
 
 
 def _anchor_alternative(parts: list[str]) -> str:
