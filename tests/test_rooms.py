@@ -114,7 +114,6 @@ RECORDS = {
     "engine/config.py:EngineConfig",
     "engine/config.py:ServerConfig",
     "events/kv_subscriber.py:command",
-    "prompts/responses.py:ResponsesRequest",
     "prompts/routing.py:RoutingRequest",
     "prompts/schemas.py:CommonRequest",
     "router/app/config.py:ProcessConfig",
