@@ -116,6 +116,7 @@ RECORDS = {
     "events/kv_subscriber.py:command",
     "prompts/routing.py:RoutingRequest",
     "prompts/schemas.py:CommonRequest",
+    "prompts/schemas.py:SharedRequest",
     "router/app/config.py:ProcessConfig",
 }
 """Settings, flags and bodies: as many fields as users know of."""
