@@ -39,8 +39,8 @@ class Row(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MetricsSources:
-    """Parts of one router that count what the page shows."""
+class MetricsPage:
+    """The page `/metrics` of one router, and the parts of the router that count what the page shows."""
 
     proxy: Proxy
     prompt_reader: PromptReader
@@ -51,30 +51,24 @@ class MetricsSources:
     count_peer_messages: Callable[[], Mapping[str, int]] = dict
     """Returns the messages to and from other routers, by outcome."""
 
-
-class MetricsRoutes:
-    """Serves the page `/metrics` of one router."""
-
-    def __init__(self, sources: MetricsSources) -> None:
-        self._sources = sources
-
     def register(self, routes: Routes) -> None:
-        routes.add("GET", "/metrics", CachedPage(self._render, self._sources.proxy.now), public=True)
+        """Serve the page."""
+        routes.add("GET", "/metrics", CachedPage(self._render, self.proxy.now), public=True)
 
     def _render(self) -> Response:
-        return Response(render_metrics(build_page_families(self._sources)), content_type=TEXT_FORMAT)
+        return Response(render_metrics(build_page_families(self)), content_type=TEXT_FORMAT)
 
 
-def build_page_families(sources: MetricsSources) -> Iterator[Family]:
+def build_page_families(page: MetricsPage) -> Iterator[Family]:
     """Yield all metric families of the page `/metrics`, with the figures of this moment."""
-    proxy = sources.proxy
+    proxy = page.proxy
     metrics, snapshot = proxy.metrics, proxy.core.snapshot(proxy.now())
     metrics.flush_ended()
     yield from _build_families(CounterMetricFamily, _list_request_counters(metrics))
-    yield from _build_families(CounterMetricFamily, _list_room_counters(sources, snapshot))
-    yield from build_feed_families(sources.feed.sum_counters())
-    yield from _build_families(GaugeMetricFamily, _list_gauges(sources, snapshot))
-    yield from _build_families(GaugeMetricFamily, _list_worker_gauges(sources, snapshot))
+    yield from _build_families(CounterMetricFamily, _list_room_counters(page, snapshot))
+    yield from build_feed_families(page.feed.sum_counters())
+    yield from _build_families(GaugeMetricFamily, _list_gauges(page, snapshot))
+    yield from _build_families(GaugeMetricFamily, _list_worker_gauges(page, snapshot))
     yield from _build_histogram_families(metrics)
 
 
@@ -138,9 +132,9 @@ def _list_request_counters(metrics: Metrics) -> list[Row]:
     ]
 
 
-def _list_room_counters(sources: MetricsSources, snapshot: CoreSnapshot) -> list[Row]:
+def _list_room_counters(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
     """Return the counters that are kept outside `Metrics`: by the core, the fleet, the prompt reader and the feed."""
-    conversations, events = sources.prompt_reader.conversations, sources.feed.events
+    conversations, events = page.prompt_reader.conversations, page.feed.events
     received_bytes_by_target = {
         row.target: row.engine_load.received_kv_bytes
         for row in snapshot.workers
@@ -151,12 +145,12 @@ def _list_room_counters(sources: MetricsSources, snapshot: CoreSnapshot) -> list
             received_bytes_by_target, ("worker",)),
         Row("core", "Events in the core: routed, queued, refused, retried ...", snapshot.counters, ("event",)),
         Row("worker_check_failures", "Probes and checks of a worker that failed, or got an unusable answer.",
-            sources.fleet.failed_checks, ("worker",)),
+            page.fleet.failed_checks, ("worker",)),
         Row("large_bodies", "Large bodies given to helper processes, by outcome.",
-            sources.worker_pool.counts, ("outcome",)),
-        Row("peer_messages", "Messages between routers, by outcome.", sources.count_peer_messages(), ("outcome",)),
+            page.worker_pool.counts, ("outcome",)),
+        Row("peer_messages", "Messages between routers, by outcome.", page.count_peer_messages(), ("outcome",)),
         _total("tokenize_cpu_seconds", "CPU seconds of rendering and encoding prompts.",
-               sources.prompt_reader.cpu_s + sources.worker_pool.cpu_s),
+               page.prompt_reader.cpu_s + page.worker_pool.cpu_s),
         _total("conversation_cache_hits", "Bodies from 1 KB on that continue a cached conversation.",
                conversations.cache.hits),
         _total("conversation_cache_misses", "Bodies from 1 KB on that continue no cached conversation.",
@@ -172,18 +166,18 @@ def _list_room_counters(sources: MetricsSources, snapshot: CoreSnapshot) -> list
     ]
 
 
-def _list_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> list[Row]:
+def _list_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
     """Return the gauges of the whole router."""
-    index = sources.proxy.core.index.stats()
+    index = page.proxy.core.index.stats()
     return [
         _total("request_buffer_bytes", "Bytes of requests and of unread answers; small ones do not count.",
-               sources.proxy.metrics.request_buffer_bytes),
+               page.proxy.metrics.request_buffer_bytes),
         _total("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
         _total("queued", "Requests that wait in the router.", snapshot.queued_requests),
         _total("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.",
-               sources.worker_pool.waiting_bytes),
+               page.worker_pool.waiting_bytes),
         _total("conversation_cache_bytes", "Bytes of memory of cached conversations.",
-               sources.prompt_reader.conversations.cache.used_bytes),
+               page.prompt_reader.conversations.cache.used_bytes),
         _total("index_holders", "Event streams in the index.", index.holders),
         _total("index_entries", "Blocks in the index, counted once for each worker and cache group.", index.entries),
         _total("index_parked", "Events waiting for their parent block.", index.parked),
@@ -192,18 +186,18 @@ def _list_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> list[Row]:
     ]
 
 
-def _list_worker_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> list[Row]:
+def _list_worker_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
     """Return the gauges of each worker, and of each group of workers that move KV between them."""
     rows, worker = snapshot.workers, ("worker",)
     missing_roles = {
         (group["group"], role): float(not group[workers_field])
-        for group in describe_kv_groups(sources.proxy.core.workers.values())
+        for group in describe_kv_groups(page.proxy.core.workers.values())
         for role, workers_field in ((PREFILL_ROLE, "sources"), (DECODE_ROLE, "destinations"))
     }
     return [
         Row("kv_role_missing", "1 where no worker of a group gives KV (prefill), or none takes it (decode).",
             missing_roles, ("group", "role")),
-        *_list_state_gauges(sources, snapshot),
+        *_list_state_gauges(page, snapshot),
         Row("worker_prefilling", "Requests at the worker without a first token.",
             {row.target: row.prefilling for row in rows}, worker),
         Row("worker_decoding", "Requests at the worker past their first token.",
@@ -213,16 +207,16 @@ def _list_worker_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> list
         Row("worker_utilisation", "Seconds of prefill sent to the worker, per second.",
             {row.target: row.utilisation for row in rows}, worker),
         Row("worker_event_lag_seconds", "Seconds from the making of a worker's last batch of events until it counted.",
-            sources.feed.list_event_lags(), worker),
+            page.feed.list_event_lags(), worker),
         Row("worker_alarms", "Alarms that are raised for the worker.",
             {row.target: len(row.alarms) for row in rows}, worker),
     ]
 # fmt: on
 
 
-def _list_state_gauges(sources: MetricsSources, snapshot: CoreSnapshot) -> list[Row]:
+def _list_state_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
     """Return the gauges that show the state of each worker. A worker that was never reached is starting."""
-    state_by_worker = dict.fromkeys(sources.fleet.list_starting_reasons(), "starting")
+    state_by_worker = dict.fromkeys(page.fleet.list_starting_reasons(), "starting")
     state_by_worker |= {row.target: row.state for row in snapshot.workers}
     up_workers = {worker: float(state == "up") for worker, state in state_by_worker.items()}
     states = {

@@ -20,7 +20,7 @@ from router.admin.dashboard import Dashboard
 from router.admin.description import DescriptionRoutes, ModelRoutes
 from router.admin.explanations import ExplanationRoutes
 from router.admin.health import HealthRoutes
-from router.admin.metrics_page import MetricsRoutes, MetricsSources
+from router.admin.metrics_page import MetricsPage
 from router.admin.workers import WorkerListRoutes
 from router.app.cluster import Cluster
 from router.app.config import EppConfig, ProcessConfig
@@ -140,7 +140,7 @@ class RouterProcess:
         config, pipeline, cluster = self._config, self.pipeline, self.cluster
         proxy, model_names = pipeline.proxy, pipeline.request_reader.model_names
         forwarded_paths = () if isinstance(config, EppConfig) else (*FORWARDED_PATHS, *config.edge.pass_routes)
-        metrics_sources = MetricsSources(
+        metrics_page = MetricsPage(
             proxy,
             pipeline.prompt_reader,
             pipeline.worker_pool,
@@ -154,7 +154,7 @@ class RouterProcess:
             DescriptionRoutes(self._version, forwarded_paths),
             self._health,
             ModelRoutes(proxy.core, model_by_alias, proxy.now),
-            MetricsRoutes(metrics_sources),
+            metrics_page,
             self._worker_list,
             ExplanationRoutes(proxy, pipeline.request_reader, pipeline.reasons),
             self._dashboard,

@@ -17,7 +17,7 @@ from options import Schema, load_config
 from router.admin.description import DescriptionRoutes, ModelRoutes
 from router.admin.explanations import ExplanationRoutes
 from router.admin.health import HealthRoutes
-from router.admin.metrics_page import MetricsRoutes, MetricsSources
+from router.admin.metrics_page import MetricsPage
 from router.admin.workers import WorkerListRoutes
 from router.app.dispatch import RequestDispatcher
 from router.app.guard import Guard
@@ -345,13 +345,13 @@ class Edge:
         self.health = HealthRoutes(self.core, fleet, feed, self.now, 0.0)
         self.worker_list = WorkerListRoutes(self.proxy, fleet, self.prompts)
         self.explanations = ExplanationRoutes(self.proxy, reader, reasons)
-        self.metrics_sources = MetricsSources(self.proxy, self.prompts, self.worker_pool, fleet, feed)
+        self.metrics_page = MetricsPage(self.proxy, self.prompts, self.worker_pool, fleet, feed)
         self.routes = Routes()
         for group in (
             DescriptionRoutes("test", ()),
             self.health,
             ModelRoutes(self.core, {}, self.now),
-            MetricsRoutes(self.metrics_sources),
+            self.metrics_page,
             self.worker_list,
             self.explanations,
         ):

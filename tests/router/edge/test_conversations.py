@@ -82,7 +82,7 @@ def test_a_wrong_prompt_ends_the_caching_and_is_told(
         assert await send(edge, make_post, talk) == 0, "nothing is cached any more"
         (row,) = edge.worker_list.describe_workers()["workers"]
         assert "differed from the whole" in row["conversation_cache"]["tiny"]
-        page = render_metrics(build_page_families(edge.metrics_sources)).decode()
+        page = render_metrics(build_page_families(edge.metrics_page)).decode()
         for name in ("checks", "differences"):
             assert f"blockcast_router_conversation_cache_{name}_total 1.0\n" in page
 

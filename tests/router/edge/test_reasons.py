@@ -142,7 +142,7 @@ def test_a_turn_is_explained_by_its_id(edge: Any, make_post: Any, router: Any) -
         part = next(part for part in edited["uncached_ranges"] if part["reason"] == "edited")
         assert part["message"] == 1
         assert part["group"] == "workload"
-        page = render_metrics(build_page_families(edge.metrics_sources))
+        page = render_metrics(build_page_families(edge.metrics_page))
         assert b'blockcast_router_cache_miss_requests_total{reason="new_session"} 1.0' in page
         assert b'blockcast_router_cache_miss_tokens_total{group="workload",reason="edited"}' in page
         assert b'blockcast_router_reused_tokens_total{point="prompt"}' in page
