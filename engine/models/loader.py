@@ -156,14 +156,13 @@ def _list_shard_paths(folder: Path) -> list[Path]:
     Raises ModelError if a file is missing or the index is malformed.
     """
     index_path = folder / INDEX_FILE_NAME
+    paths = [folder / SINGLE_FILE_NAME]
     if index_path.exists():
         try:
-            names = sorted(set(json.loads(index_path.read_text())["weight_map"].values()))
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
+            names = json.loads(index_path.read_text())["weight_map"].values()
+            paths = [folder / name for name in sorted(set(names))]
+        except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
             raise ModelError(f"{index_path}: expected an object with weight_map: {error!r}") from error
-    else:
-        names = [SINGLE_FILE_NAME]
-    paths = [folder / name for name in names]
     for path in paths:
         if not path.is_file():
             raise ModelError(f"{path}: no such file; expected the checkpoint's weights in safetensors format")

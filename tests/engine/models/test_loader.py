@@ -134,6 +134,18 @@ def test_files_that_are_not_there_or_broken(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    "index",
+    [b"{", b"[1]", b"{}", b'{"weight_map": [1]}', b'{"weight_map": {"a": 3}}', b'{"weight_map": {"a": {}}}', b"\xff",
+     b'{"weight_map": {"a": "x", "b": null}}', b"[" * 100_000],
+    ids=lambda index: index[:40],
+)  # fmt: skip
+def test_an_index_that_is_malformed(folder: Path, index: bytes) -> None:
+    (folder / "model.safetensors.index.json").write_bytes(index)
+    with pytest.raises(ModelError, match="expected an object with weight_map"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
     ("family", "key", "value"),
     [
         ("granite", "residual_multiplier", 0.7), ("granite", "attention_multiplier", 0.2),
