@@ -144,8 +144,9 @@ class OutputParser:
         if self._call_format is None:
             while True:
                 self._delta.add_plain_text(self._source.take_all())
-                if not (yield from self._source.wait_for_more()):
+                if self._source.is_complete:
                     return
+                yield
         while (yield from self._read_text(self._call_format)):
             yield from self._read_region(self._call_format)
 
