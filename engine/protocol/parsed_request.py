@@ -18,7 +18,7 @@ from engine.output.formats import REASONING_FORMATS, ReasoningState, find_reason
 from engine.output.parser import OutputParserConfig
 from engine.output.schema_types import read_parameter_types
 from engine.protocol.params import ModelLimits, check_prompt
-from engine.protocol.support import check_supported
+from engine.protocol.support import check_supported, refuse_media
 from engine.structured_output.constraint import (
     is_call_required,
     make_scripted_constraint,
@@ -48,7 +48,7 @@ from prompts.responses import (
     parse_responses_request,
 )
 from prompts.responses import convert_to_chat as convert_response_to_chat
-from prompts.schemas import ResponseFormat, StructuredOutputs, is_media
+from prompts.schemas import ResponseFormat, StructuredOutputs
 
 ECHOED_BYTES_MAX = 64 << 10
 """Largest field of a body that its answer repeats; larger fields are left out."""
@@ -186,16 +186,9 @@ def _check_response_supported(request: ResponsesRequest) -> None:
     """Raise RequestError if the response is to be computed in the background, or if its input has an image or file."""
     if request.background:
         raise field_error("background", "not supported, expected false: a response is computed while its client waits")
-    items = request.input if isinstance(request.input, list) else []
-    for index, item in enumerate(items):
+    for index, item in enumerate(request.input if isinstance(request.input, list) else ()):
         for field in ("content", "output"):
-            parts = item.get(field)
-            if not isinstance(parts, list):
-                continue
-            for number, part in enumerate(parts):
-                if isinstance(part, dict) and is_media(part):
-                    path = f"input[{index}].{field}[{number}].type"
-                    raise bad_value(path, part.get("type"), '"input_text": this model reads text only')
+            refuse_media(f"input[{index}].{field}", item.get(field), "input_text")
 
 
 _RESPONSES_FIELDS = {

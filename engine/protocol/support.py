@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prompts.errors import bad_value, field_error
-from prompts.schemas import MEDIA_PARTS, ChatRequest, CommonRequest, CompletionRequest
+from prompts.schemas import ChatRequest, CommonRequest, CompletionRequest, Json, is_media
 
 
 def check_supported(request: ChatRequest | CompletionRequest) -> None:
@@ -37,11 +37,13 @@ def _check_common(request: CommonRequest) -> None:
 def _check_chat(request: ChatRequest) -> None:
     """Raise RequestError for media in a message, or a template of the client's own."""
     for index, message in enumerate(request.messages):
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        for number, part in enumerate(parts):
-            if isinstance(part, dict) and part.get("type") in MEDIA_PARTS:
-                path = f"messages[{index}].content[{number}]"
-                raise bad_value(f"{path}.type", part["type"], '"text": this model reads text only')
+        refuse_media(f"messages[{index}].content", message.get("content"), "text")
     if request.chat_template is not None:  # a template is a program that could run for long
         raise field_error("chat_template", "this server does not take templates from requests")
+
+
+def refuse_media(param: str, content: Json, text_type: str) -> None:
+    """Raise RequestError for an image or other media in a content. `text_type`: type of the parts that are texts."""
+    for number, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, dict) and is_media(part):
+            raise bad_value(f"{param}[{number}].type", part.get("type"), f'"{text_type}": this model reads text only')
