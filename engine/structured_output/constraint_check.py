@@ -30,19 +30,15 @@ def check_constraint(vocabulary: GrammarVocabulary, constraint: Constraint) -> C
         except GrammarError:
             if not constraint.source_json:
                 raise
-            lark = check_grammar(vocabulary, _write_loosened_grammar(vocabulary, constraint.source_json))
+            requested = msgspec.json.decode(constraint.source_json, type=RequestedConstraint)
+            format = _SchemaLoosener(vocabulary).loosen_all(requested.format)
+            loosened_lark = write_lark(RequestedConstraint(requested.param, format), vocabulary.added_tokens)
+            lark = check_grammar(vocabulary, loosened_lark)
     except GrammarError as error:
         raise field_error(constraint.param, str(error)) from error
     except RecursionError as error:
         raise field_error(constraint.param, "schemas too deep in each other") from error
     return msgspec.structs.replace(constraint, lark_grammar=lark, source_json=b"")
-
-
-def _write_loosened_grammar(vocabulary: GrammarVocabulary, source_json: bytes) -> str:
-    """Return the grammar of a requested constraint, given as JSON, with schemas that the compiler can follow."""
-    constraint = msgspec.json.decode(source_json, type=RequestedConstraint)
-    format = _SchemaLoosener(vocabulary).loosen_all(constraint.format)
-    return write_lark(RequestedConstraint(constraint.param, format), vocabulary.added_tokens)
 
 
 class _SchemaLoosener:
