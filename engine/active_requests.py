@@ -44,7 +44,7 @@ class ActiveRequests:
     def __init__(
         self, cache: KVCache, waiting: PrefillQueue, totals: SchedulerTotals, steps_in_flight: deque[StepInFlight]
     ) -> None:
-        """Start without requests. All four objects are the scheduler's, which changes them, too."""
+        """Start without requests. The scheduler shares its cache, queue of waiting requests, totals and steps."""
         self._cache = cache
         self._waiting = waiting
         self._totals = totals

@@ -196,16 +196,23 @@ def _draw_index(weights: Tensor, uniforms: Tensor) -> Tensor:
     return (span_start + offset.minimum(last_offset))[:, 0].clamp_(max=weight_count - 1)
 
 
-def _find_span(running_span_sums: Tensor, target_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first span of each row at which the running sum exceeds `target_sum`, and the rest of the target.
+class _SpanTarget(NamedTuple):
+    """Span of each row in which the drawn index lies. Tensors: [rows, 1]."""
 
-    The rest is what the running sum inside of the span must exceed: the target less the sum of all spans before. All
-    tensors but `running_span_sums`, [rows, spans], are [rows, 1]. If no sum exceeds the target, the last span is found.
+    span_index: Tensor
+    target_in_span: Tensor
+    """Sum that the running sum inside of the span must exceed: the target less the sum of all spans before."""
+
+
+def _find_span(running_span_sums: Tensor, target_sum: Tensor) -> _SpanTarget:
+    """Return the first span of each row at which the running sum exceeds `target_sum`; if none does, the last span.
+
+    running_span_sums: [rows, spans]; target_sum: [rows, 1].
     """
     last_span = running_span_sums.shape[1] - 1
     span_index = torch.searchsorted(running_span_sums, target_sum, right=True).clamp_(max=last_span)
     sum_before_span = torch.where(span_index > 0, running_span_sums.gather(1, (span_index - 1).clamp_(min=0)), 0.0)
-    return span_index, target_sum - sum_before_span
+    return _SpanTarget(span_index, target_sum - sum_before_span)
 
 
 def _sum_spans(weights: Tensor) -> Tensor:

@@ -33,17 +33,21 @@ def overwrite(target: Tensor, array: npt.NDArray[Any]) -> None:
 
 
 def upload(arrays: list[npt.NDArray[np.int64]], device: torch.device) -> list[Tensor]:
-    """Copy arrays as int32 to the device, flat, in one transfer that the host does not wait for."""
-    spans, size = [], 0
+    """Copy arrays to the device in one transfer, for which the host does not wait. Returns flat int32 tensors.
+
+    The arrays are put into one buffer, each at an aligned place.
+    """
+    spans: list[slice] = []
+    size = 0
     for array in arrays:
-        spans.append((size, size + array.size))
-        size = -(-(size + array.size) // ALIGNED_INTS) * ALIGNED_INTS
+        spans.append(slice(size, size + array.size))
+        size = -(-(size + array.size) // ALIGNED_INTS) * ALIGNED_INTS  # rounded up
     host_buffer = torch.empty(size, dtype=torch.int32, device="cpu", pin_memory=device.type != "cpu")
     host_ints = host_buffer.numpy()
-    for (start, end), array in zip(spans, arrays, strict=True):
-        host_ints[start:end] = array.reshape(-1)
+    for span, array in zip(spans, arrays, strict=True):
+        host_ints[span] = array.reshape(-1)
     device_ints = host_buffer.to(device, non_blocking=True)
-    return [device_ints[start:end] for start, end in spans]
+    return [device_ints[span] for span in spans]
 
 
 def start_copy_to_host(tensors: list[Tensor]) -> Callable[[], list[list[Any]]]:

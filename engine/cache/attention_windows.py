@@ -65,9 +65,10 @@ class AttentionWindows:
         return counts + [1] * self._has_state
 
     def count_missing_blocks(self, nodes: list[Node], block_count: int) -> list[int]:
-        """Return how many more blocks of every kind sequences hold if one of them resumes after `nodes`.
+        """Return how many blocks of every kind must be found for a sequence that resumes after a cached prefix.
 
-        `block_count`: blocks that the sequence grows to. Blocks that other sequences hold already are not counted.
+        `nodes`: nodes of the prefix. `block_count`: blocks that the sequence grows to. Blocks that running sequences
+        hold already are shared, and not counted.
         """
         counts = self.count_blocks_needed(block_count)
         for group in range(len(self._blocks_by_group)):

@@ -139,10 +139,11 @@ class ReuseStats:
         self._last_turns: OrderedDict[int, ConversationTurn] = OrderedDict()
         """Last turn of each conversation by its `continuation_hash`, oldest first."""
         self._uncounted_turns: OrderedDict[ConversationTurn, None] = OrderedDict()
-        """Turns that are not counted yet, oldest first."""
+        """Turns that have not returned, and may still do so, oldest first. They are in no counts yet."""
         self._shared_prefixes: OrderedDict[int, ConversationTurn] = OrderedDict()
         """Hash of the last block of a shared prefix -> the prefix, least recently used first."""
         self._counts_by_class: dict[TurnClass, ReuseCounts] = {}
+        """How often the turns of each class returned, and after how long."""
         self._mean_reuse = MeanReuse(0.5, math.log2(capacity_blocks))
         """Last result of `compute_mean_reuse`."""
         self._mean_reuse_clock = -1
@@ -250,13 +251,13 @@ class ReuseStats:
         return counts
 
     def compute_mean_reuse(self) -> MeanReuse:
-        """Return the mean over the turns of all classes. Computed once for each time of the clock."""
+        """Return how often turns of all classes return, and after how long. Computed anew only after a new prompt."""
         if self._mean_reuse_clock != self.clock and self._counts_by_class:
-            counts = self._counts_by_class.values()
-            return_count = sum(count.return_count for count in counts)
+            all_counts = self._counts_by_class.values()
+            return_count = sum(counts.return_count for counts in all_counts)
             self._mean_reuse = MeanReuse(
-                return_share=min(1.0, return_count / sum(count.turn_count for count in counts)),
-                gap_log2=sum(count.gap_log2_sum for count in counts) / return_count,
+                return_share=min(1.0, return_count / sum(counts.turn_count for counts in all_counts)),
+                gap_log2=sum(counts.gap_log2_sum for counts in all_counts) / return_count,
             )
             self._mean_reuse_clock = self.clock
         return self._mean_reuse

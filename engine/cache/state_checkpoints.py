@@ -242,7 +242,8 @@ class StateCheckpoints:
                     plan.state_resets.append(state.block.unit.index)
                 else:
                     plan.state_restores.append(_copy_state(state.source_checkpoint, state.block))
-            for block_count in [n for n in state.planned_checkpoints if n * self._block_size <= chunk.end]:
+            reached_block_counts = [n for n in state.planned_checkpoints if n * self._block_size <= chunk.end]
+            for block_count in reached_block_counts:
                 del state.planned_checkpoints[block_count]
             checkpoint = state.pending_checkpoint_by_end.get(chunk.end)
             if checkpoint is not None:

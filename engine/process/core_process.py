@@ -114,12 +114,13 @@ class CoreSocket:
     def _wait_readable(self, wake_sockets: Sequence[socket.socket]) -> None:
         """Wait until a command comes, the socket closes, or a wake socket has data, which is discarded."""
         while not self.is_closed:
-            readable, _, _ = select.select([self._sock, *wake_sockets], [self._sock] if self._unsent_bytes else [], [])
+            sockets_to_write = [self._sock] if self._unsent_bytes else []
+            readable_sockets, _, _ = select.select([self._sock, *wake_sockets], sockets_to_write, [])
             self.flush()
             for wake_socket in wake_sockets:
-                if wake_socket in readable:
+                if wake_socket in readable_sockets:
                     wake_socket.recv(4096)
-            if readable:
+            if readable_sockets:
                 return
 
 

@@ -64,15 +64,14 @@ class ConstrainedAnswers:
             if reasoning_end not in answer_tokens:
                 return reasoning_end
             answer_tokens = answer_tokens[answer_tokens.index(reasoning_end) + 1 :]
-        matcher_state = self._advance_matcher(seq.request.request_id, constraint.lark_grammar, answer_tokens)
-        matcher = matcher_state.matcher
-        if not matcher_state.forced_token_ids:
-            matcher_state.forced_token_ids = deque(matcher.compute_ff_tokens())
-        if matcher_state.forced_token_ids:
-            return matcher_state.forced_token_ids[0]
-        allowed_bitmask: bytes = matcher.compute_bitmask()
-        if matcher.is_error():
-            raise GrammarError(summarize_error(matcher))
+        state = self._advance_matcher(seq.request.request_id, constraint.lark_grammar, answer_tokens)
+        if not state.forced_token_ids:
+            state.forced_token_ids = deque(state.matcher.compute_ff_tokens())
+        if state.forced_token_ids:
+            return state.forced_token_ids[0]
+        allowed_bitmask: bytes = state.matcher.compute_bitmask()
+        if state.matcher.is_error():
+            raise GrammarError(summarize_error(state.matcher))
         has_tags = PARAMETER_END_TAG in constraint.lark_grammar  # tool calls have their arguments between tags
         return self._choose_token(answer_tokens, allowed_bitmask, preferred_token, has_tags=has_tags)
 

@@ -21,7 +21,7 @@ from engine.types import Sequence as EngineSequence
 
 
 class BlockMemory(Protocol):
-    """The contents of blocks."""
+    """Interface of the memory that holds the contents of blocks: it copies, reads and writes them."""
 
     def get_block_bytes(self, kind: int) -> int:
         """Return the bytes of a block's content."""

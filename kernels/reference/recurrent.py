@@ -169,9 +169,11 @@ def _scan_delta_chunks(
         # takes the diagonal as ones, whatever the matrix has there.
         system = rate[:, chunk] * (keys @ keys.mT) * pair_decay
         target = rate[:, chunk] * (v[:, chunk] - decay_since_start * (keys @ state))
-        update = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+        update = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)  # the u of all tokens
         queries = q[:, chunk]
-        out.append(decay_since_start * (queries @ state) + ((queries @ keys.mT) * pair_decay) @ update)
+        from_state = decay_since_start * (queries @ state)
+        from_chunk = ((queries @ keys.mT) * pair_decay) @ update
+        out.append(from_state + from_chunk)
         decay_to_end = pair_decay[:, -1, :, None]
         state = state * decay_since_start[:, -1:] + (keys * decay_to_end).mT @ update
     return torch.cat(out, 1).transpose(0, 1), state

@@ -185,9 +185,11 @@ class RecurrentPlan:
     units: Tensor
     """[sequences]: the unit of each sequence's state."""
     tile_seq: Tensor
+    """[tiles]: sequence of each tile, which is a chunk of STATE_CHUNK tokens of a prompt."""
     tile_token: Tensor
-    """[tiles]: sequence and first token (in the batch) of each chunk of STATE_CHUNK tokens."""
+    """[tiles]: first token of each tile, counted in the batch."""
     decode_count: int
+    """Number of decoding sequences, which come first in the batch."""
     sequence_count: int
 
 
