@@ -73,15 +73,10 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     """
     name, folder = locate_model_files(config)
     if config.simulate is None:
-        from engine.loading import load_executor
-        from engine.models import HfConfig
-
-        HfConfig.read(folder)  # for its errors, because reading the weights may take minutes
-    else:
-        from engine.simulation.executor import load_executor
+        _check_model_config(folder)
     if tokenizer is None:
         tokenizer = Tokenizer.load(config.tokenizer or folder, with_fast_encoder=False)
-    executor = load_executor(config, folder)
+    executor = _load_executor(config, folder)
     with ExitStack() as close_on_error:
         close_on_error.callback(executor.model.close)
         grammars = None
@@ -105,14 +100,31 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
         transfers=transfers,
         model=executor.model,
     )
-    info = _describe_model(config, name, folder, executor, scheduler.token_limit)
     info = msgspec.structs.replace(
-        info,
+        _describe_model(config, name, folder, executor, scheduler.token_limit),
         event_sources=[] if publisher is None else [_describe_source(publisher, transfers, config.block_size)],
         no_constraint_reason=no_constraint_reason,
         kv_transfer_port=None if transfers is None else transfers.port,
     )
     return AssembledEngine(core, info, publisher, executor, grammars)
+
+
+def _check_model_config(folder: Path) -> None:
+    """Raise ModelError for a config.json that cannot be read, at once: reading the weights may take minutes."""
+    from engine.models import HfConfig
+
+    HfConfig.read(folder)
+
+
+def _load_executor(config: EngineConfig, folder: Path) -> Executor:
+    """Load the model of a folder, or make a simulation. Torch is imported only for the former."""
+    if config.simulate is None:
+        from engine.loading import load_executor
+
+        return load_executor(config, folder)
+    from engine.simulation.executor import load_executor as load_simulation
+
+    return load_simulation(config, folder)
 
 
 def _make_publisher(config: EngineConfig, model_name: str, spec: CacheSpec) -> EventPublisher | None:

@@ -110,17 +110,19 @@ class ModelRunner:
             for group, kv in enumerate(pool.kv)
         ]
         self._states = pool.view_states(model.make_state_layout(pool.dtype))
-        self._graphs: DecodeGraphs | None = None
-        if capture is not None and has_fixed_plans:
-            self._graphs = DecodeGraphs(
-                model,
-                self._ops,
-                kv=pool.kv,
-                states=self._states,
-                ropes=self._ropes,
-                blocks_max=blocks_max,
-                capture=capture,
-            )
+        self._graphs = None if capture is None or not has_fixed_plans else self._make_graphs(capture, blocks_max)
+
+    def _make_graphs(self, capture: Capture, blocks_max: int) -> DecodeGraphs:
+        """Make the recorder of decode steps. `blocks_max`: blocks of the longest sequence."""
+        return DecodeGraphs(
+            self.model,
+            self._ops,
+            kv=self.pool.kv,
+            states=self._states,
+            ropes=self._ropes,
+            blocks_max=blocks_max,
+            capture=capture,
+        )
 
     def release_pool(self) -> None:
         """Give the pool's memory and the recorded steps back. No step may come before `allocate_pool`."""

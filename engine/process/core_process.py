@@ -243,11 +243,19 @@ def main(fd: int) -> int:
             traceback.print_exc()
         return 1
     try:
+        return _serve(engine, core_socket, check_invariants=config.check_invariants)
+    finally:
+        engine.close()
+
+
+def _serve(engine: AssembledEngine, core_socket: CoreSocket, *, check_invariants: bool) -> int:
+    """Run the step loop until the socket closes. After an error, send the reason. Returns the exit status."""
+    try:
         gc.collect()
         gc.freeze()  # the model and the pool live as long as the process: collections need not visit them
         engine.executor.model.watch_for_loss(lambda reason: _exit_with_reason(core_socket, reason))
         core_socket.send(CoreReady(engine.info))
-        CoreLoop(engine, core_socket, check_invariants=config.check_invariants).run()
+        CoreLoop(engine, core_socket, check_invariants=check_invariants).run()
     except RunnerLostError as error:
         core_socket.send_fatal(str(error))
         return 1
@@ -255,8 +263,6 @@ def main(fd: int) -> int:
         core_socket.send_fatal(f"the step loop failed: {type(error).__name__}: {error}")
         traceback.print_exc()
         return 1
-    finally:
-        engine.close()
     return 0
 
 
