@@ -21,7 +21,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore, Executor
 from engine.grammars import GrammarCompiler, GrammarVocabulary, find_unsupported_reason
 from engine.messages import CoreInfo
-from engine.model_files import read_default_sampling
+from engine.model_files import ModelFiles, read_default_sampling
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.transfer.service import KVTransfers
 from engine.transfer.start import start_transfers
@@ -54,8 +54,8 @@ class AssembledEngine:
             self.grammars.close()
 
 
-def locate_model_files(config: EngineConfig) -> tuple[str, Path]:
-    """Return (name, folder) of the model, or of a simulation's tokenizer. Raises ConfigError."""
+def locate_model_files(config: EngineConfig) -> ModelFiles:
+    """Return where the model is, or the tokenizer of a simulation. Raises ConfigError."""
     if config.simulate is None:
         from engine.loading import resolve_model
 

@@ -128,7 +128,8 @@ def repeat_name_flag(args: Sequence[str]) -> list[str]:
     else a word after the first name may be MODEL.
     """
     args = list(args)
-    if len(args) < 2 or args[0] != "serve" or args[1].startswith("-"):
+    has_model_first = len(args) > 1 and not args[1].startswith("-")
+    if args[:1] != ["serve"] or not has_model_first:
         return args
     expanded_args: list[str] = []
     names_follow = False

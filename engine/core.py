@@ -309,7 +309,8 @@ class EngineCore:
         If there is no other work, wait a moment for one to become prepared.
         """
         prepared_ids = self._find_prepared_ids()
-        if not prepared_ids and not self.scheduler.has_work and not self.transfers.has_copies:
+        has_other_work = self.scheduler.has_work or self.transfers.has_copies
+        if not prepared_ids and not has_other_work:
             self._wait_for_preparation()
             prepared_ids = self._find_prepared_ids()
         outputs = (self._queue_prepared(request_id) for request_id in prepared_ids)

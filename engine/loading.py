@@ -24,7 +24,7 @@ from engine.execution.sizing import (
     size_cache,
 )
 from engine.grammars import GrammarCompiler
-from engine.model_files import locate_model
+from engine.model_files import ModelFiles, locate_model
 from engine.models import HfConfig, Shard, build_model
 from engine.models.loader import load_model, load_weights, reload_weights
 from engine.transfer.block_exchange import BlockMemory
@@ -42,13 +42,13 @@ CPU_TARGET_PREFILL_TOKENS = 256
 """Prompt tokens of a step on CPUs without bf16 in hardware, which reach their full rate with a few rows."""
 
 
-def resolve_model(model: str | None) -> tuple[str, Path]:
-    """Return (name, folder) of a checkpoint; without `model`, of the built-in random model. Raises ConfigError."""
+def resolve_model(model: str | None) -> ModelFiles:
+    """Return where a checkpoint is; without `model`, the built-in random model. Raises ConfigError."""
     if model is not None:
         return locate_model(model)
     from engine.tiny.model import PRESETS, cached_model
 
-    return BUILTIN_PRESET, cached_model(PRESETS[BUILTIN_PRESET])
+    return ModelFiles(BUILTIN_PRESET, cached_model(PRESETS[BUILTIN_PRESET]))
 
 
 def load_executor(config: EngineConfig, folder: Path) -> Executor:
@@ -197,7 +197,7 @@ class LoadedModel:
         Raises ConfigError with several ranks; ModelError, OSError, RuntimeError.
         """
         self._check_single_rank()
-        folder = self._folder if path is None else locate_model(path)[1]
+        folder = self._folder if path is None else locate_model(path).folder
         reload_weights(self._rank.model, folder, self._rank.dtype, self._rank.device)
         self._folder = folder
 

@@ -8,6 +8,7 @@ import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,16 +31,23 @@ _DEFAULT_SAMPLING = {
 }
 
 
-def locate_model(model: str, *, weights: bool = True) -> tuple[str, Path]:
-    """Return (name, folder) of a checkpoint. `model`: a folder, or a hub name such as `org/name`.
+class ModelFiles(NamedTuple):
+    """Name of a model as the user gave it, and the folder of its files."""
+
+    name: str
+    folder: Path
+
+
+def locate_model(model: str, *, weights: bool = True) -> ModelFiles:
+    """Return where a checkpoint is. `model`: a folder, or a hub name such as `org/name`.
 
     A hub name that is not in the local Hugging Face cache is fetched, unless HF_HUB_OFFLINE is set. `weights`: whether
     the weights are fetched, too. Raises ConfigError.
     """
     folder = find_local_folder(model)
-    if folder is not None:
-        return model, folder
-    return model, _download(model, [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES)
+    if folder is None:
+        folder = _download(model, [*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES)
+    return ModelFiles(model, folder)
 
 
 def find_local_folder(model: str) -> Path | None:

@@ -95,7 +95,8 @@ class PrefillQueue:
         for entry in entries:
             shared_tokens = self._cache.plan_shared_prefix(seq, entry.seq)
             tokens_remaining = len(entry.seq.token_ids) - shared_tokens
-            if self.is_shortest_first and shared_tokens and tokens_remaining < entry.tokens_remaining:
+            is_shorter = shared_tokens > 0 and tokens_remaining < entry.tokens_remaining
+            if self.is_shortest_first and is_shorter:
                 self.remove(entry)
                 self._insert(entry, tokens_remaining)
 

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.types import FinishReason, Request, Sequence, SequenceOutput, TokenLogprobs
+
+
+class ArrivalOrder(NamedTuple):
+    """Place of a request among all requests, the first served first if nothing else is known of them."""
+
+    priority: int
+    """A lower number is served earlier."""
+    arrival_s: float
+    arrival_number: int
+    """Number of requests that came before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -13,8 +24,7 @@ class RequestEntry:
 
     seq: Sequence
     request_id: str
-    arrival_order: tuple[int, float, int]
-    """(priority, arrival time, number of arrival)."""
+    arrival_order: ArrivalOrder
     stop_token_ids: frozenset[int]
     """Token ids that end the answer."""
     length_max: int
@@ -31,7 +41,8 @@ class RequestEntry:
     tokens_remaining: int = 0
     """Expected number of tokens to compute: see `engine.prefill_queue`."""
     sort_key: tuple[int, float, float, int] = (0, 0.0, 0.0, 0)
-    """Place in the waiting queue: see `engine.prefill_queue`."""
+    """Place in the waiting queue, lowest first: priority, tokens that the request counts as, time and number of
+    arrival."""
 
     @staticmethod
     def from_request(
@@ -50,7 +61,7 @@ class RequestEntry:
         return RequestEntry(
             seq=Sequence(request=request, token_ids=list(request.token_ids), prompt_len=prompt_len, arrival_s=now),
             request_id=request.request_id,
-            arrival_order=(request.priority, now, arrival_number),
+            arrival_order=ArrivalOrder(request.priority, now, arrival_number),
             stop_token_ids=own_eos_ids.union(params.stop_token_ids),
             length_max=length_max,
             eos_token_ids=own_eos_ids,

@@ -225,10 +225,13 @@ class Sequence:
 
     request: Request
     token_ids: list[int]
+    """Prompt, and the answer so far."""
     prompt_len: int
     arrival_s: float
     computed_tokens: int = 0
+    """Leading tokens that are computed, or found in the cache; those of planned steps count."""
     cached_tokens: int = 0
+    """Prompt tokens that the cache had when the request was admitted first."""
     host_tokens: int = 0
     """Tokens of the last prefix hit that came from host memory."""
     block_tables: list[list[BlockId]] = field(default_factory=list)
@@ -238,6 +241,7 @@ class Sequence:
     state_unit: UnitId | None = None
     """Unit of a running sequence's recurrent state; None for a model without state."""
     preemptions: int = 0
+    """How often the request gave up its blocks and waited again."""
 
     @property
     def output_len(self) -> int:

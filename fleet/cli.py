@@ -344,7 +344,8 @@ def roll(
 ) -> None:  # fmt: skip
     """Replace the workers one by one: with the same command line, or with MODEL and ENGINE FLAGS instead of it."""
     with report_errors() as out:
-        if is_for_routers and (model is not None or surge):
+        has_worker_options = model is not None or surge
+        if is_for_routers and has_worker_options:
             raise SpecError("--routers: takes neither MODEL nor --surge, whose port would be another one")
         if router_flags is not None and not is_for_routers:
             raise SpecError("--router-flags: for --routers only")

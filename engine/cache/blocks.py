@@ -206,8 +206,10 @@ class Node:
             return None
         ancestor = self.parent
         while ancestor is not None:
-            is_near = self.depth - ancestor.depth < blocks_per_state
-            if ancestor.has_block(-1) and not (is_near and ancestor.has_superseded_state()):
-                return self.depth - ancestor.depth
+            distance = self.depth - ancestor.depth
+            if ancestor.has_block(-1):
+                is_near = distance < blocks_per_state
+                if not is_near or not ancestor.has_superseded_state():
+                    return distance
             ancestor = ancestor.parent
         return self.depth + 1

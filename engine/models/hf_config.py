@@ -117,7 +117,8 @@ def read_layer_types(config: HfConfig, key: str, choice_by_name: Mapping[str, Ki
     must be as long. Raises ModelError for an unknown type, and for a wrong number of types.
     """
     names = config.get_strings(key) or default
-    if not names or (default and len(names) != len(default)):
+    has_right_length = len(names) == len(default) if default else bool(names)
+    if not has_right_length:
         expected = f"{len(default)} entries" if default else "at least one entry"
         raise ModelError(f"{config.source}: {key}: expected {expected}, got {len(names)}")
     unknown_names = sorted(set(names) - set(choice_by_name))

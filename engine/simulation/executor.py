@@ -11,7 +11,7 @@ from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
 from engine.config import EngineConfig
 from engine.core import Executor, Runner, SimulationLag
 from engine.grammars import GrammarCompiler, find_unsupported_reason
-from engine.model_files import locate_model
+from engine.model_files import ModelFiles, locate_model
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.runner import SimulatedAnswers, SimulatedRunner
 from engine.tiny.tokenizer import cached_tokenizer
@@ -28,9 +28,9 @@ BLOCKS_MAX = 10_000_000
 """Most blocks of the cache, and of host memory. A simulated block has no content, but takes 250 bytes and 7 us."""
 
 
-def locate_tokenizer(model: str | None) -> tuple[str, Path]:
-    """Return (served model name, folder of the tokenizer). Without `model`, the tokenizer is a small built-in one."""
-    return ("simulated", cached_tokenizer()) if model is None else locate_model(model, weights=False)
+def locate_tokenizer(model: str | None) -> ModelFiles:
+    """Return where the tokenizer of a simulation is. Without `model`, that is a small built-in one."""
+    return ModelFiles("simulated", cached_tokenizer()) if model is None else locate_model(model, weights=False)
 
 
 def load_executor(config: EngineConfig, folder: Path) -> Executor:
@@ -77,7 +77,8 @@ class SimulatedModel:
     def make_runner(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
         """Make the runner, which makes up answers. Raises ConfigError if the tokenizer cannot end them."""
         spec = self._spec
-        if not eos_token_ids and (self._script or spec.answer_tokens):
+        must_end_answers = bool(self._script or spec.answer_tokens)
+        if must_end_answers and not eos_token_ids:
             raise ConfigError("--simulate: the tokenizer names no token that ends an answer")
         eos_token_id = eos_token_ids[0] if eos_token_ids else 0
         constrained_answers = None

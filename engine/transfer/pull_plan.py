@@ -114,7 +114,8 @@ def split_into_batches(
     batch_bytes = 0
     for item in items:
         item_bytes = bytes_by_kind[item.kind]
-        if batch and (batch_bytes + item_bytes > batch_bytes_max or len(batch) == batch_items_max):
+        is_full = batch_bytes + item_bytes > batch_bytes_max or len(batch) == batch_items_max
+        if batch and is_full:
             yield batch
             batch, batch_bytes = [], 0
         batch.append(item)
