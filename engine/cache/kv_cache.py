@@ -224,7 +224,8 @@ class KVCache:
         for group, node, host_block in host_hits:
             block = self._allocate(group)
             assert block is not None, "admitted without room for the blocks to load"
-            if node is not nodes[node.depth] or node not in self.tree:
+            has_left_tree = node is not nodes[node.depth] or node not in self.tree
+            if has_left_tree:
                 parent = nodes[node.depth - 1] if node.depth else None
                 new_node = self.tree.get_or_create(node.key, parent)
                 assert new_node is not None

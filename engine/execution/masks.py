@@ -258,9 +258,10 @@ def _finish_mask(request: MaskRequest, row_bits: MaskWords) -> str | None:
         return state.failure
     if request.banned_tokens:
         _ban_unless_all(row_bits, request.banned_tokens)
-    if state.is_reasoning is None and state.constraint.reasoning_start_token is not None:
-        token = state.constraint.reasoning_start_token
-        row_bits[token // 32] |= np.uint32(1 << token % 32)
+    start_token = state.constraint.reasoning_start_token
+    may_begin_reasoning = state.is_reasoning is None
+    if start_token is not None and may_begin_reasoning:
+        row_bits[start_token // 32] |= np.uint32(1 << start_token % 32)
     return None
 
 

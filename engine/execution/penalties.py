@@ -100,7 +100,7 @@ def make_penalty_rows(sequences: list[Sequence], table_rows: list[int], device: 
     params = [sequences[row].request.params for row in logits_rows]
     penalised_table_rows = np.array([table_rows[row] for row in logits_rows], np.int64)
 
-    def column(values: list[float]) -> Tensor:
+    def make_column(values: list[float]) -> Tensor:
         return copy_to_device(np.array(values, np.float32), device)[:, None]
 
     has_all_rows = len(logits_rows) == len(sequences)
@@ -109,9 +109,9 @@ def make_penalty_rows(sequences: list[Sequence], table_rows: list[int], device: 
         table_rows=penalised_table_rows,
         device_table_rows=copy_to_device(penalised_table_rows, device),
         logits_rows=None if has_all_rows else copy_to_device(np.array(logits_rows, np.int64), device),
-        repetition=column([p.repetition_penalty for p in params]),
-        presence=column([p.presence_penalty for p in params]),
-        frequency=column([p.frequency_penalty for p in params]),
+        repetition=make_column([p.repetition_penalty for p in params]),
+        presence=make_column([p.presence_penalty for p in params]),
+        frequency=make_column([p.frequency_penalty for p in params]),
     )
 
 
@@ -227,7 +227,7 @@ class Penalties:
     def _enlarge_tables(self, row_count: int, width: int) -> None:
         """Enlarge the tables of counts to at least `row_count` rows and `width` tokens in a row.
 
-        For one prompt with 100,000 distinct tokens, 2,048 rows would take 3 GB.
+        They begin small, because all rows at the width of a prompt with 100,000 distinct tokens would take gigabytes.
         """
         old_row_count, old_width = self._token_ids.shape
         added_rows = _compute_growth(old_row_count, row_count, self._row_count)

@@ -251,14 +251,14 @@ class Attention:
 
 def _declare_head_norms(scope: WeightScope, config: AttentionConfig) -> Weight:
     """Declare the gains of query and key norms as one weight [heads + kv_heads, dim], for one operation on both."""
+    query_name, key_name = config.norm_names
     num_heads, shape = config.num_heads + config.num_kv_heads, (config.head_dim,)
-    return scope.declare_combined(
-        (num_heads, config.head_dim),
-        [
-            scope.describe_tensor(f"{config.norm_names[0]}.weight", shape, (slice(0, config.num_heads),)),
-            scope.describe_tensor(f"{config.norm_names[1]}.weight", shape, (slice(config.num_heads, num_heads),)),
-        ],
-    )
+    query_rows, key_rows = slice(0, config.num_heads), slice(config.num_heads, num_heads)
+    parts = [  # the checkpoint has one norm for all query heads, and one for all key heads
+        scope.describe_tensor(f"{query_name}.weight", shape, (query_rows,)),
+        scope.describe_tensor(f"{key_name}.weight", shape, (key_rows,)),
+    ]
+    return scope.declare_combined((num_heads, config.head_dim), parts)
 
 
 def silu_and_mul(x: Tensor, context: ForwardContext) -> Tensor:

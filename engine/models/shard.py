@@ -20,12 +20,12 @@ from engine.models.hf_config import ModelError
 
 @dataclass(frozen=True, slots=True)
 class DimShard:
-    """The part of one dimension of a tensor that a rank holds, as half-open ranges in the order of the rank's
-    tensor.
-    """
+    """The part of one dimension of a checkpoint's tensor that a rank holds."""
 
     total_size: int
+    """Size of the dimension in the checkpoint."""
     ranges: tuple[tuple[int, int], ...]
+    """Ranges [start, end) of the dimension that the rank holds, in the order of the rank's tensor."""
 
     @staticmethod
     def concatenate(parts: Sequence[DimShard]) -> DimShard:

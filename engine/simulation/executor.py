@@ -37,10 +37,7 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
     """Make the executor of a simulation, with the tokenizer of a folder. Raises ConfigError, TokenizerError."""
     assert config.simulate is not None
     spec = read_spec(config.simulate)
-    for flag, is_set in (("--tensor-parallel-size", config.tensor_parallel_size > 1),
-                        ("--kv-cache-memory-bytes", config.kv_cache_memory_bytes)):  # fmt: skip
-        if is_set:
-            raise ConfigError(f"{flag} means nothing with --simulate: its times and kv_tokens are those of the whole")
+    _check_flags(config)
     tokenizer = Tokenizer.load(config.tokenizer or folder, with_fast_encoder=False)
     if spec.script_turns and (reason := find_unsupported_reason(tokenizer)) is not None:
         raise ConfigError(f"--simulate: script: turns cannot be said: {reason}")
@@ -60,6 +57,17 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
         simulated_link=_make_link_spec(config, spec),
         script_turns=spec.script_turns,
     )
+
+
+def _check_flags(config: EngineConfig) -> None:
+    """Raise ConfigError for a flag that has no meaning in a simulation."""
+    is_set_by_flag = {
+        "--tensor-parallel-size": config.tensor_parallel_size > 1,
+        "--kv-cache-memory-bytes": config.kv_cache_memory_bytes is not None,
+    }
+    for flag, is_set in is_set_by_flag.items():
+        if is_set:
+            raise ConfigError(f"{flag} means nothing with --simulate: its times and kv_tokens are those of the whole")
 
 
 class SimulatedModel:
