@@ -32,6 +32,9 @@ MAX_TOPICS, MAX_TOPIC_BYTES = 1_000, 512
 SlicedWork: TypeAlias = Callable[[], bool]
 """Long work that is done in slices, so that other streams are served between them: each call does one, and returns
 whether more follow."""
+KEEPALIVE_S, KEEPALIVE_PROBES = 2, 5
+"""Seconds between two of the kernel's probes of a silent connection, and unanswered probes after which it is lost."""
+
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
@@ -145,6 +148,18 @@ class FollowedStream:
         return StreamState(config, resume_position)
 
 
+def notice_lost_hosts(socket: Socket, probe_interval_s: int) -> None:
+    """Have the kernel close connections to hosts that are gone, by TCP keepalive.
+
+    ZeroMQ's own heartbeats must not be used with a bound on the queue: libzmq 4.3 ends the process if one fails
+    while the queue is full, and a full queue makes it fail (issue 3937 of zeromq/libzmq).
+    """
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, probe_interval_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, probe_interval_s)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_PROBES)
+
+
 class _SubSocket:
     """SUB socket that receives live messages, and the monitor on which ZeroMQ reports the socket's connections."""
 
@@ -159,8 +174,7 @@ class _SubSocket:
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)
         self.socket.subscribe(topic or "")
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+        notice_lost_hosts(self.socket, KEEPALIVE_S)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self.monitor: Socket = self.socket.get_monitor_socket(_MONITORED)
 

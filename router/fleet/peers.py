@@ -21,6 +21,7 @@ from typing import Annotated
 import msgspec
 import zmq
 
+from events.feed_sockets import notice_lost_hosts
 from events.frames import MAX_HANDSHAKE_MS
 from prompts.errors import RequestError
 from router.decide.load import PeerLoad, PeerPrefills
@@ -36,6 +37,8 @@ TARGETS_MAX = 8192
 """Most targets in the message of one router."""
 POLL_BYTES_MAX = 256 << 10
 """Most bytes read at one call of `exchange_loads`; the rest is read at the next."""
+KEEPALIVE_S = 1
+"""Seconds between two probes of a silent connection to a peer."""
 QUEUE_MESSAGES = 64
 """Messages of each peer that wait in the socket."""
 
@@ -230,7 +233,7 @@ class PeerSockets:
         for socket in (self._pub, self._sub):
             socket.linger = 0
             socket.setsockopt(zmq.IPV6, 1)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+            notice_lost_hosts(socket, KEEPALIVE_S)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)
             socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)

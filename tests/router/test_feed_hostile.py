@@ -18,7 +18,14 @@ import zmq
 from events import feed_sockets
 from events.config import KVEventsConfig
 from events.feed import EventFeed
-from events.feed_sockets import MAX_MESSAGE_BYTES, MAX_TOPIC_BYTES, MAX_TOPICS, MAX_WAITING_MESSAGES, StreamSource
+from events.feed_sockets import (
+    MAX_MESSAGE_BYTES,
+    MAX_TOPIC_BYTES,
+    MAX_TOPICS,
+    MAX_WAITING_MESSAGES,
+    BoundSubscription,
+    StreamSource,
+)
 from events.frames import END_SEQ, pack_seq
 from events.publisher import EventPublisher
 from events.sources import EventSource, resolve_endpoint
@@ -33,7 +40,10 @@ from events.stream_types import (
     StreamConfig,
 )
 from events.types import BlockStored, Event
+from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.tracker import LoadTracker
 from router.fleet.feed import IndexFeed
+from router.fleet.peers import PeerLoads, PeerSockets
 from router.index import make_index
 from router.index.protocol import HolderId, PrefixIndex, Scope
 
@@ -275,6 +285,16 @@ def test_a_message_beyond_the_bound_ends_its_connection_alone(
     )
     before = handler.count_applied("bad")
     keep_sending(bad, lambda: handler.count_applied("bad") > before, "it may come back")
+
+
+def test_no_socket_with_a_bound_on_its_queue_has_heartbeats(context: zmq.Context[Any]) -> None:
+    """libzmq ends the process if a heartbeat fails while the queue is full. The kernel notices hosts that are gone."""
+    subscription = BoundSubscription(context, "tcp://127.0.0.1:*", lambda topic: None)
+    peers = PeerSockets(PeerLoads(LoadTracker(ServiceModel(), CostConfig(), LearnConfig()), "a"))
+    for socket in (subscription.socket, peers._pub, peers._sub):
+        assert (socket.getsockopt(zmq.HEARTBEAT_IVL), socket.getsockopt(zmq.TCP_KEEPALIVE)) == (0, 1)
+    subscription.close()
+    peers.close()
 
 
 def test_a_stream_that_could_not_be_opened_is_tried_again(start_feed: Callable[[Any], EventFeed]) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -237,6 +240,44 @@ def test_an_address_on_all_interfaces_is_told_with_the_name_of_the_host(host: st
 def test_no_two_routers_have_one_name() -> None:
     """Two containers with the host's name, each with process 1, would take each other's load for their own."""
     assert cluster.make_router_name() != cluster.make_router_name()
+
+
+PAUSED_ROUTER = """
+import time
+from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.tracker import LoadTracker
+from router.fleet.peers import PeerLoads, PeerSockets
+
+def make_sockets(name, heartbeat_s):
+    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    return PeerSockets(PeerLoads(tracker, name, heartbeat_s=heartbeat_s))
+
+def exchange(seconds, *routers):
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        for router in routers:
+            router.exchange_loads(time.monotonic())
+        time.sleep(0.004)
+
+paused, busy = make_sockets("a", 0.5), make_sockets("b", 0.0)
+busy.bind("tcp://127.0.0.1:*")
+paused.connect(busy.address)
+exchange(0.5, paused, busy)
+exchange(4.0, busy)
+exchange(1.5, paused, busy)
+print("goes on")
+"""
+"""A router that reads nothing for some seconds, while a peer sends more messages than the queue holds."""
+
+
+@pytest.mark.long
+def test_a_router_that_was_paused_under_the_load_of_a_peer_goes_on() -> None:
+    """libzmq ended the process when a heartbeat failed while the queue was full."""
+    root = Path(__file__).resolve().parents[2]
+    result = subprocess.run(
+        [sys.executable, "-c", PAUSED_ROUTER], capture_output=True, text=True, cwd=root, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, "goes on\n"), result.stderr
 
 
 def test_who_is_followed_can_be_said_anew() -> None:
