@@ -229,6 +229,8 @@ class DeltaStream:
             choice.finish_reason = "error"
             self._record_finish(choice, "error", now_s)
             raise _make_sequence_error(output, choice.params.constraint)
+        if self._generation.is_echo_only:
+            output = drop_tokens(output)
         delta = choice.push(output)
         self._clock.record_tokens(choice.index, len(delta.token_ids), now_s)
         if delta.should_abort:
@@ -240,6 +242,13 @@ class DeltaStream:
     def _record_finish(self, choice: Choice, reason: str, now_s: float) -> None:
         prompt_tokens = len(self._generation.get_choice_prompt(choice))
         self._clock.record_finish(reason, prompt_tokens, choice.completion_tokens, now_s)
+
+
+def drop_tokens(output: SequenceOutput) -> SequenceOutput:
+    """Return the output of a prompt alone. The step that reads the prompt draws a token, which nobody wants."""
+    return msgspec.structs.replace(
+        output, token_ids=[], logprobs=None, finish_reason=FinishReason.LENGTH, stop_token_id=None
+    )
 
 
 async def format_logprobs(

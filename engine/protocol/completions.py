@@ -86,21 +86,16 @@ class CompletionFormatter(OpenAIFormatter):
         )
 
     def _prepend_prompt(self, choice: Choice, text: str) -> str:
-        generation = self._generation
-        return self._prompt_texts[choice.index // generation.n] + ("" if generation.is_echo_only else text)
+        return self._prompt_texts[choice.index // self._generation.n] + text
 
     def _format_prompt_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
         body = self._body
         if body.prompt_logprobs is not None:
             self._prompt_logprobs[choice.index] += map(self._logprobs.format_prompt, positions)
         if body.echo and body.logprobs is not None:
-            self._add_logprobs(choice, positions)
+            self._format_logprobs(choice, positions)
 
-    def _format_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs]) -> None:
-        if not self._generation.is_echo_only:
-            self._add_logprobs(choice, positions)
-
-    def _add_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
+    def _format_logprobs(self, choice: Choice, positions: Sequence[TokenLogprobs | None]) -> None:
         logprobs = self._logprobs_by_choice[choice.index]
         for position in positions:
             token_id = self._generation.get_choice_prompt(choice)[0] if position is None else position.token_id

@@ -67,7 +67,7 @@ class Generation:
     """Requests that the engine gets: one for each choice, in the same order."""
     created: int = field(default_factory=lambda: int(time.time()))
     is_echo_only: bool = False
-    """Whether the client wants its prompt back and no new token; the one token that is generated is not counted."""
+    """Whether the client wants its prompt back and no new token; the one token that is generated is dropped."""
 
     @property
     def parser_config(self) -> OutputParserConfig:
@@ -86,7 +86,7 @@ class Generation:
         reasoning_tokens = None
         if self.parser_config.reasoning_format:
             reasoning_tokens = sum(choice.reasoning_tokens for choice in self.choices)
-        completion_tokens = 0 if self.is_echo_only else sum(choice.completion_tokens for choice in self.choices)
+        completion_tokens = sum(choice.completion_tokens for choice in self.choices)
         cached_tokens = sum(choice.cached_tokens for choice in self.choices[:: self.n])
         return make_usage(sum(map(len, self.prompts)), completion_tokens, cached_tokens, reasoning_tokens)
 

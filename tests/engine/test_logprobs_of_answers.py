@@ -6,7 +6,9 @@ import asyncio
 import json
 import math
 import tracemalloc
+from collections.abc import AsyncIterator
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -14,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine.http.generate import LOGPROBS_PER_PAUSE, format_logprobs
+from engine.http.generate import LOGPROBS_PER_PAUSE, DeltaStream, format_logprobs
+from engine.http.metrics import ServerMetrics
 from engine.messages import StepOutputs
 from engine.output.detokenizer import DetokenizerFactory
 from engine.process.client import TOKENS_PER_PAUSE, EngineClient, OutputStream, merge_outputs
@@ -131,6 +134,38 @@ def test_a_completions_logprobs_begin_with_the_echoed_prompt(
         None if s is None else {token_text(i): floor_logprob(p) for i, p in [(s.token_id, s.logprob), *s.top_logprobs]}
         for s in every
     ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_alone_has_no_token(stream: bool) -> None:
+    """Its ids, the usage of its chunks and its end told of the token that the step of the prompt draws."""
+    usage_options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}} if stream else {}
+    generation, answer = completion(
+        echo=True, max_tokens=0, stop=["a"], return_token_ids=True, stream=stream, **usage_options
+    )
+    output = SequenceOutput(
+        request_id="u-0", token_ids=[9], finish_reason=FinishReason.STOP, stop_token_id=9, logprobs=[score(1)],
+        prompt_logprobs=[None, score(1), score(1)],
+    )  # fmt: skip
+
+    async def read() -> list[dict[str, Any]]:
+        outputs: Any = _yield_once(output)
+        ((choice, delta),) = await anext(DeltaStream(Mock(metrics=ServerMetrics()), generation, outputs))
+        if stream:
+            events = answer.format_delta(choice, delta) + answer.format_end()
+            return [json.loads(event[6:]) for event in events.split(b"\n\n")[:-2]]
+        list(answer.format_logprobs(choice, delta))
+        return [json.loads(answer.format_response())]
+
+    part, *rest = asyncio.run(read())
+    assert [chunk["usage"]["completion_tokens"] for chunk in (part, *rest)] == [0] * (1 + stream)
+    (choice,) = part["choices"]
+    assert (choice["text"], choice["token_ids"], len(choice["logprobs"]["tokens"])) == ("abc", [], 3)
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+
+
+async def _yield_once(output: SequenceOutput) -> AsyncIterator[list[SequenceOutput]]:
+    yield [output]
 
 
 def score(top: int) -> TokenLogprobs:
