@@ -362,7 +362,7 @@ class EventFeed:
         received_bytes = 0
         while len(messages) < LIVE_SLICE and received_bytes < LIVE_SLICE_BYTES:
             try:
-                messages.append(subscription.socket.recv_multipart(zmq.NOBLOCK, copy=False))
+                messages.append(subscription.receive())
             except zmq.Again:
                 break
             received_bytes += sum(len(frame) for frame in messages[-1])

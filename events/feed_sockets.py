@@ -19,6 +19,8 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Longest frame; a publisher that sends a longer one loses its connection."""
 MAX_QUEUED_MESSAGES = 16
 """Most messages that ZeroMQ queues for a connection, of MAX_MESSAGE_BYTES each; the others wait at the publisher."""
+MAX_FRAMES, FRAMES_SLICE = 16, 256
+"""Most frames of a live message that are kept, and most that are read before other sockets are."""
 MAX_WAITING_MESSAGES, MAX_WAITING_BYTES = 1_000, 64 << 20
 """Most live messages of a topic, and their bytes, that wait while an earlier one is applied; more show as a gap."""
 MAX_REPLIES_BYTES = 256 << 20
@@ -177,6 +179,22 @@ class _SubSocket:
         notice_lost_hosts(self.socket, KEEPALIVE_S)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self.monitor: Socket = self.socket.get_monitor_socket(_MONITORED)
+        self._frames: list[zmq.Frame] = []
+        """First frames of a message that has more than were read in one slice."""
+
+    def receive(self) -> list[zmq.Frame]:
+        """Return the next message, at most its first MAX_FRAMES + 1 frames.
+
+        Raises zmq.Again if there is none, or if one has so many frames that other sockets have their turn first.
+        """
+        for _ in range(FRAMES_SLICE):
+            frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+            if len(self._frames) <= MAX_FRAMES:
+                self._frames.append(frame)
+            if not frame.more:
+                frames, self._frames = self._frames, []
+                return frames
+        raise zmq.Again
 
     def open(self, attach: Callable[[str], object], endpoint: str) -> None:
         """Call `attach`, which binds or connects the socket. Raises zmq.ZMQError, after closing everything."""

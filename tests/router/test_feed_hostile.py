@@ -287,6 +287,32 @@ def test_a_message_beyond_the_bound_ends_its_connection_alone(
     keep_sending(bad, lambda: handler.count_applied("bad") > before, "it may come back")
 
 
+def test_a_message_of_many_frames_is_read_in_turn_with_others(
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million frames without a byte took the thread of all streams for seconds."""
+    handler, bad = Recorder(), Pub(context)
+    start_feed(handler).add(bad.source("bad"))
+    keep_sending(bad, lambda: handler.count_applied("bad"), "followed")
+    turns, receive = 0, feed_sockets._SubSocket.receive
+    unfinished_turns: set[int] = set()
+
+    def receive_in_turns(subscription: Any) -> Any:
+        nonlocal turns
+        try:
+            return receive(subscription)
+        finally:
+            turns += 1
+            if subscription._frames:
+                unfinished_turns.add(turns)
+
+    monkeypatch.setattr(feed_sockets._SubSocket, "receive", receive_in_turns)
+    bad._socket.send_multipart([b""] * 20_000)
+    wait_until(lambda: MalformedMessage in handler.kinds("bad"), "the message is told")
+    keep_sending(bad, lambda: handler.count_applied("bad") > 5, "its stream goes on")
+    assert len(unfinished_turns) == 20_000 // feed_sockets.FRAMES_SLICE
+
+
 def test_no_socket_with_a_bound_on_its_queue_has_heartbeats(context: zmq.Context[Any]) -> None:
     """libzmq ends the process if a heartbeat fails while the queue is full. The kernel notices hosts that are gone."""
     subscription = BoundSubscription(context, "tcp://127.0.0.1:*", lambda topic: None)
