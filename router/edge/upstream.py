@@ -13,7 +13,7 @@ import ssl
 from collections import deque
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from options.addresses import get_default_port
@@ -241,6 +241,12 @@ class UpstreamConnection(asyncio.Protocol):
             self.transport.abort()
 
 
+class ConnectionCounts(NamedTuple):
+    open: int
+    """All connections, in use or idle."""
+    idle: int
+
+
 class UpstreamPool:
     """Opens connections to workers, and keeps idle ones for further requests.
 
@@ -375,9 +381,8 @@ class UpstreamPool:
             connection.close()
         self._idle_connections.clear()
 
-    def count_connections(self) -> tuple[int, int]:
-        """Return the numbers of open and of idle connections."""
-        return len(self._connections), sum(map(len, self._idle_connections.values()))
+    def count_connections(self) -> ConnectionCounts:
+        return ConnectionCounts(len(self._connections), sum(map(len, self._idle_connections.values())))
 
 
 def _enable_keepalive(sock: Any) -> None:

@@ -418,7 +418,7 @@ class Edge:
         except asyncio.TimeoutError:
             raise AssertionError(
                 f"left over: {len(self.proxy.exchanges)} exchanges, {len(self.index.pins)} pins, "
-                f"(open, idle) upstream connections {self.pool.count_connections()}"
+                f"upstream: {self.pool.count_connections()}"
             ) from None
 
     def _is_settled(self) -> bool:
@@ -428,7 +428,7 @@ class Edge:
             and not self.index.pins
             and not self.tenants.requests_in_flight
             and not self.metrics.request_buffer_bytes
-            and self.pool.count_connections()[0] == self.pool.count_connections()[1]
+            and self.pool.count_connections().open == self.pool.count_connections().idle
         )
 
     async def _stop(self) -> None:
@@ -441,7 +441,7 @@ class Edge:
         for upstream in self.upstreams:
             await upstream.stop()
         self.executor.shutdown()
-        ended = until(lambda: not self.listener.connections and not self.pool.count_connections()[0])
+        ended = until(lambda: not self.listener.connections and not self.pool.count_connections().open)
         await asyncio.wait_for(ended, SETTLE_S_MAX)
         await let_loop_read()  # uvloop cannot be closed while transports of clients are being closed
 

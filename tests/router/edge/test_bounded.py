@@ -136,7 +136,7 @@ def test_workers_that_come_and_go_leave_nothing(edge: Any, make_post: Any, monke
             edge.pool.close_idle(edge.proxy.now() + 60.0)
             edge.metrics.retain_workers(edge.core.workers)
             edge.advance(0.1)
-            await edge.until(lambda: not edge.pool.count_connections()[0] and not upstream._writers)
+            await edge.until(lambda: not edge.pool.count_connections().open and not upstream._writers)
             upstream.received.clear()
             return sizes(edge)
 

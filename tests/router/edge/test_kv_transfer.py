@@ -420,7 +420,7 @@ def test_a_frozen_prefill_worker_is_waited_for_a_bounded_time(edge: Any, make_po
         assert body_of(await answer)["choices"] == [{"text": text_for(PROMPT)}]
         assert outcomes(edge) == {"started": 1, "timeout": 1}
         gate.set()
-        await edge.until(lambda: edge.pool.count_connections()[0] == edge.pool.count_connections()[1])
+        await edge.until(lambda: edge.pool.count_connections().open == edge.pool.count_connections().idle)
 
     edge.run(scenario())
 
