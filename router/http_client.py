@@ -24,10 +24,11 @@ class FetchError(Exception):
 def open_session(tls: ssl.SSLContext | None, requests_max: int = 0) -> aiohttp.ClientSession:
     """Return a session for `fetch`. Requests beyond `requests_max` wait for others to end; 0: there is no limit.
 
-    A response is not decompressed, because it may be many times larger than what was received.
+    A response is not decompressed, because it may be many times larger than what was received. Its cookies are dropped:
+    those of a hostile server would be kept without bound, and sent back to it.
     """
     connector = aiohttp.TCPConnector(ssl=tls or True, limit=requests_max)
-    return aiohttp.ClientSession(connector=connector, auto_decompress=False)
+    return aiohttp.ClientSession(connector=connector, auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar())
 
 
 async def fetch(

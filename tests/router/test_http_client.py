@@ -127,3 +127,14 @@ def test_what_is_compressed_stays_so() -> None:
             return await fetch(session, url, seconds=60, bytes_max=len(compressed))
 
     assert read_answer(answer, read) == (200, compressed)
+
+
+def test_cookies_are_dropped() -> None:
+    answer = HEAD + b"set-cookie: a=1; Path=/\r\ncontent-length: 0\r\n\r\n"
+
+    async def read(_: aiohttp.ClientSession, url: str) -> Any:
+        async with open_session(None) as session:
+            await fetch(session, url.replace("127.0.0.1", "localhost"), seconds=60, bytes_max=9)
+            return list(session.cookie_jar)
+
+    assert read_answer(answer, read) == []
