@@ -11,11 +11,11 @@ import argparse
 import hmac
 import multiprocessing
 import resource
-import select
 import socket
 import statistics
+import threading
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 
 import _path  # noqa: F401  (first: `engine` is a package here)
@@ -23,7 +23,6 @@ import torch
 
 from engine.cache.kv_cache import KVCache
 from engine.cache.spec import FULL_ATTENTION, CacheSpec, GroupSpec
-from engine.core import PREPARATION_WAIT_S
 from engine.execution.device_pool import DevicePool
 from engine.process.core_process import keep_freed_memory
 from engine.transfer.block_exchange import BlockExchange
@@ -68,16 +67,17 @@ class Peer:
             assert stored == 1
 
     def run_steps(self, until: Future[None] | None = None) -> None:
-        """Copy blocks until `until` is done; None: for ever. Waits for them as the core and its process do."""
-        wake_sockets = self.transfers.wake_sockets
+        """Copy blocks until `until` is done; None: for ever. Sleeps until there is work, as the core's process does."""
+        has_work = threading.Event()
+        has_work.set()
+        self.transfers.watch(has_work.set)
+        if until is not None:
+            until.add_done_callback(lambda _: has_work.set())
         while until is None or not until.done():
-            if self.transfers.has_copies:
+            has_work.wait()
+            has_work.clear()
+            while self.transfers.has_copies:
                 self.transfers.copy_blocks()
-            elif until is not None:
-                wait([until], PREPARATION_WAIT_S)
-            else:
-                for wake_socket in select.select(wake_sockets, [], [])[0]:
-                    wake_socket.recv(4096)
 
 
 def measure_hmac() -> float:

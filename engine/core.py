@@ -37,8 +37,7 @@ FAILURES_MAX = 10
 """Failed steps in a row after which the engine ends, because only a new process may help."""
 
 PREPARATION_WAIT_S = 0.002
-"""Longest wait of a step for a grammar or for blocks when there is no other work. It bounds the wait of commands, and
-of blocks to copy for peers."""
+"""Longest wait of a step for a grammar or for blocks when there is no other work."""
 
 PublishEvents = Callable[[Collection[Event]], None]
 """Publishes the events of a step. Iterating the collection makes the events."""
@@ -222,6 +221,7 @@ class EngineCore:
         """Level of the sleep, 1 or 2; 0: awake."""
         self._preparing_requests: dict[str, _PreparingRequest] = {}
         """Requests that wait for their grammar or for blocks of a peer, by request id."""
+        self._on_work: Callable[[], None] = lambda: None
         self._step_count = 0
         self._failed_steps = 0
         self._consecutive_failures = 0
@@ -231,6 +231,16 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether there are requests, steps in flight, or blocks to copy for a peer."""
         return self.scheduler.has_work or bool(self._preparing_requests) or self.transfers.has_copies
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step has something to do now: not while all requests wait for grammars or for blocks of peers."""
+        return self.scheduler.has_work or self.transfers.has_copies or bool(self._find_prepared_ids())
+
+    def watch(self, on_work: Callable[[], None]) -> None:
+        """Have `on_work` called, on any thread, when `can_step` may have become true without a command."""
+        self._on_work = on_work
+        self.transfers.watch(on_work)
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request: at once, or after its grammar is compiled and blocks of its prompt are pulled from a peer.
@@ -247,6 +257,8 @@ class EngineCore:
         futures = [future for future in (grammar_future, pull_future) if future is not None]
         if futures:
             self._preparing_requests[request.request_id] = _PreparingRequest(request, now, futures)
+            for future in futures:
+                future.add_done_callback(lambda _: self._on_work())
         else:
             self.scheduler.add(request, now)
 

@@ -20,7 +20,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 
@@ -64,14 +64,22 @@ class CoreSocket:
         self._encoder = msgspec.msgpack.Encoder()
         self._unsent_bytes = bytearray()
         self.is_closed = False
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._wake_receiver.setblocking(False)
+        self._wake_sender.setblocking(False)
 
-    def receive(self, wait: bool, wake_sockets: Sequence[socket.socket]) -> list[Command]:
-        """Return the commands that have arrived. With `wait`, sleep until there is one, or the socket closes.
+    def wake(self) -> None:
+        """End a wait of `receive`, the present or the next one. For any thread."""
+        with suppress(OSError):  # the socket is full, so it ends the wait anyway, or closed
+            self._wake_sender.send(b"\0")
 
-        Data on one of the `wake_sockets` also ends the sleep. It is read and discarded.
+    def receive(self, wait_s: float | None) -> list[Command]:
+        """Return the commands that have arrived.
+
+        Wait `wait_s` (None: for ever) until there is one, the socket closes, or `wake` is called.
         """
-        if wait:
-            self._wait_readable(wake_sockets)
+        if wait_s != 0.0:
+            self._wait_readable(wait_s)
         commands: list[Command] = []
         while not self.is_closed:
             try:
@@ -111,16 +119,20 @@ class CoreSocket:
             select.select([], [self._sock], [], 0.1)
             self.flush()
 
-    def _wait_readable(self, wake_sockets: Sequence[socket.socket]) -> None:
-        """Wait until a command comes, the socket closes, or a wake socket has data, which is discarded."""
+    def close(self) -> None:
+        for sock in (self._sock, self._wake_receiver, self._wake_sender):
+            sock.close()
+
+    def _wait_readable(self, wait_s: float | None) -> None:
+        """Wait until a command comes, the socket closes, `wake` is called or `wait_s` has passed."""
         while not self.is_closed:
             sockets_to_write = [self._sock] if self._unsent_bytes else []
-            readable_sockets, _, _ = select.select([self._sock, *wake_sockets], sockets_to_write, [])
+            sockets_to_read = [self._sock, self._wake_receiver]
+            readable_sockets, writable_sockets, _ = select.select(sockets_to_read, sockets_to_write, [], wait_s)
             self.flush()
-            for wake_socket in wake_sockets:
-                if wake_socket in readable_sockets:
-                    wake_socket.recv(4096)
-            if readable_sockets:
+            if self._wake_receiver in readable_sockets:
+                self._wake_receiver.recv(4096)
+            if readable_sockets or not writable_sockets:
                 return
 
 
@@ -143,20 +155,24 @@ class CoreLoop:
         """Execute commands and steps until the socket closes. Raises RunnerLostError if a device or rank is lost.
 
         While there is work, each round executes the commands that have arrived, and one step. Without work, the loop
-        sleeps until a command comes. Before that, it reports the statistics of the idle engine once.
+        sleeps until a command comes. Before that, it reports the statistics of the idle engine once. While all requests
+        wait for grammars or for blocks of peers, it sleeps until one is prepared, and reports statistics.
         """
         core, core_socket = self._core, self._core_socket
+        core.watch(core_socket.wake)
         is_idle_reported = False
         while not core_socket.is_closed:
             is_busy = core.has_work
             if not is_busy and not is_idle_reported:
                 core_socket.send(self._make_report([], with_stats=True))
                 is_idle_reported = True
-            for command in core_socket.receive(wait=not is_busy, wake_sockets=core.transfers.wake_sockets):
+            wait_s = 0.0 if core.can_step else STATS_PERIOD_S if is_busy else None
+            for command in core_socket.receive(wait_s):
                 self._execute_command(command)
             outputs: list[SequenceOutput] = []
             if core.has_work:
                 is_idle_reported = False
+            if core.can_step:
                 outputs = core.step(time.monotonic())
                 if self._checks_invariants:
                     core.check_invariants()
@@ -246,6 +262,7 @@ def main(fd: int) -> int:
         return _serve(engine, core_socket, check_invariants=config.check_invariants)
     finally:
         engine.close()
+        core_socket.close()
 
 
 def _serve(engine: AssembledEngine, core_socket: CoreSocket, *, check_invariants: bool) -> int:

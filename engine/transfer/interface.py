@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from engine.transfer.settings import TransferStats
@@ -19,10 +18,8 @@ class Transfers:
 
     stats: TransferStats | None = None
 
-    @property
-    def wake_sockets(self) -> Sequence[socket.socket]:
-        """Sockets that become readable when there are blocks to copy, to wake an idle step loop."""
-        return ()
+    def watch(self, on_copies: Callable[[], None]) -> None:
+        """Have `on_copies` called, on any thread, whenever there is something new to copy."""
 
     @property
     def has_copies(self) -> bool:

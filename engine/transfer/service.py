@@ -86,9 +86,8 @@ class KVTransfers(Transfers):
 
     # ------------------------------------------------------------------ copies between steps
 
-    @property
-    def wake_sockets(self) -> list[socket.socket]:
-        return [self._jobs.wake_socket]
+    def watch(self, on_copies: Callable[[], None]) -> None:
+        self._jobs.on_submit = on_copies
 
     @property
     def has_copies(self) -> bool:
@@ -201,7 +200,6 @@ class KVTransfers(Transfers):
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(CLOSE_S_MAX)
-            self._jobs.close()
 
 
 def _end(pull: Pull, task: asyncio.Task[None]) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
@@ -25,13 +23,8 @@ class StepJobs:
 
     def __init__(self) -> None:
         self._jobs: deque[_Job] = deque()
-        self.wake_socket, self._waking_socket = socket.socketpair()
-        """Socket that becomes readable when a job is submitted, to wake a thread that waits on sockets.
-
-        That thread must read from the socket.
-        """
-        self.wake_socket.setblocking(False)
-        self._waking_socket.setblocking(False)
+        self.on_submit: Callable[[], None] = lambda: None
+        """Called on the thread that has submitted a job, to wake the thread of the steps."""
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
@@ -43,8 +36,7 @@ class StepJobs:
         """
         future: Future[Result] = Future()
         self._jobs.append(_Job(work, byte_count, future))
-        with suppress(BlockingIOError):  # the socket is full, so the other thread wakes in any case
-            self._waking_socket.send(b"\0")
+        self.on_submit()
         return future
 
     def run(self, bytes_max: int) -> None:
@@ -65,7 +57,3 @@ class StepJobs:
                 job.future.set_exception(error)
                 raise
             job.future.set_result(result)
-
-    def close(self) -> None:
-        self.wake_socket.close()
-        self._waking_socket.close()

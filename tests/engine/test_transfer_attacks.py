@@ -6,17 +6,20 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from transfer_peers import FLEET_KEY, Engine, Relay, prompt
 
+from engine.core import EngineCore
+from engine.process.core_process import CoreLoop, CoreSocket
 from engine.transfer import block_server, puller
 from engine.transfer.block_exchange import ReadBlocks
 from engine.transfer.messages import GREETING, FetchBlocks, LocateBlocks, Refused, WantedBlock
-from engine.types import KVSource
+from engine.types import KVSource, SequenceOutput
 
 TEXT = prompt("attacked", 202)
 
@@ -319,6 +322,30 @@ def test_a_thousand_pulls_at_once_from_good_and_dead_sources(short_waits: None) 
         consumer.answer("a", good_texts[0], source.serve().source)
         source.pause()
         assert consumer.cached_tokens("a") == 36
+
+
+def test_an_engine_that_only_waits_for_a_pull_sleeps(short_waits: None, expected: list[int]) -> None:
+    """No step is made before the pull has ended: the loop looked every two milliseconds."""
+    step_count = 0
+    http_socket, sock = socket.socketpair()
+
+    def step(now: float) -> list[SequenceOutput]:
+        nonlocal step_count
+        step_count += 1
+        outputs = EngineCore.step(consumer.core, now)
+        consumer.outputs.setdefault("a", []).extend(outputs)
+        if outputs and outputs[-1].finish_reason is not None:
+            http_socket.close()
+        return outputs
+
+    with Engine() as consumer, socket.create_server(("127.0.0.1", 0)) as silent_host, closing(CoreSocket(sock)) as core:
+        consumer.core.step = step  # type: ignore[method-assign]
+        executor = SimpleNamespace(model=SimpleNamespace(get_simulation_lag=lambda: None))
+        engine: Any = SimpleNamespace(core=consumer.core, executor=executor, publisher=None)
+        consumer.add("a", TEXT, KVSource(*silent_host.getsockname()))
+        CoreLoop(engine, core).run()
+        check_failed(consumer, "unreachable", expected)
+        assert step_count < 20
 
 
 def test_more_pulls_than_may_wait_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
