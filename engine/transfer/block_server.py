@@ -11,7 +11,7 @@ import socket
 from collections import deque
 from functools import partial
 
-from engine.transfer.block_exchange import BlockExchange, ReadBlocks
+from engine.transfer.block_exchange import BlockExchange
 from engine.transfer.connection import Connection
 from engine.transfer.messages import (
     Answer,
@@ -148,12 +148,11 @@ class BlockServer:
             return BlocksLocated(self._exchange.locate(question.hashes)), NO_CONTENTS
         byte_count = self._count_bytes(question.wanted_blocks)
         try:
-            read_blocks = await asyncio.wrap_future(
+            return await asyncio.wrap_future(
                 self._jobs.submit(partial(self._read, question.wanted_blocks), byte_count)
             )
         except Exception:  # noqa: BLE001 - the step loop has logged it
             return Refused("failed", "the source failed to read its blocks"), NO_CONTENTS
-        return BlocksSent(self._settings.fingerprint, read_blocks.blocks), read_blocks.contents
 
     def _find_refusal(self, question: LocateBlocks | FetchBlocks) -> Refused | None:
         """Return why a question is refused: it exceeds a bound, or the peer has another model. None: it is answered."""
@@ -172,12 +171,16 @@ class BlockServer:
             return Refused("malformed", f"expected blocks of at most {BATCH_BYTES_MAX} bytes")
         return None
 
-    def _read(self, wanted_blocks: list[WantedBlock]) -> ReadBlocks:
-        """Copy blocks out of the cache and count them. Runs on the thread of the steps, which reports the counts."""
+    def _read(self, wanted_blocks: list[WantedBlock]) -> tuple[BlocksSent, memoryview]:
+        """Copy blocks out of the cache and count them. Returns the answer with these blocks, and their contents.
+
+        Runs on the thread of the steps, which loads weights and reports the counts.
+        """
+        fingerprint = self._settings.fingerprint
         read_blocks = self._exchange.read(wanted_blocks)
         self._stats.sent_blocks += len(read_blocks.blocks)
         self._stats.sent_bytes += self._count_bytes(wanted_blocks[: len(read_blocks.blocks)])
-        return read_blocks
+        return BlocksSent(fingerprint, read_blocks.blocks), read_blocks.contents
 
     def _count_bytes(self, blocks: list[WantedBlock]) -> int:
         return sum(self._settings.block_bytes_by_kind[block.kind] for block in blocks)

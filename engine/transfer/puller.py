@@ -15,7 +15,7 @@ from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from engine.transfer.block_exchange import BlockExchange
@@ -287,10 +287,7 @@ async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
     loop = asyncio.get_running_loop()
     sock = None
     try:
-        addresses = await asyncio.wait_for(
-            loop.getaddrinfo(source.host, source.port, type=socket.SOCK_STREAM), CONNECT_S_MAX
-        )
-        family, socket_type, protocol, _, address = addresses[0]
+        family, socket_type, protocol, _, address = await asyncio.wait_for(_resolve(source), CONNECT_S_MAX)
         sock = socket.socket(family, socket_type, protocol)
         sock.setblocking(False)
         await asyncio.wait_for(loop.sock_connect(sock, address), CONNECT_S_MAX)
@@ -308,6 +305,14 @@ async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
         connection.close()
         raise
     return connection
+
+
+async def _resolve(source: KVSource) -> tuple[Any, ...]:
+    """Return the entry of `getaddrinfo` for a source. Raises OSError, UnicodeError."""
+    try:  # an address needs none of the threads that look names up, each of which a dead name server may hold
+        return socket.getaddrinfo(*source.address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
+    except socket.gaierror:
+        return (await asyncio.get_running_loop().getaddrinfo(*source.address, type=socket.SOCK_STREAM))[0]
 
 
 async def _receive(

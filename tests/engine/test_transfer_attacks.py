@@ -18,8 +18,8 @@ from engine.core import EngineCore
 from engine.process.core_process import CoreLoop, CoreSocket
 from engine.transfer import block_server, puller
 from engine.transfer.block_exchange import ReadBlocks
-from engine.transfer.messages import GREETING, FetchBlocks, LocateBlocks, Refused, WantedBlock
-from engine.types import KVSource, SequenceOutput
+from engine.transfer.messages import GREETING, BlocksSent, FetchBlocks, LocateBlocks, Refused, WantedBlock
+from engine.types import KVSource, Request, SamplingParams, SequenceOutput
 
 TEXT = prompt("attacked", 202)
 
@@ -135,6 +135,29 @@ def test_a_host_that_says_nothing_costs_two_short_waits(short_waits: None, expec
         consumer.core.reset_prefix_cache()
         check_still_pulls(consumer, source)
         source.pause()
+
+
+def test_names_that_no_server_resolves_delay_no_source_with_an_address(
+    short_waits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look-up of a name holds a thread until its end, which may come long after the pull has given up."""
+    resolve, is_over = socket.getaddrinfo, threading.Event()
+
+    def resolve_late(host: str, *args: Any, **kwargs: Any) -> Any:
+        if host.endswith(".invalid") and not kwargs.get("flags"):
+            is_over.wait(60)
+        return resolve(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_late)
+    with Engine() as source, Engine() as consumer:
+        source.answer("a", TEXT)
+        source.serve()
+        for i in range(40):  # more than the threads for look-ups
+            consumer.add(f"{i}", prompt(i, 24), KVSource(f"{i}.invalid", 1), max_tokens=1)
+        consumer.run()
+        check_still_pulls(consumer, source)
+        source.pause()
+        is_over.set()
 
 
 def test_a_source_whose_steps_stand_still_costs_no_more_than_the_time_out(expected: list[int]) -> None:
@@ -356,6 +379,30 @@ def test_more_pulls_than_may_wait_are_computed(monkeypatch: pytest.MonkeyPatch) 
         assert consumer.transfers.stats.failures["busy"] == 3
         consumer.run()
         assert len(consumer.outputs) == 5
+
+
+def test_blocks_are_sent_as_those_of_the_weights_that_computed_them() -> None:
+    """Also where the weights change after the blocks were read, and before the thread of the network sends them."""
+    with Engine() as source:
+        source.answer("a", TEXT)
+        request = Request(request_id="a", token_ids=TEXT, params=SamplingParams())
+        wanted_blocks = [WantedBlock(key.hash, 0) for key in source.exchange.list_keys(request)]
+        read = source.exchange.read
+
+        def read_and_reload(wanted_blocks: Sequence[WantedBlock]) -> ReadBlocks:
+            blocks = read(wanted_blocks)
+            source.transfers.change_weights("new weights")
+            return blocks
+
+        source.exchange.read = read_and_reload  # type: ignore[method-assign]
+        answer = source.transfers._server._make_answer(FetchBlocks(wanted_blocks))
+        future = asyncio.run_coroutine_threadsafe(answer, source.transfers._loop)
+        source.serve()
+        sent, _ = future.result(10)
+        source.pause()
+        assert isinstance(sent, BlocksSent)
+        assert sent.blocks
+        assert sent.fingerprint == b"one model"
 
 
 def test_questions_that_no_consumer_asks_are_refused() -> None:
