@@ -30,7 +30,7 @@ class RemoteKVSource(msgspec.Struct, frozen=True, kw_only=True):
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
     signature: Annotated[str, Meta(max_length=64)] = ""
     """Hexadecimal HMAC-SHA256 of the fields above under the fleet's key."""
-    cached_tokens: Annotated[int, Meta(ge=0)] | None = None
+    cached_tokens: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     """Tokens of the prompt that the source has cached as far as the sender knows: no more need be pulled."""
 
     def sign(self, fleet_key: bytes) -> RemoteKVSource:

@@ -148,9 +148,7 @@ class BlockServer:
             return BlocksLocated(self._exchange.locate(question.hashes)), NO_CONTENTS
         byte_count = self._count_bytes(question.wanted_blocks)
         try:
-            return await asyncio.wrap_future(
-                self._jobs.submit(partial(self._read, question.wanted_blocks), byte_count)
-            )
+            return await asyncio.wrap_future(self._jobs.submit(partial(self._read, question.wanted_blocks), byte_count))
         except Exception:  # noqa: BLE001 - the step loop has logged it
             return Refused("failed", "the source failed to read its blocks"), NO_CONTENTS
 

@@ -122,6 +122,7 @@ def test_a_source_without_the_fleets_signature_is_refused(engines: list[Program]
         ({}, "missing required field"),
         ({"kv_request_id": "a", "remote_host": "h\nh", "remote_port": 1}, "remote_host"),
         ({"kv_request_id": "a", "remote_host": "h", "remote_port": 70000}, "remote_port"),
+        ({"kv_request_id": "a", "remote_host": "h", "remote_port": 1, "cached_tokens": 2**64}, "cached_tokens"),
     ],
 )
 def test_a_source_that_cannot_be_read_is_a_clients_error(engines: list[Program], value: Any, problem: str) -> None:
