@@ -107,6 +107,7 @@ class ContentBlocks:
         self._add_delta(block, self._input_decoder.push(text) if block.kind == "custom_call" else text, events)
 
     def _add_delta(self, block: ContentBlock, text: str, events: list[BlockEvent]) -> None:
+        """Append text to a block, unless it is empty, and report it."""
         if text:
             block.texts.append(text)
             events.append(BlockEvent("delta", block, text))

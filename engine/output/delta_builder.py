@@ -71,6 +71,8 @@ class DeltaBuilder:
         """Whether nothing but white space has come."""
         self.is_in_call = False
         """Whether a call has begun and not ended."""
+        self._inner_texts: list[str] = []
+        """Text inside of the open call. It comes after the call, because text ends a call for clients."""
         self.call_count = 0
 
     def add_reasoning(self, text: str) -> None:
@@ -82,6 +84,9 @@ class DeltaBuilder:
 
     def add_text(self, text: str) -> None:
         """Add text of an answer that may have calls."""
+        if self.is_in_call:
+            self._inner_texts.append(text)
+            return
         stripped_text = text.rstrip()
         if stripped_text:
             self._texts += [*self._pending_spaces, stripped_text]
@@ -106,8 +111,13 @@ class DeltaBuilder:
         self._pending_calls[-1].arguments.append(json_piece)
 
     def end_call(self) -> None:
-        self.is_in_call = False
-        self._leave_out_spaces()
+        """End the open call, if there is one, complete or not."""
+        if self.is_in_call:
+            self.is_in_call = False
+            self._leave_out_spaces()
+            inner_text, self._inner_texts = "".join(self._inner_texts), []
+            if not inner_text.isspace():
+                self.add_text(inner_text)
 
     def finish(self) -> None:
         """End the text: white space at its end is text, unless a call stands before it."""

@@ -276,7 +276,8 @@ class OutputParser:
 
     def _revert_to_text(self) -> None:
         """Make text of the held markup, because no call follows it."""
-        self._delta.is_at_start = self._delta.is_in_call = False
+        self._delta.end_call()
+        self._delta.is_at_start = False
         self._delta.add_text(self._source.stop_holding())
 
 

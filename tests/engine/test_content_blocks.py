@@ -12,6 +12,7 @@ from engine.http.response_store import ResponseStore
 from engine.output.choice import Choice, make_choice
 from engine.output.content_blocks import ContentBlocks
 from engine.output.delta_builder import ChoiceDelta, ToolCallDelta
+from engine.output.parser import OutputParser, OutputParserConfig
 from engine.protocol.generation import Generation
 from engine.protocol.messages import MessagesFormatter
 from engine.protocol.parsed_request import ResponseContext
@@ -83,6 +84,24 @@ def test_the_end_of_a_call_belongs_to_it_though_text_comes_in_the_same_delta() -
     blocks.push(piece(" So", calls=[ToolCallDelta(0, ": 1}"), ToolCallDelta(1, "{}", "g", "call_2")]))
     assert [(block.kind, block.name, block.text) for block in blocks.blocks] == [
         ("call", "f", '{"a": 1}'), ("text", "", " So"), ("call", "g", "{}"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ["</function>\n</tool_call>", ""])
+def test_text_inside_of_a_call_does_not_cut_the_call(end: str) -> None:
+    """The arguments after it became a second call without a name."""
+    types = {"f": {"a": ("integer",), "b": ("integer",)}}
+    parser = OutputParser(OutputParserConfig(call_format="qwen3_coder", parameter_types=types), SamplingParams())
+    first, second = (f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in (("a", 1), ("b", 2)))
+    blocks = ContentBlocks()
+    for char in f"Hm.<tool_call>\n<function=f>\nI see{first}{second}{end}":
+        parser.push(char, may_stop=True)
+        blocks.push(parser.build_delta())
+    parser.finish()
+    blocks.push(parser.build_delta())
+    arguments = '{"a": 1, "b": 2' + ("}" if end else "")
+    assert [(block.kind, block.name, block.text.strip()) for block in blocks.blocks] == [
+        ("text", "", "Hm."), ("call", "f", arguments), ("text", "", "I see"),
     ]  # fmt: skip
 
 
