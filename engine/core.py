@@ -334,16 +334,19 @@ class EngineCore:
         self.transfers.stop_waiting(request_id)
         error = next((error for future in futures if (error := future.exception()) is not None), None)
         if error is None:
-            try:
-                self.scheduler.add(request, arrival_s)
-            except ValueError as refusal:
-                error = refusal
-        if error is None:
-            return None
+            return self._add_or_refuse(request, arrival_s)
         if isinstance(error, ValueError):
             return make_refusal(request_id, error)
         log.error("a request could not be prepared", exc_info=error)  # such as a panic of llguidance, no Exception
         return _make_preparation_failure(request_id, error)
+
+    def _add_or_refuse(self, request: Request, arrival_s: float) -> SequenceOutput | None:
+        """Queue a request; if it can never be served, return its last output instead."""
+        try:
+            self.scheduler.add(request, arrival_s)
+        except ValueError as error:
+            return make_refusal(request.request_id, error)
+        return None
 
     def _wait_for_preparation(self) -> None:
         """Wait a moment for a grammar or for blocks of a peer."""

@@ -78,11 +78,12 @@ class EventLog:
     def record_host_removed(self, kind: int, node: Node) -> None:
         """Record that host memory lost a block, mostly to make room for a block that moved there.
 
-        The removal is put before the demotions that were recorded last. So consecutive demotions stay one change.
+        If demotions were recorded last, the removal is put before them, so that consecutive demotions stay one change.
+        The removal of a block that is among these demotions must come after them.
         """
         insert_index = len(self._changes)
-        demotions = self._get_last_change(DEMOTED, 0)
-        if demotions is not None and (kind, node) not in demotions.nodes:
+        last_demotions = self._get_last_change(DEMOTED, 0)
+        if last_demotions is not None and (kind, node) not in last_demotions.nodes:
             insert_index -= 1
         change_before = self._changes[insert_index - 1] if insert_index else None
         if change_before is not None and (change_before.action, change_before.kind) == (HOST_REMOVED, kind):

@@ -175,14 +175,9 @@ class Penalties:
         if step.new_rows is not None:
             self._store_new_rows(step.new_rows)
         step.gathered = self._gather_rows(batch, step.width)
-        token_ids, output_counts, token_counts = step.gathered
+        token_ids = step.gathered.token_ids
         row_logits = logits if batch.logits_rows is None else logits.index_select(0, batch.logits_rows)
-        # repetition_penalty shrinks positive logits, and makes negative ones more negative.
-        old_logits = row_logits.gather(1, token_ids)
-        repeated = torch.where(old_logits > 0, old_logits / batch.repetition, old_logits * batch.repetition)
-        new_logits = torch.where(token_counts > 0, repeated, old_logits)
-        new_logits -= batch.frequency * output_counts + batch.presence * (output_counts > 0)
-        row_logits.scatter_(1, token_ids, new_logits)
+        row_logits.scatter_(1, token_ids, _penalise(row_logits.gather(1, token_ids), batch, step.gathered))
         if batch.logits_rows is not None:
             logits.index_copy_(0, batch.logits_rows, row_logits)
 
@@ -235,6 +230,19 @@ class Penalties:
         if added_rows or added_width:
             self._token_ids = F.pad(self._token_ids, (0, added_width, 0, added_rows))
             self._output_counts = F.pad(self._output_counts, (0, added_width, 0, added_rows))
+
+
+def _penalise(old_logits: Tensor, batch: PenaltyRows, gathered: GatheredRows) -> Tensor:
+    """Return the logits of the gathered tokens after penalties. old_logits and the result: [n, width].
+
+    repetition_penalty divides positive logits, and multiplies negative ones. From this, frequency_penalty is subtracted
+    once for each time that the output has the token, and presence_penalty if it has the token at all.
+    """
+    repeated = torch.where(old_logits > 0, old_logits / batch.repetition, old_logits * batch.repetition)
+    new_logits = torch.where(gathered.token_counts > 0, repeated, old_logits)  # a row without tokens stays as it is
+    counts = gathered.output_counts
+    new_logits -= batch.frequency * counts + batch.presence * (counts > 0)
+    return new_logits
 
 
 def _compute_growth(size: int, needed_size: int, size_max: int) -> int:

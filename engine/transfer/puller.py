@@ -264,7 +264,8 @@ class Puller:
         if sent.fingerprint != self._settings.fingerprint:
             raise TransferError("incompatible", "one of the two engines has other weights now")
         arrived_batch = batch[: len(sent.blocks)]
-        if len(sent.blocks) > len(batch) or payload_bytes != sum(get_bytes(kind) for _, kind in arrived_batch):
+        expected_bytes = sum(get_bytes(kind) for _, kind in arrived_batch)
+        if len(sent.blocks) > len(batch) or payload_bytes != expected_bytes:
             raise TransferError("malformed", f"{len(sent.blocks)} blocks of {payload_bytes} bytes")
         for item, block in zip(arrived_batch, sent.blocks):
             key, parent_hash = pull.keys[item.block_index], pull.get_parent_hash(item.block_index)

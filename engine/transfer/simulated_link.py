@@ -11,7 +11,7 @@ from engine.types import BlockCopy, BlockPlace
 
 
 class SimulatedLinkSpec(NamedTuple):
-    """The bandwidth of a simulated network, and the bytes of a block that has no content."""
+    """Speed of a simulated network, and the size that a block without content is assumed to have."""
 
     bytes_per_s: float
     block_bytes: int

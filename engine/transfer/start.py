@@ -10,7 +10,7 @@ from engine.cache.kv_cache import KVCache
 from engine.config import EngineConfig
 from engine.transfer.block_exchange import BlockExchange, BlockMemory
 from engine.transfer.service import KVTransfers
-from engine.transfer.settings import CPU_GB_S, TransferSettings
+from engine.transfer.settings import CPU_GB_S, GB_S, TransferSettings
 from engine.transfer.simulated_link import SimulatedLink, SimulatedLinkSpec
 from options import ConfigError
 
@@ -88,11 +88,8 @@ def start_transfers(
         timeout_s=transfer_config.timeout_s,
         block_bytes_by_kind=content_bytes if simulated_link is None else (simulated_link.block_bytes,) * len(kinds),
         fingerprint=fingerprint.compute(None),
+        gb_s=_choose_gb_s(device, simulated_link),
     )
-    if simulated_link is not None:
-        settings.gb_s = simulated_link.bytes_per_s / 1e9
-    elif device == "cpu":
-        settings.gb_s = CPU_GB_S
     return KVTransfers(
         _listen(transfer_config.host or DEFAULT_HOST, transfer_config.port or 0),
         exchange,
@@ -100,6 +97,13 @@ def start_transfers(
         compute_fingerprint=fingerprint.compute,
         link=None if simulated_link is None else SimulatedLink(simulated_link.bytes_per_s),
     )
+
+
+def _choose_gb_s(device: str, simulated_link: SimulatedLinkSpec | None) -> float:
+    """Return the rate at which peers get blocks from this engine, in 1e9 bytes a second."""
+    if simulated_link is not None:
+        return simulated_link.bytes_per_s / 1e9
+    return CPU_GB_S if device == "cpu" else GB_S
 
 
 def _listen(host: str, port: int) -> socket.socket:
