@@ -41,7 +41,8 @@ class ResponseStore:
 
     def put(self, response: dict[str, Any], messages: bytes) -> None:
         """Store a response and its `messages`, and drop the least recently used ones to make room."""
-        stored_response = StoredResponse(msgspec.json.encode(response), messages)
+        response_json = bytes(memoryview(msgspec.json.encode(response)))  # a copy without the encoder's spare room
+        stored_response = StoredResponse(response_json, messages)
         self._responses[response["id"]] = stored_response
         self.used_bytes += stored_response.size_bytes
         while self._responses and (self.used_bytes > self._bytes_max or len(self._responses) > STORED_MAX):
