@@ -174,11 +174,10 @@ class BlockServer:
 
         Runs on the thread of the steps, which loads weights and reports the counts.
         """
-        fingerprint = self._settings.fingerprint
         read_blocks = self._exchange.read(wanted_blocks)
         self._stats.sent_blocks += len(read_blocks.blocks)
         self._stats.sent_bytes += self._count_bytes(wanted_blocks[: len(read_blocks.blocks)])
-        return BlocksSent(fingerprint, read_blocks.blocks), read_blocks.contents
+        return BlocksSent(self._settings.fingerprint, read_blocks.blocks), read_blocks.contents
 
     def _count_bytes(self, blocks: list[WantedBlock]) -> int:
         return sum(self._settings.block_bytes_by_kind[block.kind] for block in blocks)

@@ -302,7 +302,7 @@ def test_an_abort_ends_the_pull_at_once() -> None:
         consumer.add("a", TEXT, source.source)
         while not source.core.has_work:  # until the consumer has asked for blocks
             consumer.step()
-        assert consumer.core.has_requests, "an engine that pulls could be put to sleep"
+        assert consumer.core._preparing_requests, "an engine that pulls could be put to sleep"
         consumer.core.abort(["a"])
         assert not consumer.core.has_work
         source.run()
@@ -387,15 +387,16 @@ def test_blocks_are_sent_as_those_of_the_weights_that_computed_them() -> None:
         source.answer("a", TEXT)
         request = Request(request_id="a", token_ids=TEXT, params=SamplingParams())
         wanted_blocks = [WantedBlock(key.hash, 0) for key in source.exchange.list_keys(request)]
-        read = source.exchange.read
+        server = source.transfers._server
+        read = server._read
 
-        def read_and_reload(wanted_blocks: Sequence[WantedBlock]) -> ReadBlocks:
-            blocks = read(wanted_blocks)
+        def read_and_reload(wanted_blocks: list[WantedBlock]) -> Any:
+            sent = read(wanted_blocks)
             source.transfers.change_weights("new weights")
-            return blocks
+            return sent
 
-        source.exchange.read = read_and_reload  # type: ignore[method-assign]
-        answer = source.transfers._server._make_answer(FetchBlocks(wanted_blocks))
+        server._read = read_and_reload  # type: ignore[method-assign]
+        answer = server._make_answer(FetchBlocks(wanted_blocks))
         future = asyncio.run_coroutine_threadsafe(answer, source.transfers._loop)
         source.serve()
         sent, _ = future.result(10)
