@@ -19,6 +19,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from events.feed_sockets import (
+    MAX_REPLY_FRAMES,
     MAX_TOPICS,
     BoundSubscription,
     Context,
@@ -28,6 +29,7 @@ from events.feed_sockets import (
     StreamSubscription,
     Subscription,
     open_request_socket,
+    receive_frames,
 )
 from events.frames import (
     SNAPSHOT_REQUEST,
@@ -545,14 +547,14 @@ class EventFeed:
         assert dealer is not None
         for _ in range(REPLY_SLICE):
             try:
-                frames = dealer.recv_multipart(zmq.NOBLOCK)
+                receive_frames(dealer, stream.reply_frames, MAX_REPLY_FRAMES)
             except zmq.Again:
                 break
-            if not stream.store_reply(frames):
+            if not stream.store_reply():
                 self._cancel_request(stream)
                 stream.stream_state.dropped_message_count += 1
                 instructions = stream.stream_state.on_request_failed(
-                    stream.request_id, time.monotonic(), "too many bytes of replies"
+                    stream.request_id, time.monotonic(), "too many bytes or frames of replies"
                 )
                 self._enqueue_instructions(stream, instructions)
                 return

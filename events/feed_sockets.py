@@ -19,8 +19,8 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Longest frame; a publisher that sends a longer one loses its connection."""
 MAX_QUEUED_MESSAGES = 16
 """Most messages that ZeroMQ queues for a connection, of MAX_MESSAGE_BYTES each; the others wait at the publisher."""
-MAX_FRAMES, FRAMES_SLICE = 16, 256
-"""Most frames of a live message that are kept, and most that are read before other sockets are."""
+MAX_FRAMES, MAX_REPLY_FRAMES, FRAMES_SLICE = 16, 65_536, 256
+"""Most frames of a live message and of a reply that are kept, and most that are read before other sockets are."""
 MAX_WAITING_MESSAGES, MAX_WAITING_BYTES = 1_000, 64 << 20
 """Most live messages of a topic, and their bytes, that wait while an earlier one is applied; more show as a gap."""
 MAX_REPLIES_BYTES = 256 << 20
@@ -88,6 +88,8 @@ class FollowedStream:
         """Instructions of the state, and long work, which is ended before anything after it begins."""
         self.pending_bytes = 0
         """Bytes of the payloads in `pending_work`."""
+        self.reply_frames: list[zmq.Frame] = []
+        """First frames of a reply that has more than were read in one slice."""
         self.replies: deque[list[bytes]] = deque()
         """Replies to the pending request, in the order of arrival."""
         self.reply_bytes = 0
@@ -118,8 +120,12 @@ class FollowedStream:
             self.pending_bytes -= len(work.payload)
         return work
 
-    def store_reply(self, frames: list[bytes]) -> bool:
-        """Queue a reply; return False if too many bytes wait."""
+    def store_reply(self) -> bool:
+        """Queue the reply that was received; return False if it has too many frames, or too many bytes wait."""
+        frames = [frame.bytes for frame in self.reply_frames]
+        self.reply_frames = []
+        if len(frames) > MAX_REPLY_FRAMES:
+            return False
         self.replies.append(frames)
         self.reply_bytes += sum(map(len, frames))
         return self.reply_bytes <= MAX_REPLIES_BYTES
@@ -130,6 +136,7 @@ class FollowedStream:
         return frames
 
     def clear_replies(self) -> None:
+        self.reply_frames = []
         self.replies.clear()
         self.reply_bytes = 0
 
@@ -148,6 +155,20 @@ class FollowedStream:
             has_snapshots=source.snapshot_endpoint is not None,
         )
         return StreamState(config, resume_position)
+
+
+def receive_frames(socket: Socket, frames: list[zmq.Frame], frames_max: int) -> None:
+    """Append the rest of the next message to `frames`, which then has `frames_max` + 1 if the message has more.
+
+    Raises zmq.Again if there is no message, or if so many frames are left that other sockets have their turn first.
+    """
+    for _ in range(FRAMES_SLICE):
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        if len(frames) <= frames_max:
+            frames.append(frame)
+        if not frame.more:
+            return
+    raise zmq.Again
 
 
 def notice_lost_hosts(socket: Socket, probe_interval_s: int) -> None:
@@ -183,18 +204,10 @@ class _SubSocket:
         """First frames of a message that has more than were read in one slice."""
 
     def receive(self) -> list[zmq.Frame]:
-        """Return the next message, at most its first MAX_FRAMES + 1 frames.
-
-        Raises zmq.Again if there is none, or if one has so many frames that other sockets have their turn first.
-        """
-        for _ in range(FRAMES_SLICE):
-            frame = self.socket.recv(zmq.NOBLOCK, copy=False)
-            if len(self._frames) <= MAX_FRAMES:
-                self._frames.append(frame)
-            if not frame.more:
-                frames, self._frames = self._frames, []
-                return frames
-        raise zmq.Again
+        """Return the next message, at most its first MAX_FRAMES + 1 frames. Raises zmq.Again if it is not there yet."""
+        receive_frames(self.socket, self._frames, MAX_FRAMES)
+        frames, self._frames = self._frames, []
+        return frames
 
     def open(self, attach: Callable[[str], object], endpoint: str) -> None:
         """Call `attach`, which binds or connects the socket. Raises zmq.ZMQError, after closing everything."""

@@ -591,6 +591,22 @@ def test_replies_wait_here_and_not_in_zeromq(
         replier.close()
 
 
+def test_a_reply_of_too_many_frames_ends_its_request(
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed]
+) -> None:
+    replier = Replier(context, [[b""] * (feed_sockets.MAX_REPLY_FRAMES + 1), [pack_seq(END_SEQ), b""]])
+    handler, pub = Recorder(), Pub(context)
+    try:
+        feed = start_feed(handler)
+        config = StreamConfig(start_mode=StartMode.RING)
+        feed.add(dataclasses.replace(pub.source("a"), replay_endpoint=f"tcp://127.0.0.1:{replier.port}", config=config))
+        keep_sending(pub, lambda: DroppedMessages in handler.kinds("a"), "the frames are too many")
+        keep_sending(pub, lambda: replier.request_count >= 2, "it asks again")
+        assert not feed.fault_count
+    finally:
+        replier.close()
+
+
 def test_one_stream_with_a_large_payload_does_not_hold_the_index(index: PrefixIndex, index_feed: IndexFeed) -> None:
     """A million unknown events of one worker are applied in slices; an event of another comes in between."""
     holders = [index.add_holder("m") for _ in range(2)]
