@@ -74,7 +74,7 @@ def plan_admin_calls(
     """
     worker_by_id = {str(worker.settings["id"]): worker for worker in listed_workers}
     calls = [
-        AdminCall("DELETE", f"/workers/{worker_id}") for worker_id in status_by_worker if worker_id not in worker_by_id
+        AdminCall("DELETE", _make_path(worker_id)) for worker_id in status_by_worker if worker_id not in worker_by_id
     ]
     for worker_id, worker in worker_by_id.items():
         worker_status = status_by_worker.get(worker_id)
@@ -82,5 +82,10 @@ def plan_admin_calls(
             if not worker.is_draining:
                 calls.append(AdminCall("POST", "/workers", dict(worker.settings)))
         elif worker_status.is_draining != worker.is_draining:
-            calls.append(AdminCall("POST", f"/workers/{worker_id}/drain", {"on": worker.is_draining}))
+            calls.append(AdminCall("POST", f"{_make_path(worker_id)}/drain", {"on": worker.is_draining}))
     return calls
+
+
+def _make_path(worker_id: str) -> str:
+    """Return the path of a worker's admin routes. The id of one with a path in its URL has slashes."""
+    return "/workers/" + worker_id.translate({ord(character): f"%{ord(character):02X}" for character in "%/?#"})

@@ -34,6 +34,9 @@ def test_a_router_is_brought_to_the_list() -> None:
     ]
     assert plan_admin_calls([draining], {}) == [], "who leaves need not come first"
     assert plan_admin_calls([A], {"a:1": UP}) == []
+    assert plan_admin_calls([], {"a:1/base": UP}) == [("DELETE", "/workers/a:1%2Fbase", None)], (
+        "one segment of the path"
+    )
 
 
 def test_rows_of_ranks_are_one_worker() -> None:
