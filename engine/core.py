@@ -228,11 +228,6 @@ class EngineCore:
         """Failed steps since the last step that was computed."""
 
     @property
-    def has_requests(self) -> bool:
-        """Whether any request waits, runs, or is prepared. Steps in flight may have requests that ended meanwhile."""
-        return self.scheduler.has_requests or bool(self._preparing_requests)
-
-    @property
     def has_work(self) -> bool:
         """Whether there are requests, steps in flight, or blocks to copy for a peer."""
         return self.scheduler.has_work or bool(self._preparing_requests) or self.transfers.has_copies
@@ -445,7 +440,7 @@ class EngineCore:
         requests, or if the engine is not as `asleep` demands.
         """
         assert self._model is not None
-        if self.has_requests:
+        if self.scheduler.has_requests or self._preparing_requests:
             raise ValueError("sequences are running")
         while self._steps_in_flight:
             self._finish_step()
