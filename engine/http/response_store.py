@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,15 @@ from prompts.responses import get_response_id_of_item
 
 STORED_MAX = 100_000
 STORED_BYTES_MAX = 256 << 20
+
+
+class _Output(msgspec.Struct):
+    """The part of a response's JSON that items are read from."""
+
+    output: list[dict[str, Any]]
+
+
+_output_decoder = msgspec.json.Decoder(_Output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +70,27 @@ class ResponseStore:
         self._responses.move_to_end(name)
         return stored_response
 
-    def get_item(self, name: str, param: str) -> bytes:
-        """Return the JSON of an item, which the field `param` refers to. Raises RequestError 404."""
-        response_id = get_response_id_of_item(name)
-        stored_response = self._responses.get(response_id)
-        items = [] if stored_response is None else msgspec.json.decode(stored_response.response)["output"]
-        item = next((item for item in items if item["id"] == name), None)
-        if item is None:
-            message = f"{param}: no item {name[:256]!r} of a response that is stored here"
-            raise RequestError(message, param=param, code="item_not_found", status=404)
-        self._responses.move_to_end(response_id)
-        return msgspec.json.encode(item)
+    def get_items(self, param_by_name: Mapping[str, str]) -> dict[str, bytes]:
+        """Return the JSON of items by name. `param_by_name`: the field that refers to each. Raises RequestError 404.
+
+        The items of a response are decoded once, however many of them are asked for.
+        """
+        names_by_response: defaultdict[str, list[str]] = defaultdict(list)
+        for name in param_by_name:
+            names_by_response[get_response_id_of_item(name)].append(name)
+        items: dict[str, bytes] = {}
+        for response_id, names in names_by_response.items():
+            stored_response = self._responses.get(response_id)
+            output = [] if stored_response is None else _output_decoder.decode(stored_response.response).output
+            item_by_name = {item["id"]: item for item in output}
+            for name in names:
+                if name not in item_by_name:
+                    param = param_by_name[name]
+                    message = f"{param}: no item {name[:256]!r} of a response that is stored here"
+                    raise RequestError(message, param=param, code="item_not_found", status=404)
+                items[name] = msgspec.json.encode(item_by_name[name])
+            self._responses.move_to_end(response_id)
+        return items
 
     def delete(self, name: str) -> None:
         """Delete the response `name`. Raises RequestError 404."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec import structs
 
+from engine.http import response_store
 from engine.http.response_store import ResponseStore
 from engine.output.choice import Choice, make_choice
 from engine.output.content_blocks import ContentBlocks
@@ -199,17 +201,21 @@ def test_calls_are_told_as_their_client_knows_the_tools(finish: str) -> None:
     )
 
 
-def test_items_are_found_by_their_names() -> None:
+def test_items_are_found_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The response was decoded once for each of its items, 9 s for 5,000 calls in a row."""
+    decoder = Mock(wraps=response_store._output_decoder)
+    monkeypatch.setattr(response_store, "_output_decoder", decoder)
     new_generation, _ = generation()
     new_generation.id, store = "resp_0af", ResponseStore(5_000)
     answer = ResponsesFormatter(new_generation, ASKED)
     response = json.loads(answer.format_response())
     store.put(answer.make_final_response(), b"[]")
-    for item in response["output"]:
-        assert json.loads(store.get_item(item["id"], "input[0].id")) == item
+    items = store.get_items({item["id"]: "input[0].id" for item in response["output"]})
+    assert [json.loads(item) for item in items.values()] == response["output"]
+    assert decoder.decode.call_count == 1
     for name in ("rs_0af0009", "rs_ffff0000", "rs_", ""):
         with pytest.raises(RequestError, match=r"^input\[0\]\.id: no item") as error_info:
-            store.get_item(name, "input[0].id")
+            store.get_items({name: "input[0].id"})
         assert error_info.value.status == 404
 
 
