@@ -73,7 +73,7 @@ class PickerClient:
         """Tenant by the request's API key; the address until the key is checked."""
         self.responder: Responder | None = None
         self.answer_reader: AnswerReader | None = None
-        """The exchange, from its beginning on."""
+        """The exchange, from its beginning to the end of the stream."""
         self.has_response_started = False
         self.cors_headers = b""
         self._path = ""
@@ -93,6 +93,7 @@ class PickerClient:
     def close(self) -> None:
         """End the request, as the stream has ended."""
         self._cancel_responder()
+        self.answer_reader = None
         self._charge.release()
 
     def _client_address(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import gzip
 import json
 import random
@@ -417,3 +418,25 @@ def test_garbage_ends_its_own_stream_alone(edge: Any) -> None:
             assert not sum(load(edge).values())
 
     edge.run(scenario(), 60)
+
+
+def test_an_ended_request_is_freed_without_garbage_collection(edge: Any) -> None:
+    """The router collects old objects rarely, and an exchange keeps the token ids of its prompt."""
+
+    async def scenario() -> None:
+        async with picker(edge) as envoy:
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(3):
+                    stream, _ = await envoy.ask()
+                    await stream.write(answer_head())
+                    await stream.read()
+                    await stream.done_writing()
+                    assert await stream.read() is grpc.aio.EOF
+                await edge.until(lambda: not envoy.server.open_stream_count)
+                assert not [item for item in gc.get_objects() if isinstance(item, PickExchange)]
+            finally:
+                gc.enable()
+
+    edge.run(scenario())
