@@ -21,8 +21,9 @@ from router.prompting.outline import ROLE_BITS, Outline
 
 BRANCHES_MAX: Final = 4
 """Most conversations under one session's name: agents make requests for titles and summaries in between."""
-PROMPT_BYTES: Final = 600
-"""Memory of a prompt besides its ids and outline."""
+PROMPT_BYTES: Final = 1_100
+"""Memory of a prompt besides its ids, keys and outline."""
+KEY_BYTES: Final = 40
 OUTLINE_BYTES: Final = 256
 """Memory of an outline besides its numbers."""
 _SHARED_RATIO_MIN: Final = 0.5
@@ -80,7 +81,7 @@ class AnalyzedPrompt:
     @property
     def size_bytes(self) -> int:
         """Approximate memory of the prompt."""
-        size_bytes = PROMPT_BYTES + 4 * len(self.token_ids)
+        size_bytes = PROMPT_BYTES + KEY_BYTES * len(self.chunk_keys) + 4 * len(self.token_ids)
         if self.outline is not None:
             size_bytes += OUTLINE_BYTES + len(self.outline.messages) + len(self.outline.tools)
         return size_bytes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import tracemalloc
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -273,3 +275,19 @@ def test_a_prompt_that_was_dropped_is_not_kept_by_its_request() -> None:
         del ids, prompt
     assert len(analyzer) == 20
     assert sum(prompt() is not None for prompt in prompts) == len(analyzer.history) < 6
+
+
+@pytest.mark.parametrize("session", [None, "s"])
+def test_prompts_take_the_memory_that_is_counted(session: str | None) -> None:
+    analyzer = MissAnalyzer(MissReasonsConfig(), INDEX.count_common_tokens)
+    gc.collect()
+    tracemalloc.start()
+    for number in range(300):
+        ids = array("I", range(1000 * number, 1000 * number + 512))
+        keys = () if session else INDEX.chunk_keys(ids, SCOPES[0], 256)
+        route = make_route(ids, SCOPES[0], session and f"{session}{number}")
+        analyzer.history.add(AnalyzedPrompt(f"request-{number}", route, ids, None, keys, None if session else number))
+    taken_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(analyzer.history) == 300
+    assert taken_bytes == pytest.approx(analyzer.history.used_bytes, rel=0.1)

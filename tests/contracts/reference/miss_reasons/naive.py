@@ -39,11 +39,13 @@ class PreviousPrompt:
     at_s: float
     session: str | None
     answer_tokens: int = 0
+    key_count: int = 0
 
     @property
     def size(self) -> int:
         outline = self.outline
-        return 600 + 4 * len(self.ids) + (0 if outline is None else 256 + len(outline.messages) + len(outline.tools))
+        base = 1_100 + 40 * self.key_count + 4 * len(self.ids)
+        return base + (0 if outline is None else 256 + len(outline.messages) + len(outline.tools))
 
     @property
     def cached_token_count(self) -> int:
@@ -101,8 +103,9 @@ class NaiveAnalyzer:
             del self.history[0]
         request, replaced_prompt = self._explain(prompt, placement, facts)
         past = PreviousPrompt(
-            prompt.route.scope, list(prompt.token_ids), prompt.outline, decision.worker, now, prompt.route.session
-        )
+            prompt.route.scope, list(prompt.token_ids), prompt.outline, decision.worker, now, prompt.route.session,
+            key_count=len(prompt.chunk_keys),
+        )  # fmt: skip
         request.previous, request.is_final, request.is_sampled = past, prompt.route.is_final, is_sampled
         if len(prompt.token_ids) >= block:
             self._store_prompt(past, prompt, replaced_prompt)
