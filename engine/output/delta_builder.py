@@ -116,8 +116,7 @@ class DeltaBuilder:
             self.is_in_call = False
             self._leave_out_spaces()
             inner_text, self._inner_texts = "".join(self._inner_texts), []
-            if not inner_text.isspace():
-                self.add_text(inner_text)
+            self.add_text(inner_text.rstrip())
 
     def finish(self) -> None:
         """End the text: white space at its end is text, unless a call stands before it."""

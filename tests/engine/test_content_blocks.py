@@ -102,8 +102,8 @@ def test_text_inside_of_a_call_does_not_cut_the_call(end: str) -> None:
     parser.finish()
     blocks.push(parser.build_delta())
     arguments = '{"a": 1, "b": 2' + ("}" if end else "")
-    assert [(block.kind, block.name, block.text.strip()) for block in blocks.blocks] == [
-        ("text", "", "Hm."), ("call", "f", arguments), ("text", "", "I see"),
+    assert [(block.kind, block.name, block.text) for block in blocks.blocks] == [
+        ("text", "", "Hm."), ("call", "f", arguments), ("text", "", "\nI see"),
     ]  # fmt: skip
 
 
