@@ -144,8 +144,10 @@ class Fleet:
         """Other running tasks, kept here so that they are not collected."""
         self.failed_checks: Counter[str] = Counter()
         """Failed checks and probes by worker, for `/metrics`."""
-        self._draining_origin: dict[str, str] = {}
-        """Worker id -> list of Kubernetes that drained the worker. Those that an operator drained are not here."""
+        self._unready_lists: dict[str, set[str]] = {}
+        """Worker id -> lists of Kubernetes that say that the worker is not ready."""
+        self._drained_as_unready: set[str] = set()
+        """Workers that were drained because they are not ready, and that no operator drained or took back since."""
 
     async def add(self, settings: dict[str, Any]) -> str:
         """Add a worker from a JSON object with the keys of `--worker` and return its id. Raises ConfigError."""
@@ -182,7 +184,8 @@ class Fleet:
             return
         member.cancel()
         self.failed_checks.pop(worker_id, None)
-        self._draining_origin.pop(worker_id, None)
+        self._unready_lists.pop(worker_id, None)
+        self._drained_as_unready.discard(worker_id)
         self._tokenizers.remove_worker(member.flag.url)
         self._feed.forget(worker_id)
         self._perform(self._core.remove_worker(worker_id, self._now()))
@@ -204,8 +207,8 @@ class Fleet:
             await asyncio.wait({discovery}, timeout=DISCOVERY_POLL_S)
 
     async def drain(self, worker_id: str, *, is_draining: bool) -> None:
-        """Stop or resume new requests to a known worker, as an operator says. Readiness does not undo that."""
-        self._draining_origin.pop(worker_id, None)
+        """Stop or resume new requests to a known worker, as an operator says."""
+        self._drained_as_unready.discard(worker_id)
         self._perform(self._core.set_draining(worker_id, self._now(), is_draining=is_draining))
 
     def check_soon(self, worker_id: str) -> None:
@@ -282,23 +285,36 @@ class Fleet:
         """Make the workers of a Service those that Kubernetes lists, and drain those that are not ready.
 
         `is_ready_by_address`: all endpoints, as HOST:PORT. An endpoint is added as a worker when it is ready for the
-        first time. Workers that were drained by this method are also undrained by it; those that an operator drained
-        stay so.
+        first time.
         """
         workers = self._core.workers
         is_ready_by_flag = {parse_worker_flag(f"http://{at}"): ready for at, ready in is_ready_by_address.items()}
         listed = [flag for flag, is_ready in is_ready_by_flag.items() if is_ready or flag.worker_id in workers]
         self._update_origin(origin, listed)
-        for flag, is_ready in is_ready_by_flag.items():
-            worker_id, worker = flag.worker_id, workers.get(flag.worker_id)
-            if worker is None:
-                continue
-            if is_ready and self._draining_origin.get(worker_id) == origin:
-                del self._draining_origin[worker_id]
-                self._perform(self._core.set_draining(worker_id, self._now(), is_draining=False))
-            elif not is_ready and not worker.is_drained:
-                self._draining_origin[worker_id] = origin
-                self._perform(self._core.set_draining(worker_id, self._now(), is_draining=True))
+        unready_ids = {flag.worker_id for flag, is_ready in is_ready_by_flag.items() if not is_ready}
+        for worker_id, member in self._members.items():
+            is_leaving = not member.origins
+            if worker_id in workers and not is_leaving:
+                self._record_readiness(worker_id, origin, is_ready=worker_id not in unready_ids)
+
+    def _record_readiness(self, worker_id: str, origin: str, *, is_ready: bool) -> None:
+        """Drain a worker when a list first says that it is not ready, and take it back when none says so any more.
+
+        A worker that an operator drained stays drained, and one that an operator took back is drained again only when
+        it has been ready meanwhile.
+        """
+        unready_lists = self._unready_lists.setdefault(worker_id, set())
+        was_ready = not unready_lists
+        if is_ready:
+            unready_lists.discard(origin)
+        else:
+            unready_lists.add(origin)
+        if was_ready and unready_lists and not self._core.workers[worker_id].is_drained:
+            self._drained_as_unready.add(worker_id)
+            self._perform(self._core.set_draining(worker_id, self._now(), is_draining=True))
+        elif not unready_lists and worker_id in self._drained_as_unready:
+            self._drained_as_unready.remove(worker_id)
+            self._perform(self._core.set_draining(worker_id, self._now(), is_draining=False))
 
     async def _watch_forever(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Call `watch` again and again, with a pause after each time it ends or fails."""

@@ -841,6 +841,38 @@ def test_a_pod_that_is_ready_again_takes_requests_unless_an_operator_drained_it(
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_a_pod_that_an_operator_takes_back_stays_so_until_its_readiness_changes() -> None:
+    async def run() -> None:
+        async with watching(Page(), RARELY_HEALTH, feed_of()) as (fleet, core, name):
+            fleet._members[name].flag = parse_worker_flag(f"http://{name}")
+            fleet._apply_endpoints("service/vllm", {name: False})
+            await fleet.drain(name, is_draining=False)
+            fleet._apply_endpoints("service/vllm", {name: False, "10.0.0.2:8000": False})
+            assert not core.workers[name].is_drained
+            for is_ready in (True, False):
+                fleet._apply_endpoints("service/vllm", {name: is_ready})
+                assert core.workers[name].is_drained is not is_ready
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_pod_of_two_lists_is_drained_while_one_of_them_says_that_it_is_not_ready() -> None:
+    async def run() -> None:
+        async with watching(Page(), RARELY_HEALTH, feed_of()) as (fleet, core, name):
+            fleet._members[name].flag = parse_worker_flag(f"http://{name}")
+            for origin in ("service/a", "pool/b"):
+                fleet._apply_endpoints(origin, {name: False})
+            fleet._apply_endpoints("pool/b", {name: True})
+            assert core.workers[name].is_drained
+            fleet._apply_endpoints("pool/b", {name: False})
+            fleet._apply_endpoints("service/a", {})
+            assert core.workers[name].is_drained
+            fleet._apply_endpoints("pool/b", {name: True})
+            assert not core.workers[name].is_drained
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_a_pod_that_an_operator_removed_is_drained_as_any_when_it_is_back() -> None:
     async def run() -> None:
         page = Page()
