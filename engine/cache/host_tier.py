@@ -63,9 +63,9 @@ class HostTier:
     ) -> None:
         """Make an empty memory of `unit_count` units of equal size. A unit holds several blocks of one kind.
 
-        `tree`: the prefix tree of both memories, which from now on reports the blocks that the device evicts. `order`
-        chooses the block to evict from host memory next. Copies between the memories are added to `block_copies`, the
-        list of the plan being made.
+        `tree`: the prefix tree of both memories; from now on it calls `demote` for blocks that the device evicts.
+        `order`: order in which host blocks are evicted. `block_copies`: copies that the next step does first, to which
+        those between the memories are added.
         """
         tree.lower_tier = self
         blocks_per_unit = spec.blocks_per_unit_by_kind()
@@ -75,8 +75,9 @@ class HostTier:
         self._tree = tree
         self._block_copies = block_copies
         self._stored_blocks_by_kind = [0] * len(blocks_per_unit)
+        """Copies to host memory that were planned since the start, by kind of block."""
         self._loaded_blocks_by_kind = [0] * len(blocks_per_unit)
-        """Copies that were planned since the start, by kind."""
+        """Copies to the device that were planned since the start, by kind of block."""
 
     def measure_usage(self) -> HostUsage:
         """Return the present use of the memory, and the bytes copied since the start. All is 0 without host memory."""

@@ -112,28 +112,32 @@ class LearnedDeviceOrder(_LearnedOrder):
 class LearnedHostOrder(_LearnedOrder):
     """Decides which block leaves host memory next: one of the conversation that is least likely to return.
 
-    The learned queue holds leaves of the prefix tree that only host memory has, and states that a later state of the
-    same conversation has superseded. If the queue is empty, the oldest block goes.
+    The learned queue holds the leaves of the prefix tree that only host memory has, each with the conversation's last
+    turn (request), and recurrent states that may go before the attention blocks at their node. If the queue is empty,
+    the oldest block goes.
     """
 
     def _get_blocks(self, node: Node) -> Sequence[Block | None]:
         return node.host_blocks
 
     def _add_leaf(self, node: Node) -> None:
-        """Add a path that ends in host memory. It belongs to the same turn as on the device."""
+        """Add the path of a leaf to the queue. The path belongs to the same turn as on the device."""
         if not node.children:
             self._queue.add(node, self._eviction.device_queue.find_turn(node) or self._eviction.last_turn)
 
     def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
+        """Return whether a later state replaces this one, or the device has the node's attention block."""
         return state.is_superseded or node.blocks[FULL_KIND] is not None
 
     def mark_evicted(self, node: Node, kind: int) -> None:
+        """Update the queue after an eviction. A node that has no block on the device either leaves the tree next."""
         if kind != FULL_KIND:
             self._eviction.requeue_state(node)
         elif any(node.blocks):
             self._queue.remove(node)
 
     def mark_child_added(self, node: Node) -> None:
+        """Record that `node` is no leaf any more."""
         self._queue.remove(node)
 
     def mark_node_removed(self, node: Node) -> None:
@@ -147,9 +151,10 @@ class LearnedHostOrder(_LearnedOrder):
             self._queue.add(parent, self._eviction.last_turn)
 
     def check_nodes(self, nodes: Collection[Node]) -> None:
-        """Assert that the queue holds exactly the ends of paths that only host memory has, and that no step reads."""
+        """Assert that the queue holds exactly the leaves, and states only of nodes that have one in host memory."""
+        state_kind = -1
         self._queue.check_invariants({node for node in nodes if _is_leaf_on_host(node)})
-        self._queue.check_states({node for node in nodes if node.is_cached_on_host(-1)})
+        self._queue.check_states({node for node in nodes if node.is_cached_on_host(state_kind)})
 
 
 def _is_leaf_on_device(node: Node) -> bool:

@@ -102,7 +102,10 @@ class BlockTables:
             )
 
     def _write_new_blocks(self, chunks: list[Chunk], rows: list[int], written_counts: list[int]) -> None:
-        """Write the blocks of sequences after the first `written_counts[i]`, which row `rows[i]` has already."""
+        """Write to the table row of each sequence the blocks that the row lacks.
+
+        `rows[i]`: row of the sequence of `chunks[i]`. The row holds the first `written_counts[i]` blocks already.
+        """
         row_count = len(self._host_tables)
         flat_indices: list[int] = []
         """Index of each new block in all tables, laid out as [blocks, rows]: block index * row_count + row."""
@@ -113,7 +116,8 @@ class BlockTables:
                 f"{chunk.seq.request.request_id}: fewer blocks than tokens"
             )
             new_blocks += table[written_count:]
-            flat_indices += range(written_count * row_count + row, len(table) * row_count + row, row_count)
+            first_index, end_index = written_count * row_count + row, len(table) * row_count + row
+            flat_indices += range(first_index, end_index, row_count)
             self._written_counts[row] = len(table)
         self._write(np.array(flat_indices, np.int64), np.array(new_blocks, np.int64))
 

@@ -155,7 +155,7 @@ class ModelRunner:
     def _submit(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Prepare a step and begin to compute it. Returns a function that waits for its result."""
         step = self._prepare(plan)
-        wait_for_outputs = self._compute(step)
+        wait_for_outputs = self._launch(step)
         return lambda: self._reset_on_error(lambda: self._build_result(step, wait_for_outputs()))
 
     def _reset_on_error(self, call: Callable[[], Result]) -> Result:
@@ -286,11 +286,11 @@ class ModelRunner:
             rows=copy_to_device(state.rows[device_token_indices], self.device),
         )
 
-    def _compute(self, step: PreparedStep) -> Callable[[], list[list[Any]]]:
-        """Queue a step on the device. Returns a function that waits for the step's outputs, and returns them.
+    def _launch(self, step: PreparedStep) -> Callable[[], list[list[Any]]]:
+        """Queue the work of a step on the device: copies of blocks, the forward pass, sampling, then state checkpoints.
 
-        The outputs are lists of numbers: the drawn tokens, their logprobs, then logprobs of prompts, as far as the step
-        has them.
+        Returns a function that waits for the step's outputs, and returns them as lists of numbers: the drawn tokens,
+        their logprobs, then logprobs of prompts, as far as the step has them.
         """
         if step.sampling_inputs is not None:
             self._sampler.start_masks(step.sampling_inputs, self._read_last_tokens)
@@ -301,7 +301,8 @@ class ModelRunner:
             hidden = self._forward(step)
             outputs += self._sample(hidden, step)
             for i in step.prompt_logprob_chunks:
-                outputs += self._compute_prompt_logprobs(hidden[step.selected.starts[i] :], step.chunks[i])
+                first_row = step.selected.starts[i]
+                outputs += self._compute_prompt_logprobs(hidden[first_row:], step.chunks[i])
         self.pool.finish_step(step.plan)
         wait_for_outputs = start_copy_to_host(outputs)
         if self._last_tokens is not None:

@@ -17,6 +17,7 @@ FUNCTION_MARKER = "<function="
 _PARAMETER_MARKER, _VALUE_END_MARKER, _END_MARKER = "<parameter=", "</parameter>", "</function>"
 _REGION_END_MARKER = "</tool_call>"
 _NAME_END_PATTERN, _PARAMETER_NAME_END_PATTERN = re.compile(r"[<>\n]"), re.compile(">")
+_NON_SPACE_PATTERN = re.compile(f"[^{SPACE}]")
 _MARKER_SCANNER = DelimiterScanner((_PARAMETER_MARKER, _END_MARKER, _REGION_END_MARKER))
 _VALUE_SCANNER = DelimiterScanner((_VALUE_END_MARKER, _PARAMETER_MARKER, _END_MARKER))
 _FOLLOWING_MARKERS = {
@@ -107,7 +108,7 @@ class _XmlArguments:
             marker = yield from self._read_value_text(value)
             if marker == _PARAMETER_MARKER:
                 value = yield from self._read_next_parameter(value)
-            elif not marker or (yield from self._is_value_end(marker, value)):
+            elif not marker or (yield from self._end_value_if_complete(marker, value)):
                 return marker
 
     def _read_parameter_name(self) -> Steps[str | None]:
@@ -151,21 +152,20 @@ class _XmlArguments:
         value.end()
         return self._open_value(name)
 
-    def _is_value_end(self, marker: str, value: _ParameterValue) -> Steps[bool]:
-        """End the value, and return True, if a marker that may come after `marker` follows, or the end of the text.
+    def _end_value_if_complete(self, marker: str, value: _ParameterValue) -> Steps[bool]:
+        """End the value if `marker`, which was just taken, is its end marker. Return whether the value has ended.
 
-        Else return False, and add the marker to the value: the value may be code with such markup in it.
+        The value may be code that has such markup in it. So `marker` ends the value only if the answer's text ends
+        there, or if one of the marker's `_FOLLOWING_MARKERS` comes next, after white space. Else it is added to the
+        value.
         """
-        source, spaces = self._source, list[str]()
-        following_markers = _FOLLOWING_MARKERS[marker]
-        while True:
-            spaces.append(source.take_spaces())
-            following_marker = yield from source.peek_any(following_markers)
-            if following_marker or (yield from source.peek()) not in (*SPACE,):
-                break
-        if following_marker or source.may_become_any(following_markers):
-            if not following_marker:
-                source.take_all()  # the text has ended with the beginning of a marker
+        source, following_markers, spaces = self._source, _FOLLOWING_MARKERS[marker], list[str]()
+        yield from source.take_until(_NON_SPACE_PATTERN, spaces.append)
+        following_marker = yield from source.peek_any(following_markers)
+        is_cut_off = not following_marker and source.may_become_any(following_markers)
+        if is_cut_off:
+            source.take_all()  # nothing, or the beginning of a marker
+        if following_marker or is_cut_off:
             value.end()
             return True
         value.append(marker + "".join(spaces))

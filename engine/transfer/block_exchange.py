@@ -153,25 +153,33 @@ class BlockExchange:
         return next((i for i, item in enumerate(items) if not _is_stored(pull, item)), len(items))
 
     def _store(self, pull: Pull, items: Sequence[PullItem], contents: memoryview, new_blocks: list[_NewBlock]) -> None:
-        """Allocate blocks for items, fill them, and announce them.
+        """Allocate device blocks for the sent blocks (`items`), fill them, and put them into the prefix tree.
 
-        The blocks are appended to `new_blocks`. The caller releases these, also after an error.
+        The tree announces them as cache events. Earlier blocks of the prompt that only host memory has are loaded with
+        them, because a block on the device needs the blocks before it there. All are appended to `new_blocks`, which
+        the caller releases, also after an error.
         """
-        cache, memory = self._cache, self._memory
-        is_first_batch = not pull.nodes
-        cache.tree.extend_match(pull.keys, pull.nodes)
-        if is_first_batch:
-            self._mark_used(pull.nodes)
+        self._update_nodes(pull)
         self._allocate(pull, items, new_blocks)
         for new_block in new_blocks:
             if new_block.host_block is not None:
-                cache.host_tier.plan_load_copy(HostLoad(new_block.block, new_block.host_block))
-        memory.execute(cache.take_copies())
-        _write_contents(memory, items, new_blocks, contents)
+                self._cache.host_tier.plan_load_copy(HostLoad(new_block.block, new_block.host_block))
+        self._memory.execute(self._cache.take_copies())
+        _write_contents(self._memory, items, new_blocks, contents)
         self._attach_all(pull, new_blocks)
 
+    def _update_nodes(self, pull: Pull) -> None:
+        """Update `pull.nodes`, the cached beginning of the prompt. Mark its blocks as used when it is first looked up.
+
+        Else storing the prompt's other blocks could evict them.
+        """
+        is_first_time = not pull.nodes
+        self._cache.tree.extend_match(pull.keys, pull.nodes)
+        if is_first_time:
+            self._mark_used(pull.nodes)
+
     def _mark_used(self, nodes: Sequence[Node]) -> None:
-        """Mark the cached blocks of a prompt as used just now, because storing its other blocks evicts old ones."""
+        """Mark the computed full-attention blocks of nodes as used just now, so that older blocks are evicted first."""
         pool = self._cache.pool
         blocks = [block for node in nodes if (block := node.blocks[FULL_KIND]) is not None and not block.is_pending]
         for block in blocks:

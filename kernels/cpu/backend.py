@@ -68,7 +68,7 @@ class CpuKernels(ReferenceKernels):
         if not (2 <= x.dim() <= 3 and _are_native(x, weight)):
             return super().rms_norm(x, weight, eps, zero_centred)
         out = torch.empty(x.shape, dtype=x.dtype)
-        _run_native_norm(x, weight, 0, out, eps, zero_centred)
+        _run_native_norm(x, weight, None, out, eps, zero_centred)
         return out
 
     def add_rms_norm(
@@ -78,7 +78,7 @@ class CpuKernels(ReferenceKernels):
             return super().add_rms_norm(x, residual, weight, eps, zero_centred)
         assert residual.shape == x.shape
         out = torch.empty(x.shape, dtype=x.dtype)
-        _run_native_norm(x, weight, residual.data_ptr(), out, eps, zero_centred)
+        _run_native_norm(x, weight, residual, out, eps, zero_centred)
         return out, residual
 
     def rotate(self, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
@@ -143,17 +143,22 @@ def _make_heads_adjacent(x: Tensor) -> Tensor:
 
 
 def _run_native_norm(
-    x: Tensor, weight: Tensor, residual_address: int, out: Tensor, eps: float, zero_centred: bool
+    x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor, eps: float, zero_centred: bool
 ) -> None:
-    """Write the norm of x to `out`. `residual_address`: residual to which x is added first; 0: none."""
+    """Write the norm of x to `out`. If there is a residual, x is first added to it in place, and the sum is normed.
+
+    x: [tokens, dim] or [tokens, heads, dim]. weight: [dim], or [heads, dim] with a weight for each head.
+    """
     dim = x.shape[-1]
     num_heads = x.shape[1] if x.dim() == 3 else 1
     if x.stride()[1:] != ((dim, 1) if x.dim() == 3 else (1,)):
         x = x.contiguous()
     assert weight.shape == (dim,) or weight.shape == (num_heads, dim)
     weight = weight.contiguous()
+    weight_stride = dim if weight.dim() == 2 else 0  # 0: all heads have the same weight
     _native.norm(
-        _IS_BF16_BY_DTYPE[x.dtype], x.data_ptr(), weight.data_ptr(), residual_address, out.data_ptr(), x.shape[0],
-        num_heads, dim, x.stride(0),
-        dim if weight.dim() == 2 else 0, eps, zero_centred,
+        _IS_BF16_BY_DTYPE[x.dtype],
+        x.data_ptr(), weight.data_ptr(), 0 if residual is None else residual.data_ptr(), out.data_ptr(),
+        x.shape[0], num_heads, dim, x.stride(0), weight_stride,
+        eps, zero_centred,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from small fixed tables, so that no kernel is tuned at run time.
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -113,26 +113,23 @@ class TritonKernels(ReferenceKernels):
         """Compute the attention of decoding sequences, of one query each, and write it to `out`.
 
         If the plan splits contexts, each part of a context is attended on its own, and then the parts are combined.
+        `layer_row`: rows of the cache between the first layer's K of a block and this layer's.
         """
         sequence_count = plan.decode_count
         _, num_heads, head_dim = q.shape
-        group_heads = num_heads // kv.num_kv_heads
         block_d = round_up_to_power_of_two(head_dim, 16)
         tile = choose_decode_tile(block_d, q.element_size())
         is_split = plan.split_count > 1
-        part = part_log2_sum = out  # valid pointers, which the kernel does not use without splits
+        part = part_log2_sum = out  # placeholders: the kernel writes parts only with SPLIT
         if is_split:
             sum_shape = (sequence_count, num_heads, plan.split_count)
             part = torch.empty((*sum_shape, head_dim), dtype=torch.float32, device=q.device)
             part_log2_sum = torch.empty(sum_shape, dtype=torch.float32, device=q.device)
         attention_kernels.decode_attention[(sequence_count, kv.num_kv_heads, plan.split_count)](
             q, out, part, part_log2_sum, kv.buffer, plan.block_table, plan.context_lens, q.stride(0), q.stride(1),
-            plan.block_table.shape[1],
-            layer_row, scale * LOG2_E,
-            GROUP=group_heads, DIM=head_dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
-            SPLIT=is_split, BLOCK_M=round_up_to_power_of_two(group_heads, 16), BLOCK_N=tile.keys,
-            BLOCK_D=block_d,
-            PRECISION=choose_dot_precision(q), WIDE=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+            plan.block_table.shape[1], layer_row, scale * LOG2_E,
+            SPLIT=is_split, BLOCK_M=round_up_to_power_of_two(num_heads // kv.num_kv_heads, 16),
+            **_list_attention_constants(q, kv, plan, block_d, tile),
         )  # fmt: skip
         if is_split:
             attention_kernels.combine_splits[(sequence_count, num_heads)](
@@ -140,7 +137,7 @@ class TritonKernels(ReferenceKernels):
             )
 
     def _prefill(self, q: Tensor, out: Tensor, kv: PagedKV, layer_row: int, plan: AttentionPlan, scale: float) -> None:
-        """Compute the attention of prompts, in tiles of queries, and write it to `out`."""
+        """Compute the attention of prompts, in tiles of queries, and write it to `out`. `layer_row`: see `_decode`."""
         _, num_heads, head_dim = q.shape
         group_heads = num_heads // kv.num_kv_heads
         block_d = round_up_to_power_of_two(head_dim, 16)
@@ -149,12 +146,9 @@ class TritonKernels(ReferenceKernels):
         tile_seq, tile_query = plan.get_query_tiles(block_m // group_heads)
         attention_kernels.prefill_attention[(tile_seq.shape[0], kv.num_kv_heads)](
             q, out, kv.buffer, plan.block_table, plan.query_starts, plan.context_lens, tile_seq, tile_query,
-            q.stride(0), q.stride(1),
-            plan.block_table.shape[1], layer_row, scale * LOG2_E, num_heads,
-            GROUP=group_heads, DIM=head_dim, ROW=kv.elems_per_row, BLOCK_SIZE=kv.block_size, WINDOW=plan.window or 0,
-            BLOCK_Q=block_m // group_heads, BLOCK_M=block_m, BLOCK_N=tile.keys,
-            BLOCK_D=block_d,
-            PRECISION=choose_dot_precision(q), WIDE=INTERPRETED, num_warps=tile.warps, num_stages=tile.stages,
+            q.stride(0), q.stride(1), plan.block_table.shape[1], layer_row, scale * LOG2_E, num_heads,
+            BLOCK_Q=block_m // group_heads, BLOCK_M=block_m,
+            **_list_attention_constants(q, kv, plan, block_d, tile),
         )  # fmt: skip
 
     # operations on rows
@@ -343,6 +337,28 @@ class AttentionTile(NamedTuple):
     warps: int
     stages: int
     """Loads of keys that are in flight at the same time."""
+
+
+def _list_attention_constants(
+    q: Tensor, kv: PagedKV, plan: AttentionPlan, block_d: int, tile: AttentionTile
+) -> dict[str, Any]:
+    """Return the compile-time parameters that decode and prefill attention share.
+
+    The kernels explain them. `block_d`: size of a head, rounded up to a power of two.
+    """
+    return {
+        "GROUP": q.shape[1] // kv.num_kv_heads,
+        "DIM": kv.head_dim,
+        "ROW": kv.elems_per_row,
+        "BLOCK_SIZE": kv.block_size,
+        "WINDOW": plan.window or 0,
+        "BLOCK_N": tile.keys,
+        "BLOCK_D": block_d,
+        "PRECISION": choose_dot_precision(q),
+        "WIDE": INTERPRETED,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
 
 
 def choose_decode_tile(block_d: int, element_size: int) -> AttentionTile:

@@ -32,8 +32,9 @@ def causal_conv(
 ) -> Tensor:
     """Convolve each channel of a batch over its sequence's last `width` tokens. Returns [tokens, channels].
 
-    The first sequences of the batch decode one token each, the others are prompts. `tails` [units, width - 1, channels]
-    holds the last inputs of each sequence, with which its next tokens go on; it is updated. weight: [channels, width].
+    The first sequences of the batch decode one token each, in one launch together. The others are prompts.
+    x: [tokens, channels]. weight: [channels, width]. tails: [units, width - 1, channels], the inputs of each sequence
+    before this step's tokens; updated in place. A sequence's unit, its index in `tails`, is in `plan.units`.
     """
     num_tokens, channels = x.shape
     width = weight.shape[1]
@@ -41,20 +42,20 @@ def causal_conv(
     assert weight.is_contiguous()
     out = torch.empty((num_tokens, channels), dtype=x.dtype, device=x.device)
     strides = (x.stride(0), tails.stride(0), tails.stride(1), channels)
-    bias_or_placeholder = weight if bias is None else bias
+    bias_or_placeholder = weight if bias is None else bias  # without BIAS, the kernels read no bias
+    inputs = (x, weight, bias_or_placeholder, tails)
     constants = {"WIDTH": width, "BIAS": bias is not None, "SILU": silu}
     channels_per_block = min(round_up_to_power_of_two(channels, 16), 256)
     channel_block_count = triton.cdiv(channels, channels_per_block)
     if plan.decode_count:
         triton_conv.convolve_step[(plan.decode_count, channel_block_count)](
-            x, weight, bias_or_placeholder, tails, plan.units, out, *strides, BLOCK=channels_per_block, **constants
+            *inputs, plan.units, out, *strides, BLOCK=channels_per_block, **constants
         )
     prompt_count = plan.sequence_count - plan.decode_count
     if prompt_count:
         tile_block = min(channels_per_block, 64)
         triton_conv.convolve_tile[(plan.tile_seq.shape[0], triton.cdiv(channels, tile_block))](
-            x, weight, bias_or_placeholder, tails, plan.query_starts, plan.units, plan.tile_seq, plan.tile_token, out,
-            *strides,
+            *inputs, plan.query_starts, plan.units, plan.tile_seq, plan.tile_token, out, *strides,
             TOKENS=STATE_CHUNK, BLOCK=tile_block, **constants,
         )  # fmt: skip
         triton_conv.update_tails[(prompt_count, channel_block_count)](

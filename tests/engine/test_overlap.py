@@ -392,13 +392,13 @@ def test_a_step_that_stands_on_a_failed_one_reads_no_foreign_memory() -> None:
     core.step(0.0)
     runner._prepare = prepare  # type: ignore[method-assign]
     computed_steps: list[Any] = []
-    compute = runner._compute
+    compute = runner._launch
 
     def record_step(step: Any) -> Any:
         computed_steps.append(compute(step))
         return computed_steps[-1]
 
-    runner._compute = record_step  # type: ignore[method-assign]
+    runner._launch = record_step  # type: ignore[method-assign]
     assert len(core.step(0.0)) == 31  # with an error
     while core.has_work:
         core.step(0.0)

@@ -11,37 +11,46 @@ from engine.models.layers import Attention, GatedMLP
 from engine.models.mixers import ShortConv
 from engine.models.weights import WeightScope
 
-ROPE_THETA = 1_000_000.0
+DEFAULT_ROPE_THETA = 1_000_000.0
 
 
 def build_lfm2(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build LFM2."""
+    """Build a decoder in which some blocks have a gated short convolution, and the others attention.
+
+    Early configs name some settings differently, so these are read under both names.
+    """
     tie_embeddings = config.get("tie_embedding", config.get("tie_word_embeddings", True))
     eps = config.get("norm_eps", 1e-5)
     decoder = replace(
         DecoderConfig.from_hf(config), norm_eps=eps, tie_embeddings=tie_embeddings, norm_name="embedding_norm"
     )
     attention = replace(
-        read_attention_config(config, decoder, theta=ROPE_THETA),
+        read_attention_config(config, decoder, theta=DEFAULT_ROPE_THETA),
         qk_norm_eps=eps,
         output_name="out_proj",
         norm_names=("q_layernorm", "k_layernorm"),
     )
-    width, bias, size = config.get_integer("conv_L_cache"), config.get("conv_bias", False), _compute_mlp_size(config)
+    conv_width, conv_bias = config.get_integer("conv_L_cache"), config.get("conv_bias", False)
+    mlp_size = _compute_mlp_size(config)
     builder_by_kind: dict[str, MakeMixer] = {
-        "conv": lambda scope: ShortConv(scope.enter_scope("conv"), decoder.hidden_size, width, bias),
+        "conv": lambda scope: ShortConv(scope.enter_scope("conv"), decoder.hidden_size, conv_width, conv_bias),
         "full_attention": lambda scope: Attention(scope.enter_scope("self_attn"), attention),
     }
-    attention_layers = config.values.get("full_attn_idxs") or range(decoder.num_layers)
-    default = ["full_attention" if i in attention_layers else "conv" for i in range(decoder.num_layers)]
 
     def make_mlp(scope: WeightScope, index: int) -> GatedMLP:
         return GatedMLP(
-            scope.enter_scope("feed_forward"), decoder.hidden_size, size, gate_up_names=("w1", "w3"), down_name="w2"
+            scope.enter_scope("feed_forward"), decoder.hidden_size, mlp_size, gate_up_names=("w1", "w3"), down_name="w2"
         )
 
-    mixers = read_layer_types(config, "layer_types", builder_by_kind, default)
+    default_types = _list_default_layer_types(config, decoder.num_layers)
+    mixers = read_layer_types(config, "layer_types", builder_by_kind, default_types)
     return build_alternating_decoder(root, decoder, mixers, make_mlp, norms=("operator_norm", "ffn_norm"))
+
+
+def _list_default_layer_types(config: HfConfig, num_layers: int) -> list[str]:
+    """Return the layer types of a config without `layer_types`. Early configs list the indices of attention layers."""
+    attention_layers = config.values.get("full_attn_idxs") or range(num_layers)
+    return ["full_attention" if i in attention_layers else "conv" for i in range(num_layers)]
 
 
 def _compute_mlp_size(config: HfConfig) -> int:
