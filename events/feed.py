@@ -183,21 +183,27 @@ class EventFeed:
                 self._run_guarded(None, self._tick, time.monotonic())
 
     def _poll_once(self, wait_ms: int) -> None:
-        """Wait for commands and messages, read some of the messages, and do some of each stream's work."""
+        """Wait for commands and messages, run the commands, and read and process a slice of each stream's messages."""
         has_commands, ready_sockets = self._poller.poll(wait_ms)
         if has_commands:
             for command in self._thread.take_commands():
                 self._run_guarded(None, command)
         for socket in ready_sockets:
-            # A handler or an earlier socket of this round may have closed it.
-            if (subscription := self._subscription_by_socket.get(socket)) is not None:
-                read_socket = self._read_monitor if socket is subscription.monitor else self._read_live
-                failing_stream = subscription.stream if isinstance(subscription, StreamSubscription) else None
-                self._run_guarded(failing_stream, read_socket, subscription)
-            elif (stream := self._stream_by_dealer.get(socket)) is not None:
+            self._read_socket(socket)
+        for stream in list(self._busy_streams):
+            self._run_guarded(stream, self._process_stream, stream)
+
+    def _read_socket(self, socket: Any) -> None:
+        """Read some messages of a socket, unless a handler or an earlier socket of this round has closed it."""
+        subscription = self._subscription_by_socket.get(socket)
+        if subscription is None:
+            stream = self._stream_by_dealer.get(socket)
+            if stream is not None:
                 self._run_guarded(stream, self._read_replies, stream)
-        for busy_stream in list(self._busy_streams):
-            self._run_guarded(busy_stream, self._process_stream, busy_stream)
+            return
+        read = self._read_monitor if socket is subscription.monitor else self._read_live
+        own_stream = subscription.stream if isinstance(subscription, StreamSubscription) else None
+        self._run_guarded(own_stream, read, subscription)
 
     def _tick(self, now: float) -> None:
         """Retry failed streams, open lost connections anew, and tell the other streams the time."""
@@ -214,7 +220,7 @@ class EventFeed:
     def _run_guarded(self, stream: FollowedStream | None, work: Callable[..., object], *args: object) -> None:
         """Run `work`, and do not let an exception end the thread, which follows all streams.
 
-        An exception resets `stream`; without one, it is logged, and what `work` was about to handle is lost.
+        An exception resets `stream`. If `stream` is None, the exception is logged, and the rest of `work` is lost.
         """
         try:
             work(*args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 from urllib.parse import parse_qs
 
 import msgspec
@@ -40,24 +39,24 @@ class ExplanationRoutes:
     async def _explain_route(self, request: HttpRequest, _: str) -> Response:
         """Explain where a request with these headers and this body, sent to `?path=`, would go now.
 
-        Without a path the body tells whether it is a chat or a completion. Sends and changes nothing.
+        Without a path the body tells whether it is a chat or a completion. Nothing is sent to a worker or changed.
         """
-        path = parse_qs(request.target.partition(b"?")[2].decode("latin-1")).get("path")
-        if path and not path[0].startswith("/v1/"):
-            message = f"path: got {path[0][:200]!r}, expected a route under /v1/, such as {', '.join(API_KIND_BY_PATH)}"
-            raise RequestError(message, param="path")
         context = RequestContext(request, "", self._now(), "explained")
-        await self._request_reader.read(context, path[0] if path else None)
+        await self._request_reader.read(context, _read_explained_path(request))
         assert context.body is not None
         route, prompt = self._request_reader.build_route_request(context), context.body.prompt
         decision = self._core.explain(route, self._now())
         if isinstance(decision, Refuse):
             raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)
         context.route, context.decision = route, decision
-        body: dict[str, Any] = decision.to_json_fields()
-        del body["request_id"], body["decided_s"]
-        body |= {"tokenized": prompt.token_ids is not None, "tokenize_ms": round(prompt.seconds * 1e3, 3)}
-        body["why"] = self._reasons.explain(context)
+        body = {
+            **decision.to_json_fields(),
+            "tokenized": prompt.token_ids is not None,
+            "tokenize_ms": round(prompt.seconds * 1e3, 3),
+            "why": self._reasons.explain(context),
+        }
+        for name in ("request_id", "decided_s"):  # this request was not placed
+            del body[name]
         return Response(msgspec.json.encode(body))
 
     def _explain_request(self, request: HttpRequest, name: str) -> Response:
@@ -90,3 +89,14 @@ class ExplanationRoutes:
             raise RequestError(message, param=None, code="reasons_off", status=409)
         self._reasons.watch(session_name)
         return Response(msgspec.json.encode({"session": session_name, "watched": self._reasons.watched_session_count}))
+
+
+def _read_explained_path(request: HttpRequest) -> str | None:
+    """Return the path in the query of `/route`; None if it has none. Raises RequestError for a path outside /v1/."""
+    paths = parse_qs(request.target.partition(b"?")[2].decode("latin-1")).get("path")
+    if not paths:
+        return None
+    if not paths[0].startswith("/v1/"):
+        message = f"path: got {paths[0][:200]!r}, expected a route under /v1/, such as {', '.join(API_KIND_BY_PATH)}"
+        raise RequestError(message, param="path")
+    return paths[0]

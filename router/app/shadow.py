@@ -113,7 +113,7 @@ class ShadowProcess(RouterProcess):
             if not has_requests:
                 raise ConfigError(f"--log: {log_path} has no requests, expected one JSON body a line")
         finally:
-            self._shutdown.request()
+            self._shutdown.request_end()
 
     async def _record_logged_request(
         self, logged_request: LogLine, request: HttpRequest, worker_ids: Sequence[str]

@@ -51,25 +51,31 @@ class WorkerRegistry:
     def __init__(
         self, index: PrefixIndex, tracker: LoadTracker, cache_state: CacheState, breaker: CircuitBreaker
     ) -> None:
-        """Begin without workers. The targets of a worker are added to `tracker` and `cache_state`, too."""
-        self._index, self._tracker, self._cache_state, self.breaker = index, tracker, cache_state, breaker
+        """Make a registry without workers. `tracker` and `cache_state` get the targets of each added worker, too."""
+        self._index = index
+        self._tracker = tracker
+        self._cache_state = cache_state
+        self.breaker = breaker
         self.on_state_change: Callable[[Worker, WorkerState | None], None] = lambda worker, before: None
-        """Called with a worker and its previous state at each change of its state; PROBING counts as DOWN."""
-        self._announced_states: dict[str, WorkerState] = {}
-        self.avoided_workers: frozenset[str] = frozenset()
-        """Workers that are candidates only where no other worker is."""
+        """Called with a worker and its previous state when its state changes; PROBING counts as DOWN."""
         self.workers: dict[str, Worker] = {}
-        self.down_workers: list[Worker] = []
-        """Workers that are DOWN."""
-        self.reachable_workers: frozenset[str] | None = None
-        """Workers that have a URL; None: all."""
+        """Workers by id."""
         self._targets: dict[str, list[Target]] = {}
+        """Worker id -> its targets, one for each rank."""
+        self.avoided_workers: frozenset[str] = frozenset()
+        """Ids of the workers that are candidates only where no other worker is."""
+        # Derived from the workers: discarded or computed again when a worker changes.
+        self.down_workers: list[Worker] = []
+        self.reachable_workers: frozenset[str] | None = None
+        """Ids of the workers that have a URL; None if all have one."""
         self._pools: dict[tuple[str, str | None], _Pool] = {}
-        """(model, role) -> its pool, for pools that were asked for since a worker changed."""
+        """(model, role) -> its pool, once it was needed."""
         self._load_orders: dict[tuple[str, str | None], LoadOrder] = {}
+        """(model, role) -> the targets of its pool, ordered by load."""
         self._sources: dict[str, list[Target]] = {}
-        """Model -> targets that KV may be moved from, for models that were asked for since a worker changed."""
+        """Model -> targets that may send their cached KV to other workers, once they were needed."""
         self._models: dict[str, ServedModel] | None = None
+        """Served models by name; None until they are needed."""
 
     # Workers -----------------------------------------------------------------------------------------------------
     def add_worker(self, spec: WorkerSpec, *, is_up: bool) -> Worker:
@@ -95,7 +101,6 @@ class WorkerRegistry:
     def remove_worker(self, worker_id: str) -> None:
         """Forget a known worker, its targets and holders."""
         self._drop_targets(self.workers.pop(worker_id))
-        self._announced_states.pop(worker_id, None)
         self.apply_worker_changes()
 
     def apply_worker_changes(self) -> None:
@@ -112,11 +117,11 @@ class WorkerRegistry:
 
     def _announce_states(self) -> None:
         """Report workers with a new state. A PROBING worker stays DOWN to others until a request succeeds there."""
-        for worker_id, worker in self.workers.items():
+        for worker in self.workers.values():
             state = WorkerState.DOWN if worker.state is WorkerState.PROBING else worker.state
-            previous_state = self._announced_states.get(worker_id)
+            previous_state = worker.announced_state
             if state is not previous_state:
-                self._announced_states[worker_id] = state
+                worker.announced_state = state
                 self.on_state_change(worker, previous_state)
 
     def record_answer(self, worker_id: str, now: float) -> None:

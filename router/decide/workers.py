@@ -153,6 +153,8 @@ class Worker:
     """Time of the last byte of any answer from the worker."""
     health_reason: str = ""
     """Why the worker is DOWN."""
+    announced_state: WorkerState | None = None
+    """State that was last reported to `WorkerRegistry.on_state_change`; None for a new worker."""
     is_drained: bool = False
     """Whether an operator of the router stopped new requests."""
     is_asleep: bool = False

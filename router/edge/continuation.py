@@ -315,8 +315,8 @@ class StreamContinuation:
 
     # Answering ----------------------------------------------------------------------------------------------------
 
-    def convert_content(self, content: bytes, *, is_last: bool) -> bytes:
-        """Record the tokens in the next bytes of a worker's answer; return the bytes for the client in their place.
+    def record_and_convert(self, content: bytes, *, is_last: bool) -> bytes:
+        """Record the tokens in the next bytes of a worker's answer, and return the complete events for the client.
 
         The first worker's events stay as they are. Those of a worker that continues the answer get the id, the model
         name and the other fixed fields of the first worker's events, so that the client sees one stream.
@@ -326,7 +326,8 @@ class StreamContinuation:
         events = self.recorder.feed(content)
         if is_last:
             events += self.recorder.finish()
-        if self._event_template is None or not events:
+        is_first_worker = self._event_template is None
+        if is_first_worker or not events:
             return events
         try:
             return b"".join(map(self._convert_event, filter(None, events.split(b"\n\n"))))

@@ -59,7 +59,7 @@ class ResponseFilter(msgspec.Struct, eq=False):
     def convert(self, data: bytes, *, is_last: bool) -> bytes:
         """Return the bytes for the client that replace the next bytes of the answer. Raises ProtocolError."""
         if self.stream is not None:
-            data = self.stream.convert_content(data, is_last=is_last)
+            data = self.stream.record_and_convert(data, is_last=is_last)
         if self._redactor is not None:
             data = self._redactor.feed(data, ends=is_last)
         return encode_chunk(data) if self.adds_chunks else data

@@ -157,11 +157,12 @@ def _find_diverging_message(old_messages: MessageFingerprints, changed_indexes: 
 def _classify_message_change(
     old_messages: MessageFingerprints, new_messages: MessageFingerprints, index: int
 ) -> DifferenceKind:
-    """Return how the message at `index`, which is not the same in both chats, was changed."""
+    """Return how the message at `index`, which the client sent with different bytes, was changed."""
     is_later_message = new_messages.sent_digests[index] in old_messages.sent_digests[index + 1 :]
     if is_later_message or new_messages.message_count < old_messages.message_count:
-        return "truncated"
+        return "truncated"  # messages before this one were removed, or some at the end
     kind = old_messages.kinds[index] | new_messages.kinds[index]
+    # Equal contents: only what their digests leave out can have changed, which is a billing line or the reasoning.
     is_same_content = old_messages.content_digests[index] == new_messages.content_digests[index]
     if is_same_content and kind & HAS_BILLING_LINE:
         return "billing_line"

@@ -268,7 +268,7 @@ def build_tokenize_request(request: RoutingRequest, model: str) -> bytes | None:
 
 
 def read_large_request(body: bytes, kind: ApiKind | None) -> RoutingRequest:
-    """Read the fields of a body by which it can be routed before its prompt is read. Only small ones are decoded.
+    """Read the fields by which a large body is routed, without decoding its prompt or other long values.
 
     `kind` is the API of the body's path, None if the body decides. Raises RequestError if the body is no JSON object.
     """
@@ -278,15 +278,16 @@ def read_large_request(body: bytes, kind: ApiKind | None) -> RoutingRequest:
     if fields.max_tokens is None:
         fields.max_tokens = _decode_small_value(raw_fields.get("max_output_tokens"))  # the name in the Responses API
     if kind is None:
-        has_messages = bytes(memoryview(raw_fields.get("messages", b""))[:1]) == b"["
-        kind = "chat" if has_messages else "completion"
-    previous_id = _decode_small_value(raw_fields.get("previous_response_id"))
-    stored_response_id = previous_id if isinstance(previous_id, str) else _find_referenced_response(body)
+        has_message_list = memoryview(raw_fields.get("messages", b""))[:1].tobytes() == b"["
+        kind = "chat" if has_message_list else "completion"
+    stored_response_id = _decode_small_value(raw_fields.get("previous_response_id"))
+    if not isinstance(stored_response_id, str):
+        stored_response_id = _find_referenced_response(body)
     return make_routing_request(kind, fields).replace(stored_response_id=stored_response_id)
 
 
 def _find_referenced_response(body: bytes) -> str | None:
-    """Return the id of the stored response with the first item that a body refers to by its id."""
+    """Return the id of the stored response that has the first item to which a body refers by id; None without any."""
     reference = _ITEM_REFERENCE.search(body) if b'"item_reference"' in body else None
     return None if reference is None else get_response_id_of_item((reference[1] or reference[2]).decode())
 

@@ -176,9 +176,9 @@ def _stream(data: bytes) -> None:
         answer._event_template = shape  # as where another worker goes on
         for piece in _pieces(data):
             if answer.recorder is not None:
-                answer.convert_content(piece, is_last=False)
+                answer.record_and_convert(piece, is_last=False)
         if answer.recorder is not None:
-            answer.convert_content(b"", is_last=True)
+            answer.record_and_convert(b"", is_last=True)
         answer.release_failure_event()
 
 
