@@ -30,12 +30,6 @@ class CustomInputDecoder:
         """Arguments that are not decoded yet: the beginning of an escape, or all of them until `{"input": "` came."""
         self._pending_surrogate = ""
         """First half of a surrogate pair, of which the second half may follow."""
-        self._texts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """Text that was decoded so far."""
-        return "".join(self._texts)
 
     def push(self, piece: str) -> str:
         """Take the next piece of the call's JSON. Return the text that it adds to the tool's input.
@@ -55,9 +49,7 @@ class CustomInputDecoder:
         assert match is not None, "it matches the empty text too"
         self._pending_text = self._pending_text[match.end() :]
         self._has_ended = self._pending_text.startswith('"')
-        text = self._join_surrogates(_ESCAPE.sub(_decode_escape, match[0]))
-        self._texts.append(text)
-        return text
+        return self._join_surrogates(_ESCAPE.sub(_decode_escape, match[0]))
 
     def _join_surrogates(self, chars: str) -> str:
         """Return characters with each surrogate pair as one character, and U+FFFD for half of a pair."""
@@ -75,15 +67,12 @@ class CustomInputDecoder:
         """
         if self._has_begun:
             return ""
-        text = self._pending_text
         try:
-            value = msgspec.json.decode(text)
-            if isinstance(value, dict) and isinstance(value.get("input"), str):
-                text = value["input"]
+            value = msgspec.json.decode(self._pending_text)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
-            pass  # the text stays as the model wrote it
-        self._texts.append(text)
-        return text
+            return self._pending_text
+        is_input = isinstance(value, dict) and isinstance(value.get("input"), str)
+        return value["input"] if is_input else self._pending_text
 
 
 def _decode_escape(escape: re.Match[str]) -> str:
