@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import ssl
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -45,6 +47,7 @@ from router.fleet.peer_snapshots import PeerClient, fetch_seed
 from router.http.routes import Routes
 from router.http_client import open_session
 from router.index import make_index
+from router.index.protocol import PrefixIndex
 
 if TYPE_CHECKING:
     from router.picker.server import PickerServer
@@ -62,38 +65,31 @@ class RouterProcess:
     """
 
     def __init__(self, config: ProcessConfig, version: str) -> None:
-        """Ask other routers for the index's hash seed, and make all parts, in an event loop. Raises ConfigError."""
+        """Make all parts in this order, as each uses earlier ones. Needs a running event loop. Raises ConfigError.
+
+        Other routers are asked over HTTP for the hash seed of their index, so that their snapshots can be used.
+        """
         self._config = config
         self._version = version
         self._admin_key = config.admin_api_key or secrets.token_urlsafe(24)
         self._resources = contextlib.AsyncExitStack()
         """Everything that is to be closed at the end, the newest part first."""
 
-        # The pipeline reads requests, chooses their workers and forwards them.
         seed, snapshot_urls = fetch_seed(config.snapshot_from, self._admin_key)
         index = make_index(seed)
         worker_tls = make_client_context(
             config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls"
         )
-        now = time.monotonic  # uvloop's own clock stands still within a turn of the loop
-        self.pipeline = RequestPipeline(config, index, worker_tls, now)
+        # uvloop's own clock stands still within a turn of the loop.
+        self.pipeline = RequestPipeline(config, index, worker_tls, now=time.monotonic)
         self._resources.callback(self.pipeline.close)
         self._add_tracing()
+        self.cluster = self._make_cluster(index, worker_tls, snapshot_urls)
 
-        # The cluster tells the pipeline which workers there are, and what they cache.
-        session = open_session(worker_tls, compute_worker_requests_max(raise_file_limit()))
-        self._resources.push_async_callback(session.close)
-        peer_client = PeerClient(session, snapshot_urls, self._admin_key)
-        self.cluster = Cluster(config, self.pipeline, index, session, peer_client)
-        self._resources.push_async_callback(self.cluster.close)
-
-        # Clients and operators reach both by HTTP.
-        proxy, fleet, get_explanation = self.pipeline.proxy, self.cluster.fleet, self.pipeline.reasons.analyzer.get
-        self._health = HealthRoutes(proxy.core, fleet, self.cluster.feed, now, config.edge.ready_s)
+        proxy, fleet = self.pipeline.proxy, self.cluster.fleet
+        self._health = HealthRoutes(proxy.core, fleet, self.cluster.feed, proxy.now, config.edge.ready_s)
         self._worker_list = WorkerListRoutes(proxy, fleet, self.pipeline.prompt_reader)
-        self._dashboard = Dashboard(
-            proxy, self._worker_list.describe_workers, version=version, get_explanation=get_explanation
-        )
+        self._dashboard = self._make_dashboard()
         self._local_routes = self._make_local_routes()
         self._dispatcher = self._make_dispatcher()
         self._addresses = ListenAddresses(config, self._admin_key, self._make_app)
@@ -134,6 +130,28 @@ class RouterProcess:
         self._resources.callback(tracing.close)
         proxy.tracer = tracing.begin
         proxy.on_end.append(lambda context: tracing.end(context, proxy.now()))
+
+    def _make_cluster(
+        self, index: PrefixIndex, worker_tls: ssl.SSLContext | None, snapshot_urls: Sequence[str]
+    ) -> Cluster:
+        """Return the part that tells the pipeline which workers there are, and what they cache.
+
+        `snapshot_urls`: admin addresses of other routers, which may give snapshots of their index.
+        """
+        session = open_session(worker_tls, compute_worker_requests_max(raise_file_limit()))
+        self._resources.push_async_callback(session.close)
+        peer_client = PeerClient(session, snapshot_urls, self._admin_key)
+        cluster = Cluster(self._config, self.pipeline, index, session, peer_client)
+        self._resources.push_async_callback(cluster.close)
+        return cluster
+
+    def _make_dashboard(self) -> Dashboard:
+        return Dashboard(
+            self.pipeline.proxy,
+            self._worker_list.describe_workers,
+            version=self._version,
+            get_explanation=self.pipeline.reasons.analyzer.get,
+        )
 
     def _make_local_routes(self) -> Routes:
         """Return the routes that this process answers itself: models, health, metrics, workers and the dashboard."""

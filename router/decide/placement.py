@@ -275,8 +275,10 @@ class RequestPlacer:
         if active_request.is_background:
             target.load.background_request_count += 1
         self._add_prompt(in_flight, choice, request.session, now)
-        if plan is not None:
-            self._start_source(attempt, choice, plan.source, now)
+        if plan is not None and decision.is_split:
+            self._start_prefill_leg(attempt, choice, plan.source, now)
+        elif plan is not None:
+            self._start_transfer(attempt, now)
         self._remember_placement(request, target, now)
         self._start_probe(request, target)
         target.totals.request_count += 1
@@ -310,12 +312,9 @@ class RequestPlacer:
         if request.media_conversation is not None:
             self.chooser.media_placements.put((request.media_conversation, request.scope), placement)
 
-    def _start_source(self, attempt: Attempt, choice: RoutingChoice, source: Target, now: float) -> None:
-        """Count what the source of an attempt's KV does: it sends the KV, or computes it first."""
+    def _start_prefill_leg(self, attempt: Attempt, choice: RoutingChoice, source: Target, now: float) -> None:
+        """Count the prompt of a split attempt at `source`, the worker that computes its KV and then hands it over."""
         decision, prompt_query = attempt.decision, choice.prompt_query
-        if not decision.is_split:
-            self._start_transfer(attempt, now)
-            return
         in_flight = self._tracker.add_request(
             source,
             prompt_tokens=decision.prompt_tokens,

@@ -2,7 +2,7 @@
 
 Waiting requests and background requests have a lane each; the background lane comes last. Within a lane, requests are
 ordered by priority and then by arrival. With `fair`, each tenant has a line of its own in the lane, and
-router/tenancy/deficit_round_robin.py chooses between the lines.
+router/tenancy/fair_scheduler.py chooses between the lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Final
 
 from router.decide.config import QueueConfig
-from router.tenancy.deficit_round_robin import DeficitRoundRobin
+from router.tenancy.fair_scheduler import FairScheduler
 
 LOOKAHEAD_MAX: Final = 1024
 """Most queued requests that are examined to find those ahead of a new one."""
@@ -56,14 +56,14 @@ _get_sort_key = attrgetter("sort_key")
 class _Lane:
     """Waiting requests in sorted lines, one for each tenant, between which a scheduler chooses in turn.
 
-    The queue has one lane for background requests and one for all others. A request in a line is charged with its
-    prefill seconds when it is served, and the line with the least charges is served next.
+    The queue has one lane for background requests and one for all others. When a request is sent, its line is charged
+    with `charge_s`, and the line with the least charges sends next.
     """
 
     def __init__(self) -> None:
         self.lines: dict[str, list[QueuedRequest]] = {}
         """Line by tenant; one line "" without `fair`. No line is empty."""
-        self.scheduler = DeficitRoundRobin()
+        self.scheduler = FairScheduler()
         self.request_count = 0
         self.prefill_s = 0.0
         """Prefill seconds of all requests, each at its target."""
@@ -99,21 +99,21 @@ class _Lane:
     def iter_ahead(self, line_name: str, sort_key: SortKey) -> Iterator[QueuedRequest]:
         """Yield the requests that are served before a new request of a line: those of its line, then those of others.
 
-        Another line is served first as long as it was charged less than this line will be when the new request's turn
-        comes. For example, no line was charged yet, and two requests of 3 s wait before the new one. Then the requests
-        of each other line up to 6 s go first. At most LOOKAHEAD_MAX requests of the line are summed, to save time.
+        The line with the fewest served seconds goes next. So another line goes first until it has as many as the new
+        request's line will have at the new request. For example, no line was served yet, and the new request's line has
+        requests of 3 s and 3 s: then each other line serves its requests that start before 6 s.
         """
         own_line = self.lines.get(line_name, ())
-        earlier_requests = list(itertools.takewhile(lambda request: request.sort_key <= sort_key, own_line))
-        charged_s = sum(request.charge_s for request in earlier_requests[:LOOKAHEAD_MAX])
-        served_until_s = self.scheduler.get_served_s(line_name) + charged_s
-        yield from earlier_requests
+        own_requests = list(itertools.takewhile(lambda request: request.sort_key <= sort_key, own_line))
+        own_s = sum(request.charge_s for request in own_requests[:LOOKAHEAD_MAX])  # bounded, to save time
+        start_s = self.scheduler.get_served_s(line_name) + own_s
+        yield from own_requests
         for name, line in self.lines.items():
             if name == line_name:
                 continue
             served_s = self.scheduler.get_served_s(name)
             for request in line:
-                if served_s >= served_until_s:
+                if served_s >= start_s:
                     break
                 yield request
                 served_s += request.charge_s

@@ -180,14 +180,17 @@ class ShortestFirstOrder:
         """Return the wait of a new prompt in seconds, and the number of prompts that it overtakes.
 
         For example, prompts of 0.1 s, 0.3 s and 0.8 s wait. A new one of 0.5 s waits for 0.4 s and overtakes one.
-        `shortest_progress_s`: progress of the shortest prompt since this order was made.
+        `order_s`: order seconds of the new prompt. `shortest_progress_s`: seconds of the shortest prompt that the
+        engine has computed since this order was made.
         """
         if not self.sorted_order_s:
             return 0.0, 0
+        # The shortest prompt is compared by its present remainder, the others as they were sorted: those before index
+        # `end` are computed before the new prompt.
         shortest_s = self.cumulative_remaining_s[1] - shortest_progress_s
-        position = bisect_right(self.sorted_order_s, order_s, 1)
-        wait_s = (self.cumulative_remaining_s[position] - self.cumulative_remaining_s[1]) * self.waiting_per_sorted
-        overtaken_count = round((len(self.sorted_order_s) - position) * self.waiting_per_sorted)
+        end = bisect_right(self.sorted_order_s, order_s, 1)
+        wait_s = (self.cumulative_remaining_s[end] - self.cumulative_remaining_s[1]) * self.waiting_per_sorted
+        overtaken_count = round((len(self.sorted_order_s) - end) * self.waiting_per_sorted)
         if shortest_s <= order_s:
             return wait_s + max(shortest_s, 0.0), overtaken_count
         return wait_s, overtaken_count + 1

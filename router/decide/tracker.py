@@ -31,7 +31,7 @@ from router.decide.load import (
 )
 from router.decide.price import Candidate, estimate_queue, find_awaited_request
 from router.decide.shortlist import LoadOrder
-from router.decide.speed import PoolSpeed, PrefillInterval, Speed
+from router.decide.speed import Observation, PoolSpeed, PrefillInterval, Speed
 from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.index.protocol import HolderId
 
@@ -461,25 +461,35 @@ class LoadTracker:
         return output_tokens
 
     def _observe_steps(self, request: InFlightRequest, step_count: int, now: float) -> None:
-        """Learn how long a decode step takes from the last `step_count` tokens of an answer, and their time.
+        """Learn how long a decode step takes from the last `step_count` tokens of an answer, one step for each token.
 
-        Other prompts lengthen steps, so the observation includes all work of the target in that time. Nothing is
-        learned while the engine has requests that no router sent, because their work is unknown.
+        Nothing is learned while the engine has requests that no router sent, because their work is unknown.
         """
-        target, start_totals, speed = request.target, request.observed_totals, request.target.speed
-        if start_totals is None or step_count < OBSERVED_STEPS_MIN or self.targets.get(target.name) is not target:
+        target, speed = request.target, request.target.speed
+        if step_count < OBSERVED_STEPS_MIN or self.targets.get(target.name) is not target:
             return
+        observation = self._measure_steps(request, step_count, now)
+        is_due = now - speed.last_step_observation_s >= speed.pool.step_observation_interval_s
+        if observation is not None and is_due and not target.external_load:
+            speed.last_step_observation_s = now
+            self._apply_learned_speeds(speed.observe(observation))
+
+    def _measure_steps(self, request: InFlightRequest, step_count: int, now: float) -> Observation | None:
+        """Return the time and all work of the target since the request was last measured, or had its first token.
+
+        The work of other requests is included, because it lengthens the steps. None if no time has passed, or if the
+        answer is not streamed. The next measurement starts now.
+        """
+        target, work_totals, start_totals = request.target, request.target.speed.work_totals, request.observed_totals
+        if start_totals is None:
+            return None
         target.advance_work_totals(now)
         elapsed_s = now - start_totals.updated_at_s
         if elapsed_s <= 0.0:
-            return
-        observation = speed.work_totals.compute_work_since(start_totals, elapsed_s, step_count=step_count)
-        request.observed_totals = msgspec.structs.replace(speed.work_totals, updated_at_s=now)
+            return None
+        request.observed_totals = msgspec.structs.replace(work_totals, updated_at_s=now)
         request.observed_output_tokens = request.output_tokens
-        is_due = now - speed.last_step_observation_s >= speed.pool.step_observation_interval_s
-        if is_due and not target.external_load:
-            speed.last_step_observation_s = now
-            self._apply_learned_speeds(speed.observe(observation))
+        return work_totals.compute_work_since(start_totals, elapsed_s, step_count=step_count)
 
     def close_interval(self, target: Target) -> None:
         """Close a target's open prefill interval and learn from it."""

@@ -498,7 +498,8 @@ class IndexFeed:
             self._observe_capacity(stream, report)
         if report.cleared:
             self._report_cleared(stream)
-        if stream.record_position(apply, has_all_blocks=apply.seq is None or report.cleared > 0):
+        stream.record_position(apply, is_index_complete=apply.seq is None or report.cleared > 0)
+        if stream.detect_new_process(apply.origin):
             self._report(EngineRestarted(stream.worker_id, stream.rank))
         if report.stored:
             self._enforce_limits(stream, report.stored)

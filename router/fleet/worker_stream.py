@@ -105,9 +105,9 @@ class WorkerStream:
     position: StreamPosition | None = None
     """The last applied batch; None if the index does not follow from it exactly."""
     complete_from: int | None = None
-    """First batch from which on the index has all; 0: it has all resident blocks. None: nothing."""
+    """The index has all batches from this number on; 0: it has all cached blocks; None: it has nothing."""
     position_before_restart: StreamPosition | None = None
-    """`position` when the worker died, until a batch shows whether it is a new process."""
+    """`position` when the worker died, until a batch shows whether the worker came back as a new process."""
     wrong_rank: int | None = None
     """Data-parallel rank that the batches name, if it is not the one they are followed for."""
     last_event: AppliedBatch = field(default_factory=AppliedBatch)
@@ -180,24 +180,35 @@ class WorkerStream:
         else:
             self.counters["snapshots"] += 1
 
-    def record_position(self, apply: Apply, *, has_all_blocks: bool) -> bool:
-        """Record which batch was applied last; return whether it shows that a worker came back as another process.
-
-        `has_all_blocks`: whether the index has all resident blocks with it.
-        """
-        if has_all_blocks:
+    def record_position(self, batch: Apply, *, is_index_complete: bool) -> None:
+        """Record that a batch was applied. `is_index_complete`: the index now has all blocks that the worker caches."""
+        if is_index_complete:
             self.complete_from = 0
         elif self.complete_from is None:
-            self.complete_from = apply.seq
-        if apply.seq is None:
+            self.complete_from = batch.seq
+        if batch.seq is not None:
+            self.last_seq = batch.seq
+            self.position = StreamPosition(batch.seq, digest_payload(batch.payload))
+
+    def detect_new_process(self, origin: Origin) -> bool:
+        """Return whether the last batch shows that a worker which died came back as a new process, and count that.
+
+        A new process numbers its batches from 0. So its batch with the number of the last batch before the death has
+        other bytes, or a live batch has a smaller number. `origin`: origin of the last batch.
+        """
+        position, old_position = self.position, self.position_before_restart
+        if position is None or old_position is None:
             return False
-        self.last_seq = apply.seq
-        self.position = StreamPosition(apply.seq, digest_payload(apply.payload))
-        if not self._compare_with_position_before_restart(self.position, apply.origin):
-            return False
-        self.counters["restarts"] += 1
-        log.info("worker %s rank %d came back as another process", self.worker_id, self.rank)
-        return True
+        if position.seq == old_position.seq:
+            is_new_process = position.payload_digest != old_position.payload_digest
+        else:
+            is_new_process = position.seq < old_position.seq and origin is Origin.LIVE
+        if is_new_process or position.seq >= old_position.seq:
+            self.position_before_restart = None  # the question is answered
+        if is_new_process:
+            self.counters["restarts"] += 1
+            log.info("worker %s rank %d came back as another process", self.worker_id, self.rank)
+        return is_new_process
 
     def count_restart(self, reason: str) -> None:
         """Count and log a restart of the publisher. Two publishers of one topic look like restarts without end."""
@@ -205,23 +216,6 @@ class WorkerStream:
         count = self.counters["restarts"]
         if count <= RESTARTS_LOGGED or count.bit_count() == 1:
             log.info("worker %s rank %d restarted (restart %d): %s", self.worker_id, self.rank, count, reason)
-
-    def _compare_with_position_before_restart(self, position: StreamPosition, origin: Origin) -> bool:
-        """Return whether a batch shows that the worker which died came back as a new process.
-
-        A new process counts from 0: the batch with the number of the last one before has other bytes, or a live batch
-        has a smaller number. Once a batch shows one or the other, `position_before_restart` is forgotten.
-        """
-        last_position = self.position_before_restart
-        if last_position is None:
-            return False
-        if position.seq == last_position.seq:
-            is_new_process = position.payload_digest != last_position.payload_digest
-        else:
-            is_new_process = position.seq < last_position.seq and origin is Origin.LIVE
-        if is_new_process or position.seq >= last_position.seq:
-            self.position_before_restart = None
-        return is_new_process
 
     def record_skipped(self, reasons: Iterable[str]) -> None:
         """Keep the reasons for which events were skipped, and log the first."""

@@ -184,20 +184,23 @@ class RenderedMessages(msgspec.Struct, frozen=True, eq=False):
     """Pieces that the memo has for the turn; None if it has none."""
 
     def cut(self, count: int) -> RenderedMessages | None:
-        """Return the messages after the first `count`, with their text; None if the text cannot be cut there.
+        """Return the messages after the first `count`, with their part of the text; None if the text cannot be divided.
 
-        The place of the cut is stored in `pieces`, which other messages with the same `turn.key` have too. So those are
-        cut without rendering anything.
+        A cut that was found by rendering is stored in `pieces`. Other messages with the same `turn.key` share these
+        pieces, and are cut without rendering.
         """
         turn, pieces = self.turn, self.pieces
-        stored_cut = None if pieces is None else pieces.cuts.get(count)
-        if turn is not None and stored_cut is not None:
-            text_chars = stored_cut.fixed_chars + sum(map(len, turn.texts[count:]))
+        if turn is None or pieces is None:
+            return self.renderer.cut(self, count)
+        stored_cut = pieces.cuts.get(count)
+        if stored_cut is not None:
+            later_messages, later_texts = self.messages[count:], turn.texts[count:]
+            text_start = len(self.text) - stored_cut.fixed_chars - sum(map(len, later_texts))
             return RenderedMessages(
-                self.renderer, stored_cut.rendered, self.inputs, self.messages[count:], self.text[-text_chars:]
+                self.renderer, stored_cut.rendered, self.inputs, later_messages, self.text[text_start:]
             )
         after = self.renderer.cut(self, count)
-        if turn is not None and pieces is not None and after is not None and not after.rendered.has_late_system:
+        if after is not None and not after.rendered.has_late_system:
             pieces.add_cut(turn.texts, count, len(after.text), after.rendered)
         return after
 

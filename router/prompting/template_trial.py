@@ -36,24 +36,27 @@ _TOOLS = [
 ]
 
 
-_ROLES = {"s": "system", "q": "user", "a": "assistant", "c": "assistant", "r": "tool"}
+_ROLES = {"system": "system", "question": "user", "answer": "assistant", "call": "assistant", "result": "tool"}
+_CALLS = "call result call+text result call result "
+_THOUGHTFUL_CALLS = "call+thought result call+text+thought result call+thought result "
 _SHAPES = {
-    "questions": "q a q a q a q a",
-    "a system text": "s q a q a q a q a",
-    "thoughts": "s q at q at q at q at",
-    "thoughts in the text": "s q ai q ai q ai q ai",
-    "tools": "s q c r cw r c r a q c r cw r c r q",
-    "tools and thoughts": "s q ct r cwt r ct r at q ct r cwt r ct r q",
-    "parallel calls": "s q c2 r r c r a q c2 r r a q",
-    "parts": "s qp a qp a qp a qp a",
-    "empty texts": "s qe a q ae q a q",
-    "a late system text": "s q a q a s q a q a",
-    "two questions in a row": "q a q a q q a q q a q",
+    "questions": "question answer " * 4,
+    "a system text": "system " + "question answer " * 4,
+    "thoughts": "system " + "question answer+thought " * 4,
+    "thoughts in the text": "system " + "question answer+thought_in_text " * 4,
+    "tools": f"system question {_CALLS} answer question {_CALLS} question",
+    "tools and thoughts": f"system question {_THOUGHTFUL_CALLS} answer+thought question {_THOUGHTFUL_CALLS} question",
+    "parallel calls": "system question call+two result result call result answer "
+    "question call+two result result answer question",
+    "parts": "system " + "question+parts answer " * 4,
+    "empty texts": "system question+empty answer question answer+empty question answer question",
+    "a late system text": "system question answer question answer system question answer question answer",
+    "two questions in a row": "question answer question answer " + "question question answer " * 2 + "question",
 }
 """Name of a conversation -> its messages, in the shapes that agents and chats have.
 
-A message is a system text, a question, an answer, a call of a tool, or its result (s, q, a, c, r). A call is of two
-tools at once (2) or has a text (w). A message has a thought (t), a thought in the text (i), parts (p), or no text (e).
+A message is a system text, a question, an answer, a call of tools, or the result of a call. Words after a plus sign
+vary a message: `call+text` is a call with a text.
 """
 
 
@@ -62,23 +65,23 @@ def _make_conversation(shape: str, filler: str) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     open_call_ids: list[str] = []
     for number, word in enumerate(shape.split()):
-        kind, variants = word[0], word[1:]
+        kind, *variants = word.split("+")
         message: dict[str, Any] = {"role": _ROLES[kind], "content": f"Message {number}. {filler}"}
-        if kind == "c":
+        if kind == "call":
             function = {"name": "weather", "arguments": '{"city": "Paris"}'}
-            call_ids = [f"call{number:04}{i}" for i in range(2 if "2" in variants else 1)]
-            message["content"] = "I look." if "w" in variants else None
+            call_ids = [f"call{number:04}{i}" for i in range(2 if "two" in variants else 1)]
+            message["content"] = "I look." if "text" in variants else None
             message["tool_calls"] = [{"id": call_id, "type": "function", "function": function} for call_id in call_ids]
             open_call_ids += call_ids
-        elif kind == "r":
+        elif kind == "result":
             message["tool_call_id"] = open_call_ids.pop(0)
-        if "t" in variants:
+        if "thought" in variants:
             message["reasoning_content"] = f"Thought {number}. {filler}"
-        if "i" in variants:
+        if "thought_in_text" in variants:
             message["content"] = f"<think>\nIdea {number}.\n</think>\n\n{message['content']}"
-        if "p" in variants:
+        elif "parts" in variants:
             message["content"] = [{"type": "text", "text": "Part one."}, {"type": "text", "text": filler}]
-        if "e" in variants:
+        elif "empty" in variants:
             message["content"] = ""
         messages.append(message)
     return messages

@@ -1,8 +1,8 @@
-"""Deficit round robin between waiting queues, in predicted seconds; the quantum is one request.
+"""Start-time fair queueing (Goyal et al., 1996) between waiting queues, in predicted seconds.
 
 The queue with the fewest served seconds sends the next request, and is charged the predicted time of that request
-divided by the queue's share. A queue that begins to wait starts with the served seconds of the queue that sent last: it
-saves up nothing while idle and pays nothing for requests that it sent while no other queue waited.
+divided by the queue's share. A queue that begins to wait starts at the virtual time, the served seconds of the queue
+that sent last: it saves up nothing while idle and pays nothing for requests that it sent while no other queue waited.
 
 Invariants: the served seconds of two queues that always wait differ by at most one request of each. A queue that asks
 for less than its share never waits for more than one request of every other queue.
@@ -18,17 +18,17 @@ MAX_QUEUES: Final = 4096
 """Most queues without a waiting request that are stored."""
 
 
-class DeficitRoundRobin:
+class FairScheduler:
     """Decides which of several queues sends the next request, so that each gets its share of the workers' time."""
 
     def __init__(self) -> None:
         self._served_s_by_queue: dict[str, float] = {}
-        self._round_s = 0.0
-        """Served seconds of the queue that sent last, before that request."""
+        self._virtual_time_s = 0.0
+        """Fewest served seconds of any waiting queue at the last request; a queue that begins to wait starts here."""
 
     def get_served_s(self, queue: str) -> float:
-        """Return the served seconds of a queue; the queue with the fewest sends next."""
-        return max(self._served_s_by_queue.get(queue, 0.0), self._round_s)
+        """Return the served seconds of a queue, at least the virtual time; the queue with the fewest sends next."""
+        return max(self._served_s_by_queue.get(queue, 0.0), self._virtual_time_s)
 
     def charge(self, queue: str, request_s: float, waiting_queues: Iterable[str]) -> None:
         """Charge a queue for a request that it sent. `waiting_queues` are the queues with waiting requests.
@@ -36,17 +36,17 @@ class DeficitRoundRobin:
         `request_s`: predicted time of the request, divided by the queue's share.
         """
         served_s = self.get_served_s(queue)
-        self._round_s = max(self._round_s, min([served_s, *map(self.get_served_s, waiting_queues)]))
+        self._virtual_time_s = max(self._virtual_time_s, min([served_s, *map(self.get_served_s, waiting_queues)]))
         self._served_s_by_queue[queue] = served_s + request_s
         if len(self._served_s_by_queue) > MAX_QUEUES:
             self._served_s_by_queue = {
-                name: served_s for name, served_s in self._served_s_by_queue.items() if served_s > self._round_s
+                name: served_s for name, served_s in self._served_s_by_queue.items() if served_s > self._virtual_time_s
             }
 
     def reset(self) -> None:
         """Forget all queues, as no request waits."""
         self._served_s_by_queue.clear()
-        self._round_s = 0.0
+        self._virtual_time_s = 0.0
 
     def merge_queues(self, requests_by_queue: Mapping[str, Iterable[tuple[str, float]]]) -> Iterator[str]:
         """Yield request ids in the order in which they would be sent, from queues of (request id, seconds)."""
