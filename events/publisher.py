@@ -12,6 +12,7 @@ Invariants: every published batch reaches the resident set, in order, even if it
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 import time
@@ -52,6 +53,14 @@ class PublisherStats:
     replay_count: int = 0
     snapshot_count: int = 0
     broken_invariant_count: int = 0
+
+
+class _SendOutcome(enum.Enum):
+    """Outcome of sending one message of a reply."""
+
+    SENT = enum.auto()
+    PEER_BUSY = enum.auto()
+    REPLY_ENDED = enum.auto()
 
 
 class EventPublisher:
@@ -233,36 +242,43 @@ class EventPublisher:
         return Reply(identity, iter_replay([entry for entry in entries if entry.seq <= last_seq]), now)
 
     def _send_replies(self, replay_socket: zmq.Socket[bytes]) -> bool:
-        """Send up to REPLY_SLICE messages of the pending replies, one of each in turn, so that none waits for others.
+        """Send up to REPLY_SLICE messages: one of each pending reply in turn, so that no reply waits for another.
 
-        A peer that takes nothing for REPLY_STALL_S loses its reply. Returns whether replies wait and no peer takes more
-        now.
+        Return whether replies are pending, but all their peers are busy: none takes a message now.
         """
-        busy_peer_count = 0
+        busy_peer_count = 0  # peers in a row that took nothing
         for _ in range(REPLY_SLICE):
             if busy_peer_count >= len(self._pending_replies):
                 break
             reply = self._pending_replies.popleft()
-            message = reply.peek()
-            if message is None:
-                continue  # the reply is complete
-            try:
-                replay_socket.send_multipart(build_reply_frames(reply.identity, self._topic, *message), zmq.NOBLOCK)
-            except zmq.Again:
-                busy_peer_count += 1
-                if time.monotonic() - reply.progress_at < REPLY_STALL_S:
-                    self._pending_replies.append(reply)
-                else:
-                    logger.warning("gave up a replay reply: the peer took nothing for %.0f s", REPLY_STALL_S)
+            outcome = self._send_next_message(reply, replay_socket)
+            if outcome is _SendOutcome.REPLY_ENDED:
                 continue
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EHOSTUNREACH:
-                    raise
-                continue  # the peer left
-            busy_peer_count = 0
-            reply.advance(time.monotonic())
             self._pending_replies.append(reply)
+            busy_peer_count = busy_peer_count + 1 if outcome is _SendOutcome.PEER_BUSY else 0
         return bool(self._pending_replies) and busy_peer_count >= len(self._pending_replies)
+
+    def _send_next_message(self, reply: Reply, replay_socket: zmq.Socket[bytes]) -> _SendOutcome:
+        """Send the next message of a reply if its peer takes the message.
+
+        The reply ends with its last message, if the peer left, or if the peer took nothing for REPLY_STALL_S.
+        """
+        message = reply.peek()
+        if message is None:
+            return _SendOutcome.REPLY_ENDED
+        try:
+            replay_socket.send_multipart(build_reply_frames(reply.identity, self._topic, *message), zmq.NOBLOCK)
+        except zmq.Again:
+            if time.monotonic() - reply.progress_at < REPLY_STALL_S:
+                return _SendOutcome.PEER_BUSY
+            logger.warning("gave up a replay reply: the peer took nothing for %.0f s", REPLY_STALL_S)
+            return _SendOutcome.REPLY_ENDED
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return _SendOutcome.REPLY_ENDED
+        reply.advance(time.monotonic())
+        return _SendOutcome.SENT
 
     def _open_sockets(self) -> None:
         """Open the PUB socket and, if it is configured, the ROUTER socket for replay, on this rank's addresses.

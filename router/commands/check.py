@@ -76,7 +76,7 @@ class ReceivedEvents:
     """Whether the worker connects to an address where we listen."""
 
     def find_stores(self, prompt_ids: Sequence[int]) -> list[tuple[Message, BlockStored]]:
-        """Return the events that store first blocks of a prompt, each with its message."""
+        """Return the events by which the worker announces the first blocks of a prompt, each with its message."""
         stores = []
         for message in self.messages:
             for event in message.decoded_batch.batch.events:
@@ -121,22 +121,10 @@ class WorkerCheck:
         Checks its address, then whether it reads prompts as the router does, then requests and their events. Ends early
         if no worker answers at the address.
         """
-        if await self._is_router():
-            text = "is a router, which publishes no events of its own: name the workers behind it, one by one"
-            yield Finding("address", False, f"{self._flag.url} {text}")
+        address_finding = await self._check_address()
+        yield address_finding
+        if not address_finding.is_ok:
             return
-        try:
-            facts = self._facts = await self._prober.probe(self._flag)
-        except (FetchError, DecodeError) as error:
-            step = "key" if is_key_refused(str(error)) else "address"
-            yield Finding(step, False, f"{error}: {suggest_remedy(self._flag, str(error))}")
-            return
-        names = ", ".join(model.name for model in facts.spec.models)
-        yield Finding("address", True, f"serves {names}" + (f" ({facts.spec.engine})" if facts.spec.engine else ""))
-        models = facts.spec.models
-        self._model = next(
-            (model for model in models if model.lora is None), models[0]
-        )  # a worker may list adapters only
         await self._tokenizers.discover(self._model.base, self._facts.roots.get(self._model.base), self._flag)
         yield await self._compare_tokens("tokenizer", "/v1/completions", {"prompt": SAMPLE_PROMPT})
         yield await self._compare_tokens(
@@ -149,6 +137,22 @@ class WorkerCheck:
             yield finding
         if self._facts.sources and self._received.find_stores(prompt_ids):
             yield await self._check_replay()
+
+    async def _check_address(self) -> Finding:
+        """Report whether a worker answers at the address; if so, store what it tells of itself."""
+        if await self._is_router():
+            text = "is a router, which publishes no events of its own: name the workers behind it, one by one"
+            return Finding("address", False, f"{self._flag.url} {text}")
+        try:
+            self._facts = await self._prober.probe(self._flag)
+        except (FetchError, DecodeError) as error:
+            step = "key" if is_key_refused(str(error)) else "address"
+            return Finding(step, False, f"{error}: {suggest_remedy(self._flag, str(error))}")
+        models, engine = self._facts.spec.models, self._facts.spec.engine
+        base_models = [model for model in models if model.lora is None]
+        self._model = (base_models or models)[0]  # a worker may list adapters only
+        names = ", ".join(model.name for model in models)
+        return Finding("address", True, f"serves {names}" + (f" ({engine})" if engine else ""))
 
     async def _check_requests(self, prompt_ids: Sequence[int]) -> AsyncIterator[Finding]:
         """Send the prompt twice, then with a salt and for adapters; check the events and usage that the worker reports.

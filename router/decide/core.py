@@ -491,14 +491,11 @@ class RouterCore:
 
     # Seeing ------------------------------------------------------------------------------------------------------
     def snapshot(self, now: float) -> CoreSnapshot:
-        """Return what `/workers` and `/metrics` show. Changes only estimated first tokens."""
+        """Return what `/workers` and `/metrics` show, after the estimated loads were brought up to `now`."""
         self.tracker.advance(now)
         worker_rows = []
         for worker_id, worker in self.workers.items():
-            alarms = self.watchdog.list_alarms(worker_id, expects_events=worker.spec.cache_view is CacheView.EVENTS)
-            alarms += self.stall_detector.list_alarms(worker_id, now)
-            if worker.state is WorkerState.UP:
-                alarms += self.watchdog.list_event_alarms(worker_id)
+            alarms = self._list_alarms(worker_id, worker, now)
             targets = self.registry.get_targets(worker_id)
             worker_rows += [make_worker_snapshot(worker, target, self.tracker, alarms, now) for target in targets]
         counters = dict(self.counters)
@@ -506,6 +503,14 @@ class RouterCore:
             counters["policy_failed"] = self._placer.chooser.custom_policy.failures
         queued_count = len(self._placer.queue.requests)
         return CoreSnapshot(worker_rows, queued_count, len(self._active_requests) - queued_count, counters)
+
+    def _list_alarms(self, worker_id: str, worker: Worker, now: float) -> list[str]:
+        """Return the present alarms of a worker, each a text that begins with the alarm's name."""
+        alarms = self.watchdog.list_alarms(worker_id, expects_events=worker.spec.cache_view is CacheView.EVENTS)
+        alarms += self.stall_detector.list_alarms(worker_id, now)
+        if worker.state is WorkerState.UP:
+            alarms += self.watchdog.list_event_alarms(worker_id)
+        return alarms
 
     def _watch_usage(self, request: RouteRequest, decision: Decision, usage: ReportedUsage) -> None:
         """Compare what an engine reports of an answer with what was predicted."""

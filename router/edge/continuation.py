@@ -398,24 +398,31 @@ class StreamContinuation:
         assert self.recorder is not None
         return self._event_template or _build_event_template(self.recorder.last_event)
 
-    def build_missing_end(self, *, is_usage_sent: bool) -> bytes | None:
-        """Return the events after the last token; None if that token was not sent."""
+    def build_end_events(self, *, is_usage_sent: bool) -> bytes | None:
+        """Return the usage, if the client wants it and does not have it, and `[DONE]`, for a stream that broke off.
+
+        Return None if the client may lack tokens of the answer, or if the usage cannot be built.
+        """
         recorder = self.recorder
         if recorder is None or recorder.is_unrecognized or not recorder.has_finish_reason:
             return None
         if not self._wants_usage or is_usage_sent:
             return _DONE_EVENT
+        usage_event = self._build_usage_event(recorder)
+        return None if usage_event is None else usage_event + _DONE_EVENT
+
+    def _build_usage_event(self, recorder: TokenRecorder) -> bytes | None:
+        """Return the event that reports the recorded tokens; None if the form of the worker's events is not known."""
+        event_template = self._get_event_template()
+        if event_template is None:
+            return None
         prompt_tokens, completion_tokens = len(recorder.prompt_ids), recorder.output_token_count
         usage = {
             "prompt_tokens": prompt_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "completion_tokens": completion_tokens,
         }
-        event_template = self._get_event_template()
-        if event_template is None:
-            return None
-        usage_event = {**event_template, "choices": [], "usage": usage}
-        return b"data: " + msgspec.json.encode(usage_event) + b"\n\n" + _DONE_EVENT
+        return b"data: " + msgspec.json.encode({**event_template, "choices": [], "usage": usage}) + b"\n\n"
 
 
 def _get_delta(choice: dict[str, Any], *, is_chat: bool) -> dict[str, Any]:

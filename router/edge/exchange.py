@@ -573,7 +573,7 @@ class Exchange:
         has_ended = self.context.is_done or not self._proxy.is_in_core(self.context)
         if has_ended or route is None or head is None or not is_readable_stream(head):
             return False
-        if self._write_missing_end(head, reason):
+        if self._write_end_events(head, reason):
             return True
         continuation_route = self._build_continuation_route(route)
         if continuation_route is None:
@@ -614,17 +614,17 @@ class Exchange:
             return None
         return instructions
 
-    def _write_missing_end(self, head: ResponseHead, reason: str) -> bool:
+    def _write_end_events(self, head: ResponseHead, reason: str) -> bool:
         """Send the end of a stream if the client has its last token; return False if tokens are missing."""
         context, stream = self.context, self.context.continuation
         if stream is None:
             return False
         is_usage_sent = context.progress.find_reported_usage() is not None
-        missing_end = stream.build_missing_end(is_usage_sent=is_usage_sent)
-        if missing_end is None:
+        end_events = stream.build_end_events(is_usage_sent=is_usage_sent)
+        if end_events is None:
             return False
         self._proxy.record_broken_stream(context, "completed", reason)
-        self.client.write(encode_chunk(missing_end) + LAST_CHUNK)
+        self.client.write(encode_chunk(end_events) + LAST_CHUNK)
         self._complete(head, reusable=False)
         return True
 

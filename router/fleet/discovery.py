@@ -77,26 +77,26 @@ class WorkerFacts:
     sizes: EngineSizes = UNKNOWN_SIZES
     """Sizes that the engine told in this probe, or else in an earlier one."""
     engine_ids: tuple[str, ...] | None = None
-    """Names of the engine's ranks for Mooncake's transfers; empty: there are none, None: the worker has not told."""
+    """Names by which Mooncake transfers KV from the engine's ranks; empty: there are none; None: unknown."""
     is_asleep: bool | None = field(default=None, compare=False)
-    """Whether the engine sleeps; None: as before, because it does not say."""
+    """Whether the engine sleeps; None: the worker does not tell, so nothing is known to have changed."""
     engine_ids_problem: str = field(default="", compare=False)
     """Why the worker's server for Mooncake did not name the engines in this probe; empty: it did, or was not asked."""
     restart_count: int = field(default=0, compare=False)
     """Restarts of the engine that its event streams had shown when the probe began."""
 
-    def is_same_engine(
+    def may_be_same_engine(
         self,
         served: ModelList,
         sources: tuple[EventSource, ...],
         engine_ids: tuple[str, ...] | None,
         restart_count: int = 0,
     ) -> bool:
-        """Return whether a later answer of the worker may come from the same start of its engine.
+        """Return whether a later probe found nothing that shows a restart of the engine.
 
-        Facts that an earlier probe found, and that the worker does not tell in a later probe, stand if this is true,
-        and are discarded if not. LoRA adapters may have come and gone. To have been down, or not to answer some
-        questions, is no sign of another engine.
+        Then facts of this probe that the worker does not tell in the later one still hold. LoRA adapters come and go
+        without a restart. To have been down, or not to answer some questions, is no sign of a restart. The arguments
+        are results of the later probe.
         """
         has_other_ids = None not in (self.engine_ids, engine_ids) and self.engine_ids != engine_ids
         if has_other_ids or self.restart_count != restart_count:
@@ -105,8 +105,8 @@ class WorkerFacts:
         served_models = _find_base_models(served.models, served.roots)
         return (self.spec.engine, models, self.sources) == (served.engine, served_models, sources)
 
-    def without_events(self) -> WorkerFacts:
-        """Return the facts of a worker with a cache that is estimated, because its events are not followed."""
+    def drop_event_sources(self) -> WorkerFacts:
+        """Return these facts without event sources, so that the worker's cache is estimated."""
         spec = dataclasses.replace(self.spec, ranks=1, cache_view=CacheView.APPROXIMATE)
         return dataclasses.replace(self, spec=spec, sources=())
 
@@ -302,7 +302,7 @@ class Prober:
             log.warning("worker %s does not name its engines for KV: %s", flag.worker_id, problem)
         sizes = await self._find_sizes(flag, served.engine, metrics)
         is_asleep = are_ranks_asleep(read_loads(metrics, rank_count))
-        if earlier_facts is not None and earlier_facts.is_same_engine(served, sources, engine_ids, restart_count):
+        if earlier_facts is not None and earlier_facts.may_be_same_engine(served, sources, engine_ids, restart_count):
             sizes = earlier_facts.sizes if sizes == UNKNOWN_SIZES else sizes
             engine_ids = earlier_facts.engine_ids if engine_ids is None else engine_ids
         elif is_asleep is None:

@@ -534,7 +534,7 @@ class Fleet:
                 "worker %s has %d event streams, and there is room for %d: it is routed by history",
                 member.flag.worker_id, len(facts.sources), free_stream_count,
             )  # fmt: skip
-        return facts.without_events()
+        return facts.drop_event_sources()
 
     def _log_joined(self, member: _Member, facts: WorkerFacts, *, is_new: bool) -> None:
         """Log what a worker serves, and warn if a new one publishes no events without being told so."""

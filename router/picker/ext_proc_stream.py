@@ -212,18 +212,15 @@ class ExtProcStream:
             self._responses.append(pb.ProcessingResponse(request_headers=pb.HeadersResponse()))
 
     def _handle_request_body(self, body: Request) -> None:
-        """Store a part of the request's body until it is complete, and the request can be routed.
+        """Store a part of the request's body; with the last part, have the handler choose an endpoint.
 
-        If the endpoint was chosen by the head alone, tell Envoy to forward the part. Raises RequestError for a body
-        that is too long.
+        `body`: an `HttpBody` message. Raises RequestError for a body that is too long.
         """
         self._expect_phase("request_body", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)
-        request = self.request
-        if self.phase is not Phase.BODY or request is None:
-            if self._request_mode in (DUPLEX, BUFFERED):
-                raise UnexpectedMessage("a request's body after its end")
-            self._responses.append(pb.ProcessingResponse(request_body=pb.BodyResponse()))
+        if self.phase is not Phase.BODY:
+            self._pass_request_body()
             return
+        assert self.request is not None
         body_bytes = self._body.byte_count + len(body.body)
         if body_bytes > self._body_bytes_max:
             raise RequestError(f"request body over {self._body_bytes_max} bytes", param=None, status=413)
@@ -231,7 +228,13 @@ class ExtProcStream:
         self._handler.charge_body_bytes(body_bytes)
         is_last = body.end_of_stream or body.end_of_stream_without_message
         if is_last or self._request_mode == BUFFERED:  # a buffered body comes in one message
-            self._complete(request)
+            self._complete(self.request)
+
+    def _pass_request_body(self) -> None:
+        """Have Envoy forward a part of the body, which comes after the choice that was made by the head alone."""
+        if self._request_mode in (DUPLEX, BUFFERED):  # then the choice waited for the whole body
+            raise UnexpectedMessage("a request's body after its end")
+        self._responses.append(pb.ProcessingResponse(request_body=pb.BodyResponse()))
 
     def _handle_request_trailers(self) -> None:
         self._expect_phase("request_trailers", Phase.BODY, Phase.CHOSEN, Phase.ANSWER)

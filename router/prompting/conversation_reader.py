@@ -70,22 +70,25 @@ class ConversationReader:
         self.cache.misses += not matches
         return matches
 
-    def read(self, matches: Sequence[BoundaryLocation], body: bytes) -> Continuation | None:
-        """Read a body after the furthest boundary that can be used; None if it must be read whole. Thread-safe."""
+    def read_continuation(self, matches: Sequence[BoundaryLocation], body: bytes) -> Continuation | None:
+        """Continue a cached conversation by a body, of which only the part after their common boundary is read.
+
+        `matches`: boundaries up to which the body is equal to cached ones, the furthest first. The first that can be
+        used is taken; None if the body must be read whole. Thread-safe.
+        """
         model = matches[0].conversation.model
         renderer = self.get_renderer(model)
         if renderer is None:
             return None
-        differs_before_next = True  # the first match is the furthest boundary up to which the bodies are equal
         for match in matches:
             if match.conversation.model != model:
                 continue
+            is_furthest = match is matches[0]  # then the bodies differ before the cached one's next boundary
             continuation = continue_conversation(
-                match.conversation, match.boundary, body, renderer, differs_before_next=differs_before_next
+                match.conversation, match.boundary, body, renderer, differs_before_next=is_furthest
             )
             if continuation is not None:
                 return continuation
-            differs_before_next = False
         return None
 
     def count_hit(self, continuation: Continuation, body_bytes: int, now: float) -> bool:

@@ -327,23 +327,33 @@ def _choose_next_trailing_count(
 
 
 def _make_successor(continuation: Continuation, next_boundary: Boundary, body: bytes) -> CachedConversation:
-    """Make the cache entry of a continued body: the cached conversation with its new messages and one boundary more."""
+    """Make the cache entry of a continued body from the cached conversation and the new messages.
+
+    Its last boundary is `next_boundary`. Before it are the boundaries up to the one at which the body was continued.
+    """
     conversation, boundary, tail = continuation.conversation, continuation.boundary, continuation.tail
     boundaries = [earlier for earlier in conversation.boundaries if earlier.body_end <= boundary.body_end]
     while len(boundaries) >= BOUNDARIES_MAX:
         _drop_boundary(boundaries)
-    new_count = next_boundary.message_count - boundary.message_count
-    fields = conversation.chat_fields
-    if fields is not None and tail.chat is not fields.request:  # the other fields may have changed
-        fields = ChatFields.make(
-            tail.chat, body, tail.messages_array.end, keeps_messages_as_sent=fields.keeps_messages_as_sent
-        )
+    new_messages = tail.messages[: next_boundary.message_count - boundary.message_count]
     return msgspec.structs.replace(
         conversation,
-        outline=_extend_outline(conversation.outline, boundary, tail.messages[:new_count]),
+        outline=_extend_outline(conversation.outline, boundary, new_messages),
         boundaries=[*boundaries, next_boundary],
         token_ids=continuation.token_ids,
-        chat_fields=fields,
+        chat_fields=_update_chat_fields(conversation.chat_fields, tail, body),
+    )
+
+
+def _update_chat_fields(fields: ChatFields | None, tail: _BodyTail, body: bytes) -> ChatFields | None:
+    """Return the fields of a continued body besides its messages; None if it is no chat.
+
+    `fields`: those of the cached body. They stay if the tail was read by them, so that only its messages were parsed.
+    """
+    if fields is None or tail.chat is fields.request:
+        return fields
+    return ChatFields.make(
+        tail.chat, body, tail.messages_array.end, keeps_messages_as_sent=fields.keeps_messages_as_sent
     )
 
 

@@ -307,7 +307,7 @@ class PromptReader:
 
         The prompt is None if the body must be read whole. For any thread.
         """
-        return self._run_timed(partial(self.conversations.read, matches, body))
+        return self._run_timed(partial(self.conversations.read_continuation, matches, body))
 
     async def _continue_in_thread(
         self, matches: Sequence[BoundaryLocation], body: bytes, body_to_read: _BodyToRead[Target]

@@ -125,7 +125,7 @@ def _compare_cached_and_full_reads(
         except RequestError:
             break
         matches = reader.find("chat", body)
-        continuation = reader.read(matches, body) if matches else None
+        continuation = reader.read_continuation(matches, body) if matches else None
         if continuation is None:
             cached = cache_conversation(request, body, prompt, outline=None, renderer=renderer)
             if cached is not None:

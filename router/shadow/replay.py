@@ -83,6 +83,12 @@ class RecordedPlacement(Router):
     def __init__(self, worker_index_by_request: Sequence[int]) -> None:
         self._worker_index_by_request = worker_index_by_request
 
+    @classmethod
+    def make(cls, requests: Iterable[ObservedRequest], engines: Sequence[ObservedEngine]) -> RecordedPlacement:
+        """Return the placement of requests at the `engines` that answered them."""
+        worker_index_by_name = {engine.name: i for i, engine in enumerate(engines)}
+        return cls([worker_index_by_name[request.worker] for request in requests])
+
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
         """Return one pair: the index of the request, and the index of its recorded worker."""
         return [(request.index, self._worker_index_by_request[request.index])]
@@ -97,25 +103,25 @@ def compare(
 ) -> Comparison:
     """Compare the recorded placement of requests with that of `router run`.
 
-    `observed_requests` are in the order of arrival, all on `engines`; the first `warming` of them only fill the caches.
-    Raises ValueError if no request is left to compare.
+    `observed_requests` are in the order of arrival, all on `engines`. The first of them, `warming` in number, only
+    fill the caches. Raises ValueError if no request is left to compare.
     """
-    indices = range(warming, len(observed_requests))
+    indices, compared_requests = range(warming, len(observed_requests)), observed_requests[warming:]
     if not indices:
         raise ValueError(
             f"{len(observed_requests)} requests were seen, of which {warming} only fill the caches: none is left"
         )
+    # Two simulations of the same workers: with the recorded placement ("today"), and with that of `router run`.
     workload = make_workload(observed_requests, block_tokens, waits=False)
     waiting_workload = make_workload(observed_requests, block_tokens, waits=True)
     cluster = _make_cluster(observed_requests, engines, workload, block_tokens)
-    worker_index_by_name = {engine.name: i for i, engine in enumerate(engines)}
-    recorded_placement = RecordedPlacement([worker_index_by_name[request.worker] for request in observed_requests])
+    recorded_placement = RecordedPlacement.make(observed_requests, engines)
     today_result = Cluster(cluster, workload, [recorded_placement]).run()
     router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
+    # The sums and curves of the compared requests.
     has_ends = any(request.end_s is not None for request in observed_requests)
     today_totals = _sum_simulated_totals(today_result, workload, indices, has_ends=has_ends)
     router_totals = _sum_simulated_totals(router_result, workload, indices, has_ends=has_ends)
-    compared_requests = observed_requests[warming:]
     measured_totals = _sum_measured_totals(compared_requests, today_totals)
     ttfts_by_curve = {
         "measured": _list_measured_ttfts(compared_requests),

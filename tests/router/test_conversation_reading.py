@@ -82,7 +82,7 @@ class Turns:
         except RequestError:
             prompt = RenderedPrompt()
         matches = self.reader.find(kind, body) if len(body) >= BODY_BYTES_MIN else []
-        continuation = self.reader.read(matches, body) if matches else None
+        continuation = self.reader.read_continuation(matches, body) if matches else None
         if continuation is None:
             outline = outline_chat(request)
             conversation, predecessor = cache_conversation(request, body, prompt, outline, self.renderer), None
@@ -229,7 +229,7 @@ def test_bodies_that_mean_something_else_behind_the_same_beginning(tokenizer: To
     assert len(turns.reader.cache) == 1
     longer = body % json.dumps([*long_talk(6), *long_talk(1, "new ")]).encode()
     matches = turns.reader.find("chat", longer)
-    assert not matches or turns.reader.read(matches, longer) is None
+    assert not matches or turns.reader.read_continuation(matches, longer) is None
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_a_conversation_without_an_outline_is_continued_without_one(tokenizer: T
     assert prompt.conversation is not None
     reader.allow("", BoundaryRenderer(tokenizer))
     reader.cache.store(prompt.conversation, body)
-    continuation = reader.read(reader.find("chat", longer), longer)
+    continuation = reader.read_continuation(reader.find("chat", longer), longer)
     assert continuation is not None
     assert continuation.outline() is None
     assert continuation.successor is None or continuation.successor.outline is None
