@@ -99,21 +99,21 @@ class _Lane:
     def iter_ahead(self, line_name: str, sort_key: SortKey) -> Iterator[QueuedRequest]:
         """Yield the requests that are served before a new request of a line: those of its line, then those of others.
 
-        The line with the fewest served seconds goes next. So another line goes first until it has as many as the new
-        request's line will have at the new request. For example, no line was served yet, and the new request's line has
-        requests of 3 s and 3 s: then each other line serves its requests that start before 6 s.
+        The line with the fewest served seconds sends next. So another line goes first while it has fewer than the new
+        request's line will have when the turn of the new request comes. For example, no line has sent anything, and two
+        requests of 3 s are before the new one in its line. Then another line with requests of 4 s sends two of them.
         """
         own_line = self.lines.get(line_name, ())
         own_requests = list(itertools.takewhile(lambda request: request.sort_key <= sort_key, own_line))
-        own_s = sum(request.charge_s for request in own_requests[:LOOKAHEAD_MAX])  # bounded, to save time
-        start_s = self.scheduler.get_served_s(line_name) + own_s
+        charged_s = sum(request.charge_s for request in own_requests[:LOOKAHEAD_MAX])  # bounded, to save time
+        own_served_s = self.scheduler.get_served_s(line_name) + charged_s
         yield from own_requests
         for name, line in self.lines.items():
             if name == line_name:
                 continue
             served_s = self.scheduler.get_served_s(name)
             for request in line:
-                if served_s >= start_s:
+                if served_s >= own_served_s:
                     break
                 yield request
                 served_s += request.charge_s
