@@ -75,7 +75,8 @@ class SimCache:
             else:
                 self.reference_count_by_block[block] += 1
         self.last_loaded_blocks = len(loaded_blocks)
-        self._report_loaded(loaded_blocks)
+        if loaded_blocks:
+            self._report_loaded(loaded_blocks)
         self.unnamed_blocks += new_block_count
         self.evict_excess()
         return True
@@ -114,7 +115,7 @@ class SimCache:
         loaded_blocks.append(block)
 
     def _report_loaded(self, loaded_blocks: list[int]) -> None:
-        if loaded_blocks and self.on_move is not None:
+        if self.on_move is not None:
             self.on_move(loaded_blocks, False)
 
     def register(self, block_ids: list[int], start_block: int, end_block: int) -> None:
@@ -137,7 +138,8 @@ class SimCache:
             else:
                 new_blocks.append(block)
                 self.reference_count_by_block[block] = 1
-        self._report_loaded(loaded_blocks)
+        if loaded_blocks:
+            self._report_loaded(loaded_blocks)
         if new_blocks and self.on_store is not None:
             first_index = block_ids.index(new_blocks[0])
             self.on_store(new_blocks, block_ids[first_index - 1] if first_index else None)
