@@ -307,21 +307,21 @@ def _convert_messages(request: CountRequest, *, merges_system: bool) -> list[Mes
     if merges_system:
         system += "".join(_join_system_texts(turn.content) for turn in request.messages if turn.role == "system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages += convert_turns(request.messages, merges_system=merges_system)
+    messages += convert_turns(request.messages, skips_system=merges_system)
     if not messages:
         raise field_error("messages", "none of them says anything, expected a text, a call or a result")
     return messages
 
 
-def convert_turns(turns: list[MessageTurn], *, merges_system: bool) -> list[Message]:
-    """Return the messages of the chat for some messages of a body, each of which is converted on its own.
+def convert_turns(turns: list[MessageTurn], *, skips_system: bool) -> list[Message]:
+    """Convert messages of a body to messages of a chat. A turn may become several of them, or none.
 
-    With `merges_system`, system messages are left out.
+    With `skips_system`, system messages are left out.
     """
     messages: list[Message] = []
     for turn in turns:
         if turn.role == "system":
-            text = "" if merges_system else _join_system_texts(turn.content)
+            text = "" if skips_system else _join_system_texts(turn.content)
             if text:
                 messages.append({"role": "system", "content": text})
         elif isinstance(turn.content, str):

@@ -48,7 +48,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
 
     kind: ApiKind
     source: CountRequest | ResponsesRequest | None = None
-    """Body of the Messages or Responses API for `convert_source_to_chat`; None if a worker will refuse it."""
+    """Body of the Messages or Responses API, which is not converted to a chat yet; None if a worker will refuse it."""
     model: str | None = None
     messages: list[Message] | None = None
     """Messages of a chat; None if they could not be rendered."""
@@ -72,7 +72,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     user: str | None = None
     prompt_cache_key: str | None = None
     metadata_user_id: str | None = None
-    """`metadata.user_id`."""
+    """The field `user_id` of the body's `metadata`."""
     stored_response_id: str | None = None
     """Id of a stored response that the prompt continues, which one worker has."""
     scores_prompt: bool = False
@@ -80,7 +80,7 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
     echoes_chat: bool = False
     """Whether a chat has `echo`: vLLM then gives its prompt logprobs too, our engine does not."""
     has_worker_fields: bool = False
-    """Whether the body may have fields of prompts/worker_fields.py."""
+    """Whether the body may have fields that only routers may send to workers (prompts/worker_fields.py)."""
     has_media: bool = False
     """Whether the prompt has images or other media; only the text before the first is tokenised."""
 

@@ -7,7 +7,6 @@ import random
 from typing import Any
 
 from prompts.routing import API_KIND_BY_PATH
-from router.decide.messages import RouteRequest
 from router.edge.proxy import Proxy
 from router.edge.request_context import RequestContext
 
@@ -27,28 +26,28 @@ class RequestAccounting:
         """Count a request that ended, and log it if it is drawn."""
         now = self._proxy.now()
         if self._has_keys:
-            self._count_tokens_of_key(context)
+            self._count_tokens_by_key(context)
         self._count_request(context, now)
         if self._log_share and (self._log_share >= 1 or random.random() < self._log_share):
             fields = _make_log_fields(context, now)
             log.info("request %s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})
 
     def _count_request(self, context: RequestContext, now: float) -> None:
-        """Count a request that ended in the metrics: its times, and its tokens if it was sent to a worker."""
+        """Add an ended request to the metrics: its times, and its tokens if it was sent to a worker."""
         metrics = self._proxy.metrics
         route, decision, usage = context.route, context.decision, context.usage
-        ended_requests = metrics.get_ended(
+        similar_requests = metrics.get_ended(
             path=context.request.path if context.request.path in API_KIND_BY_PATH else "other",
-            model=self._find_known_model(route) if decision is None or route is None else route.model,
+            model=self._find_model_label(context),
             outcome=context.outcome,
             worker="" if decision is None else decision.worker,
             stream="true" if context.is_streaming else "false",
         )
-        ended_requests.count += 1
-        ended_requests.request_s.observe(now - context.started_at_s)
+        similar_requests.count += 1
+        similar_requests.request_s.observe(now - context.started_at_s)
         ttft_s = context.ttft_s
         if ttft_s is not None:
-            ended_requests.ttft_s.observe(ttft_s)
+            similar_requests.ttft_s.observe(ttft_s)
         if route is None or decision is None:
             return
         metrics.routing_s.observe(decision.decided_s - context.started_at_s)
@@ -59,22 +58,25 @@ class RequestAccounting:
             metrics.reported_prompt_tokens += usage.prompt_tokens or 0
             metrics.reported_cached_tokens += usage.cached_tokens or 0
 
-    def _find_known_model(self, route: RouteRequest | None) -> str:
-        """Return the model of an unplaced request, or "unknown": clients must not make up labels of metrics."""
-        if route is None or self._proxy.core.resolve_model(route.model) is None:
+    def _find_model_label(self, context: RequestContext) -> str:
+        """Return the model of a request; "unknown" if none is served by this name, which a client may have made up."""
+        route = context.route
+        if route is None:
             return "unknown"
-        return route.model
+        is_served = context.decision is not None or self._proxy.core.resolve_model(route.model) is not None
+        return route.model if is_served else "unknown"
 
-    def _count_tokens_of_key(self, context: RequestContext) -> None:
-        """Count the tokens of an answered request for its API key, unless the answer is an error.
+    def _count_tokens_by_key(self, context: RequestContext) -> None:
+        """Add the tokens of an answered request to those of its API key, unless the answer is an error.
 
-        The worker's report is used if it is complete. Otherwise the router's own tokens count, and for the output the
-        chunks of a stream.
+        The worker reports the numbers. If those of the prompt or the output are missing, the router's own numbers are
+        used instead, with each chunk of a stream as one token of the output.
         """
         route, decision, usage = context.route, context.decision, context.usage
         if route is None or decision is None or context.ttft_s is None:
             return
-        if context.outcome.startswith("status_") and context.outcome != "status_200":
+        is_error = context.outcome.startswith("status_") and context.outcome != "status_200"
+        if is_error:
             return
         if usage is None or usage.prompt_tokens is None or usage.completion_tokens is None:
             prompt_tokens, cached_tokens = route.prompt_tokens, decision.predicted_cached_tokens

@@ -69,10 +69,15 @@ class WorkerRoutes:
         return next((methods for folder, methods in self._folders if path.startswith(folder) and path != folder), None)
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        """Return the tenant of a request, by its head. Raises RequestError if the request is refused."""
-        path = request.path
+        """Check the head of a request, and return its tenant. Raises RequestError if the request is refused."""
         is_preflight = request.method == "OPTIONS"  # browsers send this request without the API key
         tenant = connection.peer if is_preflight else self._keys.find_tenant(connection, request)
+        self._check_route(request, is_preflight=is_preflight)
+        return tenant
+
+    def _check_route(self, request: HttpRequest, *, is_preflight: bool) -> None:
+        """Raise RequestError for an unknown path, an upgrade, or a method that the path does not have."""
+        path = request.path
         methods = self.get_methods(path)
         if methods is None:
             raise make_unknown_path_error(
@@ -84,7 +89,6 @@ class WorkerRoutes:
             raise UpgradeRequired(path)
         if request.method not in methods and not is_preflight:
             raise MethodNotAllowed(request, methods)
-        return tenant
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Forward a request to a worker, unless the router itself has the answer. Raises RequestError."""

@@ -299,7 +299,7 @@ class RouterCore:
         self._placer.end_session(active_request.request)
         self.registry.record_answer(attempt.decision.worker, now)
         if usage is not None:
-            self._watch_usage(active_request.request, attempt.decision, engine_usage)
+            self._compare_usage(active_request.request, attempt.decision, engine_usage)
         return self._place_queued(now)
 
     def abort_request(self, request_id: str, now: float) -> list[Instruction]:
@@ -512,12 +512,12 @@ class RouterCore:
             alarms += self.watchdog.list_event_alarms(worker_id)
         return alarms
 
-    def _watch_usage(self, request: RouteRequest, decision: Decision, usage: ReportedUsage) -> None:
-        """Compare what an engine reports of an answer with what was predicted."""
+    def _compare_usage(self, request: RouteRequest, decision: Decision, usage: ReportedUsage) -> None:
+        """Let the watchdog compare the tokens that an engine reports for an answer with those that were predicted."""
         worker = self.workers.get(decision.worker)
         if worker is None:
             return
-        # Of several prompts only the first was looked for in the caches, and media are not counted.
+        # The router does not count the tokens of media, and of several prompts it looks up only the first.
         is_counted = request.token_ids is not None and request.prompt_count == 1 and request.media_conversation is None
         self.watchdog.record_answer(
             decision.worker,

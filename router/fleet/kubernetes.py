@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -146,34 +145,38 @@ class _ObjectWatch:
     cache: ObjectCache
     update: AddressCallback
     """Called with all addresses after each list, and after each change."""
-    watched_since_s: float = math.inf
-    """Time when the answer of the present watch began; infinite before that."""
+    watched_since_s: float | None = None
+    """Time when the answer of the present watch began; None before that."""
 
     async def run(self) -> None:
         """List the objects and watch their changes, until cancelled.
 
         A watch that ends or fails goes on from the last version that it brought. All objects are listed again if the
-        API no longer has that version (410), after an unreadable event, and after failures in a row that made the pause
-        RETRY_S_MAX. The addresses stay as they are until the API answers.
+        API no longer has that version (410), after an unreadable event, and once failures in a row have doubled the
+        pause to RETRY_S_MAX. The workers stay as they are until the API answers.
         """
         failure_pause_s = RETRY_S
         while True:
-            self.watched_since_s = math.inf
+            self.watched_since_s = None
             try:
                 if not self.cache.version:
                     await self._list()
                 await self._watch()
                 failure_pause_s = RETRY_S
-                if time.monotonic() - self.watched_since_s < RETRY_S:  # a server that ends each watch at once
+                if self._get_watch_age_s() < RETRY_S:  # a server that ends each watch at once
                     await asyncio.sleep(RETRY_S)
             except (FetchError, DecodeError) as error:
-                if time.monotonic() - self.watched_since_s > RETRY_S_MAX:
+                if self._get_watch_age_s() > RETRY_S_MAX:
                     failure_pause_s = RETRY_S  # the watch has worked until now
                 if isinstance(error, DecodeError | VersionGoneError) or failure_pause_s >= RETRY_S_MAX:
                     self.cache.version = ""
                 log.warning("%s: %s; the workers stay as they are; next try in %g s", self.path, error, failure_pause_s)
                 await asyncio.sleep(failure_pause_s)
                 failure_pause_s = min(2 * failure_pause_s, RETRY_S_MAX)
+
+    def _get_watch_age_s(self) -> float:
+        """Return the time since the answer of the present watch began; 0 before that."""
+        return 0.0 if self.watched_since_s is None else time.monotonic() - self.watched_since_s
 
     async def _list(self) -> None:
         """Load all objects and report their addresses."""

@@ -575,16 +575,18 @@ class ClientConnection(asyncio.Protocol):
         self.respond_error(error)
 
     def _close(self) -> None:
-        """Close the connection once the answer was read.
+        """Close the connection so that the client can still read the last answer.
 
-        Closing with unread input would reset the connection, and the client would lose the answer.
+        Closing a socket with unread input resets the connection, and the client would lose the answer. So if there may
+        be input, only the sending direction is closed. The input is discarded until the client closes the connection,
+        for up to LINGER_S.
         """
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        is_tls = transport.get_extra_info("sslcontext") is not None
-        has_input = self._has_unread_input or self._parser.has_partial_request or self._parser.buffered_bytes
-        if is_tls or not has_input:
+        is_tls = transport.get_extra_info("sslcontext") is not None  # asyncio closes both directions of TLS only
+        may_have_input = self._has_unread_input or self._parser.has_partial_request or self._parser.buffered_bytes
+        if is_tls or not may_have_input:
             transport.close()
             return
         self._is_lingering = True

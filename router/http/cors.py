@@ -37,7 +37,7 @@ class CorsPolicy:
     def build_header_lines(self, request: HttpRequest, methods: Iterable[str] = ()) -> bytes:
         """Return the CORS header lines of the answer to a request. They allow nothing to an unknown origin.
 
-        `methods`: methods of the path, for an OPTIONS request, by which a browser asks what is allowed.
+        `methods`: methods of the request's path. Only the answer to OPTIONS, by which a browser asks, names them.
         """
         origin = request.get_header(b"origin")
         allows_any = ANY_ORIGIN in self._origins
@@ -47,7 +47,7 @@ class CorsPolicy:
         header_lines = template % (ANY_ORIGIN if allows_any else origin, EXPOSED_HEADERS)
         if request.method != "OPTIONS":
             return header_lines
-        requested_headers = request.get_header(b"access-control-request-headers") or USUAL_HEADERS
-        return header_lines + b"access-control-allow-methods: %b\r\naccess-control-allow-headers: %b\r\n" % (
-            ", ".join(sorted(methods)).encode(), requested_headers,
-        ) + b"access-control-max-age: %d\r\n" % MAX_AGE_S  # fmt: skip
+        allowed_headers = request.get_header(b"access-control-request-headers") or USUAL_HEADERS
+        header_lines += b"access-control-allow-methods: %b\r\n" % ", ".join(sorted(methods)).encode()
+        header_lines += b"access-control-allow-headers: %b\r\n" % allowed_headers
+        return header_lines + b"access-control-max-age: %d\r\n" % MAX_AGE_S

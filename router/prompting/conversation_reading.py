@@ -266,7 +266,7 @@ def _cut_before_last(
         return None
     after_count = trailing_count
     if isinstance(request.source, MessagesRequest):  # a message may become several of the chat, or none
-        after_count = len(convert_turns(request.source.messages[-trailing_count:], merges_system=False))
+        after_count = len(convert_turns(request.source.messages[-trailing_count:], skips_system=False))
     count = len(rendered.messages) - after_count
     after = rendered.cut(count) if after_count and count >= count_min else None
     return None if after is None else _Cut(rendered, after, message_ends[-trailing_count - 1], trailing_count)

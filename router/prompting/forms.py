@@ -30,7 +30,7 @@ def is_form(content_type: bytes | None) -> bool:
 
 
 def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequest, FormSpans]:
-    """Read the fields of a form by which it is routed, or which the router changes; return them and their places.
+    """Read the fields of a form that decide its route, or that the router may change, and locate their values.
 
     Fields of other names, and files, are skipped. Raises RequestError for a malformed form, for a field that comes
     twice, and for a long value of such a field.
@@ -57,7 +57,7 @@ def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequ
             raise RequestError(f"{name}: the form's value has more than {MAX_VALUE_BYTES} bytes", param=name)
         span_by_field[name] = value_start, end
         value_by_field[name] = body[value_start:end].decode("utf-8", "replace")
-    return read_form_fields(value_by_field), FormSpans(span_by_field, 0)
+    return read_form_fields(value_by_field), FormSpans(span_by_field, content_start=0)
 
 
 def _is_read_field(name: str) -> bool:

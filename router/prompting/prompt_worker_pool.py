@@ -131,26 +131,26 @@ class PromptWorkerPool:
         is_wanted: Callable[[], bool],
         tenant: str = "",
     ) -> TaskOutcome:
-        """Read a body, given in pieces, in the next free process.
+        """Read a body, given in pieces, in the next free process: first the routing fields, then the prompt.
 
         `kind` is the API of the body's path, None if the body decides. `make_task` says how to read the prompt of a
-        request. `is_wanted` tells whether the client is still connected. Neither may raise. If the process fails after
-        it has found the request, the prompt is left out. Raises RequestError for a body that is no JSON object, or that
-        cannot be read now.
+        request. `is_wanted` tells whether the client is still connected. Neither may raise. If the process fails at the
+        prompt, the outcome has none. Raises RequestError for a body that is no JSON object, or that cannot be read now.
         """
         body_bytes = sum(map(len, body))
         self._check_capacity(tenant, body_bytes)
         inspections: list[BodyInspection] = []
 
-        async def work(process: WorkerProcess) -> ReadResult:
+        async def inspect_and_read(process: WorkerProcess) -> ReadResult:
             if not is_wanted():
                 raise _make_overload_error("the client left")
-            inspections.append(await self._inspect(process, body, kind))
-            return await self._run_task(process, make_task(inspections[0].request))
+            inspection = await self._inspect(process, body, kind)
+            inspections.append(inspection)  # serves even if the next step fails
+            return await self._run_task(process, make_task(inspection.request))
 
         self._add_waiting(tenant, body_bytes)
         try:
-            result = await self.processes.run(work, tenant)
+            result = await self.processes.run(inspect_and_read, tenant)
         except WorkerProcessError as error:
             self.counts["failed"] += 1
             log.warning("a body of %d bytes could not be read: %s", body_bytes, error)
