@@ -53,7 +53,7 @@ class Shutdown:
         await self._end_requested.wait()
 
     async def drain(self, stop_picker: Callable[[float], Awaitable[None]] | None) -> None:
-        """Wait until no more requests come and those in flight are answered, then close all connections.
+        """Take requests for `unready_s` more, let those in flight end, and close all connections.
 
         `stop_picker` stops the gRPC server of `router epp`, whose streams have the given seconds to end.
         """
