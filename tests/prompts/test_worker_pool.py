@@ -59,7 +59,11 @@ import asyncio
 from prompts.worker_pool import WorkerPool
 from templates_without_end import begin, never_end
 
-asyncio.run(WorkerPool((begin, ()), 1, 4 << 30).run(lambda process: process.call(1.0, never_end)))
+async def work(process):
+    await process.call(60.0, repr)  # its start may take longer than the task
+    await process.call(1.0, never_end)
+
+asyncio.run(WorkerPool((begin, ()), 1, 4 << 30).run(work))
 """
 TASKS = """
 import os
