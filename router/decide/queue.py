@@ -2,7 +2,7 @@
 
 Waiting requests and background requests have a lane each; the background lane comes last. Within a lane, requests are
 ordered by priority and then by arrival. With `fair`, each tenant has a line of its own in the lane, and
-router/tenancy/fair_scheduler.py chooses between the lines.
+router/tenancy/fair_queueing.py chooses between the lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from operator import attrgetter
 from typing import Final
 
 from router.decide.config import QueueConfig
-from router.tenancy.fair_scheduler import FairScheduler
+from router.tenancy.fair_queueing import StartTimeFairQueueing
 
 LOOKAHEAD_MAX: Final = 1024
 """Most queued requests that are examined to find those ahead of a new one."""
@@ -63,7 +63,7 @@ class _Lane:
     def __init__(self) -> None:
         self.lines: dict[str, list[QueuedRequest]] = {}
         """Line by tenant; one line "" without `fair`. No line is empty."""
-        self.scheduler = FairScheduler()
+        self.scheduler = StartTimeFairQueueing()
         self.request_count = 0
         self.prefill_s = 0.0
         """Prefill seconds of all requests, each at its target."""

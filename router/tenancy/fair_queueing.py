@@ -18,7 +18,7 @@ MAX_QUEUES: Final = 4096
 """Most queues without a waiting request that are stored."""
 
 
-class FairScheduler:
+class StartTimeFairQueueing:
     """Decides which of several queues sends the next request, so that each gets its share of the workers' time."""
 
     def __init__(self) -> None:
