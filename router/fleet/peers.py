@@ -21,7 +21,7 @@ from typing import Annotated
 import msgspec
 import zmq
 
-from events.feed_sockets import notice_lost_hosts
+from events.feed_sockets import notice_lost_hosts, receive_frames
 from events.frames import MAX_HANDSHAKE_MS
 from prompts.errors import RequestError
 from router.decide.load import PeerLoad, PeerPrefills
@@ -33,6 +33,8 @@ TOPIC = b"blockcast-load"
 VERSION = 1
 MESSAGE_BYTES_MAX = 1 << 20
 PEERS_MAX = 64
+MESSAGE_FRAMES = 2
+"""Frames of a message: the topic and the load. A message with more is malformed."""
 TARGETS_MAX = 8192
 """Most targets in the message of one router."""
 POLL_BYTES_MAX = 256 << 10
@@ -242,6 +244,8 @@ class PeerSockets:
         self.address: str | None = None
         """Endpoint at which messages are published; None before `bind`."""
         self._endpoints: set[str] = set()
+        self._frames: list[zmq.Frame] = []
+        """First frames of a message that has more than were read in one slice."""
 
     def bind(self, endpoint: str) -> None:
         """Publish messages at an endpoint. Raises zmq.ZMQError."""
@@ -281,11 +285,13 @@ class PeerSockets:
         received_bytes = 0
         for _ in range(messages_max):
             try:
-                frames = self._sub.recv_multipart(zmq.NOBLOCK)
+                receive_frames(self._sub, self._frames, MESSAGE_FRAMES)
             except zmq.Again:
                 break
-            self.loads.apply_message(frames[-1], now)
-            received_bytes += len(frames[-1])
+            payload = self._frames[-1].bytes if len(self._frames) == MESSAGE_FRAMES else b""
+            self._frames = []
+            self.loads.apply_message(payload, now)
+            received_bytes += len(payload)
             if received_bytes > POLL_BYTES_MAX:
                 break
         self.loads.expire(now)

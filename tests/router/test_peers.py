@@ -12,10 +12,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import zmq
 from core_by_hand import apply_operation
 from hypothesis import given
 from hypothesis import strategies as st
 
+from events.feed_sockets import FRAMES_SLICE
 from prompts.errors import RequestError
 from router.app import cluster
 from router.decide.config import CostConfig, LearnConfig, ServiceModel
@@ -24,7 +26,7 @@ from router.decide.messages import Transfer, TransferKind
 from router.decide.price import Candidate, TransferPlan
 from router.decide.target import OVERDUE_SHARE, InFlightRequest, Target
 from router.decide.tracker import LoadTracker
-from router.fleet.peers import LoadMessage, PeerLoads, PeerSockets
+from router.fleet.peers import TOPIC, LoadMessage, PeerLoads, PeerSockets
 from router.index.protocol import HolderId
 
 
@@ -235,6 +237,24 @@ def test_an_address_on_all_interfaces_is_told_with_the_name_of_the_host(host: st
         assert re.fullmatch(rf"tcp://{re.escape(socket.gethostname())}:\d+", address)
     finally:
         sockets.close()
+
+
+def test_a_message_of_many_frames_does_not_hold_up_the_router() -> None:
+    """A million frames without a byte took the event loop, and all requests, for three seconds."""
+    sockets = PeerSockets(PeerLoads(tracker()[0], "me"))
+    with zmq.Context() as context, context.socket(zmq.XPUB) as peer:
+        peer.linger = 0
+        peer.bind("tcp://127.0.0.1:*")
+        sockets.connect(peer.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
+        assert peer.poll(10_000), "subscribed"
+        peer.send_multipart([TOPIC, *[b""] * (3 * FRAMES_SLICE)])
+        assert sockets._sub.poll(10_000)
+        malformed_counts = []
+        for _ in range(4):
+            sockets.exchange_loads(0.0)
+            malformed_counts.append(sockets.loads.counts["malformed"])
+        sockets.close()
+    assert malformed_counts == [0, 0, 0, 1]
 
 
 def test_no_two_routers_have_one_name() -> None:
