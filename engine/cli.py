@@ -100,22 +100,30 @@ def parse_config(parameters: dict[str, Any]) -> ServeConfig:
 
 
 def add_defaults_of_host(loaded_config: LoadedConfig) -> ServeConfig:
-    """Return the configuration, with events and transfers on the addresses that follow from --host.
+    """Return the configuration, with the defaults of transfers and events that follow from the server's --host.
 
-    Events are on unless a setting mentions them. Raises UsageError if transfers are on without the fleet's key.
+    Transfers get the host as their address unless they have one. Events are on, at that host, unless the user has set
+    any of their settings. Raises UsageError if transfers are on without the fleet's key.
     """
     config: ServeConfig = loaded_config.config
     engine_config, host = config.engine, config.server.host
-    if engine_config.kv_transfer.port is not None:
-        try:
-            engine_config.kv_transfer.read_key()
-        except ConfigError as error:
-            raise click.UsageError(str(error)) from None
+    _check_transfer_key(engine_config)
     if not engine_config.kv_transfer.host:
         engine_config = replace(engine_config, kv_transfer=replace(engine_config.kv_transfer, host=host))
-    if not any(path.startswith("kv_events") for path in loaded_config.origin_by_path):
+    has_event_settings = any(path.startswith("kv_events") for path in loaded_config.origin_by_path)
+    if not has_event_settings:
         engine_config = replace(engine_config, kv_events=make_default_kv_events(host))
     return replace(config, engine=engine_config)
+
+
+def _check_transfer_key(config: EngineConfig) -> None:
+    """Raise UsageError if transfers are on and the fleet's key cannot be read."""
+    if config.kv_transfer.port is None:
+        return
+    try:
+        config.kv_transfer.read_key()
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
 
 
 cli.add_command(make_config_command(SCHEMA, add_defaults_of_host))

@@ -78,30 +78,34 @@ def _load_rank(config: EngineConfig, folder: Path, leader: Leader | None) -> Exe
     """
     torch.set_num_threads(config.num_threads)
     device = select_rank_device(config, 0)
+    shard = all_reduce_min = None
     if leader is not None:
         leader.load(config, folder)
-    shard = None if leader is None else leader.shard
+        shard, all_reduce_min = leader.shard, leader.all_reduce_min
     model, dtype = load_model(folder, dtype=config.dtype, device=device, shard=shard)
     config = replace(config, max_num_batched_tokens=choose_step_tokens(config, model, device))
     rank = resolve_rank_model(config, model, dtype, device)
-    all_reduce_min = None
     if leader is not None:
         leader.await_loaded(device)
-        all_reduce_min = leader.all_reduce_min
     host_unit_count = count_host_units(config, rank.spec)
-    loaded_model = LoadedModel(config, rank, folder, size_cache(config, rank, all_reduce_min), leader)
+    unit_count = size_cache(config, rank, all_reduce_min)
+    return _make_executor(config, rank, LoadedModel(config, rank, folder, unit_count, leader), host_unit_count)
+
+
+def _make_executor(config: EngineConfig, rank: RankModel, model: LoadedModel, host_unit_count: int) -> Executor:
+    """Make the executor of a loaded model. `rank`: the part of rank 0. `host_unit_count`: units of host memory."""
     return Executor(
-        model=loaded_model,
+        model=model,
         cache_spec=rank.spec,
-        unit_count=loaded_model.unit_count,
+        unit_count=model.unit_count,
         max_model_len=rank.max_model_len,
-        vocab_size=model.config.vocab_size,
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
+        vocab_size=rank.model.config.vocab_size,
+        dtype=str(rank.dtype).removeprefix("torch."),
+        device=str(rank.device),
         step_tokens_max=config.step_tokens_max,
         host_unit_count=host_unit_count,
-        overlaps_steps=should_overlap(config, device),
-        target_prefill_tokens=_choose_target_prefill_tokens(device, dtype),
+        overlaps_steps=should_overlap(config, rank.device),
+        target_prefill_tokens=_choose_target_prefill_tokens(rank.device, rank.dtype),
     )
 
 

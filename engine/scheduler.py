@@ -218,25 +218,27 @@ class Scheduler:
         return self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.prefill_budget))
 
     def _admit_waiting(self, draft: StepDraft, started_entry: RequestEntry | None = None) -> None:
-        """Start waiting requests, in the order of the queue, until token budget, running places or memory run out.
+        """Start waiting requests in the order of the queue, as far as the step's limits and memory allow.
 
-        `started_entry`: a request with a half computed prompt. If given, admit only requests that go before it. Each
-        pass starts, skips or requeues one request, or ends admission for this step.
+        `started_entry`: request with a partly computed prompt, which no request that goes behind it in the order may
+        overtake. None: all other chunks of the step are planned.
         """
-        waiting_queue = self._waiting_queue
-        while (
-            draft.skipped_count < min(len(waiting_queue), _WAITING_SCAN_MAX)
-            and not draft.is_admission_closed
-            and draft.prefill_budget >= draft.admission_min_tokens
-            and len(self._requests.running) < self.config.max_num_seqs
-        ):
+        while self._may_admit(draft):
             if started_entry is None:
-                # The step's other chunks are all planned, and none is preempted any more: their blocks can be shared.
-                self._register_blocks(draft)
-            entry = waiting_queue[draft.skipped_count]
+                self._register_blocks(draft)  # no chunk is dropped any more, so the next request can share all blocks
+            entry = self._waiting_queue[draft.skipped_count]
             if started_entry is not None and entry.sort_key >= started_entry.sort_key:
                 return
             self._admit_or_skip(entry, draft)
+
+    def _may_admit(self, draft: StepDraft) -> bool:
+        """Return whether the step may start another request, and the queue has one that was not skipped."""
+        return (
+            draft.skipped_count < min(len(self._waiting_queue), _WAITING_SCAN_MAX)
+            and not draft.is_admission_closed
+            and draft.prefill_budget >= draft.admission_min_tokens
+            and len(self._requests.running) < self.config.max_num_seqs
+        )
 
     def _admit_or_skip(self, entry: RequestEntry, draft: StepDraft) -> None:
         """Start a waiting request if it can run now.

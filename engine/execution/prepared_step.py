@@ -78,19 +78,23 @@ class PreparedStep:
 
     plan: StepPlan
     chunks: Items[Chunk]
-    """Chunks in the order of the kernels."""
+    """Chunks of the plan in the order of the kernels: those of one token first."""
     order: Order
-    """Index of each chunk in the plan."""
+    """For each of `chunks`, its index in the plan: results are returned in the plan's order."""
     batch: RaggedBatch
+    """Positions at which the chunks begin and end in their sequences."""
     token_ids: Tensor
     """[tokens]; a token that only the device knows is 0 here."""
     tables: list[BlockTable]
     """Block tables of each attention group."""
     units: IntArray | None
-    """[chunks]: units of their recurrent states; None for a model without state."""
+    """[chunks]: index of the memory unit with each sequence's recurrent state; None for a model without state."""
     selected: SelectedTokens
+    """Tokens for which logits are computed."""
     batch_state: BatchState
+    """Inputs that depend only on the step's sequences, and that the next step may have, too."""
     sampling_inputs: SamplingInputs | None
+    """None if this rank draws no token in the step."""
     device_tokens: DeviceTokens | None
     """Tokens that the previous step draws, which only the device knows."""
     prompt_logprob_chunks: list[int]

@@ -152,26 +152,29 @@ class CausalLM:
         return [config.window for config in self._config_by_group]
 
     def make_cache_spec(self, block_size: int, dtype: torch.dtype) -> CacheSpec:
-        """Describe the model's KV and state, which have this dtype, to the cache."""
-        groups: list[GroupSpec] = []
-        for group_layers, config in zip(self._layers_by_group, self._config_by_group):
-            # The cache keeps the whole context in group 0, even if all layers have windows: see the module docstring.
-            window = config.window if groups else None
-            groups.append(
-                GroupSpec(
-                    kind=FULL_ATTENTION if window is None else SLIDING_WINDOW,
-                    layer_indices=tuple(block_index for block_index, _ in group_layers),
-                    num_kv_heads=config.num_kv_heads,
-                    head_dim=config.head_dim,
-                    dtype_bytes=dtype.itemsize,
-                    sliding_window=window,
-                )
-            )
+        """Return what the cache needs to know of the model: its KV in each group, and its recurrent state.
+
+        `dtype`: dtype of KV and state. `block_size`: tokens of a cache block.
+        """
+        groups = tuple(self._make_group_spec(index, dtype) for index in range(len(self._layers_by_group)))
         state = None
         if self.recurrent_layers:
-            layers = tuple(layer for layer, _ in self.recurrent_layers)
-            state = StateSpec(layers, self.make_state_layout(dtype).state_bytes)
-        return CacheSpec(block_size, tuple(groups), state)
+            layer_indices = tuple(index for index, _ in self.recurrent_layers)
+            state = StateSpec(layer_indices, self.make_state_layout(dtype).state_bytes)
+        return CacheSpec(block_size, groups, state)
+
+    def _make_group_spec(self, group_index: int, dtype: torch.dtype) -> GroupSpec:
+        """Describe a group of attention layers. The cache keeps the whole context in group 0, even with a window."""
+        config = self._config_by_group[group_index]
+        window = None if group_index == 0 else config.window
+        return GroupSpec(
+            kind=FULL_ATTENTION if window is None else SLIDING_WINDOW,
+            layer_indices=tuple(index for index, _ in self._layers_by_group[group_index]),
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype_bytes=dtype.itemsize,
+            sliding_window=window,
+        )
 
     def make_state_layout(self, dtype: torch.dtype) -> StateLayout:
         return StateLayout.from_shapes([recurrent.state_shape for _, recurrent in self.recurrent_layers], dtype)

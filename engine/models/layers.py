@@ -96,20 +96,20 @@ class Linear:
         """Declare the weights of a layer, which the loader fills later, and return the layer.
 
         `rows_by_projection` maps a matrix's name in the checkpoint, such as "q_proj", to the number of its rows, or to
-        this rank's part of them. `inputs` is the same for the columns.
+        this rank's part of them (a `DimShard`). `inputs` is the same for the columns.
         """
         weights, biases = [], []
-        row_offset = 0
+        row_count = 0
         for name, rows in rows_by_projection.items():
-            target_index = (slice(row_offset, row_offset + get_held_size(rows)),)
+            target_index = (slice(row_count, row_count + get_held_size(rows)),)
             weights.append(scope.describe_tensor(f"{name}.weight", (rows, inputs), target_index))
             biases.append(scope.describe_tensor(f"{name}.bias", (rows,), target_index))
-            row_offset += get_held_size(rows)
-        weight = scope.declare_combined((row_offset, inputs), weights)
-        bias = scope.declare_combined((row_offset,), biases) if has_bias else None
+            row_count += get_held_size(rows)
+        weight = scope.declare_combined((row_count, inputs), weights)
+        bias = scope.declare_combined((row_count,), biases) if has_bias else None
         all_reduce_sum = scope.shard.all_reduce_sum if isinstance(inputs, DimShard) else None
-        if all_reduce_sum is not None and scope.shard.rank:
-            bias = None  # rank 0 alone adds it, so that the sum over the ranks has it once
+        if all_reduce_sum is not None and scope.shard.rank > 0:
+            bias = None  # loaded on every rank, but added on rank 0 alone: the sum over the ranks has it once
         return cls(weight, bias, all_reduce_sum)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -58,22 +58,23 @@ class DeltaBuilder:
     """
 
     def __init__(self, *, has_short_ids: bool = False) -> None:
-        """`has_short_ids`: call ids are nine letters and digits."""
+        """Start before the text. `has_short_ids`: ids of calls are nine letters and digits, as some models need."""
         self._has_short_ids = has_short_ids
         self._texts: list[str] = []
         self._reasoning_texts: list[str] = []
         self._pending_calls: list[_PendingCall] = []
         self._pending_spaces: list[str] = []
-        """White space that becomes text if more text follows."""
-        self._is_beside_call = False
-        """Whether nothing but white space has come since a call."""
+        """White space at the end of the text so far, which is left out if a call is beside it."""
+        self._follows_call = False
+        """Whether nothing but white space has come since a call began or ended."""
         self.is_at_start = True
-        """Whether nothing but white space has come."""
+        """Whether nothing but white space has come at all."""
         self.is_in_call = False
         """Whether a call has begun and not ended."""
-        self._inner_texts: list[str] = []
-        """Text inside of the open call. It comes after the call, because text ends a call for clients."""
+        self._texts_in_call: list[str] = []
+        """Text inside of the open call. It is added after the call: clients take text as a call's end."""
         self.call_count = 0
+        """Number of calls that have begun."""
 
     def add_reasoning(self, text: str) -> None:
         self._reasoning_texts.append(text)
@@ -85,13 +86,13 @@ class DeltaBuilder:
     def add_text(self, text: str) -> None:
         """Add text of an answer that may have calls."""
         if self.is_in_call:
-            self._inner_texts.append(text)
+            self._texts_in_call.append(text)
             return
         stripped_text = text.rstrip()
         if stripped_text:
             self._texts += [*self._pending_spaces, stripped_text]
             self._pending_spaces = []
-            self.is_at_start = self._is_beside_call = False
+            self.is_at_start = self._follows_call = False
         if len(text) > len(stripped_text):
             self._pending_spaces.append(text[len(stripped_text) :])
 
@@ -115,12 +116,12 @@ class DeltaBuilder:
         if self.is_in_call:
             self.is_in_call = False
             self._leave_out_spaces()
-            inner_text, self._inner_texts = "".join(self._inner_texts), []
+            inner_text, self._texts_in_call = "".join(self._texts_in_call), []
             self.add_text(inner_text.rstrip())
 
     def finish(self) -> None:
         """End the text: white space at its end is text, unless a call stands before it."""
-        if not self._is_beside_call:
+        if not self._follows_call:
             self._texts += self._pending_spaces
         self._pending_spaces = []
 
@@ -136,7 +137,7 @@ class DeltaBuilder:
 
     def _leave_out_spaces(self) -> None:
         self._pending_spaces = []
-        self._is_beside_call = True
+        self._follows_call = True
 
     def _make_call_id(self) -> str:
         hex_id = uuid.uuid4().hex

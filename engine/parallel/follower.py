@@ -79,7 +79,7 @@ class Follower:
         self._rank_model = resolve_rank_model(config, model, dtype, self.device)
         return RankLoaded()
 
-    def size_cache(self) -> None:
+    def agree_on_cache_size(self) -> None:
         """Agree with the other ranks on the size of the cache. The leader sends the result with `StartRunner`."""
         assert self._rank_model is not None
         size_cache(self._config, self._rank_model, all_reduce_min)
@@ -138,7 +138,8 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
 def _execute_messages(sock: socket.socket, follower: Follower, size: int, port: int) -> bool:
     """Execute the leader's messages until the socket closes. Returns whether this rank has joined the process group.
 
-    It joins after it has loaded the model for the first time.
+    The rank joins after its first model is loaded; further models may follow. `size`: number of ranks. `port`: port of
+    the leader's store, by which the ranks find each other.
     """
     has_joined_group = False
     for message in _receive_messages(sock):
@@ -150,7 +151,7 @@ def _execute_messages(sock: socket.socket, follower: Follower, size: int, port: 
                 store = TCPStore(LOOPBACK, port, size, is_master=False)
                 join_process_group(follower.rank, size, store, follower.device)
                 has_joined_group = True
-            follower.size_cache()
+            follower.agree_on_cache_size()
     return has_joined_group
 
 

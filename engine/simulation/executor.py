@@ -167,10 +167,10 @@ def _check_block_count(flag: str, block_count: int) -> int:
 
 
 def sample_words(tokenizer: Tokenizer) -> list[int]:
-    """Return token ids of short words, which the tokenizer encodes to the same ids again.
+    """Return token ids of short words, of which simulated answers are made.
 
-    So the cache has an answer that a client sends back as history. If the tokenizer has no such words, other tokens are
-    returned.
+    A client sends an answer back as text, in the history of its next request. The tokenizer encodes these words to the
+    same ids again, so that the answer is found in the prefix cache. Without such words, other ids are returned.
     """
     token_ids = list(range(tokenizer.vocab_size))
     random.Random(0).shuffle(token_ids)
@@ -184,7 +184,9 @@ def sample_words(tokenizer: Tokenizer) -> list[int]:
             word_ids.append(token_id)
             if len(word_ids) == WORD_COUNT:
                 break
-    return word_ids or [token_id for token_id in token_ids if token_id not in tokenizer.special_ids][:WORD_COUNT]
+    if word_ids:
+        return word_ids
+    return [token_id for token_id in token_ids if token_id not in tokenizer.special_ids][:WORD_COUNT]
 
 
 def _encode_script(spec: SimulationSpec, tokenizer: Tokenizer) -> list[list[int]]:
