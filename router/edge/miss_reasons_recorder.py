@@ -191,7 +191,8 @@ class MissReasonsRecorder:
         has_stored_prompt = any(watches.has_recent_prompt(key, now) for watches in self._watches for key in keys)
         return AnalyzedPrompt(
             request_id=context.name,
-            route=route.replace(similar_prompt=None),  # which would keep the memory of the prompt before
+            # The prompt before is not kept, nor a list of ids, which takes ten times the memory of an array.
+            route=route.replace(similar_prompt=None, token_ids=ids),
             token_ids=ids,
             outline=body.get_outline(),
             # The name of a session finds its earlier prompts. Without a name equal beginnings find them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -431,6 +432,18 @@ def test_memory_is_bounded_whatever_names_and_prompts_come(edge: Any, make_post:
         assert len(reasons.analyzer) == 50
         assert 500_000 < reasons.analyzer.history.used_bytes <= 1 << 20
         assert len(reasons.analyzer.history) < 120
+
+    edge.run(scenario())
+
+
+def test_ids_of_a_client_are_stored_in_the_memory_that_is_counted(edge: Any, make_post: Any, router: Any) -> None:
+    async def scenario() -> None:
+        history = (await router()).analyzer.history
+        body = json.dumps({"model": "tiny", "prompt": list(range(1000, 3000))}).encode()
+        await edge.exchange(make_post(body, b"/v1/completions"))
+        (stored,) = history._prompts
+        assert isinstance(stored.token_ids, array)
+        assert stored.route.token_ids is stored.token_ids, "not the list of the body, of 40 bytes an id"
 
     edge.run(scenario())
 
