@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from collections.abc import Sequence as Items
-from itertools import chain
 
 from engine.cache.attention_windows import AttentionWindows
 from engine.cache.block_hasher import BlockHasher, NoBlockKeys
@@ -276,18 +275,18 @@ class KVCache:
         self._blocks_by_sequence[seq].append(new_blocks)
         return True
 
-    def _allocate_for_groups(self, count: int) -> list[list[Block]] | None:
+    def _allocate_for_groups(self, count: int) -> list[Block] | None:
         """Allocate `count` blocks for each attention group; None, with nothing allocated, if there is no memory."""
-        blocks_by_group: list[list[Block]] = [[] for _ in self._groups]
-        for group, blocks in zip(self._groups, blocks_by_group):
+        new_blocks: list[Block] = []
+        for group in self._groups:
             for _ in range(count):
                 block = self._allocate(group)
                 if block is None:
-                    for new_block in reversed(list(chain(*blocks_by_group))):
+                    for new_block in reversed(new_blocks):
                         self.pool.release(new_block)
                     return None
-                blocks.append(block)
-        return blocks_by_group
+                new_blocks.append(block)
+        return new_blocks
 
     def _allocate(self, kind: int) -> Block | None:
         """Allocate a block of `kind`, if need be after moving blocks; None if sequences hold too much memory."""

@@ -53,11 +53,13 @@ class SequenceBlocks:
         """Make the runner read this sequence's tables again in full, because blocks in them were replaced."""
         self.seq.table_version += 1
 
-    def append(self, new_blocks_by_group: list[list[Block]]) -> None:
-        """Append new blocks to the table of each group."""
-        for blocks, table, new_blocks in zip(self.blocks_by_group, self.seq.block_tables, new_blocks_by_group):
-            blocks.extend(new_blocks)
-            table.extend([block.id for block in new_blocks])
+    def append(self, new_blocks: list[Block]) -> None:
+        """Append each block to the table of its group."""
+        blocks_by_group, tables = self.blocks_by_group, self.seq.block_tables
+        for block in new_blocks:
+            group = block.kind
+            blocks_by_group[group].append(block)
+            tables[group].append(block.id)
 
     def replace(self, group: int, index: int, block: Block) -> Block:
         """Replace one block of a table. Returns the old block, which the caller must release."""
