@@ -435,7 +435,7 @@ def test_an_ended_request_is_freed_without_garbage_collection(edge: Any) -> None
                     await stream.done_writing()
                     assert await stream.read() is grpc.aio.EOF
                 await edge.until(lambda: not envoy.server.open_stream_count)
-                assert not [item for item in gc.get_objects() if isinstance(item, PickExchange)]
+                assert not [item for item in gc.get_objects() if type(item) is PickExchange]
             finally:
                 gc.enable()
 
