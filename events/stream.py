@@ -19,7 +19,6 @@ one replaces it. Buffers are bounded, and a batch that does not fit becomes a ga
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from events.frames import SNAPSHOT_SEQ
@@ -40,6 +39,7 @@ from events.stream_types import (
     StreamPhase,
     StreamPosition,
 )
+from options.bounded_dict import BoundedDict
 
 NO_REPLAY = "the publisher offers no replay"
 NO_SNAPSHOT = "the publisher has no snapshot now"
@@ -61,12 +61,12 @@ class StreamState:
         self.is_online = False
         self._next_seq: int | None = None
         """Number of the next batch to apply; None if no batch is known."""
-        self._digest_by_applied_seq: OrderedDict[int, int] = OrderedDict()
+        self._digest_by_applied_seq: BoundedDict[int, int] = BoundedDict(self.config.max_recent_batches)
         """Digests of the newest applied batches, by which a batch that comes again is recognised."""
         self._early_batches = OutOfOrderBatches(self.config.max_early_batches, self.config.max_early_bytes)
         if resume_position is not None:
             self._next_seq = resume_position.seq + 1
-            self._record_applied(*resume_position)
+            self._digest_by_applied_seq[resume_position.seq] = resume_position.payload_digest
         self._publisher_id = b""
         self._has_applied_state = resume_position is not None
         """Whether something was applied since the last Clear."""
@@ -329,7 +329,7 @@ class StreamState:
             return [Apply(None, payload, Origin.SNAPSHOT)]
         self._snapshot_batch_count += 1
         self._next_seq = seq + 1
-        self._record_applied(seq, digest_payload(payload))
+        self._digest_by_applied_seq[seq] = digest_payload(payload)
         return []
 
     def _start_repair(self, now: float) -> list[Instruction]:
@@ -459,13 +459,8 @@ class StreamState:
         assert self._next_seq is None or seq == self._next_seq, (self._next_seq, seq)
         self._next_seq = seq + 1
         self._has_applied_state = True
-        self._record_applied(seq, digest_payload(payload))
+        self._digest_by_applied_seq[seq] = digest_payload(payload)
         return Apply(seq, payload, origin)
-
-    def _record_applied(self, seq: int, digest: int) -> None:
-        self._digest_by_applied_seq[seq] = digest
-        while len(self._digest_by_applied_seq) > self.config.max_recent_batches:
-            self._digest_by_applied_seq.popitem(last=False)
 
     def _clear(self, reason: str) -> list[Instruction]:
         """Forget the position in the stream; return a Clear if anything was applied that the caller has to forget."""

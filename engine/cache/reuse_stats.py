@@ -21,6 +21,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from options.bounded_dict import BoundedDict
+
 _TURNS_MAX = 4
 """Turns from this number on are in the same class."""
 _ADDED_STEP_MAX = 5
@@ -136,11 +138,11 @@ class ReuseStats:
         """Number of blocks in the prompts of all requests so far."""
         self._capacity_blocks = capacity_blocks
         self._blocks_per_256_tokens = max(1, 256 // block_tokens)
-        self._last_turns: OrderedDict[int, ConversationTurn] = OrderedDict()
+        self._last_turns: BoundedDict[int, ConversationTurn] = BoundedDict(capacity_blocks)
         """Last turn of each conversation by its `continuation_hash`, oldest first."""
         self._uncounted_turns: OrderedDict[ConversationTurn, None] = OrderedDict()
         """Turns that have not returned, and may still do so, oldest first. They are in no counts yet."""
-        self._shared_prefixes: OrderedDict[int, ConversationTurn] = OrderedDict()
+        self._shared_prefixes: BoundedDict[int, ConversationTurn] = BoundedDict(capacity_blocks)
         """Hash of the last block of a shared prefix -> the prefix, least recently used first."""
         self._counts_by_class: dict[TurnClass, ReuseCounts] = {}
         """How often the turns of each class returned, and after how long."""
@@ -189,16 +191,14 @@ class ReuseStats:
         """Record that a new conversation begins with a shared prefix. `block_hash`: hash of the prefix's last block."""
         prefix_turn = self._shared_prefixes.get(block_hash)
         if prefix_turn is None:
-            prefix_turn = self._shared_prefixes[block_hash] = ConversationTurn(prefix_blocks, 0, is_shared_prefix=True)
+            prefix_turn = ConversationTurn(prefix_blocks, 0, is_shared_prefix=True)
         else:
             prefix_turn.gap_blocks = self.clock - prefix_turn.end_clock
             self.get_counts(prefix_turn).record_return(prefix_turn.gap_blocks)
             prefix_turn.turn_count += 1
-            self._shared_prefixes.move_to_end(block_hash)
         prefix_turn.end_clock = self.clock
         self.get_counts(prefix_turn).record_turn()
-        if len(self._shared_prefixes) > self._capacity_blocks:
-            self._shared_prefixes.popitem(last=False)
+        self._shared_prefixes[block_hash] = prefix_turn
 
     def end_turn(self, turn: ConversationTurn) -> None:
         """Record that a request is over: its conversation may return from now on."""
@@ -209,9 +209,6 @@ class ReuseStats:
         self._uncounted_turns[turn] = None
         self._count_overdue_turns()
         self._last_turns[turn.continuation_hash] = turn
-        self._last_turns.move_to_end(turn.continuation_hash)
-        if len(self._last_turns) > self._capacity_blocks:
-            self._last_turns.popitem(last=False)
 
     def _count_overdue_turns(self) -> None:
         """Count the turns that ended so long ago that they are assumed not to return."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from engine.grammars import GrammarCompiler, GrammarError, summarize_error
 from engine.types import Sequence
+from options.bounded_dict import BoundedDict
 from prompts import Tokenizer
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class ConstrainedAnswers:
         self._answer_length = DEFAULT_ANSWER_TOKENS if length is None else length
         self._tag_end_ids = tokenizer.hf_tokenizer.encode(TAG_END, add_special_tokens=False).ids
         self._token_order: list[int] | None = None
-        self._matcher_states: OrderedDict[str, _MatcherState] = OrderedDict()
+        self._matcher_states: BoundedDict[str, _MatcherState] = BoundedDict(MAX_MATCHERS)
 
     def next_token(self, seq: Sequence, preferred_token: int) -> int:
         """Return the next token of `seq`, a sequence with an answer that must match a grammar.
@@ -107,7 +108,7 @@ class ConstrainedAnswers:
 
     def _advance_matcher(self, request_id: str, lark: str, answer_tokens: list[int]) -> _MatcherState:
         """Let the matcher of a request read the new tokens of its answer, and return its state."""
-        matcher_state = self._matcher_states.pop(request_id, None)
+        matcher_state = self._matcher_states.get(request_id)
         if matcher_state is None or matcher_state.read_token_count > len(answer_tokens):
             matcher_state = _MatcherState(self._grammars.make_matcher(lark))
         for token in answer_tokens[matcher_state.read_token_count :]:
@@ -117,8 +118,6 @@ class ConstrainedAnswers:
                 break
         matcher_state.read_token_count = len(answer_tokens)
         self._matcher_states[request_id] = matcher_state
-        while len(self._matcher_states) > MAX_MATCHERS:
-            self._matcher_states.popitem(last=False)
         return matcher_state
 
     def _find_next_tag_end_token(self, answer_tokens: list[int]) -> int | None:

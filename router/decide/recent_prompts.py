@@ -115,7 +115,7 @@ class RecentPrompts:
 
     def end_session(self, keys: Sequence[int], session: str) -> None:
         """Forget the chunks of a prompt that only this session used, because the session is over."""
-        for segment, _ in list(self._find_segments(keys)):
+        for segment, _ in self._find_segments(keys):
             if segment.only_session == session:
                 self._forget(segment)
 
@@ -217,8 +217,8 @@ class RecentPrompts:
 
     def count_running_tokens(self, target: Target, keys: Sequence[int]) -> int:
         """Return how many of a prompt's first tokens prompts that run at a target have, in whole chunks."""
-        running_counts = (n for segment, n in self._find_segments(keys) if target in segment.running_counts)
-        return self.chunk_tokens * sum(running_counts)
+        chunk_counts = (n for segment, n in self._find_segments(keys) if target in segment.running_counts)
+        return self.chunk_tokens * sum(chunk_counts)
 
     def find_shared_prefix(self, keys: Sequence[int]) -> tuple[int, dict[Target, int]]:
         """Return how many of a prompt's first tokens at least SHARED_RUNNING_MIN running prompts have.

@@ -91,8 +91,7 @@ class MissReasonsRecorder:
             keys = _get_conversation_keys(route, body)
             if headers is not None and headers.wants_explanation:
                 self._header_watches.add(keys[-1])
-            is_watched = any(key in watches for watches in self._watches for key in keys)
-            if is_watched or self._is_sampled(keys):
+            if self._is_sampled(keys) or any(key in watches for watches in self._watches for key in keys):
                 context.miss_analysis = self._make_prompt(context, route, body)
                 for key in keys:
                     self._header_watches.record_prompt(key, self._proxy.now())
