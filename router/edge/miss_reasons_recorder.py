@@ -91,7 +91,7 @@ class MissReasonsRecorder:
             keys = _get_conversation_keys(route, body)
             if headers is not None and headers.wants_explanation:
                 self._header_watches.add(keys[-1])
-            if self._is_sampled(keys) or any(key in watches for watches in self._watches for key in keys):
+            if self._is_sampled(keys) or self._is_watched(keys):
                 context.miss_analysis = self._make_prompt(context, route, body)
                 for key in keys:
                     self._header_watches.record_prompt(key, self._proxy.now())
@@ -132,6 +132,10 @@ class MissReasonsRecorder:
     def _is_sampled(self, keys: Sequence[int]) -> bool:
         """Return whether a conversation belongs to the sampled share, by the first of its keys."""
         return keys[0] < self._sampling_threshold
+
+    def _is_watched(self, keys: Sequence[int]) -> bool:
+        """Return whether a client or an operator asked for a conversation with one of these keys."""
+        return any(key in watches for watches in self._watches if watches for key in keys)
 
     # Requests -----------------------------------------------------------------------------------------------------
 
