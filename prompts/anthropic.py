@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from prompts.chat_rendering import BILLING_LINE, render_chat
 from prompts.chat_template import ChatTemplate, TemplateLimitError
-from prompts.errors import RequestError, bad_value, field_error
+from prompts.errors import THREAD_UNSUPPORTED, RequestError, bad_value, field_error
 from prompts.provider_history import convert_block, find_media_kind, is_hosted_block
 from prompts.schemas import (
     COUNT_MAX,
@@ -44,7 +44,7 @@ _SERVER_TOOL_PREFIXES = ("web_search_", "web_fetch_", "code_execution_", "tool_s
 Role = Literal["user", "assistant", "system"]
 Effort = Literal["low", "medium", "high", "xhigh", "max"]
 ChoiceType = Literal["auto", "any", "tool", "none"]
-ThinkingType = Literal["enabled", "disabled", "adaptive"]
+ThinkingType = Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
 class MessageBlock(Struct, frozen=True, kw_only=True):
@@ -125,6 +125,8 @@ class CountRequest(Struct, kw_only=True, frozen=True):
     output_format: OutputFormat | None = None
     """The older name of `output_config.format`."""
     mcp_servers: list[Any] | None = None
+    thread: Any = None
+    """Conversation that a server keeps, so that the next turn is sent without the earlier ones."""
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -171,6 +173,9 @@ def parse_count(data: bytes) -> CountRequest:
 
 def _check_request(request: CountRequest) -> None:
     """Raise RequestError for values that Anthropic does not allow, and for tools that only Anthropic's servers run."""
+    if request.thread is not None:
+        message = "thread: no conversation is kept here; expected all messages in each request, without this field"
+        raise RequestError(message, param="thread", code=THREAD_UNSUPPORTED)
     if not request.messages:
         raise bad_value("messages", request.messages, "at least one message")
     thinking = request.thinking

@@ -1,7 +1,7 @@
 """Errors of requests, and their JSON bodies, for both programs.
 
 The body is OpenAI's: `{"error": {"message", "type", "param", "code"}}`, or, under `/v1/messages`, Anthropic's:
-`{"type": "error", "error": {"type", "message"}}`. HTTP servers make a response of `status` and `body()`.
+`{"type": "error", "error": {"type", "message", "details"}}`. HTTP servers make a response of `status` and `body()`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ _ANTHROPIC_TYPE_BY_STATUS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+THREAD_UNSUPPORTED = "thread_unsupported_request"
+"""Anthropic's code of an error after which its clients send the conversation again, whole."""
 
 
 class RequestError(Exception):
@@ -46,7 +48,8 @@ class RequestError(Exception):
         if path.startswith("/v1/messages") or path.rstrip("/").removesuffix("/count_tokens").endswith("/messages"):
             default_type = "invalid_request_error" if self.status < 500 else "api_error"
             error_type = _ANTHROPIC_TYPE_BY_STATUS.get(self.status, default_type)
-            return {"type": "error", "error": {"type": error_type, "message": self.message}}
+            details = {"details": {"error_code": self.code}} if self.code == THREAD_UNSUPPORTED else {}
+            return {"type": "error", "error": {"type": error_type, "message": self.message, **details}}
         default_type = "invalid_request_error" if self.status < 500 else "server_error"
         error_type = _OPENAI_TYPE_BY_STATUS.get(self.status, default_type)
         return {"error": {"message": self.message, "type": error_type, "param": self.param, "code": self.code}}

@@ -109,7 +109,9 @@ def test_choices_efforts_and_formats() -> None:
     assert chat(tool_choice={"type": "auto", "disable_parallel_tool_use": True})["parallel_tool_calls"] is False
     assert chat(thinking={"type": "disabled"})["reasoning_effort"] == "none"
     assert chat(EARLY, thinking={"type": "disabled"})["reasoning_effort"] == "low"  # it renders no effort at all
-    assert chat(output_config={"effort": "max"}, thinking={"type": "adaptive"})["reasoning_effort"] == "max"
+    for thinking_type in ("adaptive", "between_tools"):
+        fields = {"output_config": {"effort": "max"}, "thinking": {"type": thinking_type}}
+        assert chat(**fields)["reasoning_effort"] == "max"
     for fields in ({"output_config": {"format": FORM}}, {"output_format": FORM}):
         assert chat(**fields)["response_format"].json_schema.schema == {"type": "object"}
 
@@ -248,6 +250,16 @@ def test_wrong_fields_are_named(fields: dict[str, Any], words: str) -> None:
     assert words in error_info.value.message
     error = error_info.value.body("/v1/messages")
     assert error == {"type": "error", "error": {"type": "invalid_request_error", "message": error_info.value.message}}
+
+
+@pytest.mark.parametrize("thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}])
+def test_a_client_that_sends_new_turns_alone_is_told_to_send_all(thread: Any) -> None:
+    """Anthropic's tool runner sends all turns again, and threads no more, after this code."""
+    with pytest.raises(RequestError, match="thread: no conversation is kept here") as error_info:
+        chat(thread=thread)
+    details = error_info.value.body("/v1/messages")["error"]["details"]
+    assert details == {"error_code": "thread_unsupported_request"}
+    assert chat(thread=None)["messages"]
 
 
 JSON = st.recursive(
