@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Literal
+
+from options.metrics import Histogram
 
 log = logging.getLogger("router")
 
@@ -24,29 +25,6 @@ The core counts pulls that never arrived.
 """
 LATENCY_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 OVERHEAD_BOUNDS_S = (5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0)
-
-
-class Histogram:
-    """Prometheus histogram. It counts the values of each bucket, and makes the counts cumulative only on export."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        """`bounds`: inclusive upper bounds of the buckets, ascending. A last bucket without a bound is added."""
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Return (upper bound, cumulative count) pairs. The last bound is "+Inf"."""
-        buckets: list[tuple[str, float]] = []
-        running = 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts):
-            running += count
-            buckets.append((bound, float(running)))
-        return buckets
 
 
 class Histograms:

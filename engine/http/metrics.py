@@ -6,20 +6,16 @@ only when the page is requested. Metrics of the core come from its last `EngineS
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
 
 from engine.core import EngineStats, SimulationLag
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient
 from engine.transfer.settings import TransferStats
 from events.publisher import PublisherStats
+from options.metrics import Family, Histogram, Row, build_families, make_total, render_metrics
 
 # vLLM's buckets.
 _TTFT_BUCKETS = (
@@ -32,30 +28,6 @@ _E2E_BUCKETS = (
     0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 _TOKEN_BUCKETS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
-
-
-class Histogram:
-    """Counts observations by their size, and sums them. Bucket i holds values above bound i - 1, up to bound i."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.sum += value
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Return (upper bound, number of observations up to it) of each bucket, as Prometheus expects."""
-        cumulative_count = 0
-        bucket_rows: list[tuple[str, float]] = []
-        for bound, count in zip((*self.bounds, float("inf")), self.counts):
-            cumulative_count += count
-            bucket_rows.append(("+Inf" if bound == float("inf") else str(float(bound)), float(cumulative_count)))
-        return bucket_rows
 
 
 class ServerMetrics:
@@ -122,136 +94,131 @@ class MetricsPage:
         self._labels = {"model_name": model_name, "engine": "0"}
 
     def render(self) -> bytes:
-        registry: Any = self  # `collect` is all that generate_latest needs of a registry
-        return generate_latest(registry)
+        return render_metrics(self.collect())
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield all metrics."""
-        client = self._client
-        if client.stats is not None:  # else the core has not reported yet
-            yield from self._iter_core_metrics(client.stats)
-            if client.stats.transfers is not None:
-                yield from self._iter_transfer_metrics(client.stats.transfers)
+    def collect(self) -> Iterator[Family]:
+        """Yield all metrics. Those with vLLM's names have its labels too."""
+        client, stats, metrics = self._client, self._client.stats, self._metrics
+        if stats is not None:  # else the core has not reported yet
+            yield from build_families(GaugeMetricFamily, _list_core_gauges(stats), "vllm:", self._labels)
+            yield from build_families(GaugeMetricFamily, [_make_config_row(self._info)], "vllm:")
+            yield from build_families(CounterMetricFamily, _list_core_counters(stats), "vllm:", self._labels)
+            if stats.transfers is not None:
+                yield from build_families(CounterMetricFamily, _list_transfer_counters(stats.transfers), "engine:")
             if client.publisher_stats is not None:
-                yield from self._iter_event_metrics(client.publisher_stats)
+                yield from build_families(CounterMetricFamily, _list_event_counters(client.publisher_stats), "engine:")
             if client.simulation_lag is not None:
-                yield from self._iter_lag_metrics(client.simulation_lag)
-        yield from self._iter_request_metrics()
+                yield from _iter_lag_families(client.simulation_lag)
+        yield from build_families(CounterMetricFamily, _list_request_counters(metrics), "vllm:", self._labels)
+        errors = Row("http_errors", "HTTP requests answered with an error.", metrics.error_responses, ("status",))
+        yield from build_families(CounterMetricFamily, [errors], "engine:")
+        yield from build_families(HistogramMetricFamily, _list_request_histograms(metrics), "vllm:", self._labels)
 
-    def _iter_core_metrics(self, stats: EngineStats) -> Iterator[Metric]:
-        """Yield the metrics of scheduler and cache, with vLLM's names."""
-        gauge = partial(self._make_family, GaugeMetricFamily)
-        counter = partial(self._make_family, CounterMetricFamily)
-        info = self._info
-        yield gauge("num_requests_running", "Sequences in the batch of the last step.", stats.running_requests)
-        yield gauge("num_requests_waiting", "Sequences waiting to be scheduled.", stats.waiting_requests)
-        yield gauge("kv_cache_usage_perc", "KV cache in use by running sequences; 1 is all.", stats.kv_cache_usage)
-        yield counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_cache_queries)
-        yield counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hits)
-        yield gauge("cpu_cache_usage_perc", "Host memory under the cache in use; 1 is all.", stats.host_cache_usage)
-        yield counter("host_cache_hits", "Prompt tokens found in host memory.", stats.host_cache_hits)
-        yield counter("host_cache_stored_bytes", "Bytes of blocks copied to host memory.", stats.host_stored_bytes)
-        text = "Bytes of blocks copied back from host memory."
-        yield counter("host_cache_loaded_bytes", text, stats.host_loaded_bytes)
-        text = "Seconds of copies to and from host memory for which steps waited."
-        yield counter("host_cache_copy_seconds", text, stats.host_copy_s)
-        yield counter("num_preemptions", "Sequences preempted to free memory.", stats.preemptions)
-        config = {
-            "block_size": str(info.block_size),
-            "num_gpu_blocks": str(info.num_blocks),
-            "num_cpu_blocks": str(info.num_host_blocks),
-            "cache_dtype": info.dtype,
-            "enable_prefix_caching": str(info.prefix_caching),
-            "prefill_order": info.prefill_order,
-            "max_num_seqs": str(info.max_num_seqs),
-            "max_num_batched_tokens": str(info.max_num_batched_tokens),
-            "engine": "0",
-        }
-        family = GaugeMetricFamily(
-            "vllm:cache_config_info", "Configuration of the KV cache and the scheduler.", labels=list(config)
-        )
-        family.add_metric(list(config.values()), 1.0)
-        yield family
 
-    def _iter_event_metrics(self, stats: PublisherStats) -> Iterator[Metric]:
-        """Yield the metrics of published cache events."""
-        for name, text, value in (
-            ("batches", "Batches of cache events published.", stats.published_batch_count),
-            (
-                "batches_dropped",
-                "Batches not sent live because the queue was full. Replay has them.",
-                stats.unsent_batch_count,
-            ),
-            ("replays", "Replays sent to subscribers.", stats.replay_count),
-            ("snapshots", "Snapshots of the cache sent to subscribers.", stats.snapshot_count),
-            ("broken_invariants", "Batches that broke a guarantee of the stream.", stats.broken_invariant_count),
-        ):
-            yield CounterMetricFamily(f"engine:kv_event_{name}", text, value=value)
+# fmt: off
+def _list_core_gauges(stats: EngineStats) -> list[Row]:
+    return [
+        make_total("num_requests_running", "Sequences in the batch of the last step.", stats.running_requests),
+        make_total("num_requests_waiting", "Sequences waiting to be scheduled.", stats.waiting_requests),
+        make_total("kv_cache_usage_perc", "KV cache in use by running sequences; 1 is all.", stats.kv_cache_usage),
+        make_total("cpu_cache_usage_perc", "Host memory under the cache in use; 1 is all.", stats.host_cache_usage),
+    ]
 
-    def _iter_transfer_metrics(self, stats: TransferStats) -> Iterator[Metric]:
-        """Yield the metrics of blocks that moved between engines."""
-        for name, text, value in (
-            ("pulls", "Pulls of blocks from peers that have ended.", stats.pulls),
-            ("pull_seconds", "Seconds of pulls from peers, waiting included.", stats.pull_s),
-            ("pulled_blocks", "Blocks received from peers and stored.", stats.pulled_blocks),
-            ("pulled_bytes", "Bytes of blocks received from peers and stored.", stats.pulled_bytes),
-            ("missing_blocks", "Blocks that a peer offered and that were not stored.", stats.missing_blocks),
-            ("sent_blocks", "Blocks sent to peers.", stats.sent_blocks),
-            ("sent_bytes", "Bytes of blocks sent to peers.", stats.sent_bytes),
-            ("refused_connections", "Connections of peers that were closed.", stats.refused_connections),
-        ):
-            yield CounterMetricFamily(f"engine:kv_transfer_{name}", text, value=value)
-        failures = CounterMetricFamily(
-            "engine:kv_transfer_failures", "Pulls that ended early, by reason.", labels=["reason"]
-        )
-        for reason, count in stats.failures.items():
-            failures.add_metric([reason], count)
-        yield failures
 
-    def _iter_lag_metrics(self, lag: SimulationLag) -> Iterator[Metric]:
-        """Yield the metrics of a simulation: how late its steps ended."""
-        for name, text, value in (
-            ("steps", "Steps that were simulated.", lag.step_count),
-            ("step_seconds", "Seconds that the simulated steps should have taken.", lag.step_s),
-            ("lag_seconds", "Seconds by which simulated steps ended late, in sum.", lag.lag_s),
-        ):
-            yield CounterMetricFamily(f"engine:simulated_{name}", text, value=value)
-        yield GaugeMetricFamily(
-            "engine:simulated_lag_seconds_max",
-            "Largest number of seconds by which a simulated step ended late.",
-            value=lag.lag_s_max,
-        )
+def _list_core_counters(stats: EngineStats) -> list[Row]:
+    return [
+        make_total("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_cache_queries),
+        make_total("prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_cache_hits),
+        make_total("host_cache_hits", "Prompt tokens found in host memory.", stats.host_cache_hits),
+        make_total("host_cache_stored_bytes", "Bytes of blocks copied to host memory.", stats.host_stored_bytes),
+        make_total("host_cache_loaded_bytes", "Bytes of blocks copied back from host memory.",
+                   stats.host_loaded_bytes),
+        make_total("host_cache_copy_seconds", "Seconds of copies to and from host memory for which steps waited.",
+                   stats.host_copy_s),
+        make_total("num_preemptions", "Sequences preempted to free memory.", stats.preemptions),
+    ]
+# fmt: on
 
-    def _iter_request_metrics(self) -> Iterator[Metric]:
-        """Yield the metrics of HTTP requests, which this process counts itself."""
-        metrics = self._metrics
-        counter = partial(self._make_family, CounterMetricFamily)
-        yield counter("prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens)
-        yield counter("generation_tokens", "Tokens generated.", metrics.generation_tokens)
-        finished_sequences = CounterMetricFamily(
-            "vllm:request_success", "Sequences ended, by reason.", labels=[*self._labels, "finished_reason"]
-        )
-        for reason, count in metrics.finished_sequences.items():
-            finished_sequences.add_metric([*self._labels.values(), reason], count)
-        yield finished_sequences
-        errors = CounterMetricFamily("engine:http_errors", "HTTP requests answered with an error.", labels=["status"])
-        for status, count in sorted(metrics.error_responses.items()):
-            errors.add_metric([status], count)
-        yield errors
-        for name, text, histogram in (
-            ("time_to_first_token_seconds", "Seconds from the request to its first token.",
-             metrics.time_to_first_token),
-            ("inter_token_latency_seconds", "Seconds between two tokens of a sequence.", metrics.inter_token_latency),
-            ("request_time_per_output_token_seconds", "Mean seconds for a token, by sequence.",
-             metrics.time_per_output_token),
-            ("e2e_request_latency_seconds", "Seconds from the request to its end.", metrics.e2e_request_latency),
-            ("request_prompt_tokens", "Prompt tokens of a sequence.", metrics.request_prompt_tokens),
-            ("request_generation_tokens", "Generated tokens of a sequence.", metrics.request_generation_tokens),
-        ):  # fmt: skip
-            yield self._make_family(HistogramMetricFamily, name, text, histogram.buckets(), histogram.sum)
 
-    def _make_family(self, family_class: type[Any], name: str, text: str, *figures: object) -> Any:
-        """Return a metric of vLLM's. `figures`: its value, or the buckets and the sum of a histogram."""
-        family = family_class(f"vllm:{name}", text, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), *figures)
-        return family
+def _make_config_row(info: CoreInfo) -> Row:
+    """Return vLLM's metric whose labels are the configuration, from which routers learn it."""
+    config = {
+        "block_size": str(info.block_size),
+        "num_gpu_blocks": str(info.num_blocks),
+        "num_cpu_blocks": str(info.num_host_blocks),
+        "cache_dtype": info.dtype,
+        "enable_prefix_caching": str(info.prefix_caching),
+        "prefill_order": info.prefill_order,
+        "max_num_seqs": str(info.max_num_seqs),
+        "max_num_batched_tokens": str(info.max_num_batched_tokens),
+        "engine": "0",
+    }
+    help_text = "Configuration of the KV cache and the scheduler."
+    return Row("cache_config_info", help_text, {tuple(config.values()): 1.0}, tuple(config))
+
+
+# fmt: off
+def _list_event_counters(stats: PublisherStats) -> list[Row]:
+    """Return the counters of published cache events."""
+    return [
+        make_total("kv_event_batches", "Batches of cache events published.", stats.published_batch_count),
+        make_total("kv_event_batches_dropped", "Batches not sent live because the queue was full. Replay has them.",
+                   stats.unsent_batch_count),
+        make_total("kv_event_replays", "Replays sent to subscribers.", stats.replay_count),
+        make_total("kv_event_snapshots", "Snapshots of the cache sent to subscribers.", stats.snapshot_count),
+        make_total("kv_event_broken_invariants", "Batches that broke a guarantee of the stream.",
+                   stats.broken_invariant_count),
+    ]
+
+
+def _list_transfer_counters(stats: TransferStats) -> list[Row]:
+    """Return the counters of blocks that moved between engines."""
+    return [
+        make_total("kv_transfer_pulls", "Pulls of blocks from peers that have ended.", stats.pulls),
+        make_total("kv_transfer_pull_seconds", "Seconds of pulls from peers, waiting included.", stats.pull_s),
+        make_total("kv_transfer_pulled_blocks", "Blocks received from peers and stored.", stats.pulled_blocks),
+        make_total("kv_transfer_pulled_bytes", "Bytes of blocks received from peers and stored.", stats.pulled_bytes),
+        make_total("kv_transfer_missing_blocks", "Blocks that a peer offered and that were not stored.",
+                   stats.missing_blocks),
+        make_total("kv_transfer_sent_blocks", "Blocks sent to peers.", stats.sent_blocks),
+        make_total("kv_transfer_sent_bytes", "Bytes of blocks sent to peers.", stats.sent_bytes),
+        make_total("kv_transfer_refused_connections", "Connections of peers that were closed.",
+                   stats.refused_connections),
+        Row("kv_transfer_failures", "Pulls that ended early, by reason.", stats.failures, ("reason",)),
+    ]
+
+
+def _iter_lag_families(lag: SimulationLag) -> Iterator[Family]:
+    """Yield the metrics of a simulation: how late its steps ended."""
+    counters = [
+        make_total("steps", "Steps that were simulated.", lag.step_count),
+        make_total("step_seconds", "Seconds that the simulated steps should have taken.", lag.step_s),
+        make_total("lag_seconds", "Seconds by which simulated steps ended late, in sum.", lag.lag_s),
+    ]
+    longest = make_total("lag_seconds_max", "Largest number of seconds by which a simulated step ended late.",
+                         lag.lag_s_max)
+    yield from build_families(CounterMetricFamily, counters, "engine:simulated_")
+    yield from build_families(GaugeMetricFamily, [longest], "engine:simulated_")
+
+
+def _list_request_counters(metrics: ServerMetrics) -> list[Row]:
+    return [
+        make_total("prompt_tokens", "Prompt tokens of accepted requests.", metrics.prompt_tokens),
+        make_total("generation_tokens", "Tokens generated.", metrics.generation_tokens),
+        Row("request_success", "Sequences ended, by reason.", metrics.finished_sequences, ("finished_reason",)),
+    ]
+
+
+def _list_request_histograms(metrics: ServerMetrics) -> list[Row]:
+    return [
+        make_total("time_to_first_token_seconds", "Seconds from the request to its first token.",
+                   metrics.time_to_first_token),
+        make_total("inter_token_latency_seconds", "Seconds between two tokens of a sequence.",
+                   metrics.inter_token_latency),
+        make_total("request_time_per_output_token_seconds", "Mean seconds for a token, by sequence.",
+                   metrics.time_per_output_token),
+        make_total("e2e_request_latency_seconds", "Seconds from the request to its end.", metrics.e2e_request_latency),
+        make_total("request_prompt_tokens", "Prompt tokens of a sequence.", metrics.request_prompt_tokens),
+        make_total("request_generation_tokens", "Generated tokens of a sequence.", metrics.request_generation_tokens),
+    ]
+# fmt: on

@@ -14,6 +14,7 @@ from engine.http.generate import STATE
 from engine.protocol.parsed_request import read_count
 from engine.protocol.tokenize import read_detokenize, read_tokenize
 from events.sources import encode_sources
+from options.metrics import TEXT_FORMAT
 from prompts import field_error
 
 _JSON = "application/json"
@@ -86,7 +87,7 @@ async def show_version(request: web.Request) -> web.Response:
 
 async def show_metrics(request: web.Request) -> web.Response:
     page = request.app[STATE].metrics_page.render()
-    return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+    return web.Response(body=page, headers={"Content-Type": TEXT_FORMAT})
 
 
 async def list_kv_event_sources(request: web.Request) -> web.Response:

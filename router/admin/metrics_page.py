@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final
 
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
+from options.metrics import TEXT_FORMAT, Family, Row, build_families, make_total, render_metrics
 from router.admin.workers import describe_kv_groups
 from router.decide.registry import CoreSnapshot
 from router.decide.workers import DECODE_ROLE, PREFILL_ROLE, WorkerState
@@ -23,19 +22,6 @@ from router.prompting.prompt_worker_pool import PromptWorkerPool
 from router.prompting.reader import PromptReader
 
 NAME_PREFIX: Final = "blockcast_router_"
-TEXT_FORMAT: Final = b"text/plain; version=0.0.4; charset=utf-8"
-
-Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
-
-
-class Row(NamedTuple):
-    """One counter or gauge: its name, its help text, and a figure for each combination of labels."""
-
-    name: str
-    help_text: str
-    values: Mapping[Any, float]
-    """Figures by the values of their labels. The key is a tuple, or a string if there is one label."""
-    labels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +42,7 @@ class MetricsPage:
         routes.add("GET", "/metrics", CachedPage(self._render, self.proxy.now), public=True)
 
     def _render(self) -> Response:
-        return Response(render_metrics(build_page_families(self)), content_type=TEXT_FORMAT)
+        return Response(render_metrics(build_page_families(self)), content_type=TEXT_FORMAT.encode())
 
 
 def build_page_families(page: MetricsPage) -> Iterator[Family]:
@@ -64,12 +50,12 @@ def build_page_families(page: MetricsPage) -> Iterator[Family]:
     proxy = page.proxy
     metrics, snapshot = proxy.metrics, proxy.core.snapshot(proxy.now())
     metrics.flush_ended()
-    yield from _build_families(CounterMetricFamily, _list_request_counters(metrics))
-    yield from _build_families(CounterMetricFamily, _list_room_counters(page, snapshot))
+    yield from build_families(CounterMetricFamily, _list_request_counters(metrics), NAME_PREFIX)
+    yield from build_families(CounterMetricFamily, _list_room_counters(page, snapshot), NAME_PREFIX)
     yield from build_feed_families(page.feed.sum_counters())
-    yield from _build_families(GaugeMetricFamily, _list_gauges(page, snapshot))
-    yield from _build_families(GaugeMetricFamily, _list_worker_gauges(page, snapshot))
-    yield from _build_histogram_families(metrics)
+    yield from build_families(GaugeMetricFamily, _list_gauges(page, snapshot), NAME_PREFIX)
+    yield from build_families(GaugeMetricFamily, _list_worker_gauges(page, snapshot), NAME_PREFIX)
+    yield from build_families(HistogramMetricFamily, _list_histograms(metrics), NAME_PREFIX)
 
 
 def build_feed_families(feed_counters: Mapping[str, Mapping[str, int]]) -> Iterator[Family]:
@@ -84,7 +70,7 @@ def build_feed_families(feed_counters: Mapping[str, Mapping[str, int]]) -> Itera
         )
         for name in names
     )
-    return _build_families(CounterMetricFamily, rows)
+    return build_families(CounterMetricFamily, rows, NAME_PREFIX)
 
 
 # fmt: off
@@ -123,12 +109,14 @@ def _list_request_counters(metrics: Metrics) -> list[Row]:
         Row("reused_tokens",
             "Tokens of requests with reported reuse: of the prompt, cached at the best worker, predicted, reported.",
             metrics.reused_tokens, ("point",)),
-        _total("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", metrics.prompt_tokens),
-        _total("predicted_cached_tokens", "Prompt tokens predicted to be cached.", metrics.predicted_cached_tokens),
-        _total("reported_prompt_tokens", "Prompt tokens as the workers report them.", metrics.reported_prompt_tokens),
-        _total("reported_cached_tokens", "Cached prompt tokens as the workers report them.",
-               metrics.reported_cached_tokens),
-        _total("client_disconnects", "Requests that their client left early.", metrics.client_disconnects),
+        make_total("prompt_tokens", "Prompt tokens of routed requests, as tokenised here.", metrics.prompt_tokens),
+        make_total("predicted_cached_tokens", "Prompt tokens predicted to be cached.",
+                   metrics.predicted_cached_tokens),
+        make_total("reported_prompt_tokens", "Prompt tokens as the workers report them.",
+                   metrics.reported_prompt_tokens),
+        make_total("reported_cached_tokens", "Cached prompt tokens as the workers report them.",
+                   metrics.reported_cached_tokens),
+        make_total("client_disconnects", "Requests that their client left early.", metrics.client_disconnects),
     ]
 
 
@@ -149,20 +137,22 @@ def _list_room_counters(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
         Row("large_bodies", "Large bodies given to helper processes, by outcome.",
             page.worker_pool.counts, ("outcome",)),
         Row("peer_messages", "Messages between routers, by outcome.", page.count_peer_messages(), ("outcome",)),
-        _total("tokenize_cpu_seconds", "CPU seconds of rendering and encoding prompts.",
-               page.prompt_reader.cpu_s + page.worker_pool.cpu_s),
-        _total("conversation_cache_hits", "Bodies from 1 KB on that continue a cached conversation.",
-               conversations.cache.hits),
-        _total("conversation_cache_misses", "Bodies from 1 KB on that continue no cached conversation.",
-               conversations.cache.misses),
-        _total("conversation_cache_checks", "Continued conversations that were read whole too, one in 64.",
-               conversations.check_count),
-        _total("conversation_cache_differences",
-               "Checks that found other token ids; the model's chats are then read whole.",
-               conversations.difference_count),
-        _total("event_faults", "Errors on the thread that reads events; each ended a message or began a stream anew.",
-               events.fault_count),
-        _total("event_messages_ignored", "Event messages of topics that no worker has.", events.ignored_message_count),
+        make_total("tokenize_cpu_seconds", "CPU seconds of rendering and encoding prompts.",
+                   page.prompt_reader.cpu_s + page.worker_pool.cpu_s),
+        make_total("conversation_cache_hits", "Bodies from 1 KB on that continue a cached conversation.",
+                   conversations.cache.hits),
+        make_total("conversation_cache_misses", "Bodies from 1 KB on that continue no cached conversation.",
+                   conversations.cache.misses),
+        make_total("conversation_cache_checks", "Continued conversations that were read whole too, one in 64.",
+                   conversations.check_count),
+        make_total("conversation_cache_differences",
+                   "Checks that found other token ids; the model's chats are then read whole.",
+                   conversations.difference_count),
+        make_total("event_faults",
+                   "Errors on the thread that reads events; each ended a message or began a stream anew.",
+                   events.fault_count),
+        make_total("event_messages_ignored", "Event messages of topics that no worker has.",
+                   events.ignored_message_count),
     ]
 
 
@@ -170,19 +160,20 @@ def _list_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
     """Return the gauges of the whole router."""
     index = page.proxy.core.index.stats()
     return [
-        _total("request_buffer_bytes", "Bytes of requests and of unread answers; small ones do not count.",
-               page.proxy.metrics.request_buffer_bytes),
-        _total("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
-        _total("queued", "Requests that wait in the router.", snapshot.queued_requests),
-        _total("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.",
-               page.worker_pool.waiting_bytes),
-        _total("conversation_cache_bytes", "Bytes of memory of cached conversations.",
-               page.prompt_reader.conversations.cache.used_bytes),
-        _total("index_holders", "Event streams in the index.", index.holders),
-        _total("index_entries", "Blocks in the index, counted once for each worker and cache group.", index.entries),
-        _total("index_parked", "Events waiting for their parent block.", index.parked),
-        _total("index_pins", "Prompts that count as cached until their events come.", index.pins),
-        _total("index_memory_bytes", "Bytes of memory of the index.", index.memory_bytes),
+        make_total("request_buffer_bytes", "Bytes of requests and of unread answers; small ones do not count.",
+                   page.proxy.metrics.request_buffer_bytes),
+        make_total("in_flight", "Requests forwarded and not answered to the end.", snapshot.in_flight),
+        make_total("queued", "Requests that wait in the router.", snapshot.queued_requests),
+        make_total("large_bodies_waiting_bytes", "Bytes of large bodies that are not read yet.",
+                   page.worker_pool.waiting_bytes),
+        make_total("conversation_cache_bytes", "Bytes of memory of cached conversations.",
+                   page.prompt_reader.conversations.cache.used_bytes),
+        make_total("index_holders", "Event streams in the index.", index.holders),
+        make_total("index_entries", "Blocks in the index, counted once for each worker and cache group.",
+                   index.entries),
+        make_total("index_parked", "Events waiting for their parent block.", index.parked),
+        make_total("index_pins", "Prompts that count as cached until their events come.", index.pins),
+        make_total("index_memory_bytes", "Bytes of memory of the index.", index.memory_bytes),
     ]
 
 
@@ -230,42 +221,17 @@ def _list_state_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
     ]
 
 
-def _total(name: str, help_text: str, value: float) -> Row:
-    """Return the row of a metric without labels."""
-    return Row(name, help_text, {(): value})
-
-
-def _build_families(
-    family_type: type[CounterMetricFamily] | type[GaugeMetricFamily], rows: Iterable[Row]
-) -> Iterator[Family]:
-    for row in rows:
-        family = family_type(NAME_PREFIX + row.name, row.help_text, labels=row.labels)
-        for label_values, value in row.values.items():
-            family.add_metric((label_values,) if isinstance(label_values, str) else label_values, value)
-        yield family
-
-
-def _build_histogram_families(metrics: Metrics) -> Iterator[Family]:
-    """Yield the histograms of times."""
-    answer_labels = ["worker", "model", "stream"]
-    for name, help_text, histogram_by_labels, labels in (
-        ("request_seconds", "Seconds from a complete request to the end of its answer.",
-         metrics.request_s.by_labels, answer_labels),
-        ("time_to_first_byte_seconds", "Seconds from a complete request to the first byte of the answer's body.",
-         metrics.ttft_s.by_labels, answer_labels),
-        ("prefill_leg_seconds", "Seconds of prefills at one worker for answers that another worker decodes.",
-         metrics.transfers.prefill_s.by_labels, ["worker"]),
-        ("routing_seconds", "Seconds that the router adds: from a complete request to its dispatch.",
-         {(): metrics.routing_s}, []),
-        ("tokenize_seconds", "Seconds to render and encode a prompt.", {(): metrics.tokenize_s}, []),
-    ):  # fmt: skip
-        family = HistogramMetricFamily(NAME_PREFIX + name, help_text, labels=labels)
-        for label_values, histogram in histogram_by_labels.items():
-            family.add_metric(label_values, histogram.buckets(), histogram.total)
-        yield family
-
-
-def render_metrics(families: Iterator[Family]) -> bytes:
-    """Write families in Prometheus' text format."""
-    registry: Any = SimpleNamespace(collect=lambda: families)  # all that the text writer uses of a registry
-    return generate_latest(registry)
+def _list_histograms(metrics: Metrics) -> list[Row]:
+    """Return the histograms of times."""
+    answer_labels = ("worker", "model", "stream")
+    return [
+        Row("request_seconds", "Seconds from a complete request to the end of its answer.",
+            metrics.request_s.by_labels, answer_labels),
+        Row("time_to_first_byte_seconds", "Seconds from a complete request to the first byte of the answer's body.",
+            metrics.ttft_s.by_labels, answer_labels),
+        Row("prefill_leg_seconds", "Seconds of prefills at one worker for answers that another worker decodes.",
+            metrics.transfers.prefill_s.by_labels, ("worker",)),
+        make_total("routing_seconds", "Seconds that the router adds: from a complete request to its dispatch.",
+                       metrics.routing_s),
+        make_total("tokenize_seconds", "Seconds to render and encode a prompt.", metrics.tokenize_s),
+    ]  # fmt: skip
