@@ -1,7 +1,7 @@
 """Feed that follows many publisher streams on one thread and hands their batches to a handler.
 
-A shell: owns the SUB, monitor and DEALER sockets, one thread and the clock. StreamState makes all decisions. Streams
-may be added and removed at any time.
+A shell: owns the SUB, monitor and DEALER sockets, one thread with its event loop, and the clock. StreamState makes all
+decisions. Streams may be added and removed at any time.
 
 Monitor sockets are needed because a restarted publisher may continue with a higher sequence number before its messages
 are read. Messages are handed over only after checking that their connection is still the one that the stream knows.
@@ -10,7 +10,7 @@ are read. Messages are handed over only after checking that their connection is 
 from __future__ import annotations
 
 import logging
-import math
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -39,7 +39,6 @@ from events.frames import (
     parse_reply_message,
     parse_snapshot_message,
 )
-from events.loop_thread import LoopThread, SocketPoller
 from events.stream import StreamState
 from events.stream_types import (
     Apply,
@@ -51,6 +50,7 @@ from events.stream_types import (
     RequestSnapshot,
 )
 from events.types import DecodeError, EventsError
+from options.system import make_event_loop
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,8 @@ REPLY_SLICE = 256
 TURN_BYTES = 256 << 10
 """Most bytes of payload that are applied for one stream before other streams are served."""
 TICK_S = 0.1
+STUCK_AFTER_S = 15.0
+"""Seconds without a tick after which the thread counts as stuck."""
 RETRY_S, MAX_RETRY_S = 1.0, 60.0
 """First and longest pause before a failed stream is followed again; the pause doubles each time."""
 FAULT_PAUSE_S = 0.05
@@ -93,16 +95,20 @@ class EventFeed:
         self._context: Context = zmq.Context()
         # As many sockets as ZeroMQ can have: the default of 1,023 is used up by 341 streams.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
-        self._poller = SocketPoller()
-        self._thread = LoopThread("kv-feed", self._run)
-        self._poller.watch_descriptor(self._thread.wakeup.fd)
+        self._loop = make_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kv-feed", daemon=True)
+        self._lock = threading.Lock()
+        """Held while a command is submitted, so that the loop is not closed meanwhile."""
+        self._is_closing = False
+        self._ticked_at_s = 0.0
         self._subscription_by_socket: dict[Any, Subscription] = {}
         """Subscription of each SUB socket and of each monitor socket."""
         self._stream_by_dealer: dict[Any, FollowedStream] = {}
         """Stream of each DEALER socket, on which the replies to a request come."""
         self._stream_by_id: dict[str, FollowedStream] = {}
         self._busy_streams: set[FollowedStream] = set()
-        """Streams with work, which is done once the sockets were read."""
+        """Streams with work, which is done in turns of the loop."""
+        self._is_turn_scheduled = False
         self.ignored_message_count = 0
         """Live messages whose topic belongs to no followed stream."""
         self.fault_count = 0
@@ -111,12 +117,18 @@ class EventFeed:
     # Any thread
 
     def start(self) -> None:
+        self._ticked_at_s = time.monotonic()
+        self._loop.call_later(TICK_S, self._run_tick)
         self._thread.start()
 
     def describe_fault(self) -> str | None:
         """Return why the feed's thread does not run; None if it runs."""
-        fault = self._thread.describe_fault()
-        return None if fault is None else f"the thread that reads events {fault}"
+        if self._is_closing or self._thread.ident is None:
+            return None
+        if not self._thread.is_alive():
+            return "the thread that reads events has ended"
+        idle_s = time.monotonic() - self._ticked_at_s
+        return f"the thread that reads events has done nothing for {idle_s:.0f} s" if idle_s > STUCK_AFTER_S else None
 
     def has_publisher(self) -> bool:
         """Return whether a publisher is connected to a bound socket."""
@@ -124,22 +136,22 @@ class EventFeed:
 
     def rematch_topics(self) -> None:
         """Search again for the streams of unclaimed topics, because a worker was added."""
-        self._thread.submit(self._rematch_topics)
+        self._submit(self._rematch_topics)
 
     def add(self, source: StreamSource) -> None:
         """Follow a stream, in place of one with the same `stream_id`."""
-        self._thread.submit(lambda: self._add(source))
+        self._submit(lambda: self._add(source))
 
     def remove(self, stream_id: str) -> None:
         """Stop following a stream, when the feed's thread performs this command."""
-        self._thread.submit(lambda: self._remove(stream_id))
+        self._submit(lambda: self._remove(stream_id))
 
     def schedule_work(self, stream_id: str, work: SlicedWork) -> None:
         """Do some work on the feed's thread, after the waiting instructions of a stream.
 
         The work is dropped if the stream is removed or reset.
         """
-        self._thread.submit(lambda: self._enqueue_work(stream_id, work))
+        self._submit(lambda: self._enqueue_work(stream_id, work))
 
     def bind(self, endpoint: str, find_source: Callable[[str], StreamSource | None]) -> str:
         """Bind a SUB socket for publishers that connect to it, and return the bound address.
@@ -147,7 +159,8 @@ class EventFeed:
         `find_source` returns the stream of a topic; None leaves the topic unclaimed. Raises zmq.ZMQError.
         """
         subscription = BoundSubscription(self._context, endpoint, find_source)
-        self._thread.submit(lambda: self._register(subscription))
+        self._subscription_by_socket[subscription.socket] = subscription  # so that `close` finds it
+        self._submit(lambda: self._register(subscription))
         bound_endpoint = subscription.socket.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound_endpoint, bytes)
         return bound_endpoint.rstrip(b"\0").decode()
@@ -158,12 +171,22 @@ class EventFeed:
         return stream.stream_state if stream is not None else None
 
     def close(self) -> None:
-        if not self._thread.stop():
-            return
+        with self._lock:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        if self._thread.ident is not None:
+            self._thread.join()
         self._close_sockets()
-        self._thread.wakeup.close()
-        self._poller.close()
+        self._loop.close()
         self._context.term()
+
+    def _submit(self, command: Callable[[], None]) -> None:
+        """Have the feed's thread run a command; ignored after `close`."""
+        with self._lock:
+            if not self._is_closing:
+                self._loop.call_soon_threadsafe(self._run_guarded, None, command)
 
     # The feed's thread
 
@@ -171,39 +194,45 @@ class EventFeed:
         stream = self._stream_by_id.get(stream_id)
         if stream is not None:
             stream.pending_work.append(work)
-            self._busy_streams.add(stream)
+            self._mark_busy(stream)
 
-    def _run(self) -> None:
-        next_tick_at = time.monotonic() + TICK_S
-        while self._thread.begin_iteration():
-            wait_s = 0 if self._busy_streams else max(0, next_tick_at - time.monotonic())
-            self._run_guarded(None, self._poll_once, math.ceil(wait_s * 1000))
-            if time.monotonic() >= next_tick_at:
-                next_tick_at = time.monotonic() + TICK_S
-                self._run_guarded(None, self._tick, time.monotonic())
+    def _mark_busy(self, stream: FollowedStream) -> None:
+        """Have the work of a stream processed in the next turn of the loop."""
+        self._busy_streams.add(stream)
+        if not self._is_turn_scheduled:
+            self._is_turn_scheduled = True
+            self._loop.call_soon(self._process_streams)
 
-    def _poll_once(self, wait_ms: int) -> None:
-        """Wait for commands and messages, run the commands, and read and process a slice of each stream's messages."""
-        has_commands, ready_sockets = self._poller.poll(wait_ms)
-        if has_commands:
-            for command in self._thread.take_commands():
-                self._run_guarded(None, command)
-        for socket in ready_sockets:
-            self._read_socket(socket)
+    def _process_streams(self) -> None:
+        """Process a part of the work of each busy stream. The loop reads sockets before the next part."""
+        self._is_turn_scheduled = False
         for stream in list(self._busy_streams):
             self._run_guarded(stream, self._process_stream, stream)
+            if stream in self._busy_streams:
+                self._mark_busy(stream)
 
     def _read_socket(self, socket: Any) -> None:
-        """Read some messages of a socket, unless a handler or an earlier socket of this round has closed it."""
+        """Read some messages of a socket, unless a handler has closed it.
+
+        ZeroMQ reports a socket only once for several messages, so that one with more input is read in the next turn.
+        """
         subscription = self._subscription_by_socket.get(socket)
-        if subscription is None:
-            stream = self._stream_by_dealer.get(socket)
-            if stream is not None:
-                self._run_guarded(stream, self._read_replies, stream)
+        stream = self._stream_by_dealer.get(socket)
+        if (subscription is None and stream is None) or not _has_input(socket):
             return
-        read = self._read_monitor if socket is subscription.monitor else self._read_live
-        own_stream = subscription.stream if isinstance(subscription, StreamSubscription) else None
-        self._run_guarded(own_stream, read, subscription)
+        if stream is not None:
+            self._run_guarded(stream, self._read_replies, stream)
+        elif subscription is not None:
+            read = self._read_monitor if socket is subscription.monitor else self._read_live
+            own_stream = subscription.stream if isinstance(subscription, StreamSubscription) else None
+            self._run_guarded(own_stream, read, subscription)
+        if not socket.closed and _has_input(socket):
+            self._loop.call_soon(self._read_socket, socket)
+
+    def _run_tick(self) -> None:
+        self._loop.call_later(TICK_S, self._run_tick)
+        self._ticked_at_s = time.monotonic()
+        self._run_guarded(None, self._tick, self._ticked_at_s)
 
     def _tick(self, now: float) -> None:
         """Retry failed streams, open lost connections anew, and tell the other streams the time."""
@@ -275,7 +304,16 @@ class EventFeed:
     def _register(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
             self._subscription_by_socket[socket] = subscription
-            self._poller.register(socket)
+            self._watch(socket)
+
+    def _watch(self, socket: Any) -> None:
+        """Read a socket whenever it has input, and in the next turn, as earlier input is not reported."""
+        self._loop.add_reader(socket.getsockopt(zmq.FD), self._read_socket, socket)
+        self._loop.call_soon(self._read_socket, socket)
+
+    def _unwatch(self, socket: Any) -> None:
+        """Stop reading a socket, before it is closed."""
+        self._loop.remove_reader(socket.getsockopt(zmq.FD))
 
     def _remove(self, stream_id: str) -> None:
         stream = self._stream_by_id.pop(stream_id, None)
@@ -299,8 +337,8 @@ class EventFeed:
 
     def _unregister(self, subscription: Subscription) -> None:
         for socket in (subscription.socket, subscription.monitor):
-            self._poller.unregister(socket)
-            del self._subscription_by_socket[socket]
+            self._unwatch(socket)
+            self._subscription_by_socket.pop(socket, None)
         subscription.close()
 
     def _apply_stimulus(self, stream: FollowedStream, stimulus: Callable[[StreamState], list[Instruction]]) -> None:
@@ -460,7 +498,7 @@ class EventFeed:
 
     def _enqueue_instructions(self, stream: FollowedStream, instructions: list[Instruction]) -> None:
         stream.enqueue(instructions)
-        self._busy_streams.add(stream)
+        self._mark_busy(stream)
 
     def _process_stream(self, stream: FollowedStream) -> None:
         """Perform the waiting work of a stream, up to TURN_BYTES.
@@ -534,11 +572,11 @@ class EventFeed:
             return
         stream.reply_socket, stream.request_id = dealer, request_id
         self._stream_by_dealer[dealer] = stream
-        self._poller.register(dealer)
+        self._watch(dealer)
 
     def _cancel_request(self, stream: FollowedStream) -> None:
         if stream.reply_socket is not None:
-            self._poller.unregister(stream.reply_socket)
+            self._unwatch(stream.reply_socket)
             del self._stream_by_dealer[stream.reply_socket]
             stream.reply_socket.close(0)
             stream.reply_socket = None
@@ -564,7 +602,7 @@ class EventFeed:
                 )
                 self._enqueue_instructions(stream, instructions)
                 return
-        self._busy_streams.add(stream)
+        self._mark_busy(stream)
 
     def _handle_reply(self, stream: FollowedStream, frames: list[bytes]) -> list[Instruction]:
         """Give one message of a reply to the stream's state; return what is to be done about it."""
@@ -583,9 +621,11 @@ class EventFeed:
         return stream.stream_state.on_reply(request_id, reply.seq, reply.payload, now, reply.publisher_id)
 
     def _close_sockets(self) -> None:
-        for command in self._thread.take_commands():  # streams that were added last must be closed too
-            self._run_guarded(None, command)
         for stream in self._stream_by_id.values():
             self._cancel_request(stream)
         for subscription in set(self._subscription_by_socket.values()):
             self._unregister(subscription)
+
+
+def _has_input(socket: Any) -> bool:
+    return bool(socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)

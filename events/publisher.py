@@ -12,8 +12,10 @@ Invariants: every published batch reaches the resident set, in order, even if it
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import logging
+import os
 import threading
 import time
 import uuid
@@ -25,7 +27,6 @@ import zmq
 
 from events.config import KVEventsConfig, make_rank_endpoint, should_bind
 from events.frames import MAX_HANDSHAKE_MS, MAX_REQUEST_BYTES, SNAPSHOT_SEQ, build_reply_frames, parse_replay_request
-from events.loop_thread import WakeupPipe
 from events.replay import ReplayBuffer, ReplayEntry, Reply, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet
 from events.sources import EventSource, GroupInfo
@@ -61,6 +62,37 @@ class _SendOutcome(enum.Enum):
     SENT = enum.auto()
     PEER_BUSY = enum.auto()
     REPLY_ENDED = enum.auto()
+
+
+class WakeupPipe:
+    """Pipe by which any thread can wake a thread that polls its descriptor `fd`.
+
+    Only the first notification before the next `clear` costs a system call. No notification may follow `close`.
+    """
+
+    def __init__(self) -> None:
+        self.fd, self._write_fd = os.pipe()
+        """`fd` is readable from `notify` until `clear`."""
+        os.set_blocking(self.fd, False)
+        os.set_blocking(self._write_fd, False)
+        self._is_notified = False
+
+    def notify(self) -> None:
+        if self._is_notified:
+            return
+        self._is_notified = True
+        with contextlib.suppress(BlockingIOError):  # a full pipe is readable too
+            os.write(self._write_fd, b"\0")
+
+    def clear(self) -> None:
+        """Reset the pipe, before looking for work: work that is added later notifies again."""
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 4096)
+        self._is_notified = False
+
+    def close(self) -> None:
+        os.close(self.fd)
+        os.close(self._write_fd)
 
 
 class EventPublisher:

@@ -1,13 +1,18 @@
-"""Limit of open files, which every program raises when it starts, and child processes."""
+"""Limit of open files, which every program raises when it starts, event loops, and child processes."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import resource
 import socket
 import subprocess
 import sys
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 _BOOTSTRAP = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -22,6 +27,26 @@ def raise_file_limit() -> int:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def make_event_loop() -> asyncio.AbstractEventLoop:
+    """Make an event loop, uvloop's where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def run_main(main: Coroutine[Any, Any, Result]) -> Result:
+    """Run a program's coroutine as `asyncio.run` does, on uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    result: Result = uvloop.run(main)
+    return result
 
 
 def start_child(module: str, *numbers: int) -> tuple[subprocess.Popen[bytes], socket.socket]:

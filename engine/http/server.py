@@ -29,7 +29,7 @@ from engine.http.state import RETRY_AFTER_S, ServerState, make_not_running_error
 from engine.messages import CoreInfo
 from engine.process.client import EngineClient, EngineDeadError
 from options.addresses import bracket_host
-from options.system import raise_file_limit
+from options.system import raise_file_limit, run_main
 from options.tls import make_server_context
 from prompts import RequestError, Tokenizer, TokenizerError
 from prompts.paths import make_unknown_path_error
@@ -396,9 +396,4 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     async def main() -> int:
         return await Server(engine_config, config).run()
 
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(main())
-    status: int = uvloop.run(main())
-    return status
+    return run_main(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import secrets
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from options import ConfigError
 from options.addresses import bracket_host
-from options.system import raise_file_limit
+from options.system import raise_file_limit, run_main
 from options.tls import make_client_context
 from router.admin.dashboard import Dashboard
 from router.admin.description import DescriptionRoutes, ModelRoutes
@@ -288,13 +287,4 @@ def run_process(config: ProcessConfig, version: str, process_class: type[RouterP
     async def run() -> None:
         await process_class(config, version).run()  # its parts need a running event loop
 
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(run())
-        return
-    if sys.version_info >= (3, 12):
-        asyncio.run(run(), loop_factory=uvloop.new_event_loop)
-    else:
-        uvloop.install()
-        asyncio.run(run())
+    run_main(run())

@@ -167,7 +167,6 @@ def test_whatever_line_raises_is_behind_the_guard(
     feed = start_feed(handler)
     feed.add(pub.source("a"))
     for name in (
-        "_poll_once",
         "_tick",
         "_read_live",
         "_handle_live_message",
@@ -251,15 +250,15 @@ def test_many_bytes_of_one_stream_are_applied_over_many_turns(
     feed.add(pub.source("a"))
     keep_sending(pub, lambda: handler.count_applied("a"), "followed")
     turns: list[int] = []
-    turn_numbers, poll_once = itertools.count(), feed._poll_once
+    turn_numbers, process_streams = itertools.count(), feed._process_streams
     turn = next(turn_numbers)
 
-    def count_turns(wait_ms: int) -> None:
+    def count_turns() -> None:
         nonlocal turn
         turn = next(turn_numbers)
-        poll_once(wait_ms)
+        process_streams()
 
-    feed._poll_once = count_turns  # type: ignore[method-assign]
+    feed._process_streams = count_turns  # type: ignore[method-assign]
     handler.reply = lambda stream_id, instruction: turns.append(turn)
     for _ in range(40):
         pub.send(bytes(100_000))
