@@ -10,6 +10,8 @@ def main() -> None:
         from options.entry import run_program
     except ImportError as error:
         sys.exit(f"engine: the package `options` is missing or another's: {error}; install blockcast[engine] by itself")
+    except KeyboardInterrupt:
+        sys.exit(130)  # as run_program does
     run_program("engine", "engine.cli", ("options", "events", "prompts", "kernels", "simulation"))
 
 

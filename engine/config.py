@@ -221,7 +221,11 @@ SCHEMA = Schema(ServeConfig, "engine", HELP_SECTIONS)
 
 def make_default_kv_events(host: str) -> KVEventsConfig:
     """Return the event settings without `--kv-events-config`: on, on free ports of the API's interface."""
-    interface = "127.0.0.1" if is_loopback(host) else "*"
+    is_ipv6 = ":" in host
+    if is_loopback(host):
+        interface = "[::1]" if is_ipv6 else "127.0.0.1"
+    else:
+        interface = "[::]" if is_ipv6 else "*"
     return KVEventsConfig(
         enable_kv_cache_events=True, endpoint=f"tcp://{interface}:*", replay_endpoint=f"tcp://{interface}:*"
     )

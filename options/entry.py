@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -45,11 +48,28 @@ def kv_subscriber() -> None:
 
 
 def run_program(program: str, module_name: str, packages: tuple[str, ...], distribution: str | None = None) -> None:
-    """Run `main` of a module as a program; exit with one line if a package is missing.
+    """Run `main` of a module as a program; exit with one line if a package is missing, or the disk of stdout is full.
+
+    Ctrl-C ends the program without a traceback, with the status of a shell's command.
 
     `packages`: packages of ours that the program needs. `distribution`: name under which pip installs what it needs; by
     default `blockcast[program]`.
     """
+    if os.getpid() == 1:
+        # The first process of a container gets no signal that it does not handle.
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+    try:
+        _run_main(program, module_name, packages, distribution)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.exit(f"{program}: {error}")
+
+
+def _run_main(program: str, module_name: str, packages: tuple[str, ...], distribution: str | None) -> None:
+    """Import and call `main` of a module, as `run_program` says."""
     problem = find_import_problem(packages)
     if problem is not None:
         sys.exit(f"{program}: {problem}")

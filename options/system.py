@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 _BOOTSTRAP = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "sys.exit(importlib.import_module(sys.argv[2]).main(*map(int, sys.argv[3:])))"
 )
@@ -52,7 +53,8 @@ def run_main(main: Coroutine[Any, Any, Result]) -> Result:
 def start_child(module: str, *numbers: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Run `main(fd, *numbers)` of a module in a Python process of its own. Return the process and a socket to it.
 
-    `fd`: the process's end of the socket. The return value of `main` is the exit status.
+    `fd`: the process's end of the socket. The return value of `main` is the exit status. The child ignores SIGINT and
+    SIGTERM, which terminals and supervisors send to children too: the parent completes its work and ends them.
     """
     own_socket, child_socket = socket.socketpair()
     with child_socket:

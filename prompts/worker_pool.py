@@ -212,8 +212,6 @@ def main(fd: int) -> int:
     The first message on the socket has the memory limit and the setup function; each later one is a task.
     """
     os.nice(NICE)
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, signal.SIG_IGN)  # the server handles them
     with socket.socket(fileno=fd) as sock, sock.makefile("rwb", buffering=1 << 20) as stream:
         try:
             memory_bytes, (setup, setup_arguments) = pickle.load(stream)

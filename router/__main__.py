@@ -10,6 +10,8 @@ def main() -> None:
         from options.entry import run_program
     except ImportError as error:
         sys.exit(f"router: the package `options` is missing or another's: {error}; install blockcast[router] by itself")
+    except KeyboardInterrupt:
+        sys.exit(130)  # as run_program does
     run_program("router", "router.app.cli", ("options", "events", "prompts", "simulation"))
 
 

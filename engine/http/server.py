@@ -15,7 +15,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
@@ -215,7 +215,7 @@ class RefusedConnection(asyncio.Protocol):
         self._max_connections = limit
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
+        transport = cast(asyncio.WriteTransport, transport)  # uvloop's transports are of no class of asyncio's
         error = make_unavailable_error(
             f"{self._max_connections} connections are open, expected no more (--max-connections)"
         )

@@ -10,7 +10,6 @@ import faulthandler
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import threading
@@ -119,8 +118,6 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
 
     `port`: port of the leader's store, by which the ranks find each other.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     sock = socket.socket(fileno=fd)
     _exit_when_closed(sock)

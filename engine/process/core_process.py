@@ -16,7 +16,6 @@ import gc
 import logging
 import os
 import select
-import signal
 import socket
 import time
 import traceback
@@ -238,10 +237,8 @@ class CoreLoop:
 def main(fd: int) -> int:
     """Run the core process over the socket `fd` until it closes. Returns the exit status.
 
-    Signals are ignored: the HTTP process handles them, drains its requests, and closes the socket.
+    The HTTP process handles signals, drains its requests, and closes the socket.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     keep_freed_memory()
     sock = socket.socket(fileno=fd)

@@ -104,7 +104,12 @@ class WorkerListRoutes:
             raise bad_value("on", fields, 'a body with this field alone, such as {"on": false}')
         if not isinstance(is_draining, bool):
             raise bad_value("on", is_draining, "true or false")
-        worker_id = self._find_worker(name)
+        worker_id = self._find_worker(name, *self._fleet.list_starting_reasons())
+        if worker_id not in self._core.workers:
+            raise RequestError(
+                f"worker {worker_id!r}: was never reached, so it gets no requests; drain it once it is up, or remove "
+                "it with DELETE /workers/ID", param="worker_id", code="unknown_worker", status=409,
+            )  # fmt: skip
         await self._fleet.drain(worker_id, is_draining=is_draining)
         log.info("admin: worker %s %s", worker_id, "drained" if is_draining else "taken back")
         return Response(msgspec.json.encode({"worker_id": worker_id, "draining": is_draining}))

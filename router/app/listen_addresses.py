@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+from options.addresses import bracket_host
 from options.tls import make_server_context
 from router.app.config import ProcessConfig
 from router.app.guard import AdminGuard, Guard
@@ -50,7 +51,7 @@ class ListenAddresses:
         )
         if admin is not None:
             admin_port = await self._bind("--admin", admin, guard.check, connections_max)
-            log.info("admin routes on %s:%d", admin[0], admin_port)
+            log.info("admin routes on %s:%d", bracket_host(admin[0]), admin_port)
         return port
 
     async def listen(self) -> None:

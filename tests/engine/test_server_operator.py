@@ -7,11 +7,13 @@ import gc
 import json
 import resource
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvloop
 from aiohttp import ClientSession, web
 
 from engine.config import ServerConfig
@@ -154,7 +156,8 @@ def test_an_operator_who_leaves_before_a_refusal_leaves_no_traceback(caplog: pyt
     assert caplog.text == ""
 
 
-def test_connections_beyond_the_limit_are_told_so(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
+def test_connections_beyond_the_limit_are_told_so(run: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
     async def health(request: web.Request) -> web.Response:
         return web.Response()
 
@@ -195,7 +198,7 @@ def test_connections_beyond_the_limit_are_told_so(caplog: pytest.LogCaptureFixtu
             listening.close()
             await runner.cleanup()
 
-    asyncio.run(play())
+    run(play())
     assert len([r for r in caplog.records if "no more are taken" in r.message]) == 1
 
 

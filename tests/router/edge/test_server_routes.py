@@ -143,6 +143,10 @@ def test_workers_route_and_drain(edge: Any, make_post: Any) -> None:
         assert parts(await edge.exchange(get("/workers/w0", method="DELETE")))[0] == 200
         assert parts(await edge.exchange(get("/workers/w0", method="DELETE")))[0] == 404
         assert parts(await edge.exchange(make_post(b"{}", b"/workers")))[0] == 400
+        edge.fleet.waiting["h:1"] = "cannot connect"
+        status, _, answer = parts(await edge.exchange(make_post(b"", b"/workers/h:1/drain")))
+        assert status == 409
+        assert "never reached" in json.loads(answer)["error"]["message"]
 
     edge.run(scenario())
 
