@@ -1,8 +1,10 @@
 """Workers that Kubernetes lists: a Service's EndpointSlices, or the pods of an InferencePool.
 
-Lists objects and then watches them from the version of the list on. A watch that ends or fails is resumed from its last
-version; only if the API no longer has that version is everything listed again. While the API cannot be reached, the
-workers stay as they are. router/fleet/kubernetes_objects.py parses the objects.
+Objects are listed, and then watched from the version of the list on. A watch that ends goes on from its last version,
+and after a failure all objects are listed again. While the API cannot be reached, the workers stay as they are.
+
+Conventions of discovery.k8s.io/v1: an endpoint without conditions is ready. An endpoint that terminates or is not ready
+gets no new request and keeps those it has. An address that is in two slices while it moves counts once.
 """
 
 from __future__ import annotations
@@ -15,25 +17,15 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
 
-from events.types import DecodeError
 from options import ConfigError
-from router.fleet.kubernetes_objects import (
-    LINE_BYTES_MAX,
-    EndpointReadiness,
-    ObjectCache,
-    PoolSelection,
-    VersionGoneError,
-    read_pod,
-    read_pool,
-    read_slice,
-)
-from router.http_client import FetchError, iterate_body
+from options.addresses import bracket_host
+from router.http_client import FetchError
 
 log = logging.getLogger("router")
 
@@ -46,7 +38,11 @@ POOL_S = 10.0
 RETRY_S, RETRY_S_MAX = 1.0, 30.0
 _SOURCE_PATTERN = re.compile(r"(?:(?:([a-z0-9-]+)/)?(service|pool)/)?([a-z0-9][a-z0-9.-]*)(?::([a-z0-9-]+))?")
 
+EndpointReadiness = dict[str, bool]
+"""Whether an address, `host:port`, takes new requests."""
 AddressCallback = Callable[[EndpointReadiness], None]
+ApiObject = Any
+"""Object of Kubernetes as decoded JSON."""
 ApiClient = Any
 """Client of the package kubernetes_asyncio, which is optional."""
 
@@ -101,8 +97,8 @@ async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) ->
 
 async def _follow_service(api: ApiClient, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
     path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-    cache = ObjectCache(partial(read_slice, port=source.port))
-    await _ObjectWatch(api, path, f"kubernetes.io/service-name={source.name}", cache, update).run()
+    labels = f"kubernetes.io/service-name={source.name}"
+    await _follow_objects(api, path, labels, partial(read_slice, port=source.port), update)
 
 
 async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
@@ -113,9 +109,8 @@ async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str,
     try:
         while True:
             try:
-                async with _request(api, path, {}, LIST_S_MAX) as response:
-                    new_selection = read_pool(await response.read())
-            except (FetchError, DecodeError) as error:
+                new_selection = read_pool(await _get_object(api, path))
+            except (FetchError, msgspec.DecodeError) as error:
                 log.warning("pool %s: %s; its workers stay as they are", source.name, error)
             else:
                 if new_selection != selection:
@@ -123,9 +118,8 @@ async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str,
                     if task is not None:
                         task.cancel()
                     ports = selection.ports if source.port is None else (int(source.port),)
-                    cache = ObjectCache(partial(read_pod, ports=ports))
-                    watch = _ObjectWatch(api, f"/api/v1/namespaces/{namespace}/pods", selection.labels, cache, update)
-                    task = asyncio.get_running_loop().create_task(watch.run())
+                    pods_path, read = f"/api/v1/namespaces/{namespace}/pods", partial(read_pod, ports=ports)
+                    task = asyncio.create_task(_follow_objects(api, pods_path, selection.labels, read, update))
             await asyncio.sleep(POOL_S)
             if task is not None and task.done():
                 task.result()
@@ -134,89 +128,125 @@ async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str,
             task.cancel()
 
 
-@dataclass
-class _ObjectWatch:
-    """Keeps a cache of the objects with some labels equal to the API server's, and reports their addresses."""
+async def _follow_objects(
+    api: ApiClient, path: str, labels: str, read: Callable[[ApiObject], EndpointReadiness], update: AddressCallback
+) -> None:
+    """Report the addresses of the objects with some labels until cancelled; after a failure, list them again.
 
-    api: ApiClient
-    path: str
-    """Path of the objects' kind and namespace in the API."""
-    labels: str
-    cache: ObjectCache
-    update: AddressCallback
-    """Called with all addresses after each list, and after each change."""
-    watched_since_s: float | None = None
-    """Time when the answer of the present watch began; None before that."""
-
-    async def run(self) -> None:
-        """List the objects and watch their changes, until cancelled.
-
-        A watch that ends or fails goes on from the last version that it brought. All objects are listed again if the
-        API no longer has that version (410), after an unreadable event, and once failures in a row have doubled the
-        pause to RETRY_S_MAX. The workers stay as they are until the API answers.
-        """
-        failure_pause_s = RETRY_S
-        while True:
-            self.watched_since_s = None
-            try:
-                if not self.cache.version:
-                    await self._list()
-                await self._watch()
-                failure_pause_s = RETRY_S
-                if self._get_watch_age_s() < RETRY_S:  # a server that ends each watch at once
-                    await asyncio.sleep(RETRY_S)
-            except (FetchError, DecodeError) as error:
-                if self._get_watch_age_s() > RETRY_S_MAX:
-                    failure_pause_s = RETRY_S  # the watch has worked until now
-                if isinstance(error, DecodeError | VersionGoneError) or failure_pause_s >= RETRY_S_MAX:
-                    self.cache.version = ""
-                log.warning("%s: %s; the workers stay as they are; next try in %g s", self.path, error, failure_pause_s)
-                await asyncio.sleep(failure_pause_s)
-                failure_pause_s = min(2 * failure_pause_s, RETRY_S_MAX)
-
-    def _get_watch_age_s(self) -> float:
-        """Return the time since the answer of the present watch began; 0 before that."""
-        return 0.0 if self.watched_since_s is None else time.monotonic() - self.watched_since_s
-
-    async def _list(self) -> None:
-        """Load all objects and report their addresses."""
-        async with _request(self.api, self.path, {"labelSelector": self.labels}, LIST_S_MAX) as response:
-            self.cache.apply_list(await response.read())
-        self.update(self.cache.merge_addresses())
-
-    async def _watch(self) -> None:
-        """Apply the changes of one watch until the server ends it."""
-        query = {
-            "labelSelector": self.labels, "watch": "true", "allowWatchBookmarks": "true",
-            "resourceVersion": self.cache.version, "timeoutSeconds": str(WATCH_S),
-        }  # fmt: skip
-        async with _request(self.api, self.path, query, WATCH_S + LIST_S_MAX) as response:
-            self.watched_since_s, partial_line = time.monotonic(), b""
-            async for chunk in iterate_body(response):
-                *lines, partial_line = (partial_line + chunk).split(b"\n")
-                if len(partial_line) > LINE_BYTES_MAX:
-                    raise FetchError(f"an event of over {LINE_BYTES_MAX} bytes")
-                self._apply_events(filter(bytes.strip, lines))
-
-    def _apply_events(self, lines: Iterable[bytes]) -> None:
-        """Apply events, and report the addresses once if they changed, also if a later event is an error."""
-        has_changed = False
+    `path`: path of the objects' kind and namespace in the API. `read`: returns the addresses of an object.
+    """
+    pause_s = RETRY_S
+    while True:
+        start_s = time.monotonic()
         try:
-            for line in lines:
-                has_changed |= self.cache.apply_event(line)
-        finally:
-            if has_changed:
-                self.update(self.cache.merge_addresses())
+            await _watch_objects(api, path, labels, read, update)
+        except (FetchError, msgspec.DecodeError) as error:
+            if time.monotonic() - start_s > RETRY_S_MAX:
+                pause_s = RETRY_S  # it has worked until now
+            log.warning("%s: %s; the workers stay as they are; next try in %g s", path, error, pause_s)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RETRY_S_MAX)
+
+
+async def _watch_objects(
+    api: ApiClient, path: str, labels: str, read: Callable[[ApiObject], EndpointReadiness], update: AddressCallback
+) -> None:
+    """List the objects and watch their changes. Raises FetchError or DecodeError when the API fails."""
+    object_list = await _get_object(api, path, {"labelSelector": labels})
+    version = object_list["metadata"]["resourceVersion"]
+    readiness_by_object = {item["metadata"]["uid"]: read(item) for item in object_list.get("items") or ()}
+    update(merge_addresses(readiness_by_object.values()))
+    while True:
+        watch_start_s = time.monotonic()
+        query = {
+            "labelSelector": labels, "watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version,
+            "timeoutSeconds": str(WATCH_S),
+        }  # fmt: skip
+        async with _request(api, path, query, WATCH_S + LIST_S_MAX) as response:
+            while line := await response.content.readline():
+                event = msgspec.json.decode(line)
+                changed_object = event["object"]
+                if event["type"] == "ERROR":
+                    raise FetchError(f"the watch ended: {str(changed_object)[:200]}")
+                version = changed_object["metadata"]["resourceVersion"]
+                if event["type"] != "BOOKMARK":
+                    uid = changed_object["metadata"]["uid"]
+                    old_readiness = readiness_by_object.pop(uid, None)
+                    if event["type"] != "DELETED":
+                        readiness_by_object[uid] = read(changed_object)
+                    if readiness_by_object.get(uid) != old_readiness:
+                        update(merge_addresses(readiness_by_object.values()))
+                await asyncio.sleep(0)
+        if time.monotonic() - watch_start_s < RETRY_S:  # a server that ends each watch at once
+            await asyncio.sleep(RETRY_S)
+
+
+def read_slice(endpoint_slice: ApiObject, port: str | None) -> EndpointReadiness:
+    """Return the addresses of an EndpointSlice at the port with this number or name; None: its first port."""
+    numbers = [
+        slice_port["port"]
+        for slice_port in endpoint_slice.get("ports") or ()
+        if slice_port.get("port") is not None and port in (None, slice_port.get("name"), str(slice_port["port"]))
+    ]
+    if not numbers or endpoint_slice.get("addressType") == "FQDN":
+        return {}
+    addresses: EndpointReadiness = {}
+    for endpoint in endpoint_slice.get("endpoints") or ():
+        conditions = endpoint.get("conditions") or {}
+        is_ready = conditions.get("ready") is not False and not conditions.get("terminating")
+        for host in endpoint["addresses"][:1]:  # the others are the same endpoint
+            addresses[f"{bracket_host(host)}:{numbers[0]}"] = is_ready
+    return addresses
+
+
+def read_pod(pod: ApiObject, ports: Iterable[int]) -> EndpointReadiness:
+    """Return the addresses of a pod at each of the ports; empty before it has an IP address."""
+    status = pod.get("status") or {}
+    host = status.get("podIP")
+    if host is None:
+        return {}
+    conditions = status.get("conditions") or ()
+    is_pod_ready = any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+    is_ready = is_pod_ready and pod["metadata"].get("deletionTimestamp") is None
+    return {f"{bracket_host(host)}:{port}": is_ready for port in ports}
+
+
+class PoolSelection(NamedTuple):
+    """Pods of an InferencePool: a label selector, and the ports at which each pod serves."""
+
+    labels: str
+    ports: tuple[int, ...]
+
+
+def read_pool(pool: ApiObject) -> PoolSelection:
+    """Return which pods an InferencePool selects."""
+    labels = pool["spec"]["selector"]["matchLabels"]
+    ports = pool["spec"]["targetPorts"]
+    return PoolSelection(
+        ",".join(f"{name}={value}" for name, value in sorted(labels.items())), tuple(port["number"] for port in ports)
+    )
+
+
+def merge_addresses(readiness_of_objects: Iterable[EndpointReadiness]) -> EndpointReadiness:
+    """Return the addresses of all objects; one is ready if any object says so."""
+    is_ready_by_address: EndpointReadiness = {}
+    for readiness in readiness_of_objects:
+        for address, is_ready in readiness.items():
+            is_ready_by_address[address] = is_ready or is_ready_by_address.get(address, False)
+    return is_ready_by_address
+
+
+async def _get_object(api: ApiClient, path: str, query: Mapping[str, str] | None = None) -> ApiObject:
+    """Return an object of the API, or a list of objects. Raises FetchError or DecodeError."""
+    async with _request(api, path, query or {}, LIST_S_MAX) as response:
+        return msgspec.json.decode(await response.read())
 
 
 @asynccontextmanager
 async def _request(
     api: ApiClient, path: str, query: Mapping[str, str], seconds: float
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Ask the API, and close its answer at the end.
-
-    Raises VersionGoneError for the status 410, and FetchError for any other but 200, and if no answer comes.
-    """
+    """Ask the API, and close its answer at the end. Raises FetchError for any status but 200, and if none comes."""
     try:
         response = await api.call_api(
             path, "GET", query_params=list(query.items()), header_params={"Accept": "application/json"},
@@ -224,14 +254,12 @@ async def _request(
             _request_timeout=seconds,
         )  # fmt: skip
         try:
-            if response.status == HTTPStatus.GONE:
-                raise VersionGoneError("the API answers 410")
             if response.status != 200:
                 raise FetchError(f"the API answers {response.status}")
             yield response
         finally:
             response.close()
-    except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:  # ValueError: too long a line
         raise FetchError(f"{type(error).__name__}: {error}") from error
 
 

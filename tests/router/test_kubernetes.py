@@ -6,24 +6,22 @@ import asyncio
 import json
 import sys
 from collections.abc import Awaitable, Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from events.types import DecodeError
 from options import ConfigError
 from router.fleet import kubernetes
-from router.fleet.kubernetes import KubernetesSource, watch_kubernetes
-from router.fleet.kubernetes_objects import (
+from router.fleet.kubernetes import (
     EndpointReadiness,
-    ObjectCache,
+    KubernetesSource,
     PoolSelection,
-    VersionGoneError,
+    merge_addresses,
     read_pod,
     read_pool,
     read_slice,
+    watch_kubernetes,
 )
 
 if sys.version_info >= (3, 11):
@@ -48,13 +46,6 @@ def make_slice(name: str, *endpoints: dict[str, Any], version: int = 1, port: in
     return {"metadata": meta, "addressType": "IPv4", "endpoints": list(endpoints), "ports": ports}
 
 
-def read_addresses(read: Callable[..., EndpointReadiness], item: dict[str, Any], **options: Any) -> EndpointReadiness:
-    """Return the addresses of a list with one object."""
-    cache = ObjectCache(partial(read, **options))
-    cache.apply_list(encode_json({"metadata": {"resourceVersion": "1"}, "items": [item]}))
-    return cache.merge_addresses()
-
-
 @pytest.mark.parametrize(
     ("conditions", "takes"),
     [
@@ -63,21 +54,19 @@ def read_addresses(read: Callable[..., EndpointReadiness], item: dict[str, Any],
     ],
 )  # fmt: skip
 def test_what_conditions_mean(conditions: dict[str, bool | None], takes: bool) -> None:
-    assert read_addresses(read_slice, make_slice("a", endpoint("10.0.0.1", **conditions)), port=None) == {
-        "10.0.0.1:8000": takes
-    }
+    assert read_slice(make_slice("a", endpoint("10.0.0.1", **conditions)), port=None) == {"10.0.0.1:8000": takes}
 
 
 def test_ports_and_families() -> None:
     endpoint_slice = make_slice("a", endpoint("10.0.0.1"))
     ipv6_slice = {**endpoint_slice, "addressType": "IPv6", "endpoints": [endpoint("fd00::1")]}
     named_slice = {**endpoint_slice, "addressType": "FQDN", "endpoints": [endpoint("a.b")]}
-    assert list(read_addresses(read_slice, endpoint_slice, port="metrics")) == ["10.0.0.1:9"]
-    assert list(read_addresses(read_slice, endpoint_slice, port="8000")) == ["10.0.0.1:8000"]
-    assert read_addresses(read_slice, endpoint_slice, port="other") == {}
-    assert list(read_addresses(read_slice, ipv6_slice, port=None)) == ["[fd00::1]:8000"]
-    assert read_addresses(read_slice, named_slice, port=None) == {}
-    assert read_addresses(read_slice, {**endpoint_slice, "endpoints": None, "ports": None}, port=None) == {}
+    assert list(read_slice(endpoint_slice, port="metrics")) == ["10.0.0.1:9"]
+    assert list(read_slice(endpoint_slice, port="8000")) == ["10.0.0.1:8000"]
+    assert read_slice(endpoint_slice, port="other") == {}
+    assert list(read_slice(ipv6_slice, port=None)) == ["[fd00::1]:8000"]
+    assert read_slice(named_slice, port=None) == {}
+    assert read_slice({**endpoint_slice, "endpoints": None, "ports": None}, port=None) == {}
 
 
 def pod(ip: str | None, ready: bool = True, leaving: bool = False) -> dict[str, Any]:
@@ -92,36 +81,22 @@ def pod(ip: str | None, ready: bool = True, leaving: bool = False) -> dict[str, 
 
 
 def test_pods_and_pools() -> None:
-    assert read_addresses(read_pod, pod("10.0.0.1"), ports=(8000, 8001)) == {
+    assert read_pod(pod("10.0.0.1"), ports=(8000, 8001)) == {
         "10.0.0.1:8000": True,
         "10.0.0.1:8001": True,
     }
-    assert read_addresses(read_pod, pod("10.0.0.1", ready=False), ports=(1,)) == {"10.0.0.1:1": False}
-    assert read_addresses(read_pod, pod("10.0.0.1", leaving=True), ports=(1,)) == {"10.0.0.1:1": False}
-    assert read_addresses(read_pod, pod(None), ports=(1,)) == {}
+    assert read_pod(pod("10.0.0.1", ready=False), ports=(1,)) == {"10.0.0.1:1": False}
+    assert read_pod(pod("10.0.0.1", leaving=True), ports=(1,)) == {"10.0.0.1:1": False}
+    assert read_pod(pod(None), ports=(1,)) == {}
     spec = {"selector": {"matchLabels": {"b": "2", "a": "1"}}, "targetPorts": [{"number": 8000}]}
-    assert read_pool(encode_json({"spec": spec})) == PoolSelection("a=1,b=2", (8000,))
+    assert read_pool({"spec": spec}) == PoolSelection("a=1,b=2", (8000,))
 
 
-def test_a_watch_goes_on_from_its_list_and_by_bookmarks() -> None:
-    cache = ObjectCache(partial(read_slice, port=None))
-    slices = [make_slice("a", endpoint("10.0.0.1")), make_slice("b", endpoint("10.0.0.2"))]
-    cache.apply_list(encode_json({"metadata": {"resourceVersion": "7"}, "items": slices}))
-    assert (cache.version, sorted(cache.merge_addresses())) == ("7", ["10.0.0.1:8000", "10.0.0.2:8000"])
-    assert not cache.apply_event(encode_json({"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "9"}}}))
-    assert cache.version == "9"
-    moved_slice = make_slice("b", endpoint("10.0.0.1", ready=False), version=10)
-    assert cache.apply_event(encode_json({"type": "MODIFIED", "object": moved_slice}))
-    assert cache.merge_addresses() == {"10.0.0.1:8000": True}  # in both: it takes requests
-    assert cache.apply_event(encode_json({"type": "DELETED", "object": make_slice("a", version=11)}))
-    assert cache.merge_addresses() == {"10.0.0.1:8000": False}
-    with pytest.raises(VersionGoneError, match=r"410.*too old"):
-        cache.apply_event(encode_json({"type": "ERROR", "object": {"code": 410, "message": "too old"}}))
-    assert cache.merge_addresses() == {"10.0.0.1:8000": False}
-    with pytest.raises(DecodeError):
-        cache.apply_event(b"{nonsense")
-    cache.apply_list(encode_json({"metadata": {"resourceVersion": "12"}, "items": slices[:1]}))
-    assert (cache.version, cache.merge_addresses()) == ("12", {"10.0.0.1:8000": True})
+def test_an_address_in_two_objects_takes_requests_if_either_says_so() -> None:
+    assert merge_addresses([{"10.0.0.1:8000": True}, {"10.0.0.1:8000": False, "10.0.0.2:8000": False}]) == {
+        "10.0.0.1:8000": True,
+        "10.0.0.2:8000": False,
+    }
 
 
 @pytest.mark.parametrize(
@@ -142,10 +117,12 @@ def test_other_sources_are_refused(text: str) -> None:
         KubernetesSource.parse(text)
 
 
-def respond(content: int | dict[str, Any] | list[dict[str, Any]]) -> Any:
-    """Return the answer of the API with an error's status, an object, or the events of a watch."""
+def respond(content: int | bytes | dict[str, Any] | list[dict[str, Any]]) -> Any:
+    """Return the answer of the API with an error's status, some bytes, an object, or the events of a watch."""
     if isinstance(content, int):
         return kmock.Response(status=content, payload=b"")
+    if isinstance(content, bytes):
+        return kmock.Response(status=200, payload=content)
     objects = [content] if isinstance(content, dict) else content
     return kmock.Response(status=200, payload=b"".join(encode_json(item) + b"\n" for item in objects))
 
@@ -194,17 +171,24 @@ def follow(monkeypatch: pytest.MonkeyPatch, folder: Path, source: str, handler: 
 
 @needs_mock
 def test_a_service_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Listed, changed, and too old and listed anew, unreachable for a while; the token goes with each request."""
+    """Listed and changed; a watch that ends goes on from its last version, and one that fails leads to a list.
+
+    It fails by a status, by an error of the server, and by what is no event. The token goes with each request.
+    """
     lists = iter([
         {"metadata": {"resourceVersion": "1"}, "items": [make_slice("a", endpoint("10.0.0.1"))]},
-        {"metadata": {"resourceVersion": "50"}, "items": [make_slice("a", endpoint("10.0.0.3"))]},
+        *[{"metadata": {"resourceVersion": str(version)}, "items": [make_slice("a", endpoint("10.0.0.3"))]}
+          for version in (50, 60, 70)],
     ])  # fmt: skip
     watches = iter([
         [{"type": "ADDED", "object": make_slice("b", endpoint("10.0.0.2"), version=2)},
          {"type": "BOOKMARK", "object": {"metadata": {"resourceVersion": "20"}}}],
+        [{"type": "MODIFIED", "object": make_slice("b", endpoint("10.0.0.4"), version=21)},
+         {"type": "DELETED", "object": make_slice("a", version=22)},
+         {"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old resource version"}}],
         503,
-        [{"type": "ERROR", "object": {"kind": "Status", "code": 410, "message": "too old resource version"}}],
-        [{"type": "MODIFIED", "object": make_slice("a", endpoint("10.0.0.3", terminating=True), version=51)}],
+        b"{nonsense\n",
+        [{"type": "MODIFIED", "object": make_slice("a", endpoint("10.0.0.3", terminating=True), version=71)}],
     ])  # fmt: skip
     versions: list[str] = []
 
@@ -212,88 +196,21 @@ def test_a_service_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         assert request.headers["Authorization"] == "Bearer secret"
         assert request.params["labelSelector"] == "kubernetes.io/service-name=vllm"
         if "watch" not in request.params:
+            versions.append("list")
             return respond(next(lists))
         assert request.params["allowWatchBookmarks"] == "true"
         versions.append(request.params["resourceVersion"])
-        events = next(watches, [])
-        return respond(events)
+        return respond(next(watches, []))
 
     async def scenario(watched_server: WatchedServer) -> None:
         await watched_server.wait_for({"10.0.0.3:8000": False})
+        one, both = {"10.0.0.1:8000": True}, {"10.0.0.1:8000": True, "10.0.0.2:8000": True}
+        moved = {"10.0.0.1:8000": True, "10.0.0.4:8000": True}
+        listed_anew = [{"10.0.0.3:8000": True}] * 3
         assert watched_server.updates == [
-            {"10.0.0.1:8000": True}, {"10.0.0.1:8000": True, "10.0.0.2:8000": True}, {"10.0.0.3:8000": True},
-            {"10.0.0.3:8000": False},
+            one, both, moved, {"10.0.0.4:8000": True}, *listed_anew, {"10.0.0.3:8000": False},
         ]  # fmt: skip
-        assert versions[:4] == ["1", "20", "20", "50"]  # the client asks again after a 503
-
-    handler = kmock.RawHandler()
-    handler[f"get {SLICES}"] << answer
-    follow(monkeypatch, tmp_path, "llm/service/vllm", handler, scenario)
-
-
-@needs_mock
-def test_a_watch_that_fails_is_resumed_and_only_a_version_that_is_gone_needs_a_list(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Refused, ended by an error of the server: from the last version on. Answered with 410: listed anew."""
-    monkeypatch.setattr(kubernetes, "RETRY_S_MAX", 100.0)
-    added = {"type": "ADDED", "object": make_slice("b", endpoint("10.0.0.2"), version=2)}
-    watches = iter([
-        429,
-        [added, {"type": "ERROR", "object": {"kind": "Status", "code": 500, "message": "etcd has no leader"}}],
-        [{"type": "MODIFIED", "object": make_slice("b", endpoint("10.0.0.3"), version=3)}],
-        410,
-        [{"type": "DELETED", "object": make_slice("b", version=9)}],
-    ])  # fmt: skip
-    requests: list[str] = []
-
-    def answer(request: Any) -> Any:
-        if "watch" not in request.params:
-            requests.append("list")
-            slices = [make_slice("a", endpoint("10.0.0.1")), make_slice("b", endpoint("10.0.0.3"), version=3)]
-            is_first = len(requests) == 1
-            return respond({
-                "metadata": {"resourceVersion": "1" if is_first else "8"}, "items": slices[: 1 if is_first else 2],
-            })  # fmt: skip
-        requests.append(request.params["resourceVersion"])
-        events = next(watches, [])
-        return respond(events)
-
-    async def scenario(watched_server: WatchedServer) -> None:
-        both = {"10.0.0.1:8000": True, "10.0.0.2:8000": True}
-        moved = {"10.0.0.1:8000": True, "10.0.0.3:8000": True}
-        while len(requests) < 8:
-            await asyncio.sleep(0.02)
-        await watched_server.wait_for({"10.0.0.1:8000": True})
-        assert requests[:8] == ["list", "1", "1", "2", "3", "list", "8", "9"]
-        assert watched_server.updates == [{"10.0.0.1:8000": True}, both, moved, moved, {"10.0.0.1:8000": True}]
-
-    handler = kmock.RawHandler()
-    handler[f"get {SLICES}"] << answer
-    follow(monkeypatch, tmp_path, "llm/service/vllm", handler, scenario)
-
-
-@needs_mock
-@pytest.mark.parametrize("answer_s", [0.0, 0.3])
-def test_watches_that_fail_again_and_again_are_given_up_for_a_list(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer_s: float
-) -> None:
-    """A version that the server refuses for another reason than 410, or a proxy that withholds the whole answer."""
-    monkeypatch.setattr(kubernetes, "RETRY_S_MAX", 0.2)
-    requests: list[str] = []
-
-    async def answer(request: Any) -> Any:
-        if "watch" not in request.params:
-            requests.append("list")
-            return respond({"metadata": {"resourceVersion": str(len(requests))}, "items": []})
-        requests.append(request.params["resourceVersion"])
-        await asyncio.sleep(answer_s)
-        return respond(400 if len(requests) < 6 else [])
-
-    async def scenario(watched_server: WatchedServer) -> None:
-        while len(requests) < 6:
-            await asyncio.sleep(0.02)
-        assert requests[:6] == ["list", "1", "1", "1", "list", "5"]
+        assert versions[:8] == ["list", "1", "20", "list", "50", "list", "60", "list"]
 
     handler = kmock.RawHandler()
     handler[f"get {SLICES}"] << answer

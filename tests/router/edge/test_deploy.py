@@ -23,7 +23,7 @@ from router.admin.metrics_page import build_feed_families, render_metrics
 from router.app.accounting import RequestAccounting
 from router.app.cli import cli as router
 from router.app.config import EPP_SCHEMA, SCHEMA
-from router.fleet.kubernetes_objects import read_pool
+from router.fleet.kubernetes import read_pool
 from router.fleet.worker_stream import STREAM_COUNTERS
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts"))
@@ -155,7 +155,7 @@ def test_manifests_are_what_kubernetes_takes() -> None:
 def test_the_pool_and_the_picker_know_each_other() -> None:
     named = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in manifests()}
     pool, service = named["InferencePool", "vllm"], named["Service", "blockcast-picker"]
-    assert read_pool(json.dumps(pool).encode()) == ("app=vllm", (8000,))
+    assert read_pool(pool) == ("app=vllm", (8000,))
     reference = pool["spec"]["endpointPickerRef"]
     assert set(reference) == {"name", "port", "failureMode"}
     assert reference["failureMode"] in ("FailOpen", "FailClose")
