@@ -8,6 +8,7 @@ process ends with status 1.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -276,6 +277,8 @@ class Server:
         server = await asyncio.get_running_loop().create_server(
             make_protocol, sock=listener, backlog=2048, ssl=self._tls_context
         )
+        gc.collect()
+        gc.freeze()  # libraries and handlers live as long as the process: a collection of them holds the loop 50 ms
         try:
             print_startup(self._engine_config, self._config, state, listener)
         except OSError as error:  # such as a full disk

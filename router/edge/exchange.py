@@ -274,9 +274,9 @@ class Exchange:
     def on_attempt_connect_failed(self, error: Exception | None) -> None:
         """Try another worker, or refuse, as no connection could be opened. `error`: None if the worker closed it."""
         attempt = self._attempt
-        assert attempt is not None
         if self.context.is_done:
             return
+        assert attempt is not None
         if error is None:
             self._handle_failed_attempt(FailureKind.RESET, "closed by the worker at once")
         elif isinstance(error, OSError) and error.errno in LOCAL_ERRNOS:
@@ -660,6 +660,8 @@ class Exchange:
         self.context.progress.sent_at_s = None
         if self._attempt is not None:
             self._attempt.close()
+        if self.context.is_done:
+            self._attempt = None  # it refers to this exchange: a cycle would hold the prompt until a full collection
         if prefill is not None:
             prefill.close()
             if prefill.holds_kv and self.context.decision is not None:

@@ -16,6 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prompts.errors import RequestError
+from router.edge.exchange import Exchange
+from router.edge.request_context import RequestContext
 from router.http import headers as headers_module
 from router.http.budget import BufferBudget
 from router.http.config import ClientTimeouts, HttpLimits
@@ -177,6 +179,49 @@ def test_what_a_client_left_behind_is_freed_without_the_garbage_collector(edge: 
             tracemalloc.stop()
             gc.enable()
         assert kept < MIB, kept
+
+    edge.run(scenario())
+
+
+@pytest.mark.parametrize("ending", ["complete", "stream", "error", "cut off", "client gone"])
+def test_an_ended_request_is_freed_without_the_garbage_collector(edge: Any, make_post: Any, ending: str) -> None:
+    """The router makes full collections rarely, and an exchange keeps the body and the token ids of its prompt."""
+    stream_head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    async def answer(request: Any, reader: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(stream_head + b"9\r\ndata: 1\n\n\r\n")
+        if ending == "stream":
+            writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+        elif ending == "cut off":
+            writer.close()
+
+    scripts = {"complete": edge.reply(), "error": edge.reply(status=b"400 Bad Request")}
+    body = b'{"model":"tiny","prompt":"x","stream":true}'
+
+    async def ask() -> None:
+        if ending != "client gone":
+            await edge.exchange(make_post(body, b"/v1/completions"))
+            return
+        reader, writer = await edge.connect()
+        writer.write(make_post(body, b"/v1/completions"))
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.abort()
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(scripts.get(ending, answer))
+        await ask()
+        await edge.until(lambda: not edge.listener.connections)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                await ask()
+            await edge.until(lambda: not edge.listener.connections and not edge.proxy.exchanges)
+            await edge.let_loop_read()
+            assert not [item for item in gc.get_objects() if type(item) in (Exchange, RequestContext)]
+        finally:
+            gc.enable()
 
     edge.run(scenario())
 
