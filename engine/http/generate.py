@@ -87,7 +87,7 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         previous_id = references.previous_response_id
         if previous_id is not None:
             previous_messages = state.response_store.get(previous_id, "previous_response_id").messages
-        items = state.response_store.get_items(references.items)
+        items = await state.response_store.get_items(references.items)
     extra_bytes = len(previous_messages or b"") + sum(map(len, items.values()))
     parse = partial(read_response, previous_messages, items=items)
     return await _generate(request, parse, _RESPONSE_ID_PREFIX, extra_bytes=extra_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,10 +71,11 @@ class ResponseStore:
         self._responses.move_to_end(name)
         return stored_response
 
-    def get_items(self, param_by_name: Mapping[str, str]) -> dict[str, bytes]:
+    async def get_items(self, param_by_name: Mapping[str, str]) -> dict[str, bytes]:
         """Return the JSON of items by name. `param_by_name`: the field that refers to each. Raises RequestError 404.
 
-        The items of a response are decoded once, however many of them are asked for.
+        The items of a response are decoded once, however many of them are asked for. Between two responses the event
+        loop serves other requests.
         """
         names_by_response: defaultdict[str, list[str]] = defaultdict(list)
         for name in param_by_name:
@@ -90,6 +92,7 @@ class ResponseStore:
                     raise RequestError(message, param=param, code="item_not_found", status=404)
                 items[name] = msgspec.json.encode(item_by_name[name])
             self._responses.move_to_end(response_id)
+            await asyncio.sleep(0)
         return items
 
     def delete(self, name: str) -> None:
