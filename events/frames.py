@@ -26,6 +26,10 @@ MAX_REQUEST_BYTES = 64 << 10
 """Longest message to a publisher: a replay request, or a topic that is subscribed to."""
 MAX_HANDSHAKE_MS = 3_000
 """Longest ZeroMQ handshake before a connection is closed, as it holds a descriptor (ZeroMQ's default: 30 s)."""
+MAX_UNACKNOWLEDGED_MS = 120_000
+"""Longest time in which a subscriber's machine acknowledges nothing, before the kernel closes the connection and its
+queue of messages is freed (the kernel's default: some 15 minutes). A machine whose subscriber reads nothing counts
+too, so this is longer than any snapshot takes to apply."""
 
 
 class LiveMessage(NamedTuple):

@@ -26,7 +26,14 @@ from dataclasses import dataclass
 import zmq
 
 from events.config import KVEventsConfig, make_rank_endpoint, should_bind
-from events.frames import MAX_HANDSHAKE_MS, MAX_REQUEST_BYTES, SNAPSHOT_SEQ, build_reply_frames, parse_replay_request
+from events.frames import (
+    MAX_HANDSHAKE_MS,
+    MAX_REQUEST_BYTES,
+    MAX_UNACKNOWLEDGED_MS,
+    SNAPSHOT_SEQ,
+    build_reply_frames,
+    parse_replay_request,
+)
 from events.replay import ReplayBuffer, ReplayEntry, Reply, iter_replay, iter_snapshot
 from events.resident_set import ResidentSet
 from events.sources import EventSource, GroupInfo
@@ -353,6 +360,7 @@ def _bind_or_connect(socket: zmq.Socket[bytes], endpoint: str, *, binds: bool) -
     """
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)
+    socket.setsockopt(zmq.TCP_MAXRT, MAX_UNACKNOWLEDGED_MS)
     is_ipv6 = "[" in endpoint or "::" in endpoint
     if is_ipv6:
         socket.setsockopt(zmq.IPV6, 1)

@@ -22,7 +22,7 @@ import msgspec
 import zmq
 
 from events.feed_sockets import notice_lost_hosts, receive_frames
-from events.frames import MAX_HANDSHAKE_MS
+from events.frames import MAX_HANDSHAKE_MS, MAX_UNACKNOWLEDGED_MS
 from prompts.errors import RequestError
 from router.decide.load import PeerLoad, PeerPrefills
 from router.decide.tracker import LoadTracker
@@ -239,6 +239,7 @@ class PeerSockets:
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)
             socket.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        self._pub.setsockopt(zmq.TCP_MAXRT, MAX_UNACKNOWLEDGED_MS)
         self._sub.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
         self._sub.subscribe(TOPIC)
         self.address: str | None = None

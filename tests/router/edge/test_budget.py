@@ -207,6 +207,9 @@ def test_an_ended_request_is_freed_without_the_garbage_collector(edge: Any, make
         await reader.readuntil(b"\r\n\r\n")
         writer.transport.abort()
 
+    def count_requests() -> int:
+        return sum(type(item) in (Exchange, RequestContext) for item in gc.get_objects())
+
     async def scenario() -> None:
         await edge.start()
         await edge.worker(scripts.get(ending, answer))
@@ -214,12 +217,13 @@ def test_an_ended_request_is_freed_without_the_garbage_collector(edge: Any, make
         await edge.until(lambda: not edge.listener.connections)
         gc.collect()
         gc.disable()
+        other_count = count_requests()  # a test that failed before may keep some
         try:
             for _ in range(3):
                 await ask()
             await edge.until(lambda: not edge.listener.connections and not edge.proxy.exchanges)
             await edge.let_loop_read()
-            assert not [item for item in gc.get_objects() if type(item) in (Exchange, RequestContext)]
+            assert count_requests() <= other_count
         finally:
             gc.enable()
 
