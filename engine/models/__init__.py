@@ -41,6 +41,8 @@ def build_model(config: HfConfig, shard: Shard | None = None) -> CausalLM:
             f"{config.source}: architecture {config.architecture!r} is not supported; "
             f"supported: {', '.join(sorted(BUILDER_BY_ARCHITECTURE))}"
         )
+    if "quantization_config" in config:
+        raise ModelError(f"{config.source}: quantization_config: quantised weights are not supported; expected floats")
     model = build(config, WeightScope(shard=shard or Shard()))
     if not model.attention_layers:
         raise ModelError(f"{config.source}: no attention layer; models of recurrent layers only are not supported")

@@ -25,6 +25,8 @@ from engine.types import RunnerLostError
 DTYPE_BY_NAME = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SINGLE_FILE_NAME, INDEX_FILE_NAME = "model.safetensors", "model.safetensors.index.json"
 SHOWN_NAME_COUNT = 8
+IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+"""End of the names of tensors that no model needs. Llama 2 was saved with its rotary frequencies."""
 
 log = logging.getLogger("engine.loader")
 
@@ -65,7 +67,7 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
     """Fill the model's weights from the folder's safetensors files, one tensor after the other.
 
     A tensor may be a part of several weights. Raises ModelError if one that the model needs is missing, and if the
-    checkpoint has one that the model neither needs nor names in `ignored_prefixes`.
+    checkpoint has one that the model does not need, but for `ignored_prefixes` and `IGNORED_SUFFIX`.
     """
     targets_by_name: dict[str, list[TensorTarget]] = {}
     for weight in model.weights:
@@ -82,7 +84,9 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
         unused_names += [
             stored_name
             for name, stored_name in stored_name_by_name.items()
-            if name not in targets_by_name and not name.startswith(model.ignored_prefixes)
+            if name not in targets_by_name
+            and not name.startswith(model.ignored_prefixes)
+            and not name.endswith(IGNORED_SUFFIX)
         ]
     if missing_names:
         raise ModelError(f"{folder}: tensors missing from the checkpoint: {_format_names(missing_names)}")

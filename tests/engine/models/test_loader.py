@@ -77,6 +77,7 @@ def test_unknown_architecture_lists_what_is_supported(folder: Path) -> None:
         ({"hidden_act": "gelu"}, r"hidden_act: 'gelu' is not supported; expected 'silu'"),
         ({"rms_norm_eps": "big"}, r"rms_norm_eps: expected float, got 'big'"),
         ({"architectures": []}, r"architectures: expected a list with one name"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"config.json: quantization_config: quantised weights are"),
         ({"hidden_size": 32}, r"shape \[2048, 64\], expected \[2048, 32\]"),
         (
             {"num_hidden_layers": 3},
@@ -111,6 +112,12 @@ def test_a_tied_checkpoint_may_carry_its_head(folder: Path) -> None:
     assert torch.equal(vocabulary.embedding.tensor, expected.embedding.tensor)
     hidden_states = torch.randn(3, expected.embedding.tensor.shape[1])
     assert torch.equal(vocabulary.compute_logits(hidden_states), expected.compute_logits(hidden_states))
+
+
+def test_rotary_frequencies_in_a_checkpoint_are_passed_over(folder: Path) -> None:
+    """As llama-2's weights have them; the frequencies follow from the config."""
+    edit_tensors(folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}))
+    load_model(folder)
 
 
 def test_integer_tensors_are_refused(folder: Path) -> None:
