@@ -1,6 +1,6 @@
 """Times of an engine's steps, for every simulation: `engine serve --simulate`, `router shadow`, benchmarks/routing.py.
 
-The module needs only the standard library: no torch, no clock.
+The module needs no torch and no clock.
 
 One step computes at most `step_tokens` tokens: one for each decoding sequence, the rest chunks of prefill.
 """
@@ -9,26 +9,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import Annotated
+
+from msgspec import Meta
+
+Positive = Annotated[float, Meta(gt=0, le=1e12)]
+NotNegative = Annotated[float, Meta(ge=0, le=1e12)]
+Count = Annotated[int, Meta(ge=1, le=10**12, title="N")]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Times of a step in seconds. docs/reference/price.md has their places in the price."""
+    """Times of an engine's prefill and steps, in seconds. docs/reference/price.md has their places in the price.
 
-    prefill_s_per_token: float = 1e-4
-    """Time of a prefill token at an empty context."""
-    quadratic_tokens: float = 50_000.0
-    """Context length at which a token costs twice what it costs at an empty context."""
-    step_s: float = 0.012
-    """Fixed time of a step."""
-    decode_request_s: float = 50e-6
-    """Time of a decoding sequence."""
-    decode_context_s: float = 2.5e-8
-    """Time of a token of a decoding sequence's context."""
-    step_tokens: int = 2048
-    """Most tokens of one step."""
+    A router has them as settings: the prior from which it learns the times of a worker.
+    """
+
+    prefill_s_per_token: Annotated[Positive, "Seconds to prefill one token at an empty context."] = 1e-4
+    quadratic_tokens: Annotated[Positive, "Context length at which a token costs twice that."] = 50_000.0
+    step_s: Annotated[NotNegative, "Fixed time of an engine step."] = 0.012
+    decode_request_s: Annotated[NotNegative, "Time a decoding request adds to a step."] = 50e-6
+    decode_context_s: Annotated[NotNegative, "Time a token of decode context adds to a step."] = 2.5e-8
+    step_tokens: Annotated[Count, "Prefill tokens of one step, of workers that do not tell it."] = 2048
     load_s_per_token: float = 0.0
-    """Time of a token that comes back from host memory."""
+    """Time of a token that comes back from host memory, in simulations."""
 
     def compute_prefill_s(self, tokens: int, context_tokens: int) -> float:
         """Return the seconds of a prefill chunk that follows `context_tokens` tokens."""

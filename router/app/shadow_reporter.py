@@ -21,7 +21,6 @@ from router.edge.proxy import Proxy
 from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
 from router.shadow.config import ShadowConfig
-from router.shadow.core_router import make_service_model
 from router.shadow.observed_request import ObservedRequest
 from router.shadow.recorder import Recorder
 from router.shadow.replay import Comparison, compare
@@ -115,7 +114,7 @@ class ShadowReporter:
         for target in self._proxy.core.tracker.targets.values():
             steps = comparison.steps.get(target.worker_id)
             if steps is not None:
-                target.set_service_model(make_service_model(steps))
+                target.set_step_times(steps)
 
     def finish(self) -> None:
         """Compare all requests once more, in this process, and write the report."""

@@ -8,29 +8,15 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from options import Flag, Seconds, check_config
+from simulation.steps import Count, NotNegative, Positive, StepTimes
 
-Positive = Annotated[float, Meta(gt=0, le=1e12)]
-NotNegative = Annotated[float, Meta(ge=0, le=1e12)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Count = Annotated[int, Meta(ge=1, le=10**12, title="N")]
 Rates = tuple[NotNegative, NotNegative, NotNegative, NotNegative]
 Priority = Annotated[int, Meta(ge=1, le=2**31 - 1, title="N")]
 TtftLimit = Annotated[float, Meta(gt=0, le=1e9, title="SECONDS")]
 
 
 # fmt: off
-@dataclass(frozen=True, slots=True)
-class ServiceModel:
-    """Times of a worker's prefill and steps: the prior from which learning starts."""
-
-    prefill_s_per_token: Annotated[Positive, "Seconds to prefill one token at an empty context."] = 1e-4
-    quadratic_tokens: Annotated[Positive, "Context length at which a token costs twice that."] = 50_000.0
-    step_s: Annotated[NotNegative, "Fixed time of an engine step."] = 0.012
-    decode_request_s: Annotated[NotNegative, "Time a decoding request adds to a step."] = 50e-6
-    decode_context_s: Annotated[NotNegative, "Time a token of decode context adds to a step."] = 2.5e-8
-    step_tokens: Annotated[Count, "Prefill tokens of one step, of workers that do not tell it."] = 2048
-
-
 @dataclass(frozen=True, slots=True)
 class CostConfig:
     """Weights of the price that a request has on each worker; the worker with the lowest price gets it."""
@@ -45,7 +31,7 @@ class CostConfig:
 
 @dataclass(frozen=True, slots=True)
 class LearnConfig:
-    """Online estimation of each worker's ServiceModel."""
+    """Online estimation of each worker's step times."""
 
     enabled: Annotated[bool, "Learn how fast workers are."] = True
 
@@ -120,7 +106,7 @@ class CoreConfig:
         "How workers are chosen; kv is the price of docs/reference/price.md."] = "kv"
     policy_function: Annotated[str | None, Flag(metavar="MODULE:NAME"),
         "Your own function that chooses, as in examples/own_policy.py."] = None
-    service: ServiceModel = field(default_factory=ServiceModel)
+    service: StepTimes = field(default_factory=StepTimes)
     cost: CostConfig = field(default_factory=CostConfig)
     learn: LearnConfig = field(default_factory=LearnConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)

@@ -433,7 +433,7 @@ class WorkerSnapshot:
     slowdown: float
     """Factor by which the decoding requests there lengthen a prefill."""
     learned_speed: dict[str, float]
-    """Rates of `ServiceModel` in use, the factor of loads from slower tiers, and the number of observations."""
+    """Rates of `StepTimes` in use, the factor of loads from slower tiers, and the number of observations."""
     routed_requests: int
     predicted_cached_tokens: int
     reported_cached_tokens: int

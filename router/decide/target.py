@@ -18,7 +18,6 @@ from typing import Final
 
 import msgspec
 
-from router.decide.config import ServiceModel
 from router.decide.load import (
     NO_EXTERNAL_LOAD,
     NO_PEER_LOAD,
@@ -32,6 +31,7 @@ from router.decide.load import (
 from router.decide.speed import PoolSpeed, Speed, WorkTotals
 from router.decide.workers import NO_TRANSFERS
 from router.index.protocol import HolderId, PinId, PrefixIndex, PreparedPrompt, Scope
+from simulation.steps import StepTimes
 
 _SORTED_PREFILLS_MAX: Final = 128
 """Prompts, the oldest first, that are sorted by their remaining prefill; a longer queue is extrapolated from these."""
@@ -341,9 +341,9 @@ class Target:
         """Tokens of the KV cache that no running request holds."""
         self.recompute()
 
-    def set_service_model(self, service: ServiceModel) -> None:
+    def set_step_times(self, service: StepTimes) -> None:
         """Replace the learned speed of the target."""
-        self.speed.set_service_model(service)
+        self.speed.set_step_times(service)
         self.prefill_queue.reprice(self.speed)
         self.recompute()
 

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.config import CostConfig, LearnConfig
 from router.decide.load import (
     NO_EXTERNAL_LOAD,
     NO_PEER_LOAD,
@@ -34,6 +34,7 @@ from router.decide.shortlist import LoadOrder
 from router.decide.speed import Observation, PoolSpeed, PrefillInterval, Speed
 from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.index.protocol import HolderId
+from simulation.steps import StepTimes
 
 _SAME_STEP_S: Final = 0.004
 """First tokens this close together are taken to come from one engine step."""
@@ -81,7 +82,7 @@ class _RequestTimetable:
 class LoadTracker:
     """Load and speed of every target, from this router's requests, its peers and the engines' reports."""
 
-    def __init__(self, service: ServiceModel, cost: CostConfig, learn: LearnConfig) -> None:
+    def __init__(self, service: StepTimes, cost: CostConfig, learn: LearnConfig) -> None:
         """Begin without targets. `service`: speed that is assumed of a target before anything is learned."""
         self._service = service
         self.cost = cost

@@ -7,12 +7,12 @@ count in tokens. Events pass through the real codec.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from events.codec import encode_batch
 from events.types import BlockRemoved, BlockStored, EventBatch
-from router.decide.config import CoreConfig, LearnConfig, ServiceModel
+from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
 from router.decide.load import EngineLoad
 from router.decide.messages import Forward, Instruction, Refuse, ReportedUsage, RouteRequest, TransferKind
@@ -23,7 +23,6 @@ from router.index import make_index
 from router.index.protocol import HolderId, Match, PrefixIndex, Scope, Tokens
 from simulation.cluster import Cluster, Placement, Placements, Router, WorkerConfig
 from simulation.engine import SimWorker
-from simulation.steps import StepTimes
 from simulation.workload import SimRequest
 
 MODEL = "sim"
@@ -133,7 +132,7 @@ class CoreRouter(Router):
         if self._knows_constants:
             for sim_worker in cluster.workers:
                 target = self.core.tracker.targets[str(sim_worker.number)]
-                target.set_service_model(make_service_model(sim_worker.step_times))
+                target.set_step_times(sim_worker.step_times)
 
     def _describe_worker(self, number: int, worker: WorkerConfig) -> WorkerSpec:
         """Return what a router knows of a simulated worker."""
@@ -251,10 +250,3 @@ class CoreRouter(Router):
         if message is not None:
             for sibling in self.siblings:
                 sibling.loads.apply_message(message, self.cluster.now)
-
-
-def make_service_model(step_times: StepTimes) -> ServiceModel:
-    """Return the speed of an engine as the core describes it."""
-    parameters = asdict(step_times)
-    del parameters["load_s_per_token"]
-    return ServiceModel(**parameters)

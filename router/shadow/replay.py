@@ -10,7 +10,6 @@ did.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from enum import IntEnum
 from itertools import count, islice
 from math import ceil
@@ -18,7 +17,7 @@ from statistics import fmean
 
 import msgspec
 
-from router.decide.config import CoreConfig, CostConfig, LearnConfig, ServiceModel
+from router.decide.config import CoreConfig, CostConfig, LearnConfig
 from router.decide.target import InFlightRequest
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
@@ -263,7 +262,7 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
     The recorded arrivals, first tokens and ends are replayed, in order of time, to the tracker that learns step times
     in the router.
     """
-    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig())
     targets = {engine.name: tracker.add_target(engine.name, None, HolderId(i)) for i, engine in enumerate(engines)}
     for engine in engines:
         targets[engine.name].set_step_tokens(engine.step_tokens)
@@ -288,7 +287,7 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
             tracker.record_progress(in_flight, request.output_tokens or 0)
             tracker.record_answer(in_flight, request.output_tokens, now)
             tracker.end_request(in_flight, now, reported_cached_tokens=request.cached_tokens)
-    return {worker: StepTimes(**asdict(target.speed.service)) for worker, target in targets.items()}
+    return {worker: target.speed.service for worker, target in targets.items()}
 
 
 # Workload -------------------------------------------------------------------------------------------------------------

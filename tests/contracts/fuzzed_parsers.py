@@ -26,7 +26,7 @@ from prompts.chat_template import ChatTemplate, ChatTemplateError
 from prompts.errors import RequestError
 from prompts.routing import parse_routing
 from prompts.schemas import parse_chat, parse_completion
-from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.config import CostConfig, LearnConfig
 from router.decide.tracker import LoadTracker
 from router.edge.continuation import StreamContinuation
 from router.edge.response_progress import find_usage
@@ -38,6 +38,7 @@ from router.http.headers import ProtocolError
 from router.http.request import BadRequest, RequestParser
 from router.http.response import parse_response_head
 from router.index.protocol import HolderId
+from simulation.steps import StepTimes
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = tuple(str(ROOT / room) for room in ("router", "events", "prompts"))
@@ -197,7 +198,7 @@ def _call_suppressing(error: type[Exception], call: Callable[..., object], *args
 
 
 def _peer(data: bytes) -> None:
-    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(enabled=False))
+    tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig(enabled=False))
     tracker.add_target("w", None, HolderId(0))
     loads = PeerLoads(tracker, "us")
     for _ in range(2):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from core_by_hand import chosen_worker, make_core, request
 
-from router.decide.config import CoreConfig, ServiceModel
+from router.decide.config import CoreConfig
 from router.decide.messages import Forward
 from router.shadow.core_router import CoreRouter
 from simulation.cluster import Cluster, ClusterConfig, WorkerConfig
@@ -56,7 +56,7 @@ def test_the_order_of_prefills_makes_no_difference_to_questions_behind_one_promp
 
 
 def test_no_request_waits_for_a_prefix_beside_an_idle_worker_before_the_first_answer() -> None:
-    core, index = make_core("abcd", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)))
+    core, index = make_core("abcd", CoreConfig(service=StepTimes(prefill_s_per_token=1e-3, step_tokens=200)))
     prompt = list(range(200))
     requests = [request(f"r{i}", prompt + [5000 + i] * 4, output_tokens_max=4) for i in range(8)]
     results = [core.route(route_request, 1.0 + 0.001 * i) for i, route_request in enumerate(requests)]

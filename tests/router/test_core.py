@@ -14,15 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from router.decide.config import (
-    CoreConfig,
-    HealthConfig,
-    LearnConfig,
-    QueueConfig,
-    RetryConfig,
-    ServiceModel,
-    TransferConfig,
-)
+from router.decide.config import CoreConfig, HealthConfig, LearnConfig, QueueConfig, RetryConfig, TransferConfig
 from router.decide.core import TENANTS_MAX, RetryBudget
 from router.decide.load import MAX_NUM_SEQS_PRIOR
 from router.decide.messages import Enqueue, FailureKind, Forward, Refuse, ReportedUsage, TransferKind, WorkerLost
@@ -30,6 +22,7 @@ from router.decide.recent_prompts import RecentPrompts
 from router.decide.target import RequestPhase
 from router.decide.workers import CacheView, ServedModel, TransferFacts, WorkerState
 from router.index.protocol import Scope
+from simulation.steps import StepTimes
 
 
 def test_goes_where_the_prefix_is_cached() -> None:
@@ -46,7 +39,7 @@ def test_goes_where_the_prefix_is_cached() -> None:
 
 
 def test_a_burst_with_one_prefix_stays_together_until_the_queue_costs_more() -> None:
-    model = ServiceModel(prefill_s_per_token=1e-3, step_tokens=200)
+    model = StepTimes(prefill_s_per_token=1e-3, step_tokens=200)
     core, _ = make_core("abcd", CoreConfig(service=model, learn=LearnConfig(enabled=False)))
     prompt = list(range(200))
     requests = [request(f"r{i}", prompt + [5000 + i] * 4, output_tokens_max=4) for i in range(40)]
@@ -472,7 +465,7 @@ def test_a_hot_prefix_spreads_though_requests_are_held_for_it() -> None:
     """What is held for a worker counts as waiting there. Counting only what was sent, every request with the hot prefix
     would be held for its one worker while the other is idle: in the simulation, mean TTFT 16 times the bound."""
     config = CoreConfig(
-        service=ServiceModel(prefill_s_per_token=1e-3, step_tokens=200),
+        service=StepTimes(prefill_s_per_token=1e-3, step_tokens=200),
         learn=LearnConfig(enabled=False),
         queue=QueueConfig(fair=True, enqueue_above_s=0.05),
     )

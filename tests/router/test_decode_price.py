@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decide.config import CoreConfig, LearnConfig, ServiceModel
+from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Forward, ReportedUsage, RouteRequest
 from router.decide.output_lengths import TOKENS_MAX, TOKENS_PRIOR, OutputLengths
 from router.decide.workers import CacheView, ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import Scope
+from simulation.steps import StepTimes
 
 SCOPE = Scope("m")
 SYSTEM = list(range(1000))
@@ -117,7 +118,7 @@ def test_what_has_ended_is_not_hot() -> None:
 
 
 def test_engines_that_are_said_to_decode_in_no_time_are_priced_too() -> None:
-    service = ServiceModel(step_s=0.0, decode_request_s=0.0, decode_context_s=0.0)
+    service = StepTimes(step_s=0.0, decode_request_s=0.0, decode_context_s=0.0)
     core = RouterCore(make_index(seed=1), CoreConfig(service=service, learn=LearnConfig(enabled=False)))
     for name in ("w0", "w1"):
         core.add_worker(WorkerSpec(name, f"http://{name}", models=(ServedModel("m", "m"),)), 0.0)

@@ -11,9 +11,10 @@ from core_by_hand import chosen_worker, make_core, request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decide.config import CoreConfig, LearnConfig, QueueConfig, ServiceModel
+from router.decide.config import CoreConfig, LearnConfig, QueueConfig
 from router.decide.messages import Enqueue, FailureKind, Forward, Refuse
 from router.decide.queue import QueuePosition, RequestQueue
+from simulation.steps import StepTimes
 
 FAIR = QueueConfig(fair=True, enqueue_above_s=0.0, wait_s_max=1e6)
 
@@ -93,7 +94,7 @@ class Fleet:
     """Workers that prefill a prompt after the other at 1 ms a token, and a core before them; answers are one token."""
 
     def __init__(self, workers: int, queue: QueueConfig) -> None:
-        service = ServiceModel(prefill_s_per_token=1e-3, quadratic_tokens=1e12, step_s=0.0, step_tokens=10**6)
+        service = StepTimes(prefill_s_per_token=1e-3, quadratic_tokens=1e12, step_s=0.0, step_tokens=10**6)
         config = CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue)
         self.core, _ = make_core("abcdefgh"[:workers], config)
         self.free_s = dict.fromkeys("abcdefgh"[:workers], 0.0)
@@ -158,7 +159,7 @@ SMALL = dict.fromkeys(("s1", "s2", "s3"), (1.6, 500))
 
 def test_who_has_just_come_passes_by_nobody() -> None:
     """A worker that is nearly free is for those who wait for it: the tenant that asks most often would take it all."""
-    service = ServiceModel(prefill_s_per_token=1e-3, quadratic_tokens=1e12, step_s=0.0, step_tokens=10**6)
+    service = StepTimes(prefill_s_per_token=1e-3, quadratic_tokens=1e12, step_s=0.0, step_tokens=10**6)
     queue = QueueConfig(fair=True, enqueue_above_s=0.5)
     core, _ = make_core("a", CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue))
     asks = {"prompt_tokens": 2000, "output_tokens_max": 1}
@@ -277,7 +278,7 @@ def test_a_continued_answer_leaves_no_count_of_the_background_behind(priorities:
 def test_what_cannot_begin_in_time_is_told_when_it_could(by: str) -> None:
     queue = QueueConfig(ttft_s_max=0.5 if by == "configuration" else None)
     asks = {} if by == "configuration" else {"ttft_s_max": 0.5}
-    service = ServiceModel(prefill_s_per_token=1e-3, quadratic_tokens=1e12)
+    service = StepTimes(prefill_s_per_token=1e-3, quadratic_tokens=1e12)
     core, _ = make_core("a", CoreConfig(service=service, learn=LearnConfig(enabled=False), queue=queue))
     core.route(request("r0", list(range(400)), output_tokens_max=1), 0.0)
     refusal = core.route(request("r1", list(range(500, 800)), output_tokens_max=1, **asks), 0.0)
@@ -299,7 +300,7 @@ def test_what_cannot_begin_in_time_is_told_when_it_could(by: str) -> None:
 
 
 def test_a_worker_that_begins_in_time_is_taken_though_another_is_cheaper() -> None:
-    core, index = make_core("ab", CoreConfig(service=ServiceModel(prefill_s_per_token=1e-3), queue=QueueConfig()))
+    core, index = make_core("ab", CoreConfig(service=StepTimes(prefill_s_per_token=1e-3), queue=QueueConfig()))
     prompt = list(range(3000))
     index.store(core.workers["a"].holders[0], prompt[:2900])
     core.route(request("busy", list(range(5000, 5800)), worker="a", output_tokens_max=1), 0.0)

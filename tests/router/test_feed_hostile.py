@@ -40,12 +40,13 @@ from events.stream_types import (
     StreamConfig,
 )
 from events.types import BlockStored, Event
-from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.config import CostConfig, LearnConfig
 from router.decide.tracker import LoadTracker
 from router.fleet.feed import IndexFeed
 from router.fleet.peers import PeerLoads, PeerSockets
 from router.index import make_index
 from router.index.protocol import HolderId, PrefixIndex, Scope
+from simulation.steps import StepTimes
 
 
 def wait_until(condition: Callable[[], object], description: str, seconds: float = 20.0) -> None:
@@ -315,7 +316,7 @@ def test_a_message_of_many_frames_is_read_in_turn_with_others(
 def test_no_socket_with_a_bound_on_its_queue_has_heartbeats(context: zmq.Context[Any]) -> None:
     """libzmq ends the process if a heartbeat fails while the queue is full. The kernel notices hosts that are gone."""
     subscription = BoundSubscription(context, "tcp://127.0.0.1:*", lambda topic: None)
-    peers = PeerSockets(PeerLoads(LoadTracker(ServiceModel(), CostConfig(), LearnConfig()), "a"))
+    peers = PeerSockets(PeerLoads(LoadTracker(StepTimes(), CostConfig(), LearnConfig()), "a"))
     for socket in (subscription.socket, peers._pub, peers._sub):
         assert (socket.getsockopt(zmq.HEARTBEAT_IVL), socket.getsockopt(zmq.TCP_KEEPALIVE)) == (0, 1)
     subscription.close()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from events.feed_sockets import FRAMES_SLICE
 from prompts.errors import RequestError
 from router.app import cluster
-from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.config import CostConfig, LearnConfig
 from router.decide.load import NO_PEER_LOAD
 from router.decide.messages import Transfer, TransferKind
 from router.decide.price import Candidate, TransferPlan
@@ -28,10 +28,11 @@ from router.decide.target import OVERDUE_SHARE, InFlightRequest, Target
 from router.decide.tracker import LoadTracker
 from router.fleet.peers import TOPIC, LoadMessage, PeerLoads, PeerSockets
 from router.index.protocol import HolderId
+from simulation.steps import StepTimes
 
 
 def tracker() -> tuple[LoadTracker, list[Target]]:
-    load_tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(enabled=False))
+    load_tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig(enabled=False))
     return load_tracker, [load_tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(2)]
 
 
@@ -97,7 +98,7 @@ def test_work_is_told_whatever_each_learned() -> None:
     """A router that believes the worker to be three times as fast tells of the same queue."""
     (my_tracker, targets), their_tracker = (
         tracker(),
-        LoadTracker(ServiceModel(3e-5), CostConfig(), LearnConfig(enabled=False)),
+        LoadTracker(StepTimes(3e-5), CostConfig(), LearnConfig(enabled=False)),
     )
     other = their_tracker.add_target("w0", None, HolderId(0))
     their_tracker.add_request(other, prompt_tokens=8000, cached_tokens=0, is_streaming=True, now=0.0)
@@ -264,12 +265,12 @@ def test_no_two_routers_have_one_name() -> None:
 
 PAUSED_ROUTER = """
 import time
-from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.config import CostConfig, LearnConfig, StepTimes
 from router.decide.tracker import LoadTracker
 from router.fleet.peers import PeerLoads, PeerSockets
 
 def make_sockets(name, heartbeat_s):
-    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig())
     return PeerSockets(PeerLoads(tracker, name, heartbeat_s=heartbeat_s))
 
 def exchange(seconds, *routers):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from options import ConfigError
-from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.config import CostConfig, LearnConfig
 from router.decide.load import NO_PEER_LOAD, PeerLoad, PeerPrefills
 from router.decide.messages import RouteRequest, Terms
 from router.decide.policy import (
@@ -38,13 +38,14 @@ from router.decide.price import (
 from router.decide.target import Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId, Match, Scope
+from simulation.steps import StepTimes
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = CostConfig()
 
 
-def tracker_of(count: int, service: ServiceModel | None = None) -> tuple[LoadTracker, list[Target]]:
-    tracker = LoadTracker(service or ServiceModel(), CONFIG, LearnConfig(enabled=False))
+def tracker_of(count: int, service: StepTimes | None = None) -> tuple[LoadTracker, list[Target]]:
+    tracker = LoadTracker(service or StepTimes(), CONFIG, LearnConfig(enabled=False))
     return tracker, [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(count)]
 
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.config import CostConfig, LearnConfig
 from router.decide.load import PeerLoad
 from router.decide.messages import Terms, Transfer, TransferKind
 from router.decide.price import Candidate, RequestFacts, TransferPlan, price_worker
 from router.decide.tracker import UTILISATION_WINDOW_S, LoadTracker
 from router.index.protocol import HolderId
+from simulation.steps import StepTimes
 
 NOW, CAPACITY_TOKENS = 50.0, 100_000
 CONFIG = CostConfig(decode_weight=0.3, utilisation_weight=0.2)
@@ -30,13 +31,13 @@ class Sent:
     has_first_token: bool
 
 
-def work_s(service: ServiceModel, first: float, last: float) -> float:
+def work_s(service: StepTimes, first: float, last: float) -> float:
     """Seconds to prefill the tokens from `first` to `last`: each costs the more, the more context it has."""
     return service.prefill_s_per_token * ((last - first) + (last**2 - first**2) / (2 * service.quadratic_tokens))
 
 
 def write_out(
-    service: ServiceModel,
+    service: StepTimes,
     requests: list[Sent],
     peer: PeerLoad | None,
     priced: RequestFacts,
@@ -145,7 +146,7 @@ def test_the_price_is_its_six_parts_written_out(
     speed_factor: float,
 ) -> None:
     requests = sorted(requests, key=lambda request: request.at_s)
-    tracker = LoadTracker(ServiceModel(), CONFIG, LearnConfig(enabled=False))
+    tracker = LoadTracker(StepTimes(), CONFIG, LearnConfig(enabled=False))
     target = tracker.add_target("w", None, HolderId(1))
     target.speed.factor = speed_factor
     target.speed.refresh()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decide.config import CoreConfig, CostConfig, LearnConfig, ServiceModel
+from router.decide.config import CoreConfig, CostConfig, LearnConfig
 from router.decide.core import RouterCore
 from router.decide.messages import Forward, RouteRequest
 from router.decide.price import Candidate
@@ -20,6 +20,7 @@ from router.decide.tracker import LoadTracker
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
 from router.index.protocol import HolderId, Scope
+from simulation.steps import StepTimes
 
 SCOPE = Scope("m")
 CHUNK = 4
@@ -94,7 +95,7 @@ steps = st.lists(
 @given(steps=steps)
 def test_chunks_are_counted_as_by_a_naive_model(steps: list[Any]) -> None:
     prompts, naive = RecentPrompts(recent_s=10.0, chunk_tokens=CHUNK), NaivePrompts(10.0)
-    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig())
     targets = [tracker.add_target(name, None, HolderId(i)) for i, name in enumerate("ab")]
 
     def make_keys(ids: list[int]) -> list[int]:
@@ -214,7 +215,7 @@ def test_a_removed_worker_leaves_nothing_behind() -> None:
 
 
 def test_a_chunk_that_runs_nowhere_keeps_no_room_for_counts() -> None:
-    prompts, tracker = RecentPrompts(), LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    prompts, tracker = RecentPrompts(), LoadTracker(StepTimes(), CostConfig(), LearnConfig())
     target = tracker.add_target("a", None, HolderId(0))
     prompts.start_prompt(target, [1], 0.0)
     prompts.end_prompt(target, [1])

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from options import ConfigError
-from router.decide.config import CoreConfig, CostConfig, LearnConfig, QueueConfig, ServiceModel
+from router.decide.config import CoreConfig, CostConfig, LearnConfig, QueueConfig
 from router.decide.core import RouterCore
 from router.decide.load import PeerLoad, PeerPrefills
 from router.decide.messages import Enqueue, Forward, RouteRequest, Terms
@@ -28,11 +28,12 @@ from router.index import make_index
 from router.index.protocol import HolderId, Scope
 from simulation.cache import SimCache
 from simulation.engine import AGEING, EngineLimits, SimSequence, SimWorker
+from simulation.steps import StepTimes
 from simulation.workload import SimRequest
 
 
 def tracker_of(count: int, *, learn: bool = False) -> tuple[LoadTracker, list[Target]]:
-    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(enabled=learn))
+    tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig(enabled=learn))
     targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(count)]
     for target in targets:
         target.prefill_queue.is_shortest_first = True

@@ -10,17 +10,18 @@ from core_by_hand import apply_operation
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decide.config import CostConfig, LearnConfig, ServiceModel
+from router.decide.config import CostConfig, LearnConfig
 from router.decide.price import Candidate
 from router.decide.speed import Observation, PoolSpeed, Speed, TimeFactor
 from router.decide.speed.ratios import RATIO_VALID_S
 from router.decide.target import InFlightRequest, RequestPhase, Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
+from simulation.steps import StepTimes
 
 
 def make(*, learn: bool = False) -> tuple[LoadTracker, Target]:
-    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig(enabled=learn))
+    tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig(enabled=learn))
     return tracker, tracker.add_target("w", None, HolderId(0))
 
 
@@ -100,7 +101,7 @@ def test_sums_equal_what_they_sum_in_any_order(steps: list[tuple[str, int, int]]
 
 
 # Learning ------------------------------------------------------------------------------------------------------------
-def observation(rng: random.Random, truth: ServiceModel, *, noise: float = 0.0) -> Observation:
+def observation(rng: random.Random, truth: StepTimes, *, noise: float = 0.0) -> Observation:
     """One interval of a worker that is exactly `truth`, up to relative noise."""
     length = rng.randint(200, 30_000)
     cached_tokens = rng.choice([0, 0, length // 2, length * 9 // 10])
@@ -114,15 +115,15 @@ def observation(rng: random.Random, truth: ServiceModel, *, noise: float = 0.0) 
 
 
 TRUTHS = [
-    ServiceModel(prefill_s_per_token=2e-5, step_s=0.004),
-    ServiceModel(),
-    ServiceModel(prefill_s_per_token=4e-4, step_s=0.03, decode_request_s=2e-4),
-    ServiceModel(prefill_s_per_token=3e-3, step_s=0.05),
+    StepTimes(prefill_s_per_token=2e-5, step_s=0.004),
+    StepTimes(),
+    StepTimes(prefill_s_per_token=4e-4, step_s=0.03, decode_request_s=2e-4),
+    StepTimes(prefill_s_per_token=3e-3, step_s=0.05),
 ]
 
 
 def make_pool(count: int, config: LearnConfig | None = None) -> list[Speed]:
-    pool = PoolSpeed(ServiceModel(), config or LearnConfig())
+    pool = PoolSpeed(StepTimes(), config or LearnConfig())
     return [Speed(pool) for _ in range(count)]
 
 
@@ -131,7 +132,7 @@ def learn_from(speed: Speed, sample: Observation) -> None:
         changed_speed.refresh()
 
 
-def decode_observation(rng: random.Random, truth: ServiceModel, *, noise: float = 0.0) -> Observation:
+def decode_observation(rng: random.Random, truth: StepTimes, *, noise: float = 0.0) -> Observation:
     """An answer of a worker that is exactly `truth`, beside which a prompt or two were computed."""
     steps, decoding, context = rng.randint(16, 200), rng.randint(1, 60), rng.randint(0, 400_000)
     uncached_tokens = rng.choice([0, 0, 500])
@@ -140,9 +141,9 @@ def decode_observation(rng: random.Random, truth: ServiceModel, *, noise: float 
     return Observation(seconds * (1 + noise * rng.gauss(0, 1)), uncached_tokens, 0.0, steps, decoding, context, True)
 
 
-def scaled(ratio: float) -> ServiceModel:
+def scaled(ratio: float) -> StepTimes:
     """A worker that takes so many times as long as by the prior."""
-    prior = ServiceModel()
+    prior = StepTimes()
     return replace(
         prior,
         prefill_s_per_token=ratio * prior.prefill_s_per_token,
@@ -154,7 +155,7 @@ def scaled(ratio: float) -> ServiceModel:
 
 @pytest.mark.parametrize("truth", TRUTHS)
 @pytest.mark.parametrize("noise", [0.0, 0.15])
-def test_a_worker_is_learned_within_a_hundred_requests(truth: ServiceModel, noise: float) -> None:
+def test_a_worker_is_learned_within_a_hundred_requests(truth: StepTimes, noise: float) -> None:
     rng = random.Random(5)
     (speed,) = make_pool(1)
     for _ in range(100):
@@ -174,7 +175,7 @@ def test_priors_that_are_wrong_by_ten_are_right_after_two_hundred_requests(
 ) -> None:
     """Prefill and steps, each wrong by its own factor, with a tenth of all intervals far too long."""
     rng = random.Random(seed)
-    truth = replace(scaled(step_ratio), prefill_s_per_token=prefill_ratio * ServiceModel().prefill_s_per_token)
+    truth = replace(scaled(step_ratio), prefill_s_per_token=prefill_ratio * StepTimes().prefill_s_per_token)
     (speed,) = make_pool(1)
     for i in range(200):
         make_sample = decode_observation if i % 4 == 3 else observation
@@ -191,7 +192,7 @@ def test_priors_that_are_wrong_by_ten_are_right_after_two_hundred_requests(
 def test_first_tokens_alone_tell_prefill_and_steps_apart(prefill_ratio: float, step_ratio: float) -> None:
     """Without answers that are long enough to time steps, equal targets share one model."""
     rng = random.Random(7)
-    truth = replace(scaled(step_ratio), prefill_s_per_token=prefill_ratio * ServiceModel().prefill_s_per_token)
+    truth = replace(scaled(step_ratio), prefill_s_per_token=prefill_ratio * StepTimes().prefill_s_per_token)
     speeds = make_pool(4)
     for i in range(800):
         tokens, steps = rng.randint(50, 5000), 1.5
@@ -206,7 +207,7 @@ def test_first_tokens_alone_tell_prefill_and_steps_apart(prefill_ratio: float, s
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_of_one_size_do_not_drive_prefill_and_steps_apart(seed: int) -> None:
     """Every interval has the same work or that of one other kind, so that noise could stand for either part."""
-    rng, truth = random.Random(seed), ServiceModel()
+    rng, truth = random.Random(seed), StepTimes()
     (speed,) = make_pool(1)
     for i in range(600):
         uncached_tokens, steps = (1000, 10.0) if i % 3 == 2 else (100, 1.5)
@@ -220,7 +221,7 @@ def test_requests_of_one_size_do_not_drive_prefill_and_steps_apart(seed: int) ->
 def test_outliers_that_are_slow_do_not_mislead() -> None:
     """A tenth of the intervals is twenty times as long: the engine waited for memory, or others' requests ran."""
     rng = random.Random(6)
-    truth = ServiceModel(prefill_s_per_token=2e-4)
+    truth = StepTimes(prefill_s_per_token=2e-4)
     (speed,) = make_pool(1)
     for _ in range(300):
         sample = observation(rng, truth, noise=0.1)
@@ -233,7 +234,7 @@ def test_outliers_that_are_slow_do_not_mislead() -> None:
 def test_a_worker_that_changes_is_learned_again() -> None:
     rng = random.Random(7)
     (speed,) = make_pool(1)
-    for truth in (ServiceModel(prefill_s_per_token=5e-5), ServiceModel(prefill_s_per_token=4e-4)):
+    for truth in (StepTimes(prefill_s_per_token=5e-5), StepTimes(prefill_s_per_token=4e-4)):
         for _ in range(400):
             learn_from(speed, observation(rng, truth, noise=0.1))
         assert speed.service.prefill_s_per_token == pytest.approx(truth.prefill_s_per_token, rel=0.25)
@@ -248,7 +249,7 @@ def test_a_pool_is_as_fast_as_its_fast_workers_whoever_is_seen_first() -> None:
         learn_from(speeds[0], observation(rng, scaled(3.0), noise=0.1))
     assert speeds[3].service.prefill_s_per_token == pytest.approx(3e-4, rel=0.2)
     for _ in range(300):
-        for speed, truth in ((speeds[0], scaled(3.0)), (speeds[1], ServiceModel()), (speeds[2], ServiceModel())):
+        for speed, truth in ((speeds[0], scaled(3.0)), (speeds[1], StepTimes()), (speeds[2], StepTimes())):
             learn_from(speed, observation(rng, truth, noise=0.1))
     assert speeds[3].service.prefill_s_per_token == pytest.approx(1e-4, rel=0.1)
     assert [speed.factor for speed in speeds[1:]] == [1.0, 1.0, 1.0]
@@ -259,7 +260,7 @@ def test_learning_from_first_tokens_of_a_queue() -> None:
     """A worker four times as slow as assumed, first come first served, learned through the tracker's intervals."""
     tracker, target = make(learn=True)
     rng = random.Random(8)
-    truth = ServiceModel(prefill_s_per_token=4e-4, step_s=0.05)
+    truth = StepTimes(prefill_s_per_token=4e-4, step_s=0.05)
     free_s, now = 0.0, 0.0
     ends: list[tuple[float, InFlightRequest]] = []
     for _ in range(200):
@@ -281,7 +282,7 @@ def test_a_prompt_begun_in_what_a_step_has_left_is_no_fast_one() -> None:
     """A step of 4,096 tokens takes five cached prompts in and most of one that is not, the next step the rest of it:
     alone, the first step says that five short ones take 0.4 s, the second that a long one takes 0.05 s."""
     tracker, target = make(learn=True)
-    truth = ServiceModel(prefill_s_per_token=1e-4, step_s=0.01)
+    truth = StepTimes(prefill_s_per_token=1e-4, step_s=0.01)
     now = 0.0
     for _ in range(60):
         first = tracker.add_request(target, prompt_tokens=4050, cached_tokens=0, is_streaming=True, now=now)
@@ -311,21 +312,21 @@ def test_a_newcomer_starts_at_its_pools_speed() -> None:
     tracker, target = make(learn=True)
     rng = random.Random(9)
     for _ in range(50):
-        learn_from(target.speed, observation(rng, ServiceModel(prefill_s_per_token=3e-4, step_s=0.036)))
+        learn_from(target.speed, observation(rng, StepTimes(prefill_s_per_token=3e-4, step_s=0.036)))
     fresh = tracker.add_target("new", None, HolderId(5))
     other = tracker.add_target("other", None, HolderId(6), pool="another model")
     assert fresh.speed.service.prefill_s_per_token == pytest.approx(3e-4, rel=0.25)
     assert other.speed.service.prefill_s_per_token == 1e-4
 
 
-LIVE = ServiceModel(3e-4, 50_000, 0.02, 1e-3, 2.5e-8)
+LIVE = StepTimes(3e-4, 50_000, 0.02, 1e-3, 2.5e-8)
 """benchmarks/live_peers.py: a sequence adds twenty times what the prior says to a step, the rest differs less."""
 
 
 def test_how_long_steps_take_is_learned_while_the_first_answers_still_come() -> None:
     """Eight workers, 17 questions a second behind a cached prompt, answers of 150 tokens: none has ended after three
     seconds, and how long steps take is known to a fifth."""
-    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig())
     targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(8)]
     rng, output_tokens = random.Random(4), dict[InFlightRequest, float]()
 
@@ -354,7 +355,7 @@ def test_how_long_steps_take_is_learned_while_the_first_answers_still_come() -> 
 
 def test_while_nothing_was_heard_the_wait_itself_tells_how_slow_a_pool_is() -> None:
     """Three workers have begun a prompt each that by the prior takes 0.2 s; none has answered after 0.6 s."""
-    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig())
     targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(4)]
     r0, r1, r2 = (
         tracker.add_request(targets[i], prompt_tokens=2000, cached_tokens=0, is_streaming=True, now=0.01 * i)
@@ -376,7 +377,7 @@ def test_while_nothing_was_heard_the_wait_itself_tells_how_slow_a_pool_is() -> N
 
 def test_the_second_request_is_priced_by_the_first_one() -> None:
     """A prefill that no later step can extend is learned from at its first token."""
-    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig())
     target = tracker.add_target("w", None, HolderId(0))
     first = tracker.add_request(target, prompt_tokens=2000, cached_tokens=0, is_streaming=True, now=0.0)
     tracker.record_first_token(first, 2.0)
@@ -389,11 +390,11 @@ def test_equal_workers_get_one_model_and_a_different_one_its_own() -> None:
     speeds = make_pool(8)
     for _ in range(60):
         for speed in speeds:
-            learn_from(speed, observation(rng, scaled(2.0) if speed is speeds[0] else ServiceModel(), noise=0.15))
+            learn_from(speed, observation(rng, scaled(2.0) if speed is speeds[0] else StepTimes(), noise=0.15))
     assert len({speed.service for speed in speeds[1:]}) == 1
     assert 1.6 < speeds[0].service.prefill_s_per_token / speeds[1].service.prefill_s_per_token < 2.3
     for _ in range(600):
-        learn_from(speeds[0], observation(rng, ServiceModel(), noise=0.15))
+        learn_from(speeds[0], observation(rng, StepTimes(), noise=0.15))
     assert speeds[0].service == speeds[1].service, "it was repaired"
 
 
@@ -403,14 +404,14 @@ def test_a_worker_that_is_thought_slow_and_not_asked_is_like_the_others_again() 
     speeds = make_pool(4)
     for _ in range(40):
         for speed in speeds:
-            learn_from(speed, observation(rng, scaled(3.0) if speed is speeds[0] else ServiceModel(), noise=0.1))
+            learn_from(speed, observation(rng, scaled(3.0) if speed is speeds[0] else StepTimes(), noise=0.1))
     assert speeds[0].service.step_s > 2 * speeds[1].service.step_s
     rounds = 0
     while speeds[0].service != speeds[1].service:
         rounds += 1
         assert rounds < 200, "it never faded"
         for speed in speeds[1:]:
-            learn_from(speed, observation(rng, ServiceModel(), noise=0.1))
+            learn_from(speed, observation(rng, StepTimes(), noise=0.1))
     for _ in range(4):  # and a few requests are enough to know it again
         learn_from(speeds[0], observation(rng, scaled(3.0), noise=0.1))
     assert speeds[0].service.step_s > 2 * speeds[1].service.step_s
@@ -418,9 +419,9 @@ def test_a_worker_that_is_thought_slow_and_not_asked_is_like_the_others_again() 
 
 def test_equal_workers_are_not_told_apart_by_when_their_requests_come() -> None:
     """Short prompts between decoding steps: the wait for the step that runs is no worker's slowness."""
-    tracker = LoadTracker(ServiceModel(), CostConfig(), LearnConfig())
+    tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig())
     targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(8)]
-    truth, rng, now = ServiceModel(step_s=0.01, decode_request_s=2e-5), random.Random(12), 0.0
+    truth, rng, now = StepTimes(step_s=0.01, decode_request_s=2e-5), random.Random(12), 0.0
     requests = []
     for i in range(4000):
         target = targets[i % 8]
@@ -453,7 +454,7 @@ def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None
             now=now,
             candidate=Candidate(target, tier_load_s=load_s * target.speed.tier_load.get(now)),
         )
-        steps = max(1.0, uncached_tokens / ServiceModel().step_tokens)
+        steps = max(1.0, uncached_tokens / StepTimes().step_tokens)
         now += _compute_s(uncached_tokens, steps) + 30 * load_s
         tracker.record_first_token(request, now)
         tracker.end_request(request, now + 0.001)
@@ -465,7 +466,7 @@ def test_what_loading_takes_is_learned_apart_from_what_computing_takes() -> None
 
 def _compute_s(uncached_tokens: int, steps: float) -> float:
     """As the prior has it, after a long cached prefix."""
-    service = ServiceModel()
+    service = StepTimes()
     quadratic = (8000**2 - (8000 - uncached_tokens) ** 2) / (2 * service.quadratic_tokens)
     return service.prefill_s_per_token * (uncached_tokens + quadratic) + service.step_s * steps
 

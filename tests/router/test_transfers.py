@@ -12,7 +12,7 @@ from core_by_hand import NaiveIndex, make_core, request, spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.decide.config import CoreConfig, LearnConfig, QueueConfig, ServiceModel, TransferConfig
+from router.decide.config import CoreConfig, LearnConfig, QueueConfig, TransferConfig
 from router.decide.core import RouterCore
 from router.decide.messages import (
     Decision,
@@ -27,12 +27,13 @@ from router.decide.messages import (
 from router.decide.target import InFlightRequest
 from router.decide.transfers.links import PAUSE_S, PAUSE_S_MAX, TransferLinks
 from router.decide.workers import BLOCKCAST, TransferFacts
+from simulation.steps import StepTimes
 
 BYTES_PER_TOKEN = 1e6
 PULLS = TransferFacts("g", frozenset({TransferKind.PULL}), bytes_per_token=BYTES_PER_TOKEN)
 PREFILLS = TransferFacts("g", frozenset({TransferKind.PREFILL}), bytes_per_token=BYTES_PER_TOKEN)
 CONFIG = CoreConfig(
-    service=ServiceModel(prefill_s_per_token=1e-3),
+    service=StepTimes(prefill_s_per_token=1e-3),
     learn=LearnConfig(enabled=False),
     transfer=TransferConfig(gb_s=10.0, floor_s=0.01),
 )

@@ -14,9 +14,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from router.decide.config import LearnConfig, ServiceModel
+from router.decide.config import LearnConfig
 from router.decide.speed.observations import Observation, PrefillInterval, WorkTotals
 from router.decide.speed.ratios import RATIO_MAX, IntervalTimes, TimeFactor, combine_ratios, fit_ratios, is_within
+from simulation.steps import StepTimes
 
 _INTERVALS_MAX: Final = 192
 """Last intervals of each kind to which the ratios of a pool are fitted."""
@@ -51,7 +52,7 @@ class LearnedRatios(NamedTuple):
 class PoolSpeed:
     """Speed of the targets that serve one model."""
 
-    def __init__(self, prior: ServiceModel, config: LearnConfig) -> None:
+    def __init__(self, prior: StepTimes, config: LearnConfig) -> None:
         """Begin with the times of `prior`, which are assumed before anything is learned."""
         self.prior = prior
         self._prior_step_s = prior.step_s + prior.decode_request_s
@@ -144,7 +145,7 @@ class PoolSpeed:
         return True
 
 
-def predict_times(model: ServiceModel, observation: Observation) -> IntervalTimes:
+def predict_times(model: StepTimes, observation: Observation) -> IntervalTimes:
     """Return the times that a model predicts for the prefill of an observation and for its steps."""
     work_tokens = observation.uncached_tokens + observation.quadratic_work / (2.0 * model.quadratic_tokens)
     step_s = model.step_s + model.decode_request_s * observation.decode_requests
@@ -152,7 +153,7 @@ def predict_times(model: ServiceModel, observation: Observation) -> IntervalTime
     return IntervalTimes(observation.elapsed_s, model.prefill_s_per_token * work_tokens, step_s * observation.steps)
 
 
-def _scale_model(model: ServiceModel, prefill_factor: float, step_factor: float) -> ServiceModel:
+def _scale_model(model: StepTimes, prefill_factor: float, step_factor: float) -> StepTimes:
     """Return a model with the times of prefill and of steps multiplied by two factors."""
     return replace(
         model,
@@ -163,7 +164,7 @@ def _scale_model(model: ServiceModel, prefill_factor: float, step_factor: float)
     )
 
 
-def _is_near(model: ServiceModel, other: ServiceModel) -> bool:
+def _is_near(model: StepTimes, other: StepTimes) -> bool:
     """Return whether two models differ by at most _MODEL_TOLERANCE in prefill and step times."""
     times = (model.prefill_s_per_token, model.step_s + model.decode_request_s)
     other_times = (other.prefill_s_per_token, other.step_s + other.decode_request_s)
@@ -196,9 +197,9 @@ class Speed:
     def refresh(self) -> None:
         """Recompute the rates in use after the pool's model or the factor has changed."""
         service = _scale_model(self.pool.model, self.factor, self.factor)
-        self.set_service_model(replace(service, step_tokens=self.reported_step_tokens or service.step_tokens))
+        self.set_step_times(replace(service, step_tokens=self.reported_step_tokens or service.step_tokens))
 
-    def set_service_model(self, service: ServiceModel) -> None:
+    def set_step_times(self, service: StepTimes) -> None:
         """Set the rates in use."""
         self.service = service
         self.step_tokens = service.step_tokens
