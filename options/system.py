@@ -30,6 +30,15 @@ def raise_file_limit() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
+def read_resident_bytes() -> int:
+    """Return the resident memory of this process; 0 if the system does not say."""
+    try:
+        with open("/proc/self/statm") as statm_file:
+            return int(statm_file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
 def make_event_loop() -> asyncio.AbstractEventLoop:
     """Make an event loop, uvloop's where it is installed."""
     try:

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
-from options.system import start_child
+from options.system import read_resident_bytes, start_child
 from prompts.errors import RequestError
 
 T = TypeVar("T")
@@ -236,14 +236,5 @@ def _serve_task(stream: Any, setup_result: Any, memory_bytes: int) -> None:
         rejection = vars(error)
     signal.alarm(0)
     del arguments
-    pickle.dump(_TaskResult(rejection, result, _read_resident_bytes() < memory_bytes // 2), stream)
+    pickle.dump(_TaskResult(rejection, result, read_resident_bytes() < memory_bytes // 2), stream)
     stream.flush()
-
-
-def _read_resident_bytes() -> int:
-    """Return the resident memory of this process; 0 if the system does not say."""
-    try:
-        with open("/proc/self/statm") as statm_file:
-            return int(statm_file.read().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from pathlib import Path
 
 import zmq
+
+from options.system import read_resident_bytes
 
 _MMAP_THRESHOLD, _MMAPPED_BYTES = -3, 4 << 20
 """Size from which memory has a mapping of its own (M_MMAP_THRESHOLD of mallopt). A new mapping is slow, and
@@ -72,11 +72,6 @@ class HeapTrimmer:
             self._pause_s = TRIM_S
         else:
             self._pause_s = min(max(2 * self._pause_s, TRIM_S), TRIM_S_MAX)
-
-
-def read_resident_bytes() -> int:
-    """Return the resident memory of this process (Linux)."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def limit_garbage_collection() -> None:
