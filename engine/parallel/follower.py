@@ -10,12 +10,12 @@ import faulthandler
 import logging
 import os
 import select
-import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,7 +34,6 @@ from engine.execution.sizing import (
     select_rank_device,
     size_cache,
 )
-from engine.messages import FrameReader, encode_frame
 from engine.models import Shard
 from engine.models.loader import load_model
 from engine.parallel.collectives import all_reduce_min, all_reduce_sum, gather_columns, join_process_group
@@ -119,30 +118,30 @@ def main(fd: int, rank: int, size: int, port: int) -> int:
     `port`: port of the leader's store, by which the ranks find each other.
     """
     faulthandler.enable()
-    sock = socket.socket(fileno=fd)
-    _exit_when_closed(sock)
+    connection = Connection(fd)
+    _exit_when_closed(connection)
     follower = Follower(rank, size)
     try:
-        has_joined_group = _execute_messages(sock, follower, size, port)
+        has_joined_group = _execute_messages(connection, follower, size, port)
     except Exception as error:  # noqa: BLE001 - the process ends, which the leader notices
-        _exit_after_error(sock, error, f"rank {rank} of {size}")
+        _exit_after_error(connection, error, f"rank {rank} of {size}")
     if has_joined_group:
         follower.close()
         dist.destroy_process_group()
     return 0
 
 
-def _execute_messages(sock: socket.socket, follower: Follower, size: int, port: int) -> bool:
+def _execute_messages(connection: Connection, follower: Follower, size: int, port: int) -> bool:
     """Execute the leader's messages until the socket closes. Returns whether this rank has joined the process group.
 
     The rank joins after its first model is loaded; further models may follow. `size`: number of ranks. `port`: port of
     the leader's store, by which the ranks find each other.
     """
     has_joined_group = False
-    for message in _receive_messages(sock):
+    for message in _receive_messages(connection):
         reply = _load(follower, message) if isinstance(message, LoadModel) else follower.execute(message)
         if reply is not None:
-            sock.sendall(encode_frame(msgspec.msgpack.encode(reply)))
+            connection.send_bytes(msgspec.msgpack.encode(reply))
         if isinstance(reply, RankLoaded):
             if not has_joined_group:
                 store = TCPStore(LOOPBACK, port, size, is_master=False)
@@ -152,13 +151,13 @@ def _execute_messages(sock: socket.socket, follower: Follower, size: int, port: 
     return has_joined_group
 
 
-def _exit_after_error(sock: socket.socket, error: Exception, rank_name: str) -> NoReturn:
+def _exit_after_error(connection: Connection, error: Exception, rank_name: str) -> NoReturn:
     """Log the error, unless the leader's end caused it, and end the process.
 
     The process ends at once, because threads of the process group may still wait for other ranks, and would abort an
     orderly exit.
     """
-    is_leader_gone = _is_hung_up(sock)
+    is_leader_gone = _is_hung_up(connection)
     if not is_leader_gone:
         log.error("%s fails: %s: %s", rank_name, type(error).__name__, error)
         traceback.print_exc()
@@ -179,32 +178,28 @@ def _load(follower: Follower, message: LoadModel) -> FollowerReply:
         return LoadFailed(str(error))
 
 
-def _receive_messages(sock: socket.socket) -> Iterator[LeaderMessage]:
+def _receive_messages(connection: Connection) -> Iterator[LeaderMessage]:
     """Yield the leader's messages until the leader closes the socket."""
-    reader = FrameReader()
     decoder: msgspec.msgpack.Decoder[LeaderMessage] = msgspec.msgpack.Decoder(LeaderMessage)
     while True:
         try:
-            data = sock.recv(1 << 20)
-        except ConnectionError:
+            payload = connection.recv_bytes()
+        except (EOFError, ConnectionError):
             return
-        if not data:
-            return
-        for payload in reader.feed(data):
-            yield decoder.decode(payload)
+        yield decoder.decode(payload)
 
 
-def _is_hung_up(sock: socket.socket, timeout_ms: int = 0) -> bool:
+def _is_hung_up(connection: Connection, timeout_ms: int = 0) -> bool:
     poll = select.poll()
-    poll.register(sock, 0)  # poll reports the end of a connection in any case
+    poll.register(connection, 0)  # poll reports the end of a connection in any case
     return bool(poll.poll(timeout_ms))
 
 
-def _exit_when_closed(sock: socket.socket) -> None:
+def _exit_when_closed(connection: Connection) -> None:
     """End this process soon after its socket is closed, even if a collective operation blocks it."""
 
     def wait() -> None:
-        while not _is_hung_up(sock, 60_000):
+        while not _is_hung_up(connection, 60_000):
             pass
         time.sleep(GRACE_S)
         os._exit(1)

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -30,7 +31,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from engine.config import EngineConfig
 from engine.core import Runner
 from engine.execution.block_copier import BlockCopier
-from engine.messages import FrameReader, encode_frame
 from engine.models import Shard
 from engine.parallel.collectives import all_reduce_min, all_reduce_sum, gather_columns, join_process_group
 from engine.parallel.messages import (
@@ -56,36 +56,29 @@ log = logging.getLogger("engine.ranks")
 
 
 class _FollowerHandle:
-    """The leader's side of one follower: its process, and the socket to it."""
+    """The leader's side of one follower: its process, and the connection to it."""
 
     def __init__(self, rank: int, size: int, port: int) -> None:
         self.rank = rank
-        self.process, self._sock = start_child("engine.parallel.follower", rank, size, port)
-        self._frame_reader = FrameReader()
+        self.process, sock = start_child("engine.parallel.follower", rank, size, port)
+        self._connection = Connection(sock.detach())
         self._decoder: msgspec.msgpack.Decoder[FollowerReply] = msgspec.msgpack.Decoder(FollowerReply)
 
-    def send(self, data: bytes) -> None:
-        """Send bytes. Raises OSError if the follower has ended."""
-        self._sock.sendall(data)
+    def send(self, message: bytes) -> None:
+        """Send an encoded message. Raises OSError if the follower has ended."""
+        self._connection.send_bytes(message)
 
     def receive(self) -> FollowerReply:
         """Wait for the follower's reply to the last message, and return it.
 
         Raises RunnerLostError if the follower ends instead. The message says how it ended.
         """
-        while True:
-            try:
-                data = self._sock.recv(1 << 16)
-            except ConnectionError:
-                data = b""
-            if not data:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(GRACE_S)
-                raise RunnerLostError(self.describe_exit())
-            replies = [self._decoder.decode(payload) for payload in self._frame_reader.feed(data)]
-            if replies:
-                assert len(replies) == 1, replies
-                return replies[0]
+        try:
+            return self._decoder.decode(self._connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(GRACE_S)
+            raise RunnerLostError(self.describe_exit()) from None
 
     def describe_exit(self) -> str:
         """Return a message about how the follower has ended."""
@@ -99,7 +92,7 @@ class _FollowerHandle:
         return f"tensor-parallel rank {self.rank} (process {self.process.pid}) {exit_event}"
 
     def close(self) -> None:
-        self._sock.close()
+        self._connection.close()
 
     def end_process(self) -> None:
         """Wait for the process, which ends once its socket is closed; kill it if it takes too long."""
@@ -168,16 +161,16 @@ class Leader:
 
     def broadcast(self, message: LeaderMessage) -> None:
         """Send a message to every follower. Raises RunnerLostError."""
-        self._send_frames([encode_frame(self._encoder.encode(message))] * len(self._followers))
+        self._send_all([self._encoder.encode(message)] * len(self._followers))
 
     def send_each(self, messages: Sequence[LeaderMessage]) -> None:
         """Send each follower its message, in the order of ranks. Raises RunnerLostError."""
-        self._send_frames([encode_frame(self._encoder.encode(message)) for message in messages])
+        self._send_all([self._encoder.encode(message) for message in messages])
 
-    def _send_frames(self, frames: Sequence[bytes]) -> None:
-        for follower, frame in zip(self._followers, frames, strict=True):
+    def _send_all(self, encoded_messages: Sequence[bytes]) -> None:
+        for follower, message in zip(self._followers, encoded_messages, strict=True):
             try:
-                follower.send(frame)
+                follower.send(message)
             except OSError as error:
                 raise self.make_lost_error(error) from error
 
