@@ -103,8 +103,8 @@ class OutputParser:
             text = self._source.take_all()
         if self._stop_strings is not None and self._delta.is_in_call:
             text = self._stop_strings.flush() + text
-        elif self._stop_strings is not None and may_stop:
-            text, self.stop_string = self._stop_strings.push(text)
+        elif self._stop_strings is not None:
+            text, self.stop_string = self._stop_strings.push(text, may_stop=may_stop)
         self._advance(text)
 
     def finish(self) -> None:

@@ -24,10 +24,13 @@ class StopStrings:
         self._includes_stop = includes_stop
         self.pending_text = ""
 
-    def push(self, piece: str) -> tuple[str, str | None]:
-        """Return (final text, stop string that was found or None). Nothing may be pushed after a stop string."""
+    def push(self, piece: str, *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Return (final text, stop string that was found or None). Nothing may be pushed after a stop string.
+
+        `may_stop`: whether a stop string that this piece completes counts. Its beginning may be in earlier pieces.
+        """
         text = self.pending_text + piece
-        match = self._find_first_stop(text)
+        match = self._find_first_stop(text, len(self.pending_text)) if may_stop else None
         if match is not None:
             start, stop = match
             self.pending_text = ""
@@ -41,8 +44,9 @@ class StopStrings:
         text, self.pending_text = self.pending_text, ""
         return text
 
-    def _find_first_stop(self, text: str) -> tuple[int, str] | None:
-        """Return (start, stop string) of the one that ends first; of two that end together, the longer one."""
-        matches = [(text.find(stop), stop) for stop in self._scanner.delimiters]
+    def _find_first_stop(self, text: str, pending_chars: int) -> tuple[int, str] | None:
+        """Return (start, stop string) of the first that ends behind the pending text; of two, the longer one."""
+        stops = self._scanner.delimiters
+        matches = [(text.find(stop, max(0, pending_chars - len(stop) + 1)), stop) for stop in stops]
         found_matches = [(start, stop) for start, stop in matches if start >= 0]
         return min(found_matches, key=lambda match: (match[0] + len(match[1]), match[0]), default=None)

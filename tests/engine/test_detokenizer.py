@@ -126,8 +126,8 @@ def test_an_incomplete_character_at_the_end_is_shown_as_replacement() -> None:
     assert detokenizer.flush() == "\ufffd"
 
 
-def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    for end in range(1, len(text) + 1):
+def naive_stop(text: str, stops: list[str], include: bool, first_end: int) -> tuple[str, str | None]:
+    for end in range(first_end, len(text) + 1):
         matching_stops = [stop for stop in stops if text[:end].endswith(stop)]
         if matching_stops:
             stop = max(matching_stops, key=len)
@@ -140,18 +140,21 @@ def naive_stop(text: str, stops: list[str], include: bool) -> tuple[str, str | N
     pieces=st.lists(st.text("abc", max_size=4), max_size=12),
     stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
     include=st.booleans(),
+    min_pieces=st.integers(0, 4),
 )
-def test_stop_strings_match_a_character_by_character_search(pieces: list[str], stops: list[str], include: bool) -> None:
+def test_stop_strings_match_a_character_by_character_search(
+    pieces: list[str], stops: list[str], include: bool, min_pieces: int
+) -> None:
     checker = StopStrings(stops, include)
     output_text, stop = "", None
-    for piece in pieces:
-        final, stop = checker.push(piece)
+    for number, piece in enumerate(pieces):
+        final, stop = checker.push(piece, may_stop=number >= min_pieces)
         output_text += final
         if stop is not None:
             break
         assert "".join(pieces).startswith(output_text + checker.pending_text)
     output_text += checker.flush()
-    expected, expected_stop = naive_stop("".join(pieces), stops, include)
+    expected, expected_stop = naive_stop("".join(pieces), stops, include, len("".join(pieces[:min_pieces])) + 1)
     assert (stop, output_text) == (expected_stop, expected)
 
 

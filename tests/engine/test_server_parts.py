@@ -137,6 +137,14 @@ def test_a_stop_token_is_counted_and_not_spoken() -> None:
     assert choice.text == FACTORY._tokenizer.decode([70])
 
 
+def test_a_stop_string_may_begin_within_min_tokens() -> None:
+    ids = FACTORY._tokenizer.encode("xyz").ids
+    assert len(ids) == 3
+    choice = make_choice(0, SamplingParams(stop=("yz",), min_tokens=2), FACTORY, keeps_text=True)
+    choice.push(SequenceOutput(request_id="r", token_ids=ids))
+    assert (choice.text, choice.stop_reason) == ("x", "yz")
+
+
 # ---------------------------------------------------------------- parameters
 
 
