@@ -196,7 +196,7 @@ class Masks:
             state.failure = describe_failure(error)
 
     def _fill_bits(self, states: list[_MatcherState], bits: MaskWords) -> None:
-        """Write to `bits[i]` the tokens that the matcher of `states[i]` allows next; nothing if it has no live matcher.
+        """Write to `bits[i]` the tokens that the matcher of `states[i]` allows next; nothing if the next one is free.
 
         The grammar library makes several masks at once on its own threads, and writes them to the memory of `bits`. If
         that fails, it makes one after the other, so that only the state of the matcher at fault gets a `failure`.
@@ -266,7 +266,8 @@ def _finish_mask(request: MaskRequest, row_bits: MaskWords) -> str | None:
 
 
 def _has_live_matcher(state: _MatcherState) -> bool:
-    return state.failure is None and state.matcher is not None
+    """Return whether the next token must match the grammar. Reasoning that has begun is free."""
+    return state.failure is None and state.matcher is not None and not state.is_reasoning
 
 
 def _ban_unless_all(bits: MaskWords, tokens: list[int]) -> None:

@@ -169,6 +169,10 @@ def test_a_thought_need_not_come(masks: Masks) -> None:
     assert allowed_tokens(masks, seq) == first | {begin}
     seq.token_ids += TOKENIZER.encode("no")
     assert allowed_tokens(masks, seq) == ENDS
+    begun_seq = sequence(LARKS["choice"], reasoning_start_token=begin, reasoning_end_token=end)
+    assert allowed_tokens(masks, begun_seq, row=2, banned_tokens=list(ENDS)) == first | {begin}
+    begun_seq.token_ids += [begin]
+    assert allowed_tokens(masks, begun_seq, row=2, banned_tokens=list(ENDS)) == set(range(VOCAB)) - ENDS
     seq = sequence(LARKS["choice"], [begin], reasoning_start_token=begin, reasoning_end_token=end)
     assert allowed_tokens(masks, seq, row=1) == set(range(VOCAB))
     seq.token_ids += [5, 6, end or 0]
