@@ -114,6 +114,7 @@ class RouterApp:
         self.budget = proxy.budget
         self.scheduler = proxy.pool.scheduler
         self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
+        self.is_ending = False
         self.now = proxy.now
         self._metrics = proxy.metrics
         self._worker_routes = worker_routes

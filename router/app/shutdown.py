@@ -86,6 +86,7 @@ class Shutdown:
         unready_s = self._config.unready_s
         if unready_s > 0:
             log.info("shutting down in %g s; until then requests are taken", unready_s)
+            self._addresses.for_each_listener(Listener.close_after_answers)
             abort_task = asyncio.ensure_future(self._abort_requested.wait())
             await asyncio.wait({abort_task}, timeout=unready_s)
             abort_task.cancel()

@@ -95,6 +95,8 @@ class Application(Protocol):
     """Order in which connections read long bodies."""
     arrival_scheduler: FairScheduler
     """Order in which connections begin their requests."""
+    is_ending: bool
+    """Whether connections are closed after their next answer, so that clients go to another router."""
 
     def now(self) -> float:
         """Return the time in seconds of the clock that `ClientConnection.expire` uses."""
@@ -430,6 +432,8 @@ class ClientConnection(asyncio.Protocol):
         self.has_response_started = False
         self._request = request
         self.cors_headers = self._app.build_cors_headers(request)
+        if self._app.is_ending:
+            request.keep_alive = False
         if not request.keep_alive:
             self._keep_alive = False
         try:

@@ -92,6 +92,10 @@ class Listener:
             except Exception as error:  # noqa: BLE001  a boundary
                 connection.crash(error)
 
+    def close_after_answers(self) -> None:
+        """Answer each request from now on with `connection: close`, as load balancers keep their connections."""
+        self._app.is_ending = True
+
     def stop_listening(self) -> None:
         """Accept no new connections, and no new requests on the open ones."""
         if self._server is not None:

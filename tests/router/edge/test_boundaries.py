@@ -586,6 +586,7 @@ class App:
     def __init__(self) -> None:
         self.limits, self.budget, self.scheduler = HttpLimits(), BufferBudget(HttpLimits(), Metrics()), FairScheduler()
         self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
+        self.is_ending = False
         self.taken: list[int] = []
 
     def now(self) -> float:

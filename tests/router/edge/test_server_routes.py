@@ -151,6 +151,20 @@ def test_workers_route_and_drain(edge: Any, make_post: Any) -> None:
     edge.run(scenario())
 
 
+def test_a_router_that_ends_closes_each_connection_after_its_answer(edge: Any, make_post: Any) -> None:
+    async def scenario() -> None:
+        await edge.start(policy="kv")
+        await edge.worker(edge.reply())
+        edge.listener.close_after_answers()
+        for request in (make_post(CHAT), get("/health")):
+            assert b"Connection: close\r\n" in request
+            answer = await edge.exchange(request.replace(b"Connection: close\r\n", b""))  # to the end of the connection
+            status, headers, _ = parts(answer)
+            assert (status, headers["connection"]) == (200, "close")
+
+    edge.run(scenario())
+
+
 def test_the_root_tells_what_answers_here(edge: Any) -> None:
     async def scenario() -> None:
         await edge.start(api_keys=("secret",))
