@@ -109,6 +109,8 @@ class EventFeed:
         self._busy_streams: set[FollowedStream] = set()
         """Streams with work, which is done in turns of the loop."""
         self._is_turn_scheduled = False
+        self._scheduled_sockets: set[Any] = set()
+        """Sockets that are read in the next turn of the loop."""
         self.ignored_message_count = 0
         """Live messages whose topic belongs to no followed stream."""
         self.fault_count = 0
@@ -211,11 +213,23 @@ class EventFeed:
             if stream in self._busy_streams:
                 self._mark_busy(stream)
 
+    def _on_readable(self, socket: Any) -> None:
+        """Read a socket that has new input, unless it is read in this turn of the loop anyway."""
+        if socket not in self._scheduled_sockets:
+            self._read_socket(socket)
+
+    def _schedule_read(self, socket: Any) -> None:
+        """Have a socket read in the next turn of the loop."""
+        if socket not in self._scheduled_sockets:
+            self._scheduled_sockets.add(socket)
+            self._loop.call_soon(self._read_socket, socket)
+
     def _read_socket(self, socket: Any) -> None:
         """Read some messages of a socket, unless a handler has closed it.
 
         ZeroMQ reports a socket only once for several messages, so that one with more input is read in the next turn.
         """
+        self._scheduled_sockets.discard(socket)
         subscription = self._subscription_by_socket.get(socket)
         stream = self._stream_by_dealer.get(socket)
         if (subscription is None and stream is None) or not _has_input(socket):
@@ -227,7 +241,7 @@ class EventFeed:
             own_stream = subscription.stream if isinstance(subscription, StreamSubscription) else None
             self._run_guarded(own_stream, read, subscription)
         if not socket.closed and _has_input(socket):
-            self._loop.call_soon(self._read_socket, socket)
+            self._schedule_read(socket)
 
     def _run_tick(self) -> None:
         self._loop.call_later(TICK_S, self._run_tick)
@@ -308,8 +322,8 @@ class EventFeed:
 
     def _watch(self, socket: Any) -> None:
         """Read a socket whenever it has input, and in the next turn, as earlier input is not reported."""
-        self._loop.add_reader(socket.getsockopt(zmq.FD), self._read_socket, socket)
-        self._loop.call_soon(self._read_socket, socket)
+        self._loop.add_reader(socket.getsockopt(zmq.FD), self._on_readable, socket)
+        self._schedule_read(socket)
 
     def _unwatch(self, socket: Any) -> None:
         """Stop reading a socket, before it is closed."""

@@ -267,6 +267,36 @@ def test_many_bytes_of_one_stream_are_applied_over_many_turns(
     assert max(turns.count(turn) for turn in turns) <= 4  # one byte of before, and three of 100 kB
 
 
+def test_a_socket_is_read_once_a_turn_however_often_it_gets_messages(
+    context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed]
+) -> None:
+    """A report of new messages adds no read to the one that is due, or a flood would hold up all other streams."""
+    handler, pub = Recorder(), Pub(context)
+    feed = start_feed(handler)
+    feed.add(pub.source("a"))
+    keep_sending(pub, lambda: handler.count_applied("a"), "followed")
+    reads_by_turn, read_live, process_streams = [0], feed._read_live, feed._process_streams
+
+    def count_reads(subscription: Any) -> None:
+        reads_by_turn[-1] += 1
+        read_live(subscription)
+
+    def count_turns() -> None:
+        reads_by_turn.append(0)
+        process_streams()
+
+    feed._read_live, feed._process_streams = count_reads, count_turns  # type: ignore[method-assign]
+    handler.reply = lambda stream_id, instruction: time.sleep(0.0005)
+    subscription = feed._stream_by_id["a"].subscription
+    assert subscription is not None
+    flood_end_s = time.monotonic() + 1.5
+    while time.monotonic() < flood_end_s:
+        pub.send(bytes(100_000))
+        feed._submit(lambda: feed._on_readable(subscription.socket))  # as ZeroMQ reports messages of many publishers
+    assert len(reads_by_turn) > 20
+    assert max(reads_by_turn) <= 3
+
+
 def test_a_message_beyond_the_bound_ends_its_connection_alone(
     context: zmq.Context[Any], start_feed: Callable[[Any], EventFeed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
