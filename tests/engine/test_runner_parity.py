@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[Recipe, dict[str, Any]]] = {
         },
     ),
     "qwen3_moe": (Recipe(family="qwen3_moe"), {}),
+    "qwen3_moe-window": (Recipe(family="qwen3_moe"), {"use_sliding_window": True, "sliding_window": 24}),
     "qwen3_5": (Recipe(family="qwen3_5", layers=3), {}),
     "granitemoehybrid": (Recipe(family="granitemoehybrid", layers=3), {}),
     "bamba": (Recipe(family="bamba", layers=3), {}),

@@ -46,9 +46,14 @@ def build_qwen3(config: HfConfig, root: WeightScope) -> CausalLM:
 
 
 def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
-    """Build Qwen3-MoE: Qwen3 with a routed mixture of experts instead of the MLP in all or some layers."""
+    """Build Qwen3-MoE: Qwen3 with a routed mixture of experts instead of the MLP in all or some layers.
+
+    A sliding window is that of every layer, as in transformers, which reads no `max_window_layers` here.
+    """
     decoder = DecoderConfig.from_hf(config)
-    attention = replace(read_attention_config(config, decoder), qk_norm_eps=decoder.norm_eps)
+    attention = replace(
+        read_attention_config(config, decoder), qk_norm_eps=decoder.norm_eps, window=_read_window(config)
+    )
     experts_key = "num_experts" if "num_experts" in config else "num_local_experts"  # checkpoints use either name
     routed_config = RoutedMLPConfig(
         hidden_size=decoder.hidden_size,
@@ -66,13 +71,17 @@ def build_qwen3_moe(config: HfConfig, root: WeightScope) -> CausalLM:
             return GatedMLP(mlp_scope, decoder.hidden_size, config.get_integer("intermediate_size"))
         return RoutedMLP(mlp_scope, routed_config)
 
-    windows = _read_window_by_layer(config, decoder.num_layers)
-    return build_dense_decoder(root, config, decoder, attention, window_by_layer=windows, make_mlp=make_mlp)
+    return build_dense_decoder(root, config, decoder, attention, make_mlp=make_mlp)
+
+
+def _read_window(config: HfConfig) -> int | None:
+    """Read the sliding window of a Qwen config; None: it is not used."""
+    return config.get_optional_integer("sliding_window") if config.get("use_sliding_window", False) else None
 
 
 def _read_window_by_layer(config: HfConfig, num_layers: int) -> list[int | None]:
     """Read each layer's sliding window from a Qwen2 or Qwen3 config."""
-    window = config.get_optional_integer("sliding_window") if config.get("use_sliding_window", False) else None
+    window = _read_window(config)
     if window is None:
         return [None] * num_layers
     kinds = config.get_strings("layer_types")
