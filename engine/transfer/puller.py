@@ -2,7 +2,7 @@
 
 The number of pulls at once, the bytes of each pull and its seconds are bounded. Prompts that begin with the same block
 are pulled from a source one after another, so that no block comes twice. A source that has failed is not asked again
-for RETRY_AFTER_S, and does not delay pulls from other sources.
+for RETRY_AFTER_S, which doubles with each further failure, so that dead sources hardly delay pulls from others.
 """
 
 from __future__ import annotations
@@ -43,13 +43,20 @@ log = logging.getLogger("engine.transfer")
 PULLS_AT_ONCE_MAX = 4
 PULL_BYTES_MAX = 4 * BATCH_BYTES_MAX
 """Most bytes of one pull that are requested and not stored yet. A larger block is requested alone."""
-RETRY_AFTER_S = 2.0
-"""Seconds for which a source that has failed is not asked."""
+RETRY_AFTER_S, RETRY_AFTER_S_MAX = 2.0, 32.0
+"""Seconds for which a source that has failed is not asked: after its first failure, and at most."""
 FAILED_SOURCES_MAX = 1024
 
 Address = tuple[str, int]
 """Host and port of a source."""
 AnswerType = TypeVar("AnswerType", BlocksLocated, BlocksSent)
+
+
+class _Pause(NamedTuple):
+    """Time in which a source that has failed is not asked."""
+
+    length_s: float
+    end_s: float
 
 
 class _StoringBatch(NamedTuple):
@@ -106,8 +113,8 @@ class Puller:
 
         A lock is dropped when no pull refers to it any more.
         """
-        self._retry_s_by_source: dict[Address, float] = {}
-        """Time from which on a source that has failed may be asked again."""
+        self._pause_by_source: dict[Address, _Pause] = {}
+        """Last pause of each source whose last pull has failed."""
 
     async def pull(self, pull: Pull) -> None:
         """Store the blocks of a prompt that the source has and this cache lacks. Failures are counted and logged."""
@@ -137,8 +144,9 @@ class Puller:
         source = pull.source
         lock = self._locks.setdefault((source.address, pull.keys[0].hash), asyncio.Lock())
         async with lock, self._pull_slots:
-            if time.monotonic() < self._retry_s_by_source.get(source.address, 0.0):
-                raise TransferError("recent", f"failed less than {RETRY_AFTER_S:g} s ago")
+            pause = self._pause_by_source.get(source.address)
+            if pause is not None and time.monotonic() < pause.end_s:
+                raise TransferError("recent", f"failed less than {pause.length_s:g} s ago")
             try:
                 connection = await _connect(source, self._settings.fleet_key)
                 try:
@@ -147,17 +155,20 @@ class Puller:
                     connection.close()
             except BaseException:  # also a time-out, which arrives as a cancellation
                 if not pull.is_abandoned:
-                    self._remember_failure(source)
+                    self._pause_source(source)
                 raise
+            self._pause_by_source.pop(source.address, None)
 
-    def _remember_failure(self, source: KVSource) -> None:
-        """Do not ask a source for RETRY_AFTER_S, because it has failed now."""
+    def _pause_source(self, source: KVSource) -> None:
+        """Do not ask a source for a while, because it has failed now: twice as long as after its last failure."""
         now_s = time.monotonic()
-        if len(self._retry_s_by_source) >= FAILED_SOURCES_MAX:
-            self._retry_s_by_source = {
-                failed: retry_s for failed, retry_s in self._retry_s_by_source.items() if retry_s > now_s
+        if len(self._pause_by_source) >= FAILED_SOURCES_MAX:
+            self._pause_by_source = {
+                address: pause for address, pause in self._pause_by_source.items() if pause.end_s > now_s
             }
-        self._retry_s_by_source[source.address] = now_s + RETRY_AFTER_S
+        last_pause = self._pause_by_source.get(source.address)
+        length_s = RETRY_AFTER_S if last_pause is None else min(2 * last_pause.length_s, RETRY_AFTER_S_MAX)
+        self._pause_by_source[source.address] = _Pause(length_s, now_s + length_s)
 
     async def _pull_blocks(self, connection: Connection, pull: Pull) -> None:
         """Ask the source which blocks of a prompt it has, and fetch those that are useful and not cached here."""

@@ -108,7 +108,7 @@ def test_strangers_cannot_take_all_connections(short_waits: None) -> None:
         with Engine() as second_consumer:
             while second_consumer.transfers.stats.pulled_blocks == 0:
                 second_consumer.core.reset_prefix_cache()
-                second_consumer.transfers._puller._retry_s_by_source.clear()
+                second_consumer.transfers._puller._pause_by_source.clear()
                 second_consumer.answer("again", TEXT, source.source)
         source.pause()
 
@@ -135,6 +135,23 @@ def test_a_host_that_says_nothing_costs_two_short_waits(short_waits: None, expec
         consumer.core.reset_prefix_cache()
         check_still_pulls(consumer, source)
         source.pause()
+
+
+def test_a_source_that_fails_again_is_asked_less_often(short_waits: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four dead sources took all slots for half of the time."""
+    now_s = 0.0
+    monkeypatch.setattr(puller, "time", SimpleNamespace(monotonic=lambda: now_s))
+    dead_source, asked_at = KVSource("127.0.0.1", closed_port()), []
+    with Engine() as consumer:
+        failures = consumer.transfers.stats.failures
+        for second in (1, 2, 3, 6, 7, 14, 15, 30, 31, 62, 63):
+            now_s = float(second)
+            failed_count = failures["unreachable"]
+            consumer.core.reset_prefix_cache()
+            consumer.answer(f"{second}", TEXT, dead_source)
+            if failures["unreachable"] > failed_count:
+                asked_at.append(second)
+        assert asked_at == [1, 3, 7, 15, 31, 63]
 
 
 def test_names_that_no_server_resolves_delay_no_source_with_an_address(
@@ -253,7 +270,7 @@ def test_a_source_with_the_key_that_lies_is_not_believed(expected: list[int], li
         consumer.answer("a", TEXT, source.source)
         check_failed(consumer, "malformed", expected)
         source.exchange.read = reading  # type: ignore[method-assign]
-        consumer.transfers._puller._retry_s_by_source.clear()
+        consumer.transfers._puller._pause_by_source.clear()
         consumer.core.reset_prefix_cache()
         check_still_pulls(consumer, source)
         source.pause()
