@@ -30,6 +30,8 @@ from prompts.schemas import (
 Item = dict[str, Any]
 ResponseId = Annotated[str, Meta(min_length=1, max_length=256)]
 ITEM_ID_CHARS_MAX = 256
+LOGPROBS_INCLUDED = "message.output_text.logprobs"
+"""Name in `include` of the logprobs of the answer's text."""
 CUSTOM_TOOL_SCHEMA = {
     "type": "object",
     "properties": {"input": {"type": "string", "description": "The freeform text payload for this tool."}},
@@ -68,6 +70,8 @@ class ResponsesRequest(SharedRequest, kw_only=True, frozen=True):
     store: bool | None = None
     background: bool | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=COUNT_MAX)] | None = None
+    include: list[str] | None = None
+    """Parts of the answer that are left out otherwise. Only `LOGPROBS_INCLUDED` has an effect."""
     top_logprobs: LogprobCount | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, Any] | None = None
@@ -224,8 +228,11 @@ def convert_to_chat(
             history.add(f"input[{index}]", _resolve_reference(f"input[{index}]", item, items or {}))
     if not messages:
         raise bad_value("input", request.input, "at least one item that says something")
+    has_logprobs = LOGPROBS_INCLUDED in (request.include or ())
     fields: dict[str, Any] = {
         "messages": messages,
+        "logprobs": True if has_logprobs else None,
+        "top_logprobs": request.top_logprobs if has_logprobs else None,
         "tools": _convert_tools(request.tools) if request.tools else None,
         "tool_choice": _convert_tool_choice(request),
         "reasoning_effort": None if request.reasoning is None else request.reasoning.effort,

@@ -30,6 +30,7 @@ from engine.process.client import EngineDeadError, OutputStream
 from engine.protocol.chat import ChatFormatter
 from engine.protocol.completions import CompletionFormatter
 from engine.protocol.generation import Generation, make_generation
+from engine.protocol.logprobs import LogprobFormatter
 from engine.protocol.messages import MessagesFormatter
 from engine.protocol.parsed_request import (
     ParsedRequest,
@@ -131,7 +132,8 @@ def _make_formatter(state: ServerState, parsed_request: ParsedRequest, generatio
         if response_context.skipped_item_types:
             item_types = ", ".join(response_context.skipped_item_types)[:1000]
             log.warning("items of a response's input are not shown: %s", item_types)
-        return ResponsesFormatter(generation, response_context)
+        logprobs = LogprobFormatter(state.detokenizer_factory) if body.logprobs else None
+        return ResponsesFormatter(generation, response_context, logprobs)
     if generation.id.startswith(_MESSAGE_ID_PREFIX):
         return MessagesFormatter(generation)
     if isinstance(body, ChatRequest):
@@ -170,7 +172,7 @@ async def _respond(
             return await _stream_response(state, writer, delta_stream, formatter, stream.logprob_share.release)
         async for deltas in delta_stream:
             # A whole answer keeps its share of the memory for logprobs until it is sent.
-            await format_logprobs(formatter, deltas, lambda logprob_count: None)
+            await format_logprobs(formatter, deltas, _keep_logprobs)
         response_body = formatter.format_response()
         _store_response(state, formatter)
         return await writer.write_body(response_body)
@@ -261,7 +263,7 @@ async def format_logprobs(
     The logprobs of one request may be millions. The server limits how many all requests hold together.
     `release_logprobs` is called with the number of logprobs that were formatted and need no memory any more.
     """
-    if not isinstance(formatter, (ChatFormatter, CompletionFormatter)):
+    if isinstance(formatter, MessagesFormatter):
         return
     logprobs_since_pause = 0
     for choice, delta in deltas:
@@ -275,6 +277,10 @@ async def format_logprobs(
         release_logprobs(delta_logprobs)
 
 
+def _keep_logprobs(logprob_count: int) -> None:
+    """Release no logprobs, of an answer that has all of them at its end."""
+
+
 async def _stream_response(
     state: ServerState,
     writer: ResponseWriter,
@@ -283,6 +289,8 @@ async def _stream_response(
     release_logprobs: Callable[[int], None],
 ) -> web.StreamResponse:
     """Send an answer as a stream of events. An error after the first one becomes the last event."""
+    if isinstance(formatter, ResponsesFormatter):  # the last event has the whole answer
+        release_logprobs = _keep_logprobs
     comment_task = asyncio.ensure_future(writer.send_keepalive_comments())
     try:
         async for deltas in delta_stream:

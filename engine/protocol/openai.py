@@ -74,10 +74,10 @@ class OpenAIFormatter:
 
         The server serves other requests between two parts. `format_delta` formats what is left.
         """
-        for prompt_part in _split_positions(delta.prompt_logprobs):
+        for prompt_part in split_positions(delta.prompt_logprobs):
             self._format_prompt_logprobs(choice, prompt_part)
             yield count_logprobs(prompt_part)
-        for part in _split_positions(delta.logprobs):
+        for part in split_positions(delta.logprobs):
             self._format_logprobs(choice, part)
             yield count_logprobs(part)
         delta.prompt_logprobs, delta.logprobs = [], []
@@ -118,6 +118,7 @@ class OpenAIFormatter:
         return token_ids if self._includes_ids else UNSET
 
 
-def _split_positions(positions: list[Position]) -> Iterator[list[Position]]:
+def split_positions(positions: list[Position]) -> Iterator[list[Position]]:
+    """Split positions with logprobs into parts, between which other requests are served."""
     for start in range(0, len(positions), SLICE_POSITIONS):
         yield positions[start : start + SLICE_POSITIONS]

@@ -7,6 +7,8 @@ response.output_item.done of each item; response.completed with the whole respon
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,8 +17,11 @@ from engine.output.choice import Choice
 from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks
 from engine.output.delta_builder import ChoiceDelta
 from engine.protocol.generation import CompletionTokensDetails, Generation
+from engine.protocol.logprobs import LogprobFormatter, join_json_list
 from engine.protocol.messages import format_event
+from engine.protocol.openai import split_positions
 from engine.protocol.parsed_request import ResponseContext
+from engine.types import count_logprobs
 from prompts.errors import RequestError
 from prompts.responses import ClientTool, make_item_id
 from prompts.schemas import Message
@@ -35,7 +40,10 @@ _EVENT_NAMES = {
 class ResponsesFormatter:
     """Formats the answer of one request, which has one choice."""
 
-    def __init__(self, generation: Generation, context: ResponseContext) -> None:
+    def __init__(
+        self, generation: Generation, context: ResponseContext, logprobs: LogprobFormatter | None = None
+    ) -> None:
+        """`logprobs`: formats the logprobs of the answer's text; None: the answer has none."""
         self._generation = generation
         self._choice = generation.choices[0]
         self.context = context
@@ -44,6 +52,28 @@ class ResponsesFormatter:
         """Whether the answer has ended. A block that ends then may be incomplete, because a length limit cut it."""
         self._sequence_number = -1
         """Number of the last event."""
+        self._logprobs = logprobs
+        self._pending_logprobs: list[bytes] = []
+        """Logprobs of tokens that have become no text, reasoning or call yet."""
+        self._text_logprobs: list[bytes] = []
+        """Logprobs of text that is in no block yet."""
+        self._logprobs_by_block: defaultdict[int, list[bytes]] = defaultdict(list)
+        """Index of a block of text -> its logprobs."""
+
+    def format_logprobs(self, choice: Choice, delta: ChoiceDelta) -> Iterator[int]:
+        """Format the logprobs of a delta part by part, and remove them. Yields the number of logprobs of each part.
+
+        Logprobs of reasoning and calls are dropped.
+        """
+        if self._logprobs is not None:
+            for part in split_positions(delta.logprobs):
+                self._pending_logprobs += map(self._logprobs.format_chat, part)
+                yield count_logprobs(part)
+        delta.logprobs = []
+        if delta.text:
+            self._text_logprobs += self._pending_logprobs
+        if delta.text or delta.reasoning or delta.tool_calls:
+            self._pending_logprobs = []
 
     # Streamed ---------------------------------------------------------------------------------------------------------
 
@@ -75,7 +105,8 @@ class ResponsesFormatter:
             return self._format_block_start(event.block)
         if event.action == "stop":
             return self._format_block_end(event.block)
-        return self._format_text_event("delta", event.block, {"delta": event.text})
+        logprobs = self._place_text_logprobs(event.block) if event.block.kind == "text" else []
+        return self._format_text_event("delta", event.block, {"delta": event.text}, logprobs)
 
     def _format_block_start(self, block: ContentBlock) -> bytes:
         item = self._make_item(block, "in_progress")
@@ -99,11 +130,22 @@ class ResponsesFormatter:
         item = self._make_item(block, "incomplete" if is_cut else "completed")
         return events + self._format_event("response.output_item.done", output_index=block.index, item=item)
 
-    def _format_text_event(self, name_ending: str, block: ContentBlock, fields: JsonObject) -> bytes:
-        """Return an event about the text, the arguments or the input of a block."""
+    def _format_text_event(
+        self, name_ending: str, block: ContentBlock, fields: JsonObject, logprobs: Sequence[bytes] = ()
+    ) -> bytes:
+        """Return an event about the text, the arguments or the input of a block.
+
+        `logprobs`: those of new text. The event at the text's end has none, as with vLLM: its item repeats them.
+        """
         if block.kind == "text":
-            fields["logprobs"] = []
+            fields["logprobs"] = join_json_list(logprobs)
         return self._format_event(f"{_EVENT_NAMES[block.kind]}.{name_ending}", **self._locate(block), **fields)
+
+    def _place_text_logprobs(self, block: ContentBlock) -> list[bytes]:
+        """Add the logprobs of the newest text to those of its block, and return them."""
+        logprobs, self._text_logprobs = self._text_logprobs, []
+        self._logprobs_by_block[block.index] += logprobs
+        return logprobs
 
     def _locate(self, block: ContentBlock) -> JsonObject:
         """Return the fields of an event that say which block it is about."""
@@ -119,6 +161,9 @@ class ResponsesFormatter:
     def format_response(self) -> bytes:
         """Return the whole answer."""
         self._blocks.add_whole_choice(self._choice)
+        for block in self._blocks.blocks:
+            if block.kind == "text":  # a whole answer has one block of text at most
+                self._place_text_logprobs(block)
         return _encoder.encode(self.make_final_response())
 
     def make_final_response(self) -> JsonObject:
@@ -161,7 +206,8 @@ class ResponsesFormatter:
             reasoning_parts = [{"type": "reasoning_text", "text": text}] if text else []
             return {"type": "reasoning", **fields, "summary": [], "content": reasoning_parts}
         if block.kind == "text":
-            text_parts = [] if status == "in_progress" else [_make_text_part(text)]
+            logprobs = None if self._logprobs is None else join_json_list(self._logprobs_by_block[block.index])
+            text_parts = [] if status == "in_progress" else [_make_text_part(text, logprobs)]
             return {"type": "message", **fields, "role": "assistant", "content": text_parts}
         tool = self._get_client_tool(block)
         fields |= {"call_id": block.id, "name": tool.name}
@@ -200,7 +246,7 @@ class ResponsesFormatter:
         return self.context.messages[:-1] + b"," + _encoder.encode(message) + b"]"
 
 
-def _make_text_part(text: str, logprobs: list[Any] | None = None) -> JsonObject:
+def _make_text_part(text: str, logprobs: msgspec.Raw | list[Any] | None) -> JsonObject:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -17,10 +18,11 @@ from engine.output.content_blocks import ContentBlocks
 from engine.output.delta_builder import ChoiceDelta, ToolCallDelta
 from engine.output.parser import OutputParser, OutputParserConfig
 from engine.protocol.generation import Generation
+from engine.protocol.logprobs import LogprobFormatter
 from engine.protocol.messages import MessagesFormatter
 from engine.protocol.parsed_request import ResponseContext
 from engine.protocol.responses import ResponsesFormatter
-from engine.types import SamplingParams
+from engine.types import SamplingParams, TokenLogprobs
 from prompts import RequestError
 from prompts.responses import ClientTool
 from prompts.schemas import ChatRequest
@@ -153,6 +155,38 @@ def test_responses() -> None:
     stored_messages = json.loads(answer.encode_messages())
     assert stored_messages[0] == {"role": "user", "content": "q"}
     assert [call["id"] for call in stored_messages[1]["tool_calls"]] == ["call_1", "call_2"]
+
+
+class TokenTexts:
+    """Token n is spelled `n`."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return str(token_id).encode()
+
+
+def test_responses_have_the_logprobs_of_their_text() -> None:
+    """Those of tokens without text come with the next text, except before reasoning and calls; whole as streamed."""
+
+    def read_pieces(answer: ResponsesFormatter) -> Iterator[ChoiceDelta]:
+        for token_id, delta in enumerate([*PIECES[:3], piece(), *PIECES[3:]]):
+            delta = structs.replace(delta, logprobs=[TokenLogprobs.pack(token_id, -1.0, 1, [(token_id, -1.0)])])
+            list(answer.format_logprobs(choice, delta))
+            yield delta
+
+    new_generation, choice = generation()
+    formatter = LogprobFormatter(TokenTexts())  # type: ignore[arg-type]
+    answer = ResponsesFormatter(new_generation, ASKED, formatter)
+    data = b"".join(answer.format_delta(choice, delta) for delta in read_pieces(answer))
+    stream_events = events(data + answer.format_end())
+    deltas = [event for event in stream_events if event["type"] == "response.output_text.delta"]
+    assert [[entry["token"] for entry in event["logprobs"]] for event in deltas] == [["2"], ["3", "4"]]
+    entry = {"token": "2", "logprob": -1.0, "bytes": [50]}
+    assert deltas[0]["logprobs"] == [{**entry, "top_logprobs": [entry]}]
+    logprobs = [entry for event in deltas for entry in event["logprobs"]]
+    assert stream_events[-1]["response"]["output"][1]["content"][0]["logprobs"] == logprobs
+    whole_answer = ResponsesFormatter(new_generation, ASKED, formatter)
+    list(read_pieces(whole_answer))
+    assert json.loads(whole_answer.format_response())["output"][1]["content"][0]["logprobs"] == logprobs
 
 
 TOOLS = {"f": ClientTool("read", "fs"), "g": ClientTool("apply_patch", None, True)}

@@ -82,6 +82,17 @@ def test_a_stream_has_its_events_in_their_order(client: openai.OpenAI) -> None:
         assert stream.get_final_response().usage is not None
 
 
+def test_logprobs(client: openai.OpenAI) -> None:
+    answer = create_response(
+        client, include=["message.output_text.logprobs"], top_logprobs=2, max_output_tokens=8, temperature=0.0
+    )
+    text_part = answer.output[0].content[0]
+    text_bytes = b"".join(bytes(entry.bytes) for entry in text_part.logprobs)
+    assert text_bytes.decode("utf-8", "replace") == text_part.text
+    assert all(len(entry.top_logprobs) == 2 for entry in text_part.logprobs)
+    assert create_response(client, top_logprobs=2).output[0].content[0].logprobs is None
+
+
 def test_a_stored_response_goes_on_where_it_is_held(client: openai.OpenAI) -> None:
     texts = [f"Tell me of {thing}." for thing in ("rivers", "stones", "birds", "rain")]
     firsts = [create_response(client, f"{text} {RULES}") for text in texts]
