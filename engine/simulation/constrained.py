@@ -52,18 +52,19 @@ class ConstrainedAnswers:
     def next_token(self, seq: Sequence, preferred_token: int) -> int:
         """Return the next token of `seq`, a sequence with an answer that must match a grammar.
 
-        Reasoning that the prompt began ends at once. After it comes the token that the grammar forces, or one of those
-        that it allows. `preferred_token`: token that the simulation generates where the grammar allows it. Raises
-        GrammarError if the answer cannot go on.
+        Reasoning that the prompt began ends at once. Reasoning that the answer begins is free. After it comes the token
+        that the grammar forces, or one of those that it allows. `preferred_token`: token that the simulation generates
+        where the grammar allows it. Raises GrammarError if the answer cannot go on.
         """
         constraint = seq.request.params.constraint
         assert constraint is not None
         answer_tokens = seq.token_ids[seq.prompt_len :]
         reasoning_end = constraint.reasoning_end_token
         prompt_began_reasoning = constraint.reasoning_start_token is None
-        if reasoning_end is not None and prompt_began_reasoning:
+        first_token = answer_tokens[0] if answer_tokens else preferred_token
+        if reasoning_end is not None and (prompt_began_reasoning or first_token == constraint.reasoning_start_token):
             if reasoning_end not in answer_tokens:
-                return reasoning_end
+                return reasoning_end if prompt_began_reasoning else preferred_token
             answer_tokens = answer_tokens[answer_tokens.index(reasoning_end) + 1 :]
         state = self._advance_matcher(seq.request.request_id, constraint.lark_grammar, answer_tokens)
         if not state.forced_token_ids:

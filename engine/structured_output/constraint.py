@@ -134,6 +134,10 @@ def make_schema_format(schema: Json, whitespace: str | None = None) -> Format:
     return format
 
 
+_PLAIN_PARAMETERS_KEYS = {"type", "title", "description", "properties", "required", "$schema", "$defs"}
+"""Keywords of a schema whose properties are all that its objects have."""
+
+
 def make_scripted_constraint(
     body: ChatRequest,
     script: Sequence[ScriptTurn],
@@ -156,7 +160,8 @@ def make_scripted_constraint(
     if called_tool is not None:
         assert tool_markup is not None
         if turn.arguments is None:
-            called_tool = called_tool._replace(grammar=grammars.get(called_tool.name))
+            schema = _forbid_undeclared_arguments(called_tool.parameters or {})
+            called_tool = called_tool._replace(parameters=schema, grammar=grammars.get(called_tool.name))
         else:
             schema = _make_exact_arguments_schema(turn.arguments)
             called_tool = called_tool._replace(parameters=schema, is_strict=True, grammar=None)
@@ -165,6 +170,14 @@ def make_scripted_constraint(
     if turn.text is not None:
         return RequestedConstraint("messages", {"type": "const_string", "value": turn.text})
     return RequestedConstraint("messages", {"type": "any_text"})
+
+
+def _forbid_undeclared_arguments(parameters: Json) -> Json:
+    """Return the schema of a tool's arguments, closed if it is plain: a client's function knows no other arguments."""
+    is_plain = isinstance(parameters, dict) and parameters.keys() <= _PLAIN_PARAMETERS_KEYS
+    if not is_plain or not set(parameters.get("required") or ()) <= set(parameters.get("properties") or ()):
+        return parameters
+    return {**parameters, "additionalProperties": False}
 
 
 def _make_exact_arguments_schema(arguments: dict[str, Json]) -> Json:

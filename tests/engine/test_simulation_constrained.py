@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from engine.assembly import assemble
 from engine.config import EngineConfig
@@ -182,6 +183,41 @@ def test_a_script_says_its_turns_to_the_letter(grammars: GrammarCompiler, calls:
     assert parse_output(answers[0], calls) == ("", [("g", arguments)])
     assert parse_output(answers[1], calls) == (text, [])
     assert parse_output(answers[2], calls) == ("", [("g", {})])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected_arguments"),
+    [
+        (None, {}),
+        ({"type": "object", "properties": {}}, {}),
+        ({"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"]}, {"city": "Oslo"}),
+    ],
+)
+@pytest.mark.parametrize("calls", CALL_FORMATS)
+def test_made_up_arguments_are_those_that_a_tool_declares(
+    grammars: GrammarCompiler, calls: str, parameters: Any, expected_arguments: Any
+) -> None:
+    """The client's function failed with an argument that it does not know."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    answer = generate_text(grammars, make_constraint((ScriptTurn(call="f"),), calls, tools=tools))
+    assert parse_output(answer, calls)[1] == [("f", expected_arguments)]
+
+
+def test_a_scripted_line_may_reason_before_strict_tools(grammars: GrammarCompiler) -> None:
+    """The grammar of strict tools allowed no reasoning, so the answer was empty."""
+    line = "<think>Hm.</think>So be it."
+    script = [TOKENIZER.hf_tokenizer.encode(line, add_special_tokens=False).ids]
+    start, end = (TOKENIZER.token_to_id(marker) for marker in ("<think>", "</think>"))
+    constraint = structs.replace(make_constraint(tools=TOOLS[1:]), reasoning_start_token=start, reasoning_end_token=end)
+    answers = ConstrainedAnswers(grammars, TOKENIZER, EOS, None)
+    scripted = SimulatedAnswers(sample_words(TOKENIZER), EOS, None, script)
+    request = Request(request_id="r", token_ids=[5], params=SamplingParams(constraint=constraint))
+    seq = Sequence(request=request, token_ids=[5], prompt_len=1, arrival_s=0.0)
+    while (token := answers.next_token(seq, scripted.next_token(seq))) != EOS:
+        assert isinstance(token, int)
+        assert seq.output_len < 100
+        seq.token_ids.append(token)
+    assert TOKENIZER.decode(seq.token_ids[1:], skip_special_tokens=False) == line
 
 
 def test_a_scripted_text_is_said_in_the_tokenizer_s_own_tokens(grammars: GrammarCompiler) -> None:
