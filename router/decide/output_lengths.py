@@ -73,9 +73,12 @@ class OutputLengths:
         keys = request.length_keys or _list_groups(request)
         growth_limit = _GROWTH_MAX * self._blend_averages(keys)
         capped_tokens = min(float(tokens), float(TOKENS_MAX), growth_limit)
-        averages = [self._averages.get(key) or _Average() for key in keys]
-        for key, average in zip(keys, averages):
-            self._averages[key] = average
+        for key in keys:
+            average = self._averages.get(key)
+            if average is None:
+                average = self._averages[key] = _Average()
+            else:
+                self._averages.move_to_end(key)
             count = average.count + 1.0
             average.count = count if count < _ANSWERS_AVERAGED else _ANSWERS_AVERAGED
             average.mean += (capped_tokens - average.mean) / average.count

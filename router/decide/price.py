@@ -236,7 +236,7 @@ def estimate_decode_s(
     return steps_s + (prefill_s - shared.reused_s) * decode_request_count + own_pause_s
 
 
-class PoolLoad(NamedTuple):
+class PoolLoad(msgspec.Struct, frozen=True):
     """Sums over the workers of a pool."""
 
     prefill_rate: float

@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 TOKEN_PATTERN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 LINE_PATTERN = rb"(" + TOKEN_PATTERN + rb"):[\t -~\x80-\xff]*\r\n"
@@ -124,7 +126,7 @@ MAX_LENGTH_DIGITS: Final = 15
 """Most digits of a content-length."""
 
 
-class MessageFraming(NamedTuple):
+class MessageFraming(msgspec.Struct, frozen=True):
     """How the end of a message's body is found, as its headers say (RFC 9112 section 6.3)."""
 
     is_chunked: bool

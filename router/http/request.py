@@ -218,10 +218,10 @@ class RequestParser:
         if raw_head is None:
             return None
         request, data = self._parse_head(raw_head), self._unread_data
-        is_chunked, content_length = parse_framing(request.headers)
+        framing = parse_framing(request.headers)
+        is_chunked, body_bytes = framing.is_chunked, framing.content_length or 0
         if is_chunked and request.is_http_1_0:
             raise BadRequest(400, "transfer-encoding in an HTTP/1.0 request")
-        body_bytes = content_length or 0
         is_too_large = body_bytes > self._limits.body_bytes_max
         request.has_body = body_bytes > 0 or is_chunked
         body_end = self._position + body_bytes

@@ -108,7 +108,8 @@ def parse_response_head(data: bytes, method: str) -> tuple[ResponseHead, bytes] 
     headers = HeaderBlock(data[match.end() : lines_end])
     status = int(match[3])
     keep_alive = wants_keep_alive(headers, is_http_1_0=match[1] == b"0")
-    is_chunked, content_length = parse_framing(headers)
+    framing = parse_framing(headers)
+    is_chunked, content_length = framing.is_chunked, framing.content_length
     body: BodyFraming
     if status < 200 or status in (204, 304) or method == "HEAD":
         body = LengthBody(0)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NewType, Protocol
 
+import msgspec
+
 HolderId = NewType("HolderId", int)
 PinId = NewType("PinId", int)
 
@@ -22,8 +24,7 @@ SILENT_AFTER_STORES = 8
 """Stored events of full attention after which a declared group without any event is ignored."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scope:
+class Scope(msgspec.Struct, frozen=True):
     """Properties of a prompt besides its token ids that decide whether a cached block can be reused."""
 
     model: str

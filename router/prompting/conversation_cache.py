@@ -11,10 +11,11 @@ import secrets
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import msgspec
-import xxhash
+from xxhash import xxh3_64_intdigest
 
 from prompts.routing import ApiKind, RoutingRequest
 from prompts.schemas import Message
@@ -34,6 +35,8 @@ PREFIX_LENGTHS: Final = [
     for eighths in range(8)
 ]
 """Lengths of the prefixes of bodies under whose digests boundaries are stored: eight for each doubling."""
+_PREFIX_PARTS: Final = [slice(start, end) for start, end in pairwise([0, *PREFIX_LENGTHS])]
+"""The part of each prefix that the next shorter one lacks."""
 BOUNDARIES_MAX = 4
 """Most boundaries of a conversation, and most that are tried for one body."""
 _BOUNDARY_BYTES = 4000
@@ -181,22 +184,18 @@ class ConversationCache:
         There are at most BOUNDARIES_MAX.
         """
         matches: list[BoundaryLocation] = []
-        compared_prefixes = 0
         keys = self._digest_prefixes(body, len(body))
-        for i in reversed(range(len(keys))):
-            locations = self._locations_by_key.get(keys[i])
-            if locations is None:
-                continue
+        known_prefixes = sorted(map(keys.index, self._locations_by_key.keys() & keys), reverse=True)
+        for i in known_prefixes[:KEYS_MAX]:
             equal_locations = [
                 location
-                for location in locations
+                for location in self._locations_by_key[keys[i]]
                 if location.conversation.kind == kind
                 and location.digest == self._digest_rest(body, i, location.boundary)
             ]
             equal_locations.sort(key=lambda location: location.boundary.body_end)
             matches += reversed(equal_locations)
-            compared_prefixes += 1
-            if len(matches) >= BOUNDARIES_MAX or compared_prefixes == KEYS_MAX:
+            if len(matches) >= BOUNDARIES_MAX:
                 break
         return matches[:BOUNDARIES_MAX]
 
@@ -205,17 +204,13 @@ class ConversationCache:
 
         Each digest is made of the bytes after the next shorter prefix, with that prefix's digest as the seed.
         """
-        view, position, digest, digests = memoryview(body), 0, self._seed, list[int]()
-        for length in PREFIX_LENGTHS[: bisect_right(PREFIX_LENGTHS, end)]:
-            digest = xxhash.xxh3_64_intdigest(view[position:length], digest)
-            digests.append(digest)
-            position = length
-        return digests
+        view, digest, parts = memoryview(body), self._seed, _PREFIX_PARTS[: bisect_right(PREFIX_LENGTHS, end)]
+        return [digest := xxh3_64_intdigest(view[part], digest) for part in parts]
 
     def _digest_rest(self, body: bytes, prefix_index: int, boundary: Boundary) -> int:
         """Digest the bytes between a prefix of PREFIX_LENGTHS and a boundary."""
         rest = memoryview(body)[PREFIX_LENGTHS[prefix_index] : boundary.body_end]
-        return xxhash.xxh3_64_intdigest(rest, self._seed)
+        return xxh3_64_intdigest(rest, self._seed)
 
     def touch(self, conversation: CachedConversation) -> None:
         """Make a conversation the most recently used one."""

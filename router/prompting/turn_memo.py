@@ -28,7 +28,7 @@ EDGE_CHARS_MAX = 16
 """Most characters of white space at one end of a message's text."""
 
 
-class MessageFrame(NamedTuple):
+class MessageFrame(msgspec.Struct, frozen=True):
     """Role of a message, and the white space at both ends of its text, which a template may trim."""
 
     role: str
@@ -48,7 +48,7 @@ class TurnKey(msgspec.Struct, frozen=True):
     """Date and time as the template writes them."""
 
 
-class PlainTurn(NamedTuple):
+class PlainTurn(msgspec.Struct, frozen=True):
     """New messages that are each a role and a text, with the key under which the memo knows them."""
 
     key: TurnKey
