@@ -27,7 +27,7 @@ PREFILL_SHARE_MAX: Final = 0.9
 """Most of a worker's time that later prefills are expected to take from an answer there."""
 
 
-class RequestFacts(msgspec.Struct, eq=False):
+class RequestFacts(msgspec.Struct, eq=False, gc=False):
     """Facts about one request that its price depends on at every worker."""
 
     now: float
@@ -236,7 +236,7 @@ def estimate_decode_s(
     return steps_s + (prefill_s - shared.reused_s) * decode_request_count + own_pause_s
 
 
-class PoolLoad(msgspec.Struct, frozen=True):
+class PoolLoad(NamedTuple):
     """Sums over the workers of a pool."""
 
     prefill_rate: float

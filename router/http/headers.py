@@ -126,7 +126,7 @@ MAX_LENGTH_DIGITS: Final = 15
 """Most digits of a content-length."""
 
 
-class MessageFraming(msgspec.Struct, frozen=True):
+class MessageFraming(msgspec.Struct, frozen=True, gc=False):
     """How the end of a message's body is found, as its headers say (RFC 9112 section 6.3)."""
 
     is_chunked: bool

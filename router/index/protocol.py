@@ -24,7 +24,7 @@ SILENT_AFTER_STORES = 8
 """Stored events of full attention after which a declared group without any event is ignored."""
 
 
-class Scope(msgspec.Struct, frozen=True):
+class Scope(msgspec.Struct, frozen=True, gc=False):
     """Properties of a prompt besides its token ids that decide whether a cached block can be reused."""
 
     model: str

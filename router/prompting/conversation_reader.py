@@ -8,9 +8,11 @@ model. In a router a wrong id costs a worse placement, never a wrong answer.
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Sequence
 
 from prompts.routing import ApiKind, RoutingRequest
+from prompts.tokenizer import ID_TYPE
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import BoundaryLocation, ConversationCache
 from router.prompting.conversation_reading import Continuation, continue_conversation, is_cacheable
@@ -108,7 +110,7 @@ class ConversationReader:
     def compare(self, model: str, continuation: Continuation, token_ids: Sequence[int]) -> None:
         """Compare a continued prompt with the ids of a full read. A difference ends the caching for the model."""
         self.check_count += 1
-        if len(token_ids) == len(continuation.token_ids) and list(token_ids) == list(continuation.token_ids):
+        if array(ID_TYPE, token_ids) == continuation.token_ids:
             return
         message_count = continuation.boundary.message_count
         problem = f"a prompt that was continued behind its message {message_count} differed from the whole"

@@ -85,7 +85,7 @@ _SMALL_FIELDS = (
 _json_decoder = msgspec.json.Decoder()
 
 
-class PromptSize(msgspec.Struct, frozen=True):
+class PromptSize(msgspec.Struct, frozen=True, gc=False):
     """Number of tokens of a body's prompts, as a worker counts them."""
 
     tokens: int

@@ -28,7 +28,7 @@ EDGE_CHARS_MAX = 16
 """Most characters of white space at one end of a message's text."""
 
 
-class MessageFrame(msgspec.Struct, frozen=True):
+class MessageFrame(msgspec.Struct, frozen=True, gc=False):
     """Role of a message, and the white space at both ends of its text, which a template may trim."""
 
     role: str
