@@ -81,6 +81,8 @@ class Load:
     remaining_output_tokens: float = 0.0
     """Expected output tokens of all requests. Generated tokens are not subtracted: only the mean length of answers is
     known, and a long answer is not expected to end earlier than a short one."""
+    overdue_output_tokens: int = 0
+    """Tokens by which answers are longer than expected. As many more are expected of them, as far as memory goes."""
     mean_remaining_output_tokens: float = REMAINING_TOKENS_PRIOR
     """Expected output tokens of one request; the last value while there is no request."""
     duplicate_prompt_tokens: int = 0

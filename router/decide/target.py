@@ -133,6 +133,11 @@ class InFlightRequest(msgspec.Struct, eq=False):
         """Whether it cannot begin, because KV is to come from another worker."""
         return self.phase in (RequestPhase.SOURCE_PREFILL, RequestPhase.TRANSFER)
 
+    @property
+    def overdue_output_tokens(self) -> int:
+        """Tokens by which the answer is longer than expected so far."""
+        return max(0, self.context_tokens - self.prompt_tokens - int(self.expected_output_tokens))
+
     def estimate_remaining_prefill_s(self) -> float:
         """Return the part of `prefill_s` that is left."""
         return max(self.prefill_s - self.prefill_done_s, _REMAINING_SHARE_MIN * self.prefill_s)
@@ -485,7 +490,8 @@ class Target:
     def estimate_memory_wait_s(self, needed_tokens: float) -> float:
         """Return the time until so many tokens of the KV memory are free. A request frees all that it holds at its end.
 
-        Each request is assumed to hold as much as the mean of those here.
+        Each request is assumed to hold as much as the mean of those here. An answer that is longer than expected is
+        assumed to be half done: a few long ones can hold a small cache for minutes.
         """
         request_count = self.total_request_count
         if needed_tokens <= self.free_kv_tokens or self.capacity.kv_tokens is None or not request_count:
@@ -494,7 +500,9 @@ class Target:
         if held_tokens <= 0.0:  # nothing that ends frees memory: the request is larger than the cache
             return 0.0
         missing_share = min((needed_tokens - self.free_kv_tokens) / held_tokens, 1.0)
-        return self.estimate_drain_s(math.ceil(missing_share * request_count) / request_count)
+        ending_share = math.ceil(missing_share * request_count) / request_count
+        overdue_s = self.load.overdue_output_tokens / request_count * self.step_s
+        return self.estimate_drain_s(ending_share) + ending_share * overdue_s
 
     def make_external_peer_load(self) -> PeerLoad:
         """Return `external_load` in the form of another router's load."""

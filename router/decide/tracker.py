@@ -200,7 +200,9 @@ class LoadTracker:
         request.output_tokens = output_tokens
         context_tokens = request.prompt_tokens + output_tokens
         target.load.decode_context_tokens += context_tokens - request.context_tokens
+        target.load.overdue_output_tokens -= request.overdue_output_tokens
         request.context_tokens = context_tokens
+        target.load.overdue_output_tokens += request.overdue_output_tokens
         target.recompute_decode_load()
         if (
             at_s is not None
@@ -233,6 +235,7 @@ class LoadTracker:
         else:
             load.decode_request_count -= 1
             load.decode_context_tokens -= request.context_tokens
+            load.overdue_output_tokens -= request.overdue_output_tokens
         request.phase = RequestPhase.ENDED
         target.recompute()
         if not is_computed:
@@ -627,6 +630,8 @@ def _check_counts(target: Target, requests: Collection[InFlightRequest]) -> None
     assert load.pending_prompt_tokens == pending_tokens, f"{name}: prompt tokens before the first token"
     output_tokens = sum(request.expected_output_tokens for request in requests)
     assert math.isclose(load.remaining_output_tokens, output_tokens, abs_tol=1e-3), f"{name}: expected output tokens"
+    overdue_tokens = sum(request.overdue_output_tokens for request in requests)
+    assert load.overdue_output_tokens == overdue_tokens, f"{name}: tokens beyond expected lengths"
 
 
 def _check_prefill_queue(target: Target, requests: Collection[InFlightRequest]) -> None:

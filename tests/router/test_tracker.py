@@ -50,6 +50,27 @@ def test_a_removed_target_takes_nothing_with_it() -> None:
     assert other.prefill_queue.own_prefill_s > 0.0
 
 
+def test_memory_is_expected_to_be_held_longer_by_answers_that_are_longer_than_expected() -> None:
+    tracker, target = make()
+    target.capacity.kv_tokens = 20_000
+    requests = [
+        tracker.add_request(
+            target, prompt_tokens=10_000, cached_tokens=0, is_streaming=True, now=0.0, expected_output_tokens=100.0
+        )
+        for _ in range(2)
+    ]
+    for request in requests:
+        tracker.record_first_token(request, 1.0)
+    tracker.record_progress(requests[0], 90)
+    assert target.estimate_memory_wait_s(10_000) == pytest.approx(100 * target.step_s)
+    tracker.record_progress(requests[0], 500)
+    assert target.estimate_memory_wait_s(10_000) == pytest.approx(300 * target.step_s)
+    tracker.check_invariants(requests)
+    for request in requests:
+        tracker.end_request(request, 9.0)
+    assert target.load.overdue_output_tokens == 0
+
+
 def test_utilisation_decays_and_survives_rescaling() -> None:
     tracker, target = make()
     tracker.add_request(target, prompt_tokens=10_000, cached_tokens=0, is_streaming=True, now=0.0)
