@@ -414,6 +414,8 @@ def _check_tool_calls(param: str, calls: Json) -> None:
 
 def _check_tool(param: str, tool: Message) -> None:
     function = tool.get("function")
+    if function is None and tool.get("type", "function") != "function":
+        raise bad_value(f"{param}.type", tool["type"], '"function": only /v1/responses has other tools')
     if not isinstance(function, dict):
         raise bad_value(f"{param}.function", function, "an object with a name")
     if not isinstance(function.get("name"), str):

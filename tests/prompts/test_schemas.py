@@ -140,6 +140,11 @@ def test_wrong_fields_are_named(fields, param, words):
         ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages[0].tool_calls", "got 3"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]", "0 keys"),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "got null"),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "c"}}]},
+            "tools[0].type",
+            'got "custom", expected "function"',
+        ),
         ({"tools": {}}, "tools", "expected array"),
         ({"top_logprobs": 3}, "top_logprobs", '"logprobs": true'),
         ({"top_logprobs": 1, "logprobs": False}, "top_logprobs", '"logprobs": true'),
