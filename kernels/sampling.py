@@ -34,8 +34,8 @@ class KeptWeights(NamedTuple):
 
     weights: Tensor
     """[rows, tokens]; 0 for the tokens that are not kept."""
-    is_complete: bool
-    """Whether no token outside of the given ones could be kept."""
+    incomplete_rows: list[int]
+    """Rows of which tokens outside of the given ones could be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +129,23 @@ def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tens
     """Draw from rows with `top_k` or `top_p`.
 
     Sorting whole rows is slow. So the filters are first applied to some hundred of the likeliest tokens alone. All
-    tokens are sorted only if a filter would perhaps keep more tokens than these.
+    tokens are sorted only in the rows of which a filter would perhaps keep more tokens than these.
     """
     vocab = values.shape[1]
     has_top_k = settings.top_k < vocab
     full_sums = None if has_top_k.all() else _compute_weights(values, peak, settings).sum(-1, dtype=torch.float64)
     candidate_count = min(vocab, max(MIN_CANDIDATE_COUNT, 2 * int((settings.top_k * has_top_k).max())))
-    if candidate_count < vocab:
-        candidate_ids = values.topk(candidate_count, sorted=False).indices.sort().values
-        candidates = values.gather(1, candidate_ids)
-        kept = _keep_likeliest(candidates, peak, settings, has_top_k, full_sums)
-        if kept.is_complete:
-            columns = _draw_index(kept.weights, settings.uniforms)
-            return candidate_ids.gather(1, columns[:, None])[:, 0]
-    kept = _keep_likeliest(values, peak, settings, has_top_k, full_sums)
-    return _draw_index(kept.weights, settings.uniforms)
+    if candidate_count == vocab:
+        return _draw_index(_keep_likeliest(values, peak, settings, has_top_k, full_sums).weights, settings.uniforms)
+    candidate_ids = values.topk(candidate_count, sorted=False).indices.sort().values
+    kept = _keep_likeliest(values.gather(1, candidate_ids), peak, settings, has_top_k, full_sums)
+    tokens = candidate_ids.gather(1, _draw_index(kept.weights, settings.uniforms)[:, None])[:, 0]
+    rows = kept.incomplete_rows
+    if rows:
+        row_settings, row_sums = settings.select_rows(rows), None if full_sums is None else full_sums[rows]
+        row_weights = _keep_likeliest(values[rows], peak[rows], row_settings, has_top_k[rows], row_sums).weights
+        tokens[rows] = _draw_index(row_weights, row_settings.uniforms)
+    return tokens
 
 
 def _keep_likeliest(
@@ -151,7 +153,7 @@ def _keep_likeliest(
 ) -> KeptWeights:
     """Apply `top_k` and `top_p` to the logits `values`, which may be only the likeliest of each row.
 
-    The result is complete if the smallest of `values` is not kept, and is smaller than all that are: then no token
+    A row is complete if the smallest of its `values` is not kept, and is smaller than all that are: then no token
     outside of them could be kept.
 
     `peak`: largest logit of each row. `has_top_k`: whether each row has `top_k`. `full_sums`: sum of the weights of all
@@ -167,8 +169,8 @@ def _keep_likeliest(
     target_mass = (total_mass * settings.top_p).clamp(min=1e-300).masked_fill(settings.top_p >= 1.0, float("inf"))
     kept_weights = weights.masked_fill_(running_sums - weights >= target_mass[:, None], 0.0)
     last_kept_values = sorted_values.gather(1, kept_weights.count_nonzero(-1)[:, None] - 1)
-    is_complete = bool((sorted_values[:, -1:] < last_kept_values).all())
-    return KeptWeights(torch.zeros_like(kept_weights).scatter_(1, token_order, kept_weights), is_complete)
+    incomplete_rows = (sorted_values[:, -1:] >= last_kept_values).nonzero()[:, 0].tolist()
+    return KeptWeights(torch.zeros_like(kept_weights).scatter_(1, token_order, kept_weights), incomplete_rows)
 
 
 def _draw_index(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -231,6 +231,22 @@ def test_rows_do_not_depend_on_their_company(draw, rng):
     assert torch.equal(draw(logits[order], settings.select_rows(order)), together[order])
 
 
+def test_only_rows_that_keep_many_tokens_are_sorted_whole(monkeypatch) -> None:
+    shapes = []
+
+    def keep_likeliest(values, *args):
+        shapes.append(tuple(values.shape))
+        return sampling._keep_likeliest_unwatched(values, *args)
+
+    monkeypatch.setattr(sampling, "_keep_likeliest_unwatched", sampling._keep_likeliest, raising=False)
+    monkeypatch.setattr(sampling, "_keep_likeliest", keep_likeliest)
+    logits = torch.zeros(4, 5000)
+    logits[[0, 1, 3], 7] = 30.0
+    tokens = sampling.draw(logits, draws_of(4, 5000, top_p=0.9))
+    assert shapes == [(4, sampling.MIN_CANDIDATE_COUNT), (1, 5000)]
+    assert tokens[[0, 1, 3]].tolist() == [7] * 3
+
+
 def test_spans_draw_what_one_running_sum_draws() -> None:
     """At the edges of spans, with most weights 0, and where a target lies at the end of everything."""
     torch.manual_seed(seed := random.randrange(2**32))
