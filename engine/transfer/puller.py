@@ -13,7 +13,6 @@ import socket
 import time
 from collections import deque
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -57,38 +56,6 @@ class _Pause(NamedTuple):
 
     length_s: float
     end_s: float
-
-
-class _StoringBatch(NamedTuple):
-    """Batch of blocks that the source has answered. The step thread stores them in the cache."""
-
-    batch: list[PullItem]
-    arrived_count: int
-    """Number of leading blocks that have arrived; smaller than the batch if the source has evicted a block."""
-    stored_count: Future[int]
-    """Number of leading blocks that the cache had room for, once the step thread has stored them."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the source has sent all blocks of the batch."""
-        return self.arrived_count == len(self.batch)
-
-
-@dataclass(slots=True)
-class _FetchState:
-    """Batches of the blocks that one pull fetches, by how far they are: not requested, requested, or being stored."""
-
-    new_batches: deque[list[PullItem]]
-    requested_batches: deque[list[PullItem]] = field(default_factory=deque)
-    storing_batches: deque[_StoringBatch] = field(default_factory=deque)
-    bytes_ahead: int = 0
-    """Bytes of the requested batches that are not stored yet."""
-    stored_count: int = 0
-    """Number of blocks that are stored."""
-
-    @property
-    def has_batches(self) -> bool:
-        return bool(self.new_batches or self.requested_batches or self.storing_batches)
 
 
 class Puller:
@@ -187,78 +154,53 @@ class Puller:
         A later block is of no use then, because a block can be used only with those before it. The next batches are
         requested while earlier ones arrive and are stored, so that neither the network nor the copies wait.
         """
-        state = _FetchState(
-            deque(split_into_batches(items, self._settings.block_bytes_by_kind, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX))
+        batches = deque(
+            split_into_batches(items, self._settings.block_bytes_by_kind, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX)
         )
+        requested_batches: deque[list[PullItem]] = deque()
+        storing_batches: deque[tuple[list[PullItem], Future[int]]] = deque()
+        bytes_ahead = stored_count = 0
         try:
-            while state.has_batches:
-                await self._request_batches(connection, pull, state)
-                if state.requested_batches:
-                    await self._receive_next_batch(connection, pull, state)
-                if not await self._count_stored_batches(state):
-                    break
+            while batches or requested_batches or storing_batches:
+                while batches and (not bytes_ahead or bytes_ahead + self._count_bytes(batches[0]) <= PULL_BYTES_MAX):
+                    await connection.send(FetchBlocks([WantedBlock(pull.keys[i].hash, kind) for i, kind in batches[0]]))
+                    bytes_ahead += self._count_bytes(batches[0])
+                    requested_batches.append(batches.popleft())
+                if requested_batches:
+                    batch = requested_batches.popleft()
+                    contents, arrived_count = await self._receive_batch(connection, pull, batch)
+                    if arrived_count < len(batch):  # the source has evicted a block
+                        batches.clear()
+                        requested_batches.clear()
+                    is_last = not batches and not requested_batches
+                    store = partial(self._store, pull, batch[:arrived_count], contents, is_last=is_last)
+                    stored_future = self._jobs.submit(store, self._count_bytes(batch[:arrived_count]))
+                    storing_batches.append((batch, stored_future))
+                while storing_batches and (not requested_batches or storing_batches[0][1].done()):
+                    batch, stored_future = storing_batches.popleft()
+                    batch_stored_count = await asyncio.wrap_future(stored_future)
+                    stored_count += batch_stored_count
+                    bytes_ahead -= self._count_bytes(batch)
+                    self._stats.pulled_blocks += batch_stored_count
+                    self._stats.pulled_bytes += self._count_bytes(batch[:batch_stored_count])
+                    if batch_stored_count < len(batch):
+                        return stored_count
         finally:
-            for storing_batch in state.storing_batches:
-                storing_batch.stored_count.cancel()
-        return state.stored_count
+            for _, stored_future in storing_batches:
+                stored_future.cancel()
+        return stored_count
 
-    async def _request_batches(self, connection: Connection, pull: Pull, state: _FetchState) -> None:
-        """Request the next batches: as many as PULL_BYTES_MAX allows, or one that is larger."""
-        while state.new_batches:
-            batch_bytes = self._count_bytes(state.new_batches[0])
-            if state.bytes_ahead and state.bytes_ahead + batch_bytes > PULL_BYTES_MAX:
-                return
-            batch = state.new_batches.popleft()
-            state.bytes_ahead += batch_bytes
-            wanted_blocks = [WantedBlock(pull.keys[index].hash, kind) for index, kind in batch]
-            await connection.send(FetchBlocks(wanted_blocks))
-            state.requested_batches.append(batch)
+    async def _receive_batch(self, connection: Connection, pull: Pull, batch: list[PullItem]) -> tuple[memoryview, int]:
+        """Receive the blocks of a requested batch, and check them. Return their contents and their number.
 
-    async def _receive_next_batch(self, connection: Connection, pull: Pull, state: _FetchState) -> None:
-        """Receive the batch that was requested first. If the source lacks a block of it, give up all later batches."""
-        batch = state.requested_batches.popleft()
-        is_last = not state.new_batches and not state.requested_batches
-        storing_batch = await self._receive_batch(connection, pull, batch, is_last=is_last)
-        state.storing_batches.append(storing_batch)
-        if not storing_batch.is_complete:
-            state.new_batches.clear()
-            state.requested_batches.clear()
-
-    async def _count_stored_batches(self, state: _FetchState) -> bool:
-        """Count the batches that are stored by now, or wait for all of them if no other is requested.
-
-        Returns False if a block of one was not stored.
-        """
-        while state.storing_batches:
-            batch, _, stored_count_future = state.storing_batches[0]
-            if state.requested_batches and not stored_count_future.done():
-                return True
-            state.storing_batches.popleft()
-            stored_count = await asyncio.wrap_future(stored_count_future)
-            self._count_stored(batch[:stored_count])
-            state.stored_count += stored_count
-            state.bytes_ahead -= self._count_bytes(batch)
-            if stored_count < len(batch):
-                return False
-        return True
-
-    async def _receive_batch(
-        self, connection: Connection, pull: Pull, batch: list[PullItem], *, is_last: bool
-    ) -> _StoringBatch:
-        """Receive the requested blocks of a batch, check them, and have the step thread store them in the cache.
-
-        `is_last`: whether no further batch is requested.
+        They are fewer than the batch's if the source has evicted a block meanwhile.
         """
         get_bytes = self._exchange.get_block_bytes
         sent, payload = await _receive(connection, BlocksSent, sum(get_bytes(kind) for _, kind in batch))
-        arrived_batch = batch[: len(sent.blocks)]
         self._check_sent_blocks(pull, batch, sent, len(payload))
-        byte_count = self._count_bytes(arrived_batch)
         if self._link is not None:
-            await self._link.carry(byte_count)
-        is_last = is_last or len(arrived_batch) < len(batch)
-        store = partial(self._store, pull, arrived_batch, memoryview(payload), is_last=is_last)
-        return _StoringBatch(batch, len(arrived_batch), self._jobs.submit(store, byte_count))
+            await self._link.carry(self._count_bytes(batch[: len(sent.blocks)]))
+        return memoryview(payload), len(sent.blocks)
 
     def _store(self, pull: Pull, batch: list[PullItem], contents: memoryview, *, is_last: bool) -> int:
         """Store blocks, on the thread of the steps, and return how many the cache had room for.
@@ -282,10 +224,6 @@ class Puller:
             key, parent_hash = pull.keys[item.block_index], pull.get_parent_hash(item.block_index)
             if not block.is_of(item.kind, key, parent_hash):
                 raise TransferError("malformed", f"block {item.block_index} of the prompt is another one")
-
-    def _count_stored(self, items: list[PullItem]) -> None:
-        self._stats.pulled_blocks += len(items)
-        self._stats.pulled_bytes += self._count_bytes(items)
 
     def _count_bytes(self, items: list[PullItem]) -> int:
         return sum(self._settings.block_bytes_by_kind[item.kind] for item in items)
