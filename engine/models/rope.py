@@ -85,7 +85,9 @@ class RopeConfig:
         )
 
     def _get_number(self, key: str, default: float | None = None) -> float:
-        value = self.scaling.get(key, default)
+        value = self.scaling.get(key)
+        if value is None:  # absent or null
+            value = default
         if not isinstance(value, (int, float)):
             raise ModelError(f"{self.source}: rope scaling {key}: expected a number, got {value!r}")
         return float(value)

@@ -99,6 +99,15 @@ def test_rope_scaling_that_is_not_supported(folder: Path) -> None:
         model.make_rope_tables(16, dtype, torch.device("cpu"))
 
 
+def test_null_in_rope_scaling_is_the_default(folder: Path) -> None:
+    frequencies = []
+    for extra in ({}, {"beta_fast": None, "beta_slow": None, "original_max_position_embeddings": None}):
+        edit_config(folder, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, **extra})
+        (rope,) = load_model(folder)[0]._rope_configs
+        frequencies.append(rope.compute_frequencies().inverse)
+    assert torch.equal(*frequencies)
+
+
 def test_untied_head_must_be_there(folder: Path) -> None:
     edit_config(folder, tie_word_embeddings=False)
     with pytest.raises(ModelError, match=r"missing from the checkpoint: lm_head.weight$"):
