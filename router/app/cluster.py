@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import socket
@@ -15,6 +16,7 @@ import aiohttp
 import msgspec
 
 from events.sources import resolve_endpoint
+from options.bounded_dict import BoundedDict
 from options.system import raise_file_limit
 from prompts.errors import RequestError
 from router.app.config import ProcessConfig
@@ -44,6 +46,26 @@ FIRST_WORKER_WAIT_S: Final = 5.0
 """Longest wait at the start for an answer of any configured worker."""
 OTHER_WORKERS_WAIT_S: Final = 1.0
 """Longest wait for the other workers once one has answered."""
+FAILURE_LOG_S: Final = 10.0
+"""Shortest time between two log lines about failures of one kind at one worker."""
+
+
+class FailureLog:
+    """Logs failed attempts, without a flood of lines if a worker fails at every request."""
+
+    def __init__(self) -> None:
+        self._last_lines: BoundedDict[tuple[str, FailureKind], tuple[float, int]] = BoundedDict(10_000)
+        """(worker, kind) -> time of the last line, number of failures since."""
+
+    def warn(self, worker_id: str, kind: FailureKind, reason: str, now: float) -> None:
+        """Log a failure, or count it for a later line."""
+        logged_s, left_out = self._last_lines.get((worker_id, kind), (-math.inf, 0))
+        if now - logged_s < FAILURE_LOG_S:
+            self._last_lines[worker_id, kind] = logged_s, left_out + 1
+            return
+        self._last_lines[worker_id, kind] = now, 0
+        more = f"; {left_out} more since the last line" if left_out else ""
+        log.warning("attempt on %s failed (%s): %s%s", worker_id, kind.value, reason, more)
 
 
 class Cluster:
@@ -66,6 +88,7 @@ class Cluster:
         self._proxy = pipeline.proxy
         self._index = index
         self._peer_client = peer_client
+        self._failure_log = FailureLog()
         self._peer_sockets: PeerSockets | None = None
         self.feed = IndexFeed(
             index,
@@ -185,7 +208,7 @@ class Cluster:
             self._proxy.metrics.record_crash("feed", error)
 
     def _on_attempt_failed(self, decision: Decision | None, kind: FailureKind, reason: str) -> None:
-        log.warning("attempt on %s failed (%s): %s", decision.worker if decision else "?", kind.value, reason)
+        self._failure_log.warn(decision.worker if decision else "?", kind, reason, self._proxy.now())
         if decision is not None and kind is not FailureKind.OVERLOADED:
             self.fleet.check_soon(decision.worker)
 

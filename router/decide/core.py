@@ -22,6 +22,7 @@ from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig, RetryConfig
 from router.decide.load import EngineLoad
 from router.decide.messages import (
+    REFUSALS,
     Decision,
     Enqueue,
     FailureKind,
@@ -145,7 +146,7 @@ class RouterCore:
     def update_stalled_workers(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
         """Avoid workers with stalled streams; return the workers that changed. See StallDetector.update."""
         changed_workers = self.stall_detector.update(last_byte_s, now)
-        self.registry.avoided_workers = frozenset(self.stall_detector.stalled_workers)
+        self.registry.update_avoided_workers(self.stall_detector.stalled_workers, now)
         return changed_workers
 
     def count_in_flight_by_rank(self, worker_id: str) -> list[int]:
@@ -225,7 +226,7 @@ class RouterCore:
         attempt.has_first_token = True
         if not self.tracker.record_first_token(attempt.in_flight, now):
             return []
-        self.registry.record_answer(attempt.decision.worker, now)
+        self.registry.record_answer(attempt.decision.worker, now, self._active_requests[request_id].refused_by)
         return self._place_queued(now)
 
     def record_progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:
@@ -297,7 +298,8 @@ class RouterCore:
         del self._active_requests[request_id]
         self.counters["finished"] += 1
         self._placer.end_session(active_request.request)
-        self.registry.record_answer(attempt.decision.worker, now)
+        is_first_sign = not (is_error or attempt.has_first_token)
+        self.registry.record_answer(attempt.decision.worker, now, active_request.refused_by if is_first_sign else None)
         if usage is not None:
             self._compare_usage(active_request.request, attempt.decision, engine_usage)
         return self._place_queued(now)
@@ -353,6 +355,8 @@ class RouterCore:
         may_have_crashed_worker = was_sent or kind in _FAILURES_OF_CRASHED_WORKERS
         if is_repeated_whole and may_have_crashed_worker:
             active_request.crash_suspicions += 1
+        if kind in REFUSALS:
+            active_request.refused_by |= {worker_id}
         active_request.tried_workers = self._exclude_worker(active_request, worker_id, kind)
         active_request.failed_attempts += 1
         instruction = self._try_again(active_request, continuation, kind, now)

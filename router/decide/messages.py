@@ -112,6 +112,10 @@ class FailureKind(str, enum.Enum):
     """The answer broke off after its first byte was passed on."""
 
 
+REFUSALS: Final = frozenset({FailureKind.OVERLOADED, FailureKind.INTERNAL, FailureKind.SERVER_ERROR, FailureKind.RESET})
+"""Failures after which the worker is avoided, if another worker then serves the request."""
+
+
 class TransferKind(str, enum.Enum):
     """How a worker gets KV that it did not compute."""
 

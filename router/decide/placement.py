@@ -80,6 +80,8 @@ class ActiveRequest(msgspec.Struct, eq=False):
     """Workers that failed to give KV to this request."""
     crash_suspicions: int = 0
     """Workers that this request may have crashed."""
+    refused_by: frozenset[str] = frozenset()
+    """Workers that answered 429 or 5xx to this request, or closed its connection without an answer."""
 
     @property
     def queue_position(self) -> QueuePosition:

@@ -8,7 +8,7 @@ made here too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -124,12 +124,27 @@ class WorkerRegistry:
                 worker.announced_state = state
                 self.on_state_change(worker, previous_state)
 
-    def record_answer(self, worker_id: str, now: float) -> None:
-        """Record that a worker answered a request: its past failures no longer count."""
+    def update_avoided_workers(self, stalled_workers: Iterable[str], now: float) -> None:
+        """Avoid workers that stand still, and those that refused requests until their pauses are over."""
+        refusing_workers = [worker_id for worker_id, worker in self.workers.items() if now < worker.avoided_until_s]
+        self.avoided_workers = frozenset([*stalled_workers, *refusing_workers])
+
+    def record_answer(self, worker_id: str, now: float, refused_by: frozenset[str] | None) -> None:
+        """Record that a worker answered a request: its past failures no longer count.
+
+        `refused_by`: workers that refused the request, which are avoided for a while; a request that every worker
+        refuses says nothing about them. None: the answer is an error, or its first token was recorded.
+        """
+        if refused_by:
+            for refusing_worker in filter(None, map(self.workers.get, refused_by)):
+                self.breaker.record_refusal(refusing_worker, now)
+            self.avoided_workers |= refused_by
         worker = self.workers.get(worker_id)
         if worker is None:
             return
         worker.last_answer_at_s = now
+        if refused_by is not None:
+            worker.refusal_pause_s = 0.0
         if not worker.failures and worker.health is WorkerState.UP:
             return
         if self.breaker.record_success(worker):

@@ -149,6 +149,10 @@ class Worker:
     """Length of the last pause."""
     probe: str | None = None
     """Id of the request that probes the worker."""
+    refusal_pause_s: float = 0.0
+    """Last pause for which requests were sent elsewhere because the worker refused some; 0 once it serves one."""
+    avoided_until_s: float = -math.inf
+    """End of that pause."""
     last_answer_at_s: float = -math.inf
     """Time of the last byte of any answer from the worker."""
     health_reason: str = ""
@@ -204,6 +208,13 @@ class CircuitBreaker:
         if is_probe or (was_up and is_enough):
             self.open(worker, now, reason, is_longer=is_probe)
         return was_up and worker.health is WorkerState.DOWN
+
+    def record_refusal(self, worker: Worker, now: float) -> None:
+        """Avoid a worker for a pause, twice as long as the last one if it served nothing since."""
+        if now >= worker.avoided_until_s:
+            pause_s = worker.refusal_pause_s
+            worker.refusal_pause_s = min(pause_s * 2, self._config.open_s_max) if pause_s else self._config.open_s
+            worker.avoided_until_s = now + worker.refusal_pause_s
 
     def open(self, worker: Worker, now: float, reason: str, *, is_longer: bool = False) -> None:
         """Take a worker down until a pause is over. `is_longer`: the pause is twice the last one."""

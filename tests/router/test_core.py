@@ -306,6 +306,33 @@ def test_the_retry_budget_ends_a_storm() -> None:
     assert outcomes == {"Forward": 3, "Refuse": 17}
 
 
+@pytest.mark.parametrize("kind", [FailureKind.OVERLOADED, FailureKind.INTERNAL, FailureKind.RESET])
+def test_a_worker_that_refuses_what_another_serves_is_avoided_for_growing_pauses(kind: FailureKind) -> None:
+    core, index = make_core("ab", CoreConfig(health=HealthConfig(failures_to_open=9)))
+    prompt = list(range(100))
+    index.store(core.workers["a"].holders[0], prompt)
+
+    def try_at_a(request_id: str, now: float, *, is_served_by_b: bool) -> None:
+        assert chosen_worker(core.route(request(request_id, prompt), now)) == "a"
+        core.fail_attempt(request_id, kind, now)
+        core.finish_request(request_id, None, now, is_error=not is_served_by_b)
+
+    try_at_a("r1", 0.0, is_served_by_b=False)
+    try_at_a("r2", 1.0, is_served_by_b=True)
+    assert chosen_worker(core.route(request("r3", prompt), 1.5)) == "b"
+    core.abort_request("r3", 1.5)
+    core.update_stalled_workers({}, 2.0)
+    try_at_a("r4", 2.0, is_served_by_b=True)
+    core.update_stalled_workers({}, 3.5)
+    assert chosen_worker(core.route(request("r5", prompt), 3.5)) == "b"
+    core.abort_request("r5", 3.5)
+    core.update_stalled_workers({}, 4.0)
+    assert chosen_worker(core.route(request("r6", prompt), 4.0)) == "a"
+    core.set_draining("b", 4.0)
+    core.finish_request("r6", None, 4.0)
+    try_at_a("r7", 5.0, is_served_by_b=False)
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "code"),
     [
