@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from events.config import KVEventsConfig, make_rank_endpoint
 from options import FILE, FOLDER, ROOT, SECRET, ConfigError, Flag, Key, Schema, Seconds, Size, check_config
+from options.addresses import bracket_host
 from options.tls import make_server_context
 from prompts.kv_source import read_fleet_key
 
@@ -221,11 +222,12 @@ SCHEMA = Schema(ServeConfig, "engine", HELP_SECTIONS)
 
 def make_default_kv_events(host: str) -> KVEventsConfig:
     """Return the event settings without `--kv-events-config`: on, on free ports of the API's interface."""
-    is_ipv6 = ":" in host
-    if is_loopback(host):
-        interface = "[::1]" if is_ipv6 else "127.0.0.1"
+    if host == "localhost":
+        interface = "127.0.0.1"
+    elif is_loopback(host):
+        interface = bracket_host(host)
     else:
-        interface = "[::]" if is_ipv6 else "*"
+        interface = "[::]" if ":" in host else "*"
     return KVEventsConfig(
         enable_kv_cache_events=True, endpoint=f"tcp://{interface}:*", replay_endpoint=f"tcp://{interface}:*"
     )

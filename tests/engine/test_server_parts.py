@@ -224,6 +224,8 @@ def test_flags_become_configs() -> None:
 def test_events_are_on_by_default_and_stay_on_the_apis_interface() -> None:
     assert make_default_kv_events("127.0.0.1").endpoint == "tcp://127.0.0.1:*"
     assert make_default_kv_events("0.0.0.0").endpoint == "tcp://*:*"
+    assert make_default_kv_events("localhost").endpoint == "tcp://127.0.0.1:*"
+    assert make_default_kv_events("127.0.0.2").endpoint == "tcp://127.0.0.2:*"
     assert make_default_kv_events("::1").endpoint == "tcp://[::1]:*"
     assert make_default_kv_events("::").replay_endpoint == "tcp://[::]:*"
     assert parse_args()[0].kv_events.is_enabled
