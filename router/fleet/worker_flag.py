@@ -221,7 +221,7 @@ def normalise_url(url: str) -> str:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"worker url: got {url!r}: {error}") from error
+        raise ConfigError(f"worker url: got {url!r}: {error}, expected one http://host:port") from error
     has_more_than_address = bool(parts.query or parts.fragment)
     if parts.scheme not in ("http", "https") or not parts.hostname or has_more_than_address or port == 0:
         raise ConfigError(f"worker url: got {url!r}, expected http://host:port")
