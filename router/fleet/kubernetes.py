@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
 
 from options import ConfigError
 from options.addresses import bracket_host
@@ -45,6 +46,10 @@ ApiObject = Any
 """Object of Kubernetes as decoded JSON."""
 ApiClient = Any
 """Client of the package kubernetes_asyncio, which is optional."""
+_UNREADABLE = (
+    msgspec.DecodeError, ValueError, RecursionError, LookupError, TypeError, AttributeError, HttpProcessingError
+)  # fmt: skip
+"""Errors from an answer that is not what Kubernetes' API gives. The last one: an event of several megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +114,9 @@ async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str,
     try:
         while True:
             try:
-                new_selection = read_pool(await _get_object(api, path))
-            except (FetchError, msgspec.DecodeError) as error:
+                async with _request(api, path, {}, LIST_S_MAX) as response:
+                    new_selection = read_pool(msgspec.json.decode(await response.read()))
+            except FetchError as error:
                 log.warning("pool %s: %s; its workers stay as they are", source.name, error)
             else:
                 if new_selection != selection:
@@ -140,7 +146,7 @@ async def _follow_objects(
         start_s = time.monotonic()
         try:
             await _watch_objects(api, path, labels, read, update)
-        except (FetchError, msgspec.DecodeError) as error:
+        except FetchError as error:
             if time.monotonic() - start_s > RETRY_S_MAX:
                 pause_s = RETRY_S  # it has worked until now
             log.warning("%s: %s; the workers stay as they are; next try in %g s", path, error, pause_s)
@@ -151,10 +157,11 @@ async def _follow_objects(
 async def _watch_objects(
     api: ApiClient, path: str, labels: str, read: Callable[[ApiObject], EndpointReadiness], update: AddressCallback
 ) -> None:
-    """List the objects and watch their changes. Raises FetchError or DecodeError when the API fails."""
-    object_list = await _get_object(api, path, {"labelSelector": labels})
-    version = object_list["metadata"]["resourceVersion"]
-    readiness_by_object = {item["metadata"]["uid"]: read(item) for item in object_list.get("items") or ()}
+    """List the objects and watch their changes. Raises FetchError when the API fails."""
+    async with _request(api, path, {"labelSelector": labels}, LIST_S_MAX) as response:
+        object_list = msgspec.json.decode(await response.read())
+        version = object_list["metadata"]["resourceVersion"]
+        readiness_by_object = {item["metadata"]["uid"]: read(item) for item in object_list.get("items") or ()}
     update(merge_addresses(readiness_by_object.values()))
     while True:
         watch_start_s = time.monotonic()
@@ -236,17 +243,14 @@ def merge_addresses(readiness_of_objects: Iterable[EndpointReadiness]) -> Endpoi
     return is_ready_by_address
 
 
-async def _get_object(api: ApiClient, path: str, query: Mapping[str, str] | None = None) -> ApiObject:
-    """Return an object of the API, or a list of objects. Raises FetchError or DecodeError."""
-    async with _request(api, path, query or {}, LIST_S_MAX) as response:
-        return msgspec.json.decode(await response.read())
-
-
 @asynccontextmanager
 async def _request(
     api: ApiClient, path: str, query: Mapping[str, str], seconds: float
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Ask the API, and close its answer at the end. Raises FetchError for any status but 200, and if none comes."""
+    """Ask the API, and close its answer at the end.
+
+    Raises FetchError for any status but 200, if none comes, and if the caller cannot read the answer.
+    """
     try:
         response = await api.call_api(
             path, "GET", query_params=list(query.items()), header_params={"Accept": "application/json"},
@@ -259,7 +263,7 @@ async def _request(
             yield response
         finally:
             response.close()
-    except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:  # ValueError: too long a line
+    except (aiohttp.ClientError, asyncio.TimeoutError, OSError, *_UNREADABLE) as error:
         raise FetchError(f"{type(error).__name__}: {error}") from error
 
 

@@ -218,6 +218,35 @@ def test_a_service_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @needs_mock
+@pytest.mark.parametrize("is_watch", [False, True])
+@pytest.mark.parametrize(
+    "answer",
+    [b"{nonsense", b"{}", b"null", b'"\xff"', b"[" * 100_000, b'{"type": "ADDED", "object": {}}', b"x" * (8 << 20)],
+    ids=["nonsense", "no fields", "null", "no text", "too deep", "no metadata", "too long"],
+)  # fmt: skip
+def test_an_unreadable_answer_ends_no_watch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, answer: bytes, is_watch: bool
+) -> None:
+    bad_answers = iter([answer])
+
+    def respond_once_badly(request: Any) -> Any:
+        if ("watch" in request.params) == is_watch:
+            bad_answer = next(bad_answers, None)
+            if bad_answer is not None:
+                return respond(bad_answer)
+        if "watch" in request.params:
+            return respond([{"type": "ADDED", "object": make_slice("b", endpoint("10.0.0.2"), version=2)}])
+        return respond({"metadata": {"resourceVersion": "1"}, "items": [make_slice("a", endpoint("10.0.0.1"))]})
+
+    async def scenario(watched_server: WatchedServer) -> None:
+        await watched_server.wait_for({"10.0.0.1:8000": True, "10.0.0.2:8000": True})
+
+    handler = kmock.RawHandler()
+    handler[f"get {SLICES}"] << respond_once_badly
+    follow(monkeypatch, tmp_path, "llm/service/vllm", handler, scenario)
+
+
+@needs_mock
 def test_a_pool_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its pods as the emulated server has them, and others when it selects others."""
     port = 8000
