@@ -75,7 +75,7 @@ class _FollowerHandle:
         """
         try:
             return self._decoder.decode(self._connection.recv_bytes())
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(GRACE_S)
             raise RunnerLostError(self.describe_exit()) from None

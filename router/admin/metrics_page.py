@@ -232,6 +232,6 @@ def _list_histograms(metrics: Metrics) -> list[Row]:
         Row("prefill_leg_seconds", "Seconds of prefills at one worker for answers that another worker decodes.",
             metrics.transfers.prefill_s.by_labels, ("worker",)),
         make_total("routing_seconds", "Seconds that the router adds: from a complete request to its dispatch.",
-                       metrics.routing_s),
+                   metrics.routing_s),
         make_total("tokenize_seconds", "Seconds to render and encode a prompt.", metrics.tokenize_s),
     ]  # fmt: skip

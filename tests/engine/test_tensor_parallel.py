@@ -9,6 +9,10 @@ import json
 import os
 import random
 import signal
+import socket
+import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +31,7 @@ from engine.execution.sizing import RankModel, make_runner, resolve_rank_model, 
 from engine.models import CausalLM, HfConfig, ModelError, Shard, build_model
 from engine.models.loader import load_model
 from engine.models.shard import DimShard
+from engine.parallel import ranks
 from engine.parallel.messages import PlanDecoder, PlanEncoder, PlanMessage
 from engine.parallel.ranks import Leader
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -380,3 +385,16 @@ def test_a_rank_without_memory_for_the_cache_holds_up_nobody(leader: Leader, mon
         assert follower.process.wait(10) == 1  # it was told, and ends by itself
     finally:
         leader.close()
+
+
+def test_a_rank_that_ends_within_a_reply_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reply with blocks has megabytes, so that a killed rank leaves the beginning of one."""
+    own_socket, child_socket = socket.socketpair()
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    monkeypatch.setattr(ranks, "start_child", lambda *_: (process, own_socket))
+    follower = ranks._FollowerHandle(1, 2, 0)
+    child_socket.sendall(struct.pack("!i", 1 << 20) + b"begun")
+    child_socket.close()
+    with pytest.raises(RunnerLostError, match="tensor-parallel rank 1"):
+        follower.receive()
+    follower.close()
