@@ -119,6 +119,7 @@ class Exchange:
         if not prefill.is_concurrent:
             self._start_attempt(decision)
         elif prefill.needs_partner:
+            prefill.close()
             self._prefill = None  # SGLang's worker answers when it has handed the KV over
 
     def on_prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:

@@ -194,6 +194,11 @@ class ExtProcStream:
         self._responses = [build_immediate_response(status, headers, body)]
         self._release_body()
 
+    def close(self) -> None:
+        """Forget the request, as its handler refers to this stream: the cycle lives until a full collection."""
+        self.phase, self.request, self._responses = Phase.OVER, None, []
+        self._release_body()
+
     def _handle_request_headers(self, message: Request) -> None:
         """Read the head and how the body will come. Without a body to wait for, the request is complete."""
         self._expect_phase("request_headers", Phase.HEAD)

@@ -94,6 +94,7 @@ class PickerClient:
         """End the request, as the stream has ended."""
         self._cancel_responder()
         self.answer_reader = None
+        self.stream.close()
         self._charge.release()
 
     def _client_address(self) -> str:

@@ -84,7 +84,8 @@ class PrefillLeg:
         """Body of the decode, without the fields that name the transfer."""
         self._body: Body = ()
         self._content = bytearray()
-        self._attempt = Attempt(self, proxy.pool, "POST")
+        self._attempt: Attempt | None = None
+        """The request to the source; None before it is sent, and once the prefill is closed."""
         self.times = context.prefill = PrefillTimes(self._transfer.source, proxy.now())
         seconds_min = PAIR_SECONDS_MIN if self.needs_partner else SECONDS_MIN
         self._deadline_s = self.times.started_at_s + max(seconds_min, PREDICTION_FACTOR * decision.predicted_ttft_s)
@@ -130,12 +131,13 @@ class PrefillLeg:
         assert self._dialect.make_decode_fields is not None
         return self._dialect.make_decode_fields(self._handover, bytes(self._content))
 
-    def _start_attempt(self) -> None:
+    def _start_attempt(self, *, is_resend: bool = False) -> None:
         target = self._proxy.workers.get_endpoint(self._transfer.source)
         if target is None:
             self._fail("unreachable", "the worker was removed")
         else:
-            self._attempt.start(target)
+            attempt = self._attempt = Attempt(self, self._proxy.pool, "POST", is_resend=is_resend)
+            attempt.start(target)
 
     @property
     def is_computed(self) -> bool:
@@ -177,7 +179,9 @@ class PrefillLeg:
 
     def close(self) -> None:
         """Close the connection, which tells the worker to stop computing."""
-        self._attempt.close()
+        attempt, self._attempt = self._attempt, None  # it refers to this object: a cycle, as in `Exchange.close`
+        if attempt is not None:
+            attempt.close()
 
     def _fail(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
         self.close()
@@ -197,6 +201,7 @@ class PrefillLeg:
 
     def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
         """Read the first bytes of an answer."""
+        assert self._attempt is not None
         self._attempt.head = head
         self.on_attempt_body(head, data)
 
@@ -206,6 +211,7 @@ class PrefillLeg:
         if len(self._content) > ANSWER_BYTES_MAX:
             self._fail("bad_answer", f"an answer of more than {ANSWER_BYTES_MAX} bytes")
         elif head.body.is_complete:
+            assert self._attempt is not None
             self._attempt.finish(self._proxy.now(), reusable=head.keep_alive and consumed_bytes == len(data))
             self._finish(head)
 
@@ -241,10 +247,10 @@ class PrefillLeg:
 
     def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
         """Repeat the request on a new connection where an idle one was closed; else fail."""
+        assert self._attempt is not None
         head = self._attempt.head
         if is_stale:
-            self._attempt = Attempt(self, self._proxy.pool, "POST", is_resend=True)
-            self._start_attempt()
+            self._start_attempt(is_resend=True)
         elif head is None:
             self._fail("lost", reason, may_be_crash=True)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 from functools import partial
 from typing import Any
@@ -16,7 +17,10 @@ from paired_workers import P2PWorkers, SGLangWorkers
 from router.decide.messages import Transfer, TransferKind
 from router.decide.workers import KINDS_BY_DIALECT, TransferFacts
 from router.edge.config import Timeouts
+from router.edge.exchange import Exchange
+from router.edge.request_context import RequestContext
 from router.edge.transfers.dialects import DIALECTS
+from router.edge.transfers.prefill_leg import PrefillLeg
 
 SGLANG = TransferFacts("g", KINDS_BY_DIALECT["sglang"], dialect="sglang", address="127.0.0.1:8998", needs_partner=True)
 P2P = TransferFacts("g", KINDS_BY_DIALECT["p2p"], dialect="p2p", address="127.0.0.1:5711")
@@ -75,6 +79,28 @@ def count_outcomes(edge: Any) -> dict[str, int]:
 
 
 both_dialects = pytest.mark.parametrize("dialect", ["sglang", "p2p"])
+
+
+@both_dialects
+def test_an_ended_pair_is_freed_without_the_garbage_collector(edge: Any, make_post: Any, dialect: str) -> None:
+    """As is a request to one worker (test_budget.py): the prefill and its attempt referred to each other."""
+
+    async def scenario() -> None:
+        await start_pairs(edge, dialect)
+        await edge.exchange(post_body(make_post, PROMPT))
+        await edge.settle()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                await edge.exchange(post_body(make_post, PROMPT))
+            await edge.settle()
+            await edge.let_loop_read()
+            assert not [item for item in gc.get_objects() if type(item) in (Exchange, RequestContext, PrefillLeg)]
+        finally:
+            gc.enable()
+
+    edge.run(scenario())
 
 
 @both_dialects

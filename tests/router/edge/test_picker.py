@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router.app.guard import ApiKeys
 from router.decide.workers import ServedModel, WorkerSpec
 from router.http.config import HttpLimits
+from router.http.request import HttpRequest
 from router.picker.certificate import make_self_signed_certificate
 from router.picker.config import PickerConfig
 from router.picker.endpoint_map import EndpointMap
@@ -421,7 +422,7 @@ def test_garbage_ends_its_own_stream_alone(edge: Any) -> None:
 
 
 def test_an_ended_request_is_freed_without_garbage_collection(edge: Any) -> None:
-    """The router collects old objects rarely, and an exchange keeps the token ids of its prompt."""
+    """The router collects old objects rarely; an exchange keeps the token ids of its prompt, a stream the body."""
 
     async def scenario() -> None:
         async with picker(edge) as envoy:
@@ -434,8 +435,16 @@ def test_an_ended_request_is_freed_without_garbage_collection(edge: Any) -> None
                     await stream.read()
                     await stream.done_writing()
                     assert await stream.read() is grpc.aio.EOF
+                abandoned = envoy.stream()
+                head = request_head()
+                head.protocol_config.request_body_mode = DUPLEX
+                await abandoned.write(head)
+                await abandoned.write(pb.ProcessingRequest(request_body={"body": bytes(1 << 20)}))
+                await edge.until(lambda: edge.metrics.request_buffer_bytes)
+                abandoned.cancel()
                 await edge.until(lambda: not envoy.server.open_stream_count)
-                assert not [item for item in gc.get_objects() if type(item) is PickExchange]
+                envoy.ended.clear()
+                assert not [item for item in gc.get_objects() if type(item) in (PickExchange, HttpRequest)]
             finally:
                 gc.enable()
 
