@@ -32,6 +32,8 @@ _HALVE_AT_TURNS = 1024
 _OVERDUE_CAPACITIES = 2
 """A turn is counted as not returning once later prompts have so many times the blocks of the cache. Until then it is
 not counted: most turns are young, and would make quick returns look rare."""
+_RETURNS_MIN = 0.01
+"""Counted returns that are not halved further, so that the mean gap is known though turns return no longer."""
 _PRIOR_TURNS = 10.0
 """Turns that every class is assumed to have had at the start; half of them returned."""
 
@@ -101,8 +103,9 @@ class ReuseCounts:
         self.turn_count += 1
         if self.turn_count > _HALVE_AT_TURNS:
             self.turn_count = self.turn_count / 2
-            self.return_count = self.return_count / 2
-            self.gap_log2_sum = self.gap_log2_sum / 2
+            if self.return_count > _RETURNS_MIN:
+                self.return_count = self.return_count / 2
+                self.gap_log2_sum = self.gap_log2_sum / 2
 
     def record_return(self, gap: int) -> None:
         self.return_count += 1

@@ -172,6 +172,16 @@ def test_the_least_of_all_is_found_at_the_ends_of_queues(seed: int) -> None:
         queue.check_invariants({entry[0] for entry in naive.entries})
 
 
+def test_a_class_whose_turns_never_return_keeps_its_mean_gap() -> None:
+    """A million different prompts are a day's batch; a share and a sum that are halved for ever end at 0 / 0."""
+    reuse_stats = ReuseStats(64, 16)
+    counts = reuse_stats.get_counts(reuse_stats.begin_turn([1, 2], 0))
+    for _ in range(1_000_000):
+        counts.record_turn()
+    assert counts.mean_gap_log2 == pytest.approx(6.0)
+    assert 0.0 < counts.return_share < 1e-4
+
+
 def test_the_benchmark_plays_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every order finds at most what Belady does; the figures are written."""
     root = Path(__file__).resolve().parents[3]
