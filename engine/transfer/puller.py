@@ -111,8 +111,9 @@ class Puller:
         source = pull.source
         lock = self._locks.setdefault((source.address, pull.keys[0].hash), asyncio.Lock())
         async with lock, self._pull_slots:
+            start_s = time.monotonic()
             pause = self._pause_by_source.get(source.address)
-            if pause is not None and time.monotonic() < pause.end_s:
+            if pause is not None and start_s < pause.end_s:
                 raise TransferError("recent", f"failed less than {pause.length_s:g} s ago")
             try:
                 connection = await _connect(source, self._settings.fleet_key)
@@ -122,20 +123,23 @@ class Puller:
                     connection.close()
             except BaseException:  # also a time-out, which arrives as a cancellation
                 if not pull.is_abandoned:
-                    self._pause_source(source)
+                    self._pause_source(source, start_s)
                 raise
             self._pause_by_source.pop(source.address, None)
 
-    def _pause_source(self, source: KVSource) -> None:
-        """Do not ask a source for a while, because it has failed now: twice as long as after its last failure."""
-        now_s = time.monotonic()
-        if len(self._pause_by_source) >= FAILED_SOURCES_MAX:
-            self._pause_by_source = {
-                address: pause for address, pause in self._pause_by_source.items() if pause.end_s > now_s
-            }
+    def _pause_source(self, source: KVSource, start_s: float) -> None:
+        """Do not ask a source for a while, because a pull has failed: twice as long as after its last failure.
+
+        `start_s`: time when the pull began. If it began before the last pause, it failed together with an earlier one.
+        """
         last_pause = self._pause_by_source.get(source.address)
+        if last_pause is not None and start_s < last_pause.end_s:
+            return
+        self._pause_by_source.pop(source.address, None)
+        if len(self._pause_by_source) >= FAILED_SOURCES_MAX:
+            del self._pause_by_source[next(iter(self._pause_by_source))]  # it failed the longest time ago
         length_s = RETRY_AFTER_S if last_pause is None else min(2 * last_pause.length_s, RETRY_AFTER_S_MAX)
-        self._pause_by_source[source.address] = _Pause(length_s, now_s + length_s)
+        self._pause_by_source[source.address] = _Pause(length_s, time.monotonic() + length_s)
 
     async def _pull_blocks(self, connection: Connection, pull: Pull) -> None:
         """Ask the source which blocks of a prompt it has, and fetch those that are useful and not cached here."""

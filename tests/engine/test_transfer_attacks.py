@@ -154,6 +154,26 @@ def test_a_source_that_fails_again_is_asked_less_often(short_waits: None, monkey
         assert asked_at == [1, 3, 7, 15, 31, 63]
 
 
+def test_pulls_that_fail_together_are_one_failure_of_their_source(short_waits: None) -> None:
+    """Four pulls that a silent source held at once had it left alone for 16 s."""
+    with socket.create_server(("127.0.0.1", 0)) as silent_host, Engine() as consumer:
+        for i in range(puller.PULLS_AT_ONCE_MAX):
+            consumer.add(f"{i}", prompt(i, 24), KVSource(*silent_host.getsockname()), max_tokens=1)
+        consumer.run()
+        assert consumer.transfers.stats.failures["unreachable"] == puller.PULLS_AT_ONCE_MAX
+        (pause,) = consumer.transfers._puller._pause_by_source.values()
+        assert pause.length_s == puller.RETRY_AFTER_S
+
+
+def test_failed_sources_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(puller, "FAILED_SOURCES_MAX", 2)
+    with Engine() as consumer:
+        sources = [KVSource("127.0.0.1", closed_port()) for _ in range(4)]
+        for i, source in enumerate(sources):
+            consumer.answer(f"{i}", prompt(i, 24), source, max_tokens=1)
+        assert list(consumer.transfers._puller._pause_by_source) == [source.address for source in sources[-2:]]
+
+
 def test_names_that_no_server_resolves_delay_no_source_with_an_address(
     short_waits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
