@@ -188,7 +188,7 @@ async def _respond(
 def _store_response(state: ServerState, formatter: ResponseFormatter) -> None:
     """Store a finished response of `/v1/responses` if its request wants that."""
     if isinstance(formatter, ResponsesFormatter) and formatter.context.should_store:
-        state.response_store.put(formatter.make_final_response(), formatter.encode_messages())
+        state.response_store.put(formatter.make_stored_response(), formatter.encode_messages())
 
 
 def _make_sequence_error(output: SequenceOutput, constraint: Constraint | None) -> RequestError:

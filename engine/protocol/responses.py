@@ -170,6 +170,14 @@ class ResponsesFormatter:
         """Return the finished response."""
         return self._make_response("incomplete" if self._choice.finish_reason == "length" else "completed")
 
+    def make_stored_response(self) -> JsonObject:
+        """Return the finished response without its logprobs, which may take megabytes and are shown once."""
+        response = self.make_final_response()
+        for item in response["output"]:
+            if item["type"] == "message":
+                item["content"] = [{**part, "logprobs": None} for part in item["content"]]
+        return response
+
     def _make_response(self, status: str, error: RequestError | None = None) -> JsonObject:
         """Return the response object, in progress or finished.
 

@@ -12,6 +12,7 @@ import pytest
 from msgspec import structs
 
 from engine.http import response_store
+from engine.http.generate import _store_response
 from engine.http.response_store import ResponseStore
 from engine.output.choice import Choice, make_choice
 from engine.output.content_blocks import ContentBlocks
@@ -184,6 +185,10 @@ def test_responses_have_the_logprobs_of_their_text() -> None:
     assert deltas[0]["logprobs"] == [{**entry, "top_logprobs": [entry]}]
     logprobs = [entry for event in deltas for entry in event["logprobs"]]
     assert stream_events[-1]["response"]["output"][1]["content"][0]["logprobs"] == logprobs
+    store = ResponseStore()
+    _store_response(Mock(response_store=store), answer)
+    (stored_part,) = json.loads(store.get(new_generation.id, "").response)["output"][1]["content"]
+    assert (stored_part["text"], stored_part["logprobs"]) == ("".join(event["delta"] for event in deltas), None)
     whole_answer = ResponsesFormatter(new_generation, ASKED, formatter)
     list(read_pieces(whole_answer))
     assert json.loads(whole_answer.format_response())["output"][1]["content"][0]["logprobs"] == logprobs
