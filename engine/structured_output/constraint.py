@@ -174,8 +174,12 @@ def make_scripted_constraint(
 
 def _forbid_undeclared_arguments(parameters: Json) -> Json:
     """Return the schema of a tool's arguments, closed if it is plain: a client's function knows no other arguments."""
-    is_plain = isinstance(parameters, dict) and parameters.keys() <= _PLAIN_PARAMETERS_KEYS
-    if not is_plain or not set(parameters.get("required") or ()) <= set(parameters.get("properties") or ()):
+    if not isinstance(parameters, dict) or not parameters.keys() <= _PLAIN_PARAMETERS_KEYS:
+        return parameters
+    properties, required = parameters.get("properties") or {}, parameters.get("required") or []
+    if not isinstance(properties, dict) or not isinstance(required, list):
+        return parameters
+    if not all(isinstance(name, str) and name in properties for name in required):
         return parameters
     return {**parameters, "additionalProperties": False}
 

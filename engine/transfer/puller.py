@@ -245,10 +245,12 @@ async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
         sock = socket.socket(family, socket_type, protocol)
         sock.setblocking(False)
         await asyncio.wait_for(loop.sock_connect(sock, address), CONNECT_S_MAX)
-    except (OSError, UnicodeError, asyncio.TimeoutError) as error:
+    except BaseException as error:  # also the time-out of the pull, which arrives as a cancellation
         if sock is not None:
             sock.close()
-        raise TransferError("unreachable", f"no connection: {error or type(error).__name__}") from error
+        if isinstance(error, (OSError, UnicodeError, asyncio.TimeoutError)):
+            raise TransferError("unreachable", f"no connection: {error or type(error).__name__}") from error
+        raise
     connection = Connection(sock)
     try:
         await asyncio.wait_for(connection.greet_as_client(fleet_key), CONNECT_S_MAX)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from engine.tiny.tokenizer import cached_tokenizer
 from engine.types import Constraint, Request, SamplingParams, Sequence
 from events.config import KVEventsConfig
 from options import ConfigError
-from prompts import Tokenizer, parse_chat
+from prompts import RequestError, Tokenizer, parse_chat
 from simulation.spec import CALL_ONE_TOOL_TURNS, ScriptTurn, read_spec
 
 TOKENIZER = Tokenizer.load(cached_tokenizer())
@@ -201,6 +202,16 @@ def test_made_up_arguments_are_those_that_a_tool_declares(
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     answer = generate_text(grammars, make_constraint((ScriptTurn(call="f"),), calls, tools=tools))
     assert parse_output(answer, calls)[1] == [("f", expected_arguments)]
+
+
+@pytest.mark.parametrize(
+    "parameters", [{"required": 5}, {"required": [[1]]}, {"properties": 5, "required": ["a"]}, {"required": [{}]}]
+)
+def test_malformed_schemas_of_tools_are_left_to_the_grammar(parameters: Any) -> None:
+    """They ended the request with a TypeError, which is answered 500."""
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with suppress(RequestError):
+        make_constraint((ScriptTurn(call="f"),), tools=tools)
 
 
 def test_a_scripted_line_may_reason_before_strict_tools(grammars: GrammarCompiler) -> None:

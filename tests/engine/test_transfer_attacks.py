@@ -137,6 +137,22 @@ def test_a_host_that_says_nothing_costs_two_short_waits(short_waits: None, expec
         source.pause()
 
 
+def test_a_pull_that_times_out_while_it_connects_leaves_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    sockets: list[socket.socket] = []
+
+    async def scenario() -> None:
+        async def never_connect(sock: socket.socket, address: Any) -> None:
+            sockets.append(sock)
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", never_connect)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(puller._connect(KVSource("127.0.0.1", closed_port()), FLEET_KEY), 0.05)
+
+    asyncio.run(scenario())
+    assert [sock.fileno() for sock in sockets] == [-1]
+
+
 def test_a_source_that_fails_again_is_asked_less_often(short_waits: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four dead sources took all slots for half of the time."""
     now_s = 0.0
