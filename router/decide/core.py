@@ -380,7 +380,7 @@ class RouterCore:
     def _can_move(self, active_request: ActiveRequest, attempt: Attempt, continuation: RouteRequest | None) -> bool:
         """Return whether another worker may take over a request, or the `continuation` of its answer.
 
-        It may not if all other workers are to be avoided, if the request's tries are spent, or if the queue is full.
+        It may not if all other workers stand still, if the request's tries are spent, or if the queue is full.
         """
         if continuation is None:
             has_retry = self._retry_budget.has_retry(active_request.request.tenant, active_request.failed_attempts + 1)
@@ -389,8 +389,8 @@ class RouterCore:
         candidates = self.registry.find_candidates(
             continuation or active_request.request, active_request.tried_workers | {attempt.decision.worker}
         )
-        # An avoided worker is a candidate only if all are avoided.
-        if isinstance(candidates, Refuse) or candidates[0].worker_id in self.registry.avoided_workers:
+        stalled_workers = self.stall_detector.stalled_workers
+        if isinstance(candidates, Refuse) or all(target.worker_id in stalled_workers for target in candidates):
             return False
         return not self._placer.queue.is_full(active_request.queue_position)
 

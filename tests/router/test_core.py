@@ -214,6 +214,20 @@ def test_what_moves_is_a_retry_and_no_failure_of_the_worker() -> None:
     assert core.move_request("unknown", 2.0) == []
 
 
+def test_a_request_of_a_lost_worker_moves_to_one_that_refused_another_request() -> None:
+    core, index = make_core("ab")
+    prompt = list(range(100))
+    index.store(core.workers["b"].holders[0], prompt)
+    assert chosen_worker(core.route(request("r", prompt), 0.0)) == "b"
+    core.fail_attempt("r", FailureKind.OVERLOADED, 0.0)
+    core.record_first_token("r", 0.1)
+    assert core.registry.avoided_workers == {"b"}
+    assert chosen_worker(core.route(request("s", prompt), 0.2)) == "a"
+    core.mark_worker_down("a", 0.3, "its probes fail")
+    (retry,) = core.move_request("s", 0.3)
+    assert chosen_worker(retry) == "b"
+
+
 @pytest.mark.parametrize("kind", [FailureKind.TIMEOUT, FailureKind.STALLED])
 @pytest.mark.parametrize(
     ("stream", "others_heard", "goes_down"), [(True, False, True), (True, True, False), (False, False, False)]
