@@ -3,7 +3,8 @@
 A path is the cached blocks of one conversation turn, and is evicted from its end. Its value is the expected number of
 hits of a block per unit of time: `return share / max(gap, age)` (see `engine.cache.reuse_stats`). Paths of equal class,
 gap and value share a queue. Only the ends of the queues are compared, and the number of queues does not grow with the
-cache. A path that was chosen is shortened until it is gone or another path is cached.
+cache. Among paths of about equal value the youngest goes first: the older ones' returns are nearer. A path that was
+chosen is shortened until it is gone or another path is cached.
 
 In a model with recurrent states, a path can be resumed only where a state was saved. Then the value of the path also
 depends on the blocks that its last state saves, for each block of memory. A state that a later state of the same path
@@ -19,8 +20,8 @@ from typing import NamedTuple
 from engine.cache.blocks import Node
 from engine.cache.reuse_stats import ConversationTurn, ReuseStats, TurnClass
 
-_QUEUES_PER_DOUBLING = 2
-"""Queues of one class for each doubling of the gap."""
+_STEPS_PER_DOUBLING = 2
+"""Queues of one class for each doubling of the gap, and ranks for each doubling of the value."""
 _OVERDUE_GAPS = 1.5
 """A turn is overdue when its age is more than so many times its expected gap."""
 
@@ -33,14 +34,14 @@ class QueueKey(NamedTuple):
 
     turn_class: TurnClass
     gap_step: int
-    """log2 of the expected gap before the turn returns, times the queues per doubling."""
+    """log2 of the expected gap before the turn returns, times the steps per doubling."""
     value_log2: int
     """log2 of the blocks that a path saves, for each block of memory that it takes."""
 
     @property
     def gap(self) -> float:
         """Expected blocks of prompts before the turn returns."""
-        return math.pow(2.0, self.gap_step / _QUEUES_PER_DOUBLING)
+        return math.pow(2.0, self.gap_step / _STEPS_PER_DOUBLING)
 
 
 class SupersededState(NamedTuple):
@@ -214,32 +215,36 @@ class EvictionQueue:
         return self._next_path
 
     def _find_least_valuable(self) -> CachedPath | None:
-        """Return the path that is worth least. A queue offers its oldest path if that is overdue, else its youngest."""
-        least_valuable, value_min = None, math.inf
+        """Return the path that is worth least; of paths that are worth about the same, the youngest.
+
+        A queue offers its oldest path if that is overdue, else its youngest.
+        """
+        least_valuable, rank_min = None, (math.inf, 0)
         for key, queue in self._queues.items():
             path = next(iter(queue))
-            if not self._is_overdue(path, key):
+            if self._compute_age(path) <= _OVERDUE_GAPS * key.gap:
                 path = next(reversed(queue))
-            value = self._compute_value(path)
-            if value < value_min:
-                least_valuable, value_min = path, value
+            rank = self._rank(path)
+            if rank < rank_min:
+                least_valuable, rank_min = path, rank
         return least_valuable
+
+    def _rank(self, path: CachedPath) -> tuple[float, int]:
+        """Return a sort key of a queued path: its value, in steps of a half-octave, then its age."""
+        return round(_STEPS_PER_DOUBLING * math.log2(self._compute_value(path))), self._compute_age(path)
 
     def _compute_value(self, path: CachedPath) -> float:
         """Return the expected hits of a block of the path per unit of time; 0 if the path is abandoned."""
         key = path.queue_key
         if key is None:
             return 0.0
-        wait = self._compute_age(path) if self._is_overdue(path, key) else key.gap
+        gap, age = math.pow(2.0, self._reuse_stats.estimate_gap_log2(path.turn)), self._compute_age(path)
+        wait = age if age > _OVERDUE_GAPS * gap else gap
         return self._reuse_stats.get_counts(path.turn).return_share / wait * 2.0**key.value_log2
 
     def _compute_age(self, path: CachedPath) -> int:
         """Return the blocks of all prompts since the path's turn ended."""
         return self._reuse_stats.clock - path.turn.end_clock
-
-    def _is_overdue(self, path: CachedPath, key: QueueKey) -> bool:
-        """Return whether the turn of a path in the queue of `key` should have returned long ago."""
-        return self._compute_age(path) > _OVERDUE_GAPS * key.gap
 
     def _compute_value_log2(self, leaf: Node) -> int:
         """Return the rounded log2 of the blocks that the path to `leaf` saves, per block of memory that it takes.
@@ -257,7 +262,7 @@ class EvictionQueue:
     def _enqueue(self, path: CachedPath) -> None:
         """Put a path into the queue of its class, gap and value."""
         turn = path.turn
-        gap_step = round(self._reuse_stats.estimate_gap_log2(turn) * _QUEUES_PER_DOUBLING)
+        gap_step = round(self._reuse_stats.estimate_gap_log2(turn) * _STEPS_PER_DOUBLING)
         value_log2 = self._compute_value_log2(path.leaf)
         path.queue_key = key = QueueKey(self._reuse_stats.classify_turn(turn), gap_step, value_log2)
         self._queues.setdefault(key, OrderedDict())[path] = None

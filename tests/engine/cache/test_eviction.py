@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import random
 import sys
 from collections import OrderedDict
@@ -17,7 +18,7 @@ from played_cache import PlayedCache
 
 from engine.cache.blocks import BlockKey, Node
 from engine.cache.eviction_queue import EvictionQueue
-from engine.cache.reuse_stats import ConversationTurn, ReuseStats
+from engine.cache.reuse_stats import ConversationTurn, ReuseStats, TurnClass
 
 
 def make_node(hash_: int, parent: Node | None = None) -> Node:
@@ -118,23 +119,33 @@ def test_a_turn_is_counted_when_it_comes_back_or_is_overdue_and_once() -> None:
 
 
 class Naive:
-    """Every entry with what it was queued by; looks at all of them."""
+    """Every turn with the key of its queue; looks at all of them."""
 
     def __init__(self, reuse_stats: ReuseStats) -> None:
         self.reuse_stats = reuse_stats
-        self.entries: list[tuple[Node, ConversationTurn, object]] = []
+        self.entries: list[tuple[Node, ConversationTurn, tuple[TurnClass, int]]] = []
 
-    def value_min(self) -> float:
-        groups: dict[object, list[ConversationTurn]] = {}
-        for _, turn, key in self.entries:
-            groups.setdefault(key, []).append(turn)
-        values = []
-        for key, turns in groups.items():
-            assert isinstance(key, tuple)
-            gap = 2 ** (key[1] / 2)
-            age = self.reuse_stats.clock - min(turn.end_clock for turn in turns)
-            values.append(self.reuse_stats.get_counts(turns[0]).return_share / (age if age > 1.5 * gap else gap))
-        return min(values)
+    def add(self, leaf: Node, turn: ConversationTurn) -> None:
+        gap_step = round(self.reuse_stats.estimate_gap_log2(turn) * 2)
+        self.entries.append((leaf, turn, (self.reuse_stats.classify_turn(turn), gap_step)))
+
+    def select(self) -> tuple[Node, ConversationTurn, tuple[TurnClass, int]]:
+        """Return the least valuable offer of a queue, by half-octaves; of equal ones the youngest."""
+        groups: dict[tuple[TurnClass, int], list[tuple[Node, ConversationTurn, tuple[TurnClass, int]]]] = {}
+        for entry in self.entries:
+            groups.setdefault(entry[2], []).append(entry)
+        offers = [
+            entries[0] if self._age(entries[0][1]) > 1.5 * 2 ** (gap_step / 2) else entries[-1]
+            for (_, gap_step), entries in groups.items()
+        ]
+        return min(offers, key=lambda entry: (round(2 * math.log2(self._value(entry[1]))), self._age(entry[1])))
+
+    def _age(self, turn: ConversationTurn) -> int:
+        return self.reuse_stats.clock - turn.end_clock
+
+    def _value(self, turn: ConversationTurn) -> float:
+        gap, age = 2 ** self.reuse_stats.estimate_gap_log2(turn), self._age(turn)
+        return self.reuse_stats.get_counts(turn).return_share / (age if age > 1.5 * gap else gap)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -152,24 +163,31 @@ def test_the_least_of_all_is_found_at_the_ends_of_queues(seed: int) -> None:
         talks[at] = talks[at] + chain(rng, rng.randint(0, 3)) if rng.random() < 0.8 else chain(rng, 5)
         place = make_node(step)
         queue.add(place, turn)
-        naive.entries.append(
-            (place, turn, (reuse_stats.classify_turn(turn), round(reuse_stats.estimate_gap_log2(turn) * 2)))
-        )
+        naive.add(place, turn)
         if rng.random() < 0.4:
-            selected_leaf = queue.select_leaf()
-            selected_entry = next(entry for entry in naive.entries if entry[0] is selected_leaf)
-            key = selected_entry[2]
-            assert isinstance(key, tuple)
-            turns = [entry[1] for entry in naive.entries if entry[2] == key]
-            gap, age = 2 ** (key[1] / 2), reuse_stats.clock - turns[0].end_clock
-            overdue = age > 1.5 * gap
-            assert selected_entry[1] is (turns[0] if overdue else turns[-1])
-            assert (
-                reuse_stats.get_counts(selected_entry[1]).return_share / (age if overdue else gap) == naive.value_min()
-            )
-            queue.remove(selected_entry[0])
-            naive.entries.remove(selected_entry)
+            entry = naive.select()
+            assert queue.select_leaf() is entry[0]
+            queue.remove(entry[0])
+            naive.entries.remove(entry)
         queue.check_invariants({entry[0] for entry in naive.entries})
+
+
+def test_of_paths_of_about_equal_value_the_youngest_goes_first() -> None:
+    """Even if it is worth a little more: the returns of the others are nearer."""
+    reuse_stats = ReuseStats(100, 16)
+    queue = EvictionQueue(reuse_stats)
+    turns = {"short": [1, 2], "long": list(range(10, 50))}  # of different classes
+    for name, hashes in turns.items():
+        turn = reuse_stats.begin_turn(hashes, 0)
+        reuse_stats.end_turn(turn)
+        queue.add(make_node(hashes[0]), turn)
+        if name == "long":
+            counts = reuse_stats.get_counts(turn)
+            counts.return_count *= 1.1
+            counts.gap_log2_sum *= 1.1
+    selected_leaf = queue.select_leaf()
+    assert selected_leaf is not None
+    assert selected_leaf.hash == 10
 
 
 def test_a_class_whose_turns_never_return_keeps_its_mean_gap() -> None:
