@@ -296,7 +296,8 @@ class UpstreamPool:
             try:
                 connection = await self.connect(target)
             except (OSError, asyncio.TimeoutError, ValueError) as failure:  # ValueError: a name that cannot be one
-                user.on_connection_failed(failure)
+                # Without its traceback, by whose frames the failure refers to itself and to the request of `user`.
+                user.on_connection_failed(failure.with_traceback(None))
             else:
                 user.on_connection_opened(connection)
         except Exception as error:  # noqa: BLE001  a boundary

@@ -468,9 +468,10 @@ class ClientConnection(asyncio.Protocol):
         """Pass a request with its decoded body to the application, or refuse it if decoding failed."""
         self.responder = None
         self._charge.request_bytes = request.body_bytes + len(request.headers.raw)
+        if decode_error is not None:
+            self._refuse(decode_error)  # not raised: the error would refer to itself by this frame, and to the body
+            return
         try:
-            if decode_error is not None:
-                raise decode_error
             self._charge_buffered_bytes()
             self._app.handle(self, request)
         except RequestError as error:

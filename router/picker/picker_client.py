@@ -123,9 +123,10 @@ class PickerClient:
 
         def on_decoded(decode_error: RequestError | None) -> None:
             self.responder = None
+            if decode_error is not None:
+                self._refuse(decode_error)  # not raised: the error would refer to itself by this frame
+                return
             with self._answer_errors():
-                if decode_error is not None:
-                    raise decode_error
                 self._dispatch(request)
 
         def charge_decoded_bytes(decoded_bytes: int) -> None:

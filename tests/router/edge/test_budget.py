@@ -23,7 +23,7 @@ from router.http.budget import BufferBudget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.connection import MAX_PIPELINED_BYTES, WRITE_BUFFER_BYTES
 from router.http.headers import HeaderBlock
-from router.http.request import BadRequest, RequestParser
+from router.http.request import BadRequest, HttpRequest, RequestParser
 from router.http.routes import Response
 from router.metrics import Metrics
 
@@ -183,7 +183,7 @@ def test_what_a_client_left_behind_is_freed_without_the_garbage_collector(edge: 
     edge.run(scenario())
 
 
-@pytest.mark.parametrize("ending", ["complete", "stream", "error", "cut off", "client gone"])
+@pytest.mark.parametrize("ending", ["complete", "stream", "error", "cut off", "client gone", "no worker", "bad gzip"])
 def test_an_ended_request_is_freed_without_the_garbage_collector(edge: Any, make_post: Any, ending: str) -> None:
     """The router makes full collections rarely, and an exchange keeps the body and the token ids of its prompt."""
     stream_head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -200,7 +200,8 @@ def test_an_ended_request_is_freed_without_the_garbage_collector(edge: Any, make
 
     async def ask() -> None:
         if ending != "client gone":
-            await edge.exchange(make_post(body, b"/v1/completions"))
+            headers = [b"content-encoding: gzip"] if ending == "bad gzip" else []
+            await edge.exchange(make_post(body, b"/v1/completions", headers))
             return
         reader, writer = await edge.connect()
         writer.write(make_post(body, b"/v1/completions"))
@@ -208,12 +209,13 @@ def test_an_ended_request_is_freed_without_the_garbage_collector(edge: Any, make
         writer.transport.abort()
 
     def count_requests() -> int:
-        return sum(type(item) in (Exchange, RequestContext) for item in gc.get_objects())
+        return sum(type(item) in (Exchange, RequestContext, HttpRequest) for item in gc.get_objects())
 
     async def scenario() -> None:
         await edge.start()
-        await edge.worker(scripts.get(ending, answer))
-        await ask()
+        await edge.worker(scripts.get(ending, answer), port=1 if ending == "no worker" else None)
+        if ending != "no worker":  # which is down after the first attempt
+            await ask()
         await edge.until(lambda: not edge.listener.connections)
         gc.collect()
         gc.disable()
