@@ -85,18 +85,22 @@ both_dialects = pytest.mark.parametrize("dialect", ["sglang", "p2p"])
 def test_an_ended_pair_is_freed_without_the_garbage_collector(edge: Any, make_post: Any, dialect: str) -> None:
     """As is a request to one worker (test_budget.py): the prefill and its attempt referred to each other."""
 
+    def count_requests() -> int:
+        return sum(type(item) in (Exchange, RequestContext, PrefillLeg) for item in gc.get_objects())
+
     async def scenario() -> None:
         await start_pairs(edge, dialect)
         await edge.exchange(post_body(make_post, PROMPT))
         await edge.settle()
         gc.collect()
         gc.disable()
+        other_count = count_requests()  # earlier tests may keep some
         try:
             for _ in range(3):
                 await edge.exchange(post_body(make_post, PROMPT))
             await edge.settle()
             await edge.let_loop_read()
-            assert not [item for item in gc.get_objects() if type(item) in (Exchange, RequestContext, PrefillLeg)]
+            assert count_requests() <= other_count
         finally:
             gc.enable()
 
