@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 
 import aiohttp
 
@@ -54,10 +54,11 @@ async def fetch(
         )
         async with request as response:
             body = bytearray()
-            async for chunk in iterate_body(response):
+            async for chunk in response.content.iter_any():
                 body += chunk
                 if len(body) > bytes_max:
                     raise FetchError(f"too large: the answer of {url} has more than {bytes_max} bytes")
+                await asyncio.sleep(0)
             return response.status, bytes(body)
     except asyncio.TimeoutError:
         raise FetchError(f"timeout: no answer of {url} within {seconds:g} s") from None
@@ -75,10 +76,3 @@ def _describe_error(error: Exception) -> str:
 def make_key_headers(key: str | None) -> dict[str, str]:
     """Return the headers that carry an API key; none without a key."""
     return {} if key is None else {"Authorization": f"Bearer {key}"}
-
-
-async def iterate_body(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield the body of a response as it comes. Raises what aiohttp raises."""
-    async for chunk in response.content.iter_any():
-        yield chunk
-        await asyncio.sleep(0)

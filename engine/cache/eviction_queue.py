@@ -222,7 +222,7 @@ class EvictionQueue:
         least_valuable, rank_min = None, (math.inf, 0)
         for key, queue in self._queues.items():
             path = next(iter(queue))
-            if self._compute_age(path) <= _OVERDUE_GAPS * key.gap:
+            if not self._is_overdue(path, key.gap):
                 path = next(reversed(queue))
             rank = self._rank(path)
             if rank < rank_min:
@@ -238,13 +238,17 @@ class EvictionQueue:
         key = path.queue_key
         if key is None:
             return 0.0
-        gap, age = math.pow(2.0, self._reuse_stats.estimate_gap_log2(path.turn)), self._compute_age(path)
-        wait = age if age > _OVERDUE_GAPS * gap else gap
+        gap = math.pow(2.0, self._reuse_stats.estimate_gap_log2(path.turn))
+        wait = self._compute_age(path) if self._is_overdue(path, gap) else gap
         return self._reuse_stats.get_counts(path.turn).return_share / wait * 2.0**key.value_log2
 
     def _compute_age(self, path: CachedPath) -> int:
         """Return the blocks of all prompts since the path's turn ended."""
         return self._reuse_stats.clock - path.turn.end_clock
+
+    def _is_overdue(self, path: CachedPath, gap: float) -> bool:
+        """Return whether the turn of a path, expected after `gap` blocks of prompts, should have returned long ago."""
+        return self._compute_age(path) > _OVERDUE_GAPS * gap
 
     def _compute_value_log2(self, leaf: Node) -> int:
         """Return the rounded log2 of the blocks that the path to `leaf` saves, per block of memory that it takes.
