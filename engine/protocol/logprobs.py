@@ -6,8 +6,9 @@ the answer's end took 400 bytes and 19 us each (2 slow cores); JSON takes 60 byt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 from msgspec import Raw, Struct
@@ -20,6 +21,8 @@ LOGPROB_FLOOR = -9999.0
 SLICE_POSITIONS = 64
 """Positions that are formatted at a time, in some milliseconds."""
 _encode = msgspec.json.encode
+
+Position = TypeVar("Position", bound=TokenLogprobs | None)
 
 
 class CompletionLogprobs(Struct, frozen=True):
@@ -48,6 +51,12 @@ class PendingLogprobs:
         )
         self.text_offset, self.token_logprobs, self.tokens, self.top_logprobs = [], [], [], []
         return logprobs
+
+
+def split_positions(positions: list[Position]) -> Iterator[list[Position]]:
+    """Split positions with logprobs into parts, between which other requests are served."""
+    for start in range(0, len(positions), SLICE_POSITIONS):
+        yield positions[start : start + SLICE_POSITIONS]
 
 
 def join_json_list(items: Sequence[bytes]) -> msgspec.Raw:

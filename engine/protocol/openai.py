@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -17,14 +17,13 @@ from engine.output.choice import Choice
 from engine.output.delta_builder import ChoiceDelta
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import Generation
-from engine.protocol.logprobs import SLICE_POSITIONS, LogprobFormatter
+from engine.protocol.logprobs import LogprobFormatter, split_positions
 from engine.types import TokenLogprobs, count_logprobs
 from prompts import ChatRequest, CompletionRequest, RequestError
 
 SSE_DONE = b"data: [DONE]\n\n"
 encoder = msgspec.json.Encoder()
 StopReason = str | int | None
-Position = TypeVar("Position", bound=TokenLogprobs | None)
 
 
 class ResponseBase(Struct, frozen=True, kw_only=True):
@@ -116,9 +115,3 @@ class OpenAIFormatter:
 
     def _get_visible_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         return token_ids if self._includes_ids else UNSET
-
-
-def split_positions(positions: list[Position]) -> Iterator[list[Position]]:
-    """Split positions with logprobs into parts, between which other requests are served."""
-    for start in range(0, len(positions), SLICE_POSITIONS):
-        yield positions[start : start + SLICE_POSITIONS]

@@ -17,9 +17,8 @@ from engine.output.choice import Choice
 from engine.output.content_blocks import BlockEvent, ContentBlock, ContentBlocks
 from engine.output.delta_builder import ChoiceDelta
 from engine.protocol.generation import CompletionTokensDetails, Generation
-from engine.protocol.logprobs import LogprobFormatter, join_json_list
+from engine.protocol.logprobs import LogprobFormatter, join_json_list, split_positions
 from engine.protocol.messages import format_event
-from engine.protocol.openai import split_positions
 from engine.protocol.parsed_request import ResponseContext
 from engine.types import count_logprobs
 from prompts.errors import RequestError
