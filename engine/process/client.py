@@ -301,10 +301,12 @@ class EngineClient(asyncio.Protocol):
             self._pending_calls.pop(call_id, None)
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        """End the core process; kill it after `timeout_s`."""
+        """End the core process; kill it after `timeout_s`, or at once while it still starts and has nothing to save."""
         self._is_closing = True
         if self._transport is not None:
             self._transport.close()
+        if not self._ready_future.done():
+            self._core_process.kill()
         exit_wait = asyncio.get_running_loop().run_in_executor(None, self._core_process.wait, timeout_s)
         try:
             await exit_wait

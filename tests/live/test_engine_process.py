@@ -55,6 +55,10 @@ def wait_until(condition: Any, timeout_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+def read_command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -119,6 +123,18 @@ def test_a_signal_drains_and_ends_with_zero(start_engine: Any, number: int) -> N
     assert json.loads(results[0][1])["usage"]["completion_tokens"] == 1500
     assert engine.process.wait(20) == 0
     assert not alive(core)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_core_starts_ends_at_once(start_engine: Any, number: int) -> None:
+    engine = start_engine(wait=False)
+    wait_until(lambda: any(b"core_process" in read_command(pid) for pid in engine.children()))
+    core = engine.core_pid()
+    os.kill(core, signal.SIGSTOP)  # so its start does not end
+    engine.process.send_signal(number)
+    assert engine.process.wait(60) == 0
+    assert not alive(core)
+    assert engine.log() == ""  # no grace time has passed, nothing has failed
 
 
 def test_a_full_disk_under_its_output_ends_no_service() -> None:
