@@ -436,18 +436,11 @@ class EventFeed:
             self._handle_live_message(subscription, frames)
 
     def _handle_live_message(self, subscription: Subscription, frames: list[zmq.Frame]) -> None:
-        """Give a live message to its stream's state, and queue the resulting instructions.
-
-        A message of an unknown topic is counted and dropped, and so is one for a stream with too much waiting work.
-        """
+        """Give a live message to its stream; drop and count it if it is of no stream, or its stream is full."""
         try:
             message = parse_live_message([frame.bytes for frame in frames])
         except DecodeError as error:
-            stream = subscription.get_stream(frames[0].bytes)
-            if stream is None:
-                self.ignored_message_count += 1
-            else:
-                self._handler.handle(stream.source.stream_id, MalformedMessage(str(error)), b"")
+            self._report_malformed(subscription.get_stream(frames[0].bytes), error)
             return
         if isinstance(subscription, BoundSubscription):
             stream = self._get_topic_stream(subscription, message.topic, int(frames[0].get(zmq.SRCFD)))
@@ -467,14 +460,19 @@ class EventFeed:
             lambda state: state.on_live_batch(message.seq, message.payload, time.monotonic(), message.publisher_id),
         )
 
+    def _report_malformed(self, stream: FollowedStream | None, error: DecodeError) -> None:
+        if stream is None:
+            self.ignored_message_count += 1
+        else:
+            self._handler.handle(stream.source.stream_id, MalformedMessage(str(error)), b"")
+
     def _get_topic_stream(
         self, subscription: BoundSubscription, topic: bytes, descriptor: int
     ) -> FollowedStream | None:
         """Return the stream of a message that came on a bound socket; None if its topic belongs to no stream.
 
-        To a bound socket many publishers connect, and each has a topic of its own. The first message of a topic may
-        claim it for a stream that waits for it. `descriptor` is the file descriptor of the message's connection.
-        Another one than before means that the publisher has connected again, which is reported to the stream.
+        Many publishers connect to a bound socket, each with a topic of its own. `descriptor`: file descriptor of the
+        message's connection. If it has changed, the publisher has connected again, which is reported to the stream.
         """
         stream = subscription.stream_by_topic.get(topic)
         if stream is None:
@@ -515,10 +513,9 @@ class EventFeed:
         self._mark_busy(stream)
 
     def _process_stream(self, stream: FollowedStream) -> None:
-        """Perform the waiting work of a stream, up to TURN_BYTES.
+        """Perform the waiting work of a stream, up to TURN_BYTES, so that the other streams get their turn.
 
-        So a stream with much work does not hold up the others: the rest of its work is done in the next turn, after the
-        work of the others. Replies come after other work.
+        Replies come after other work.
         """
         used_bytes = 0
         while stream.is_busy and used_bytes < TURN_BYTES:
@@ -579,14 +576,14 @@ class EventFeed:
         try:
             dealer = open_request_socket(self._context, endpoint, request)
         except zmq.ZMQError as error:
-            reason = f"cannot ask {endpoint!r}: {error}"
-            self._enqueue_instructions(
-                stream, stream.stream_state.on_request_failed(request_id, time.monotonic(), reason)
-            )
+            self._fail_request(stream, request_id, f"cannot ask {endpoint!r}: {error}")
             return
         stream.reply_socket, stream.request_id = dealer, request_id
         self._stream_by_dealer[dealer] = stream
         self._watch(dealer)
+
+    def _fail_request(self, stream: FollowedStream, request_id: int, reason: str) -> None:
+        self._enqueue_instructions(stream, stream.stream_state.on_request_failed(request_id, time.monotonic(), reason))
 
     def _cancel_request(self, stream: FollowedStream) -> None:
         if stream.reply_socket is not None:
@@ -611,10 +608,7 @@ class EventFeed:
             if not stream.store_reply():
                 self._cancel_request(stream)
                 stream.stream_state.dropped_message_count += 1
-                instructions = stream.stream_state.on_request_failed(
-                    stream.request_id, time.monotonic(), "too many bytes or frames of replies"
-                )
-                self._enqueue_instructions(stream, instructions)
+                self._fail_request(stream, stream.request_id, "too many bytes or frames of replies")
                 return
         self._mark_busy(stream)
 

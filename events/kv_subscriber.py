@@ -125,14 +125,13 @@ def format_event(event: Event, *, show_tokens: bool) -> str:
     location = f"group {event.group_idx or 0} {event.medium or '?'}"
     if isinstance(event, BlockRemoved):
         return f"Removed  {location}: {format_hashes(event.block_hashes)}"
-    attention_kind = f" {event.kv_cache_spec_kind}" if event.kv_cache_spec_kind else ""
+    attention = f" {event.kv_cache_spec_kind}" if event.kv_cache_spec_kind else ""
     lora_text = f" lora {event.lora_name}" if event.lora_name else ""
     parent_name = format_hash(event.parent_block_hash)[:16]
     sizes_text = f"{len(event.block_hashes)} x {event.block_size} tokens"
-    headline = f"Stored   {location}{attention_kind}{lora_text}: {sizes_text} after {parent_name}: "
-    return (
-        headline + format_hashes(event.block_hashes) + (f"\n         tokens {event.token_ids}" if show_tokens else "")
-    )
+    tokens_text = f"\n         tokens {event.token_ids}" if show_tokens else ""
+    hashes_text = format_hashes(event.block_hashes)
+    return f"Stored   {location}{attention}{lora_text}: {sizes_text} after {parent_name}: {hashes_text}{tokens_text}"
 
 
 def format_notice(notice: object) -> str:
@@ -170,11 +169,7 @@ def format_text_lines(item: Message | Notice, event_filter: EventFilter, *, show
 
 
 def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iterator[str]:
-    """Yield the JSON objects that show a notice or a batch, one a line.
-
-    A batch has an object for each event that the filter selects, for each event that could not be read, and for each
-    unknown type of event.
-    """
+    """Yield a notice as a JSON object, or an object for each selected event and each error of a batch."""
     if isinstance(item, Notice):
         fields = {name: getattr(item.content, name) for name in item.content.__dataclass_fields__}
         yield json.dumps({"stream": item.stream_id, "notice": type(item.content).__name__, **fields})
@@ -182,24 +177,25 @@ def format_json_lines(item: Message | Notice, event_filter: EventFilter) -> Iter
     batch = item.decoded_batch.batch
     common_fields = {"stream": item.stream_id, "seq": item.seq, "origin": item.origin.value, "ts": batch.ts}
     for event in filter(event_filter.matches, batch.events):
-        fields = {name: value for name, value in msgspec.structs.asdict(event).items() if value is not None}
-        line = {**common_fields, "dp_rank": batch.data_parallel_rank, "type": type(event).__name__, **fields}
-        try:
-            text = json.dumps(line, default=encode_value, skipkeys=True)
-        except RecursionError:  # msgpack is read to a greater depth than JSON is written
-            text = json.dumps({**common_fields, "malformed": "keys of media that are nested too deeply"})
-        yield text
+        yield _format_json_event(event, common_fields, batch.data_parallel_rank)
     for error in item.decoded_batch.errors:
         yield json.dumps({**common_fields, "malformed": error})
     for event_type, count in item.decoded_batch.unknown_type_counts.items():
         yield json.dumps({**common_fields, "unknown_type": event_type, "count": count})
 
 
-def encode_value(value: object) -> object:
-    """Return bytes, or the bytes of an extension, as the JSON object that stands for bytes in the golden captures.
+def _format_json_event(event: Event, common_fields: dict[str, Any], rank: int | None) -> str:
+    """Return an event as JSON: the fields of its batch, then its type and the fields that it sets."""
+    fields = {name: value for name, value in msgspec.structs.asdict(event).items() if value is not None}
+    try:
+        line = {**common_fields, "dp_rank": rank, "type": type(event).__name__, **fields}
+        return json.dumps(line, default=encode_value, skipkeys=True)
+    except RecursionError:  # msgpack is read to a greater depth than JSON is written
+        return json.dumps({**common_fields, "malformed": "keys of media that are nested too deeply"})
 
-    Other values, such as times, become text: keys of media may have any value of msgpack.
-    """
+
+def encode_value(value: object) -> object:
+    """Return bytes or a msgpack extension as `{"__bytes__": hex}`, and other values, such as times, as text."""
     data = value.data if isinstance(value, msgspec.msgpack.Ext) else value
     return {"__bytes__": data.hex()} if isinstance(data, bytes) else str(value)
 
@@ -270,11 +266,7 @@ def discover_streams(worker_url: str, topic: str | None, config: StreamConfig) -
     "--replay", "replays", metavar="ENDPOINT", multiple=True, help="Replay address of the n-th tcp:// ENDPOINT."
 )
 @click.option(
-    "--bind",
-    "binds",
-    metavar="ENDPOINT",
-    multiple=True,
-    help="Bind here for publishers that connect to their subscriber.",
+    "--bind", "binds", metavar="ENDPOINT", multiple=True, help="Bind here for publishers that connect to a subscriber."
 )
 @click.option("--topic", metavar="TOPIC", help="Only this topic.")
 @click.option("--from-start", is_flag=True, help="Begin with everything the worker can still replay.")
@@ -289,7 +281,7 @@ def discover_streams(worker_url: str, topic: str | None, config: StreamConfig) -
     "holders",
     metavar="TEXT",
     multiple=True,
-    help="Only streams with TEXT in their name, a worker's URL or topic.",
+    help="Only streams whose name, a URL or topic, has TEXT in it.",
 )
 @click.option("--tokens", is_flag=True, help="Show token ids.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
@@ -308,34 +300,25 @@ def command(
     """Follow the streams, print their events, and save what was seen, until Ctrl-C or `batches` batches."""
     if not addresses and not binds:
         raise click.UsageError("nothing to follow: give an event address, a worker's URL or --bind")
-    if snapshot:
-        start_mode = StartMode.SNAPSHOT
-    else:
-        start_mode = StartMode.RING if from_start else StartMode.LIVE
+    start_mode = StartMode.SNAPSHOT if snapshot else StartMode.RING if from_start else StartMode.LIVE
     position_file = PositionFile.load(state_path)
     event_filter = EventFilter(types, groups, media, holders)
     sources = [
         replace(source, resume_position=position_file.position_by_stream.get(source.stream_id))
-        for source in list(iter_sources(addresses, replays, topic, StreamConfig(start_mode=start_mode)))
+        for source in iter_sources(addresses, replays, topic, StreamConfig(start_mode=start_mode))
         if event_filter.matches_stream(source.stream_id)
     ]
     if as_json:
         format_lines = partial(format_json_lines, event_filter=event_filter)
     else:
         format_lines = partial(format_text_lines, event_filter=event_filter, show_tokens=tokens)
-    connection_report = ConnectionReport(sources, time.monotonic())
     batch_count = 0
     with events.Subscriber(sources) as subscriber, open_recording(record) as recording_file:
         for address in binds:
-            subscriber.feed.bind(
-                address, lambda name: StreamSource(name, "", None, name, StreamConfig(start_mode=StartMode.LIVE))
-            )
+            subscriber.feed.bind(address, make_bound_source)
         try:
-            while batches is None or batch_count < batches:
-                item = subscriber.get(SAVE_INTERVAL_S)
-                position_file.save_if_due(time.monotonic())
-                connection_report.update(item, time.monotonic())
-                if item is None or not event_filter.matches_stream(item.stream_id):
+            for item in receive_items(subscriber, position_file, ConnectionReport(sources, time.monotonic())):
+                if not event_filter.matches_stream(item.stream_id):
                     continue
                 for line in format_lines(item):
                     print(line, flush=True)
@@ -344,9 +327,28 @@ def command(
                     batch_count += 1
                     if recording_file is not None and item.seq is not None:
                         print(format_frames(item), file=recording_file, flush=True)
+                if batch_count == batches:
+                    break
         except (KeyboardInterrupt, BrokenPipeError):
             pass
         position_file.save()
+
+
+def make_bound_source(topic: str) -> StreamSource:
+    """Return the source of a publisher that connects to this program and publishes under `topic`."""
+    return StreamSource(topic, endpoint="", topic=topic, config=StreamConfig(start_mode=StartMode.LIVE))
+
+
+def receive_items(
+    subscriber: events.Subscriber, position_file: PositionFile, connection_report: ConnectionReport
+) -> Iterator[Message | Notice]:
+    """Yield batches and notices as they come; meanwhile, save positions and report missing connections."""
+    while True:
+        item = subscriber.get(SAVE_INTERVAL_S)
+        position_file.save_if_due(time.monotonic())
+        connection_report.update(item, time.monotonic())
+        if item is not None:
+            yield item
 
 
 class ConnectionReport:

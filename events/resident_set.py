@@ -130,9 +130,8 @@ def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStore
 def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]:
     """Order blocks so that each full-attention block follows its parent, the block before it in the prefix.
 
-    The given order is that in which the blocks were stored. It has parents first as long as none moved to another
-    medium. If A, the first block of the prefix A, B, C, moved to host memory and back, the given order is B, C, A.
-    Blocks of sliding windows and states need no parent. They come last, in the given order.
+    `blocks` come in the order in which they were stored. If A, the first block of the prefix A, B, C, moved to host
+    memory and back, that order is B, C, A. Blocks of sliding windows and states need no parent, and come last.
     """
     if len({block.stored_event.medium for block in blocks}) < 2:
         return blocks  # on one medium, parents are stored before their children
@@ -146,12 +145,11 @@ def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]
     ordered_names: dict[BlockName, None] = {}  # a dict as an ordered set
     for block_name in blocks_by_name:
         path_to_root: dict[BlockName, None] = {}  # the block and its ancestors that are not ordered yet
-        ancestor: BlockName | None = block_name
-        while ancestor in blocks_by_name and ancestor not in ordered_names:
-            if ancestor in path_to_root:
-                break  # parents in a circle, which only a faulty engine announces
-            path_to_root[ancestor] = None
-            ancestor = blocks_by_name[ancestor][0].parent_name
+        name: BlockName | None = block_name
+        # A name that comes twice is in a circle of parents, which only a faulty engine announces.
+        while name in blocks_by_name and name not in ordered_names and name not in path_to_root:
+            path_to_root[name] = None
+            name = blocks_by_name[name][0].parent_name
         ordered_names.update(dict.fromkeys(reversed(path_to_root)))
     full_blocks = [block for block_name in ordered_names for block in blocks_by_name[block_name]]
     return [*full_blocks, *partial_blocks]

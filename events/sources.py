@@ -99,29 +99,31 @@ def parse_sources(body: bytes, worker_url: str) -> list[EventSource]:
         if isinstance(answer, dict):
             source_by_rank = msgspec.convert(answer, dict[Rank, EventSource], strict=False)
             sources = [
-                msgspec.structs.replace(source_by_rank[rank], data_parallel_rank=rank)
-                for rank in sorted(source_by_rank)
+                msgspec.structs.replace(source, data_parallel_rank=rank) for rank, source in source_by_rank.items()
             ]
         else:
-            sources = sorted(msgspec.convert(answer, list[EventSource]), key=lambda source: source.data_parallel_rank)
+            sources = msgspec.convert(answer, list[EventSource])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DecodeError(f"{worker_url}/kv_event_sources: {error}") from error
-    sources = [source for source in sources if source.enable_kv_cache_events and source.publisher != "null"]
+    sources.sort(key=lambda source: source.data_parallel_rank)
     host = urlsplit(worker_url).hostname or "127.0.0.1"
     return [
-        msgspec.structs.replace(
-            source,
-            endpoint=resolve_endpoint(source.endpoint, host),
-            replay_endpoint=source.replay_endpoint and resolve_endpoint(source.replay_endpoint, host),
-            snapshot_endpoint=source.snapshot_endpoint and resolve_endpoint(source.snapshot_endpoint, host),
-            kv_transfer=source.kv_transfer and _resolve_offer(source.kv_transfer, host),
-        )
+        _resolve_addresses(source, host)
         for source in sources
+        if source.enable_kv_cache_events and source.publisher != "null"
     ]
 
 
-def _resolve_offer(offer: KVTransferOffer, host: str) -> KVTransferOffer:
-    return msgspec.structs.replace(offer, endpoint=resolve_endpoint(offer.endpoint, host))
+def _resolve_addresses(source: EventSource, host: str) -> EventSource:
+    """Replace wildcards in the addresses of a source by `host`."""
+    offer = source.kv_transfer
+    return msgspec.structs.replace(
+        source,
+        endpoint=resolve_endpoint(source.endpoint, host),
+        replay_endpoint=source.replay_endpoint and resolve_endpoint(source.replay_endpoint, host),
+        snapshot_endpoint=source.snapshot_endpoint and resolve_endpoint(source.snapshot_endpoint, host),
+        kv_transfer=offer and msgspec.structs.replace(offer, endpoint=resolve_endpoint(offer.endpoint, host)),
+    )
 
 
 def is_endpoint(text: str) -> bool:

@@ -53,7 +53,7 @@ class StreamState:
     """
 
     def __init__(self, config: StreamConfig | None = None, resume_position: StreamPosition | None = None) -> None:
-        """Begin without history, or after the batch of an earlier `position`, if the subscriber was restarted."""
+        """Begin without history, or, after a restart of the subscriber, behind the batch of its last position."""
         self.config = config or StreamConfig()
         self.dropped_message_count = 0
         """Live batches that were lost because too many waited."""
@@ -159,7 +159,7 @@ class StreamState:
 
         A reply to an earlier request is ignored.
         """
-        if self._deadline is None or request_id != self._request_id:
+        if not self._is_pending(request_id):
             return []
         has_restarted = self._record_publisher(publisher_id)
         if has_restarted:
@@ -176,9 +176,9 @@ class StreamState:
     def on_reply_end(self, request_id: int, now: float) -> list[Instruction]:
         """Handle the end marker of a reply: go live if the reply brought all that was missing, else start over.
 
-        A reply to another request than the pending one is ignored. Returns what the caller has to do, in order.
+        A reply to another request than the pending one is ignored.
         """
-        if self._deadline is None or request_id != self._request_id:
+        if not self._is_pending(request_id):
             return []
         self._deadline = None
         if self.phase is StreamPhase.SNAPSHOT:
@@ -203,7 +203,7 @@ class StreamState:
 
         `last_seq` is None if the publisher has no snapshot now.
         """
-        if self._deadline is None or request_id != self._request_id or self.phase is not StreamPhase.SNAPSHOT:
+        if not self._is_pending(request_id) or self.phase is not StreamPhase.SNAPSHOT:
             return []
         if last_seq is None:
             return self.on_request_failed(request_id, now, NO_SNAPSHOT)
@@ -225,10 +225,9 @@ class StreamState:
     def on_request_failed(self, request_id: int, now: float, reason: str = "no answer") -> list[Instruction]:
         """Handle a request that got no complete reply: request again, at most `max_attempts` times in a row.
 
-        After that, a snapshot is replaced by a replay of all batches that the publisher keeps, and batches of a replay
-        are given up. A check after silence is not repeated at once, as no batch is known to be missing.
+        After that, a replay is given up, and a snapshot is replaced by a replay of all batches that are left.
         """
-        if self._deadline is None or request_id != self._request_id:
+        if not self._is_pending(request_id):
             return []
         self._deadline = None
         self._attempt_count += 1
@@ -237,17 +236,17 @@ class StreamState:
             instructions = self._finish_reply(now)
             self._silence_began_at = now  # nobody confirmed the tail: check again after the next silence
             return instructions
-        if self.phase is StreamPhase.SNAPSHOT:
-            if not is_exhausted:
-                return [*self._clear(reason), *self._start_snapshot(now)]
-            self._attempt_count = 0
-            self._retry_at = now + self.config.snapshot_retry_s
-            return [*self._clear(reason), *self._start_rebuild(now)]
-        if is_exhausted:
+        if is_exhausted and self.phase is not StreamPhase.SNAPSHOT:
             return self._give_up(reason, now)
         if self.phase is StreamPhase.REPAIR:
             return self._start_repair(now)
-        return [*self._clear(reason), *self._start_rebuild(now)]
+        instructions = self._clear(reason)
+        if self.phase is StreamPhase.SNAPSHOT:
+            if not is_exhausted:
+                return [*instructions, *self._start_snapshot(now)]
+            self._attempt_count = 0
+            self._retry_at = now + self.config.snapshot_retry_s
+        return [*instructions, *self._start_rebuild(now)]
 
     def on_tick(self, now: float) -> list[Instruction]:
         """Handle a late reply, a snapshot that is to be requested again, or a publisher that sends nothing.
@@ -286,7 +285,7 @@ class StreamState:
         if seq < self._next_seq:  # the publisher may send earlier batches than requested
             return []
         if seq > self._next_seq:
-            return self._handle_reply_gap(seq, now)
+            return self._request_again(f"replay jumps from seq {self._next_seq} to {seq}", now)
         self._attempt_count = 0
         return [self._apply(seq, payload, Origin.REPLAY)]
 
@@ -312,13 +311,15 @@ class StreamState:
         """Apply a batch of a replay of all batches that the publisher keeps; the first may have any number."""
         if self._next_seq is None or seq == self._next_seq:
             return [self._apply(seq, payload, Origin.REPLAY)]
-        return [] if seq < self._next_seq else self._handle_reply_gap(seq, now)
+        if seq < self._next_seq:
+            return []
+        return self._request_again(f"replay jumps from seq {self._next_seq} to {seq}", now)
 
-    def _handle_reply_gap(self, seq: int, now: float) -> list[Instruction]:
-        """Request the missing batches of a reply again. A ROUTER socket without flow control has dropped them."""
+    def _request_again(self, problem: str, now: float) -> list[Instruction]:
+        """Request batches that a reply did not bring, or start over after `max_attempts` such requests in a row."""
         self._attempt_count += 1
         if self._attempt_count > self.config.max_attempts:
-            return self._discard_and_start_over(f"replay jumps from seq {self._next_seq} to {seq}", now)
+            return self._discard_and_start_over(problem, now)
         return self._start_repair(now)
 
     def _handle_snapshot_reply(self, seq: int, payload: bytes) -> list[Instruction]:
@@ -373,6 +374,9 @@ class StreamState:
         self.phase = StreamPhase.REBUILD
         return [RequestReplay(self._begin_request(now), 0)]
 
+    def _is_pending(self, request_id: int) -> bool:
+        return self._deadline is not None and request_id == self._request_id
+
     def _begin_request(self, now: float) -> int:
         self._request_id += 1
         self._deadline = now + self.config.request_timeout_s
@@ -381,8 +385,7 @@ class StreamState:
     def _finish_reply(self, now: float) -> list[Instruction]:
         """Apply the live batches that arrived early, during a replay or a snapshot, and go live.
 
-        A live batch that was in the reply, too, is skipped. If it had other bytes in the reply, the publisher has
-        restarted. If batches are still missing, they are requested again, at most `max_attempts` times.
+        Batches that are still missing are requested again.
         """
         instructions: list[Instruction] = []
         for seq in self._early_batches.list_seqs():
@@ -393,17 +396,14 @@ class StreamState:
             if seq == self._next_seq:
                 instructions.append(self._apply(seq, payload, Origin.LIVE))
             elif self._digest_by_applied_seq.get(seq) in (None, digest_payload(payload)):
-                instructions.append(DuplicateBatch(seq))
+                instructions.append(DuplicateBatch(seq))  # the reply brought it, too
             else:
                 reason = f"seq {seq} is another batch than before"
                 return [*instructions, *self._handle_restart(reason, now, seq, payload)]
         self._awaits_last_batch = False
         highest_seq = self._early_batches.highest_seq
         if highest_seq is not None and self._next_seq is not None and highest_seq >= self._next_seq:
-            self._attempt_count += 1
-            if self._attempt_count > self.config.max_attempts:
-                return [*instructions, *self._discard_and_start_over(f"replay never brings seq {self._next_seq}", now)]
-            return [*instructions, *self._start_repair(now)]
+            return [*instructions, *self._request_again(f"replay never brings seq {self._next_seq}", now)]
         if not (self.phase is StreamPhase.REPAIR and self._is_tail_check):
             self._silence_began_at = now
         self._enter_live()
