@@ -226,7 +226,9 @@ class RouterCore:
         attempt.has_first_token = True
         if not self.tracker.record_first_token(attempt.in_flight, now):
             return []
-        self.registry.record_answer(attempt.decision.worker, now, self._active_requests[request_id].refused_by)
+        active_request = self._active_requests[request_id]
+        self.registry.record_answer(attempt.decision.worker, now, active_request.refused_by)
+        active_request.refused_by = frozenset()  # a continuation minutes later is no new evidence
         return self._place_queued(now)
 
     def record_progress(self, request_id: str, output_tokens: int, at_s: float | None = None) -> None:

@@ -81,7 +81,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
     crash_suspicions: int = 0
     """Workers that this request may have crashed."""
     refused_by: frozenset[str] = frozenset()
-    """Workers that answered 429 or 5xx to this request, or closed its connection without an answer."""
+    """Workers that answered 429 or 5xx since the last first token, or closed the connection without an answer."""
 
     @property
     def queue_position(self) -> QueuePosition:

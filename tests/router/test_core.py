@@ -228,6 +228,21 @@ def test_a_request_of_a_lost_worker_moves_to_one_that_refused_another_request() 
     assert chosen_worker(retry) == "b"
 
 
+def test_a_refusal_counts_at_the_next_first_token_alone() -> None:
+    core, index = make_core("abc")
+    prompt = list(range(100))
+    index.store(core.workers["a"].holders[0], prompt)
+    assert chosen_worker(core.route(request("r", prompt), 0.0)) == "a"
+    core.fail_attempt("r", FailureKind.OVERLOADED, 0.0)
+    core.record_first_token("r", 0.1)
+    core.update_stalled_workers({}, 60.0)
+    assert not core.registry.avoided_workers
+    core.fail_attempt("r", FailureKind.STREAM, 60.0, request("r", prompt))
+    core.record_first_token("r", 60.1)
+    assert not core.registry.avoided_workers
+    assert chosen_worker(core.route(request("s", prompt), 60.2)) == "a"
+
+
 @pytest.mark.parametrize("kind", [FailureKind.TIMEOUT, FailureKind.STALLED])
 @pytest.mark.parametrize(
     ("stream", "others_heard", "goes_down"), [(True, False, True), (True, True, False), (False, False, False)]
