@@ -477,7 +477,7 @@ def make_worker_snapshot(
         target=target.name,
         url=worker.spec.url,
         state=worker.state.value,
-        state_reason=worker.state_reason,
+        state_reason=worker.describe_state(now),
         models=sorted(worker.models),
         roles=sorted(worker.spec.roles),
         cache_view=worker.spec.cache_view.value,

@@ -183,6 +183,13 @@ class Worker:
             return f"{reason}; down: {self.health_reason}" if self.is_down else reason
         return "its engine sleeps" if self.state is WorkerState.SLEEPING else self.health_reason
 
+    def describe_state(self, now: float) -> str:
+        """Return `state_reason`, or how long a worker that is up is still avoided because of its refusals."""
+        pause_s = self.avoided_until_s - now
+        if pause_s <= 0 or self.state is not WorkerState.UP:
+            return self.state_reason
+        return f"avoided for another {pause_s:.0f} s: refuses (429, 5xx) what others serve"
+
     @property
     def is_down(self) -> bool:
         return self.health in (WorkerState.DOWN, WorkerState.PROBING)

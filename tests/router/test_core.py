@@ -228,6 +228,21 @@ def test_a_request_of_a_lost_worker_moves_to_one_that_refused_another_request() 
     assert chosen_worker(retry) == "b"
 
 
+def test_a_worker_that_is_avoided_for_its_refusals_is_shown_with_the_reason() -> None:
+    core, index = make_core("ab")
+    prompt = list(range(100))
+    index.store(core.workers["a"].holders[0], prompt)
+    assert chosen_worker(core.route(request("r", prompt), 0.0)) == "a"
+    core.fail_attempt("r", FailureKind.OVERLOADED, 0.0)
+    assert [row.state_reason for row in core.snapshot(0.0).workers] == ["", ""]
+    core.record_first_token("r", 0.0)
+    reason = "avoided for another 1 s: refuses (429, 5xx) what others serve"
+    assert [(row.state, row.state_reason) for row in core.snapshot(0.1).workers] == [("up", reason), ("up", "")]
+    assert [row.state_reason for row in core.snapshot(1.0).workers] == ["", ""]
+    core.set_draining("a", 0.1)
+    assert core.snapshot(0.1).workers[0].state_reason == "drained by an operator"
+
+
 def test_a_refusal_counts_at_the_next_first_token_alone() -> None:
     core, index = make_core("abc")
     prompt = list(range(100))
