@@ -2,7 +2,7 @@
 
 The number of pulls at once, the bytes of each pull and its seconds are bounded. Prompts that begin with the same block
 are pulled from a source one after another, so that no block comes twice. A source that has failed is not asked again
-for RETRY_AFTER_S, which doubles with each further failure, so that dead sources hardly delay pulls from others.
+for a multiple of the time that the failure took, so that dead sources hardly delay pulls from others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import deque
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from engine.transfer.block_exchange import BlockExchange
@@ -42,20 +42,15 @@ log = logging.getLogger("engine.transfer")
 PULLS_AT_ONCE_MAX = 4
 PULL_BYTES_MAX = 4 * BATCH_BYTES_MAX
 """Most bytes of one pull that are requested and not stored yet. A larger block is requested alone."""
-RETRY_AFTER_S, RETRY_AFTER_S_MAX = 2.0, 32.0
-"""Seconds for which a source that has failed is not asked: after its first failure, and at most."""
+RETRY_AFTER_S = 2.0
+"""Least seconds for which a source that has failed is not asked. A restarted program refuses connections at once."""
+RETRY_AFTER_FAILURES = 3.0
+"""The same as a multiple of the time that its failure took: a silent source takes a pull slot a quarter of the time."""
 FAILED_SOURCES_MAX = 1024
 
 Address = tuple[str, int]
 """Host and port of a source."""
 AnswerType = TypeVar("AnswerType", BlocksLocated, BlocksSent)
-
-
-class _Pause(NamedTuple):
-    """Time in which a source that has failed is not asked."""
-
-    length_s: float
-    end_s: float
 
 
 class Puller:
@@ -80,8 +75,8 @@ class Puller:
 
         A lock is dropped when no pull refers to it any more.
         """
-        self._pause_by_source: dict[Address, _Pause] = {}
-        """Last pause of each source whose last pull has failed."""
+        self._pause_end_by_source: dict[Address, float] = {}
+        """Time until which each source whose last pull has failed is not asked."""
 
     async def pull(self, pull: Pull) -> None:
         """Store the blocks of a prompt that the source has and this cache lacks. Failures are counted and logged."""
@@ -112,9 +107,8 @@ class Puller:
         lock = self._locks.setdefault((source.address, pull.keys[0].hash), asyncio.Lock())
         async with lock, self._pull_slots:
             start_s = time.monotonic()
-            pause = self._pause_by_source.get(source.address)
-            if pause is not None and start_s < pause.end_s:
-                raise TransferError("recent", f"failed less than {pause.length_s:g} s ago")
+            if start_s < self._pause_end_by_source.get(source.address, 0.0):
+                raise TransferError("recent", "failed a moment ago")
             try:
                 connection = await _connect(source, self._settings.fleet_key)
                 try:
@@ -123,23 +117,17 @@ class Puller:
                     connection.close()
             except BaseException:  # also a time-out, which arrives as a cancellation
                 if not pull.is_abandoned:
-                    self._pause_source(source, start_s)
+                    self._pause_source(source, time.monotonic() - start_s)
                 raise
-            self._pause_by_source.pop(source.address, None)
+            self._pause_end_by_source.pop(source.address, None)
 
-    def _pause_source(self, source: KVSource, start_s: float) -> None:
-        """Do not ask a source for a while, because a pull has failed: twice as long as after its last failure.
-
-        `start_s`: time when the pull began. If it began before the last pause, it failed together with an earlier one.
-        """
-        last_pause = self._pause_by_source.get(source.address)
-        if last_pause is not None and start_s < last_pause.end_s:
-            return
-        self._pause_by_source.pop(source.address, None)
-        if len(self._pause_by_source) >= FAILED_SOURCES_MAX:
-            del self._pause_by_source[next(iter(self._pause_by_source))]  # it failed the longest time ago
-        length_s = RETRY_AFTER_S if last_pause is None else min(2 * last_pause.length_s, RETRY_AFTER_S_MAX)
-        self._pause_by_source[source.address] = _Pause(length_s, time.monotonic() + length_s)
+    def _pause_source(self, source: KVSource, failure_s: float) -> None:
+        """Do not ask a source for a while, because a pull has failed, which took `failure_s`."""
+        self._pause_end_by_source.pop(source.address, None)
+        if len(self._pause_end_by_source) >= FAILED_SOURCES_MAX:
+            del self._pause_end_by_source[next(iter(self._pause_end_by_source))]  # it failed the longest time ago
+        pause_s = max(RETRY_AFTER_S, RETRY_AFTER_FAILURES * failure_s)
+        self._pause_end_by_source[source.address] = time.monotonic() + pause_s
 
     async def _pull_blocks(self, connection: Connection, pull: Pull) -> None:
         """Ask the source which blocks of a prompt it has, and fetch those that are useful and not cached here."""

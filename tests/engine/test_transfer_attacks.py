@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from engine.core import EngineCore
 from engine.process.core_process import CoreLoop, CoreSocket
 from engine.transfer import block_server, puller
 from engine.transfer.block_exchange import ReadBlocks
-from engine.transfer.messages import GREETING, BlocksSent, FetchBlocks, LocateBlocks, Refused, WantedBlock
+from engine.transfer.messages import GREETING, BlocksSent, FetchBlocks, LocateBlocks, Refused, TransferError, WantedBlock
 from engine.types import KVSource, Request, SamplingParams, SequenceOutput
 
 TEXT = prompt("attacked", 202)
@@ -108,7 +109,7 @@ def test_strangers_cannot_take_all_connections(short_waits: None) -> None:
         with Engine() as second_consumer:
             while second_consumer.transfers.stats.pulled_blocks == 0:
                 second_consumer.core.reset_prefix_cache()
-                second_consumer.transfers._puller._pause_by_source.clear()
+                second_consumer.transfers._puller._pause_end_by_source.clear()
                 second_consumer.answer("again", TEXT, source.source)
         source.pause()
 
@@ -153,21 +154,29 @@ def test_a_pull_that_times_out_while_it_connects_leaves_no_socket(monkeypatch: p
     assert [sock.fileno() for sock in sockets] == [-1]
 
 
-def test_a_source_that_fails_again_is_asked_less_often(short_waits: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four dead sources took all slots for half of the time."""
-    now_s = 0.0
+@pytest.mark.parametrize(
+    ("failure_s", "expected_times"), [(0.0, [1, 3, 5, 7, 9, 11, 13, 15, 17, 19]), (2.0, [1, 9, 17])], ids=["fast", "slow"]
+)
+def test_a_dead_source_is_asked_the_less_often_the_more_it_costs(
+    monkeypatch: pytest.MonkeyPatch, failure_s: float, expected_times: list[int]
+) -> None:
+    """Silent sources took all slots half of the time; a source that was started again was not asked for 32 s."""
+    now_s, asked_at = 0.0, []
+
+    async def fail_to_connect(*args: Any) -> Any:
+        nonlocal now_s
+        asked_at.append(now_s)
+        now_s += failure_s
+        raise TransferError("unreachable", "no connection")
+
     monkeypatch.setattr(puller, "time", SimpleNamespace(monotonic=lambda: now_s))
-    dead_source, asked_at = KVSource("127.0.0.1", closed_port()), []
+    monkeypatch.setattr(puller, "_connect", fail_to_connect)
     with Engine() as consumer:
-        failures = consumer.transfers.stats.failures
-        for second in (1, 2, 3, 6, 7, 14, 15, 30, 31, 62, 63):
-            now_s = float(second)
-            failed_count = failures["unreachable"]
+        for second in range(1, 20):
+            now_s = max(now_s, float(second))
             consumer.core.reset_prefix_cache()
-            consumer.answer(f"{second}", TEXT, dead_source)
-            if failures["unreachable"] > failed_count:
-                asked_at.append(second)
-        assert asked_at == [1, 3, 7, 15, 31, 63]
+            consumer.answer(f"{second}", TEXT, KVSource("127.0.0.1", 1))
+    assert asked_at == expected_times
 
 
 def test_pulls_that_fail_together_are_one_failure_of_their_source(short_waits: None) -> None:
@@ -177,8 +186,8 @@ def test_pulls_that_fail_together_are_one_failure_of_their_source(short_waits: N
             consumer.add(f"{i}", prompt(i, 24), KVSource(*silent_host.getsockname()), max_tokens=1)
         consumer.run()
         assert consumer.transfers.stats.failures["unreachable"] == puller.PULLS_AT_ONCE_MAX
-        (pause,) = consumer.transfers._puller._pause_by_source.values()
-        assert pause.length_s == puller.RETRY_AFTER_S
+        (pause_end_s,) = consumer.transfers._puller._pause_end_by_source.values()
+        assert pause_end_s <= time.monotonic() + puller.RETRY_AFTER_S
 
 
 def test_failed_sources_are_remembered_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +196,7 @@ def test_failed_sources_are_remembered_up_to_a_number(monkeypatch: pytest.Monkey
         sources = [KVSource("127.0.0.1", closed_port()) for _ in range(4)]
         for i, source in enumerate(sources):
             consumer.answer(f"{i}", prompt(i, 24), source, max_tokens=1)
-        assert list(consumer.transfers._puller._pause_by_source) == [source.address for source in sources[-2:]]
+        assert list(consumer.transfers._puller._pause_end_by_source) == [source.address for source in sources[-2:]]
 
 
 def test_names_that_no_server_resolves_delay_no_source_with_an_address(
@@ -306,7 +315,7 @@ def test_a_source_with_the_key_that_lies_is_not_believed(expected: list[int], li
         consumer.answer("a", TEXT, source.source)
         check_failed(consumer, "malformed", expected)
         source.exchange.read = reading  # type: ignore[method-assign]
-        consumer.transfers._puller._pause_by_source.clear()
+        consumer.transfers._puller._pause_end_by_source.clear()
         consumer.core.reset_prefix_cache()
         check_still_pulls(consumer, source)
         source.pause()
