@@ -486,7 +486,7 @@ class Fleet:
             self._record_failed_probe(member, str(error)[:REASON_CHARS_MAX], was_up=was_up)
             return False
         member.problem, member.failures = "", 0
-        if was_down or facts != earlier_facts:
+        if self._forget_replaced_tokenizers(member, facts) or was_down or facts != earlier_facts:
             await self._read_tokenizers(member, facts)
         is_new = worker_id not in self._core.workers
         snapshots: Mapping[int, PeerSnapshot] = {}
@@ -559,6 +559,27 @@ class Fleet:
         if worker.health_reason not in TRAFFIC_ONLY_RECOVERY:
             self._perform(self._core.mark_worker_up(spec.worker_id, self._now()))
         return worker
+
+    def _forget_replaced_tokenizers(self, member: _Member, facts: WorkerFacts) -> bool:
+        """Forget tokenizers that no worker has any more, where this worker has another one; return whether there were.
+
+        A model keeps its name when all its workers restart with another checkpoint.
+        """
+        workers, loaded_roots = self._core.workers, self._tokenizers.root_by_model
+        is_replaced = False
+        for base, root in facts.roots.items():
+            loaded_root = loaded_roots.get(base, root)
+            is_loaded_in_use = loaded_root == root or any(
+                other.facts is not None
+                and other.facts.roots.get(base) == loaded_root
+                and not workers[worker_id].is_down
+                for worker_id, other in self._members.items()
+                if other is not member and worker_id in workers
+            )
+            if not is_loaded_in_use:
+                is_replaced = True
+                self._tokenizers.forget(base)
+        return is_replaced
 
     async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
         """Load the tokenizers of the worker's models before it gets its first request."""

@@ -157,6 +157,8 @@ class ModelTokenizers:
         """Asks workers for token ids if the tokenizer of a model is not on this machine."""
         self.tokenizer_by_model: dict[str, Tokenizer] = {}
         self.folder_by_model: dict[str, str] = {}
+        self.root_by_model: dict[str, str] = {}
+        """Folder, or name on a hub, by which a worker named a model's tokenizer that is loaded."""
         self.problems: dict[str, str] = {}
         """Model -> why there is no tokenizer for it, or why its chats are not read; shown by `/workers`."""
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -180,6 +182,14 @@ class ModelTokenizers:
         """Ask a worker that has left for no more token ids."""
         if self.remote is not None:
             self.remote.remove_worker(url)
+
+    def forget(self, model: str) -> None:
+        """Drop a base model's tokenizer and the conversations that it has read, as its workers now have another one."""
+        self.tokenizer_by_model.pop(model, None)
+        self.folder_by_model.pop(model, None)
+        self.root_by_model.pop(model, None)
+        self._compared_models.discard(model)
+        self._conversations.forbid(model, "its workers have another tokenizer than before")
 
     async def discover(self, model: str, path: str | None, worker: RemoteWorker) -> None:
         """Load the tokenizer of a base model, or else find out whether the worker can turn its prompts into token ids.
@@ -221,6 +231,8 @@ class ModelTokenizers:
             return
         await self._try_template(model, tokenizer, folder)
         self.tokenizer_by_model[model], self.folder_by_model[model] = tokenizer, str(folder)
+        if self._folder_override is None:
+            self.root_by_model[model] = name
         self.problems.pop(model, None)
         log.info("tokenizer of %s read from %s", model, folder)
 

@@ -8,6 +8,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +18,7 @@ import pytest
 from aiohttp import web
 from core_by_hand import request
 
+from engine.tiny.tokenizer import write_tokenizer
 from events.sources import EventSource
 from options import ConfigError
 from router.app.system import compute_streams_max
@@ -44,6 +46,8 @@ from router.fleet.worker_responses import ModelList
 from router.http_client import FetchError
 from router.index import make_index
 from router.index.protocol import PrefixIndex
+from router.prompting.conversation_reader import ConversationReader
+from router.prompting.model_tokenizers import ModelTokenizers
 
 
 @pytest.mark.parametrize(
@@ -247,7 +251,7 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often() -> No
         prober: Any = SlowProber()
         core, now = RouterCore(make_index(seed=1), CoreConfig()), [0.0]
         feed: Any = feed_of()
-        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None)
+        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None, root_by_model={})
         config = FleetConfig(health_s=0.001, sources_s=1e6, loads_s=4.0)
         fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=lambda: now[0])
 
@@ -341,7 +345,7 @@ async def watching(
     await site.start()
     async with aiohttp.ClientSession() as session:
         core = RouterCore(index or make_index(seed=1), CoreConfig())
-        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None)
+        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None, root_by_model={})
         now = asyncio.get_running_loop().time
         prober = Prober(session, timeout_s=timeout_s, kv_dialects=("mooncake",))
         fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=now, peers=peers)
@@ -466,7 +470,7 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
         follow_calls: list[tuple[int, int]] = []
         prober = ManyStreamsProber()
         core = RouterCore(make_index(seed=1), CoreConfig())
-        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None)
+        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None, root_by_model={})
         feed = feed_of(
             count_free_streams=lambda _: 2,
             follow=lambda _, sources, *__, blocks_max: follow_calls.append((len(sources), blocks_max)),
@@ -671,6 +675,48 @@ def test_tokenizers_are_read_again_when_a_worker_that_was_down_is_back() -> None
             core.mark_worker_down(name, asyncio.get_running_loop().time(), "a fault")
             await wait_until(lambda: core.workers[name].state is WorkerState.UP)
             assert readings == ["base"]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_model_of_another_checkpoint_is_read_with_its_tokenizer_once_no_worker_has_the_old_one(
+    tmp_path: Path,
+) -> None:
+    """A rolling upgrade under one served name: the old tokenizer would mispredict every request for ever."""
+    folders = {name: tmp_path / name for name in ("old", "new")}
+    for vocabulary, folder in zip((1024, 2048), folders.values()):
+        folder.mkdir()
+        write_tokenizer(folder, vocabulary, 4096)
+
+    async def run() -> None:
+        page, config = Page(), FleetConfig(health_s=0.001, starting_s=0.001, sources_s=0.001)
+
+        def serve(checkpoint: str) -> None:
+            card = {"id": "base", "owned_by": "vllm", "root": str(folders[checkpoint])}
+            page.answers["/v1/models"] = (200, json.dumps({"data": [card]}))
+
+        serve("old")
+        async with watching(page, config, feed_of()) as (fleet, core, name):
+            with ThreadPoolExecutor(1) as executor:
+                conversations = ConversationReader(0)
+                tokenizers = fleet._tokenizers = ModelTokenizers(executor, conversations, None)
+                core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
+                await wait_until(lambda: tokenizers.folder_by_model == {"base": str(folders["old"])})
+                old_tokenizer = tokenizers.get("base")
+                facts = fleet._members[name].facts
+                assert facts is not None
+                spec = dataclasses.replace(facts.spec, worker_id="second", url="http://second:1")
+                core.add_worker(spec, 0.0, is_up=True)
+                second_facts = dataclasses.replace(facts, spec=spec)
+                fleet._members["second"] = _Member(parse_worker_flag("http://second:1"), {"operator"})
+                fleet._members["second"].facts = second_facts
+
+                serve("new")
+                await page.wait_for_requests("/metrics", 3)
+                assert tokenizers.get("base") is old_tokenizer, "the second worker has it"
+                core.mark_worker_down("second", asyncio.get_running_loop().time(), "upgraded")
+                await wait_until(lambda: tokenizers.folder_by_model == {"base": str(folders["new"])})
+                assert tokenizers.get("base") is not old_tokenizer
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

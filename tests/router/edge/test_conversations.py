@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,6 +89,27 @@ def test_a_wrong_prompt_ends_the_caching_and_is_told(
 
     edge.run(scenario())
     assert "model tiny: a prompt that was continued" in caplog.text
+
+
+def test_conversations_of_a_replaced_tokenizer_are_read_with_the_new_one(
+    edge: Any, make_post: Any, tmp_path: Path
+) -> None:
+    async def scenario() -> None:
+        conversations = await load(edge, tmp_path)
+        assert await send(edge, make_post, long_talk(7)) == 1
+        upgraded = tmp_path / "upgraded"
+        upgraded.mkdir()
+        write_tokenizer(upgraded, 4096, 1 << 20)
+        tokenizers = edge.prompts.tokenizers
+        tokenizers.forget("tiny")
+        assert len(conversations.cache) == 0
+        await tokenizers.discover("tiny", str(upgraded), SimpleNamespace(url="", sends_api_key=False))
+        assert tokenizers.folder_by_model == {"tiny": str(upgraded)}
+        assert await send(edge, make_post, long_talk(9)) == 1
+        assert conversations.cache.hits == 0
+        assert conversations.problems == {}
+
+    edge.run(scenario())
 
 
 def test_a_template_that_may_not_be_cut_is_told(edge: Any, tmp_path: Path) -> None:
