@@ -128,8 +128,8 @@ def _draw_unfiltered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Te
 def _draw_filtered(values: Tensor, peak: Tensor, settings: DrawSettings) -> Tensor:
     """Draw from rows with `top_k` or `top_p`.
 
-    Sorting whole rows is slow. So the filters are first applied to some hundred of the likeliest tokens alone. All
-    tokens are sorted only in the rows of which a filter would perhaps keep more tokens than these.
+    Sorting whole rows is slow. So the filters are first applied to some hundred of the likeliest tokens, and to all
+    tokens only in rows where more of them might be kept.
     """
     vocab = values.shape[1]
     has_top_k = settings.top_k < vocab
@@ -153,9 +153,6 @@ def _keep_likeliest(
 ) -> KeptWeights:
     """Apply `top_k` and `top_p` to the logits `values`, which may be only the likeliest of each row.
 
-    A row is complete if the smallest of its `values` is not kept, and is smaller than all that are: then no token
-    outside of them could be kept.
-
     `peak`: largest logit of each row. `has_top_k`: whether each row has `top_k`. `full_sums`: sum of the weights of all
     tokens of each row; None if every row has `top_k`.
     """
@@ -168,6 +165,7 @@ def _keep_likeliest(
         total_mass = torch.where(has_top_k, total_mass, full_sums)
     target_mass = (total_mass * settings.top_p).clamp(min=1e-300).masked_fill(settings.top_p >= 1.0, float("inf"))
     kept_weights = weights.masked_fill_(running_sums - weights >= target_mass[:, None], 0.0)
+    # If the smallest value is not kept, and is smaller than all that are, no token outside of `values` could be kept.
     last_kept_values = sorted_values.gather(1, kept_weights.count_nonzero(-1)[:, None] - 1)
     incomplete_rows = (sorted_values[:, -1:] >= last_kept_values).nonzero()[:, 0].tolist()
     return KeptWeights(torch.zeros_like(kept_weights).scatter_(1, token_order, kept_weights), incomplete_rows)
@@ -178,11 +176,9 @@ def _draw_index(weights: Tensor, uniforms: Tensor) -> Tensor:
 
     The index is the first one at which the running sum of the weights exceeds `uniforms` times their sum. With the
     weights [1, 3] and 0.5 as the uniform number, the running sums 1 and 4 are compared with 2: index 1 is drawn.
-
-    The sums are fp64, because a small weight would be lost in a large fp32 sum. Running sums of a whole row in fp64
-    would take as long as all other operations over the row. So the row is cut into spans of `WEIGHTS_PER_SPAN` weights:
-    the running sums of the spans find the index's span, and the running sums of that span's weights find the index.
     """
+    # Sums are fp64, because a small weight would be lost in a large fp32 sum. To add few weights in fp64, the running
+    # sums over spans of weights find the span of the index, and the running sums in this span find the index.
     weight_count = weights.shape[1]
     running_span_sums = _sum_spans(weights).cumsum_(1)
     target_sum = uniforms.double()[:, None] * running_span_sums[:, -1:]

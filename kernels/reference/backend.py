@@ -7,6 +7,7 @@ computed in fp32 (in fp64 for fp64 inputs). `tokens` is the axis of the ragged b
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -49,23 +50,21 @@ class ReferenceKernels:
     def attention(self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, layer: int, plan: Any, scale: float) -> Tensor:
         """Store k and v of the whole batch in the cache's layer, then attend causally over the cached context.
 
-        All sequences are stored before any attends, because they may share blocks: one may read what another stores.
-        q: [tokens, heads, dim], k and v: [tokens, kv_heads, dim], heads a multiple of kv_heads. Returns
-        [tokens, heads, dim] in q's dtype. `layer` is the position in the group's layer axis.
+        q and the result: [tokens, heads, dim], k and v: [tokens, kv_heads, dim], heads a multiple of kv_heads. `layer`:
+        position of the layer in its cache group.
         """
-        batch, window = plan.batch, plan.window
         k_cache, v_cache = kv.view_layer(layer)
-        starts, ends = batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist()
-        first_positions = (batch.context_lens - np.diff(batch.query_starts)).tolist()
-        for i, (start, end, first_position) in enumerate(zip(starts, ends, first_positions, strict=True)):
-            index = self._compute_cache_index(plan, kv, i, first_position)
-            k_cache[index] = k[start:end]
-            v_cache[index] = v[start:end]
+        rows_by_sequence = [slice(start, end) for start, end in pairwise(plan.batch.query_starts.tolist())]
+        first_positions = (plan.batch.context_lens - np.diff(plan.batch.query_starts)).tolist()
+        # All sequences are stored before any attends: they may share blocks, so that one reads what another stores.
+        for i, rows in enumerate(rows_by_sequence):
+            index = self._compute_cache_index(plan, kv, i, first_positions[i])
+            k_cache[index], v_cache[index] = k[rows], v[rows]
         out = torch.empty_like(q)
-        for i, (start, end, first_position) in enumerate(zip(starts, ends, first_positions, strict=True)):
-            first_seen = 0 if window is None else max(0, first_position - window + 1)
+        for i, rows in enumerate(rows_by_sequence):
+            first_seen = 0 if plan.window is None else max(0, first_positions[i] - plan.window + 1)
             index = self._compute_cache_index(plan, kv, i, first_seen)
-            out[start:end] = attend(q[start:end], k_cache[index], v_cache[index], window, scale)
+            out[rows] = attend(q[rows], k_cache[index], v_cache[index], plan.window, scale)
         return out
 
     def _compute_cache_index(

@@ -25,11 +25,10 @@ ChunkFunction = Callable[..., tuple[Tensor, Tensor]]
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: Any, silu: bool) -> Tensor:
-    """Convolve each channel over a sequence's tokens and the tail of earlier ones; then apply silu if asked.
+    """Convolve each channel over the last `width` tokens of a sequence; then apply silu if asked.
 
-    A tail is the `width - 1` inputs before the next token. x: [tokens, channels]; weight: [channels, width], last tap
-    on the current token; bias: [channels]; tails: [units, width - 1, channels], oldest first, updated in place. Returns
-    [tokens, channels].
+    x and the result: [tokens, channels]; weight: [channels, width], with the current token's weight last; bias:
+    [channels]; tails: [units, width - 1, channels], the last inputs of each sequence, updated in place.
     """
     taps = weight.t().to(get_accumulation_dtype(x.dtype))  # [width, channels]
     out = torch.empty_like(x)
@@ -39,12 +38,13 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, p
         out[:decode_count] = _add_bias_and_silu((window * taps).sum(1), bias, silu)
         tails[plan.decode_units] = window[:, 1:]
     for start, end, unit in plan.prompt_spans:
+        num_tokens = end - start
         padded_input = torch.cat((tails[unit], x[start:end]))
-        tails[unit] = padded_input[end - start :]
+        tails[unit] = padded_input[num_tokens:]
         padded_input = padded_input.to(taps.dtype)
-        weighted_sum = padded_input[: end - start] * taps[0]
+        weighted_sum = padded_input[:num_tokens] * taps[0]
         for i in range(1, taps.shape[0]):
-            weighted_sum.addcmul_(padded_input[i : i + end - start], taps[i])
+            weighted_sum.addcmul_(padded_input[i : i + num_tokens], taps[i])
         out[start:end] = _add_bias_and_silu(weighted_sum, bias, silu)
     return out
 
@@ -87,20 +87,27 @@ def _run_recurrence(
         states[unit] = state.to(states.dtype)
 
 
-def _compute_decays(log_decay: Tensor, is_future: Tensor) -> tuple[Tensor, Tensor]:
+def _scan_chunks(
+    advance: ChunkFunction, inputs: tuple[Tensor, ...], state: Tensor, token_axis: int
+) -> tuple[Tensor, Tensor]:
+    """Advance a state by one chunk of CHUNK_TOKENS after the other. Return (outputs of all tokens, last state)."""
+    outputs = []
+    for chunk in zip(*(x.split(CHUNK_TOKENS, token_axis) for x in inputs)):
+        output, state = advance(*chunk, state)
+        outputs.append(output)
+    return torch.cat(outputs, token_axis), state
+
+
+def _compute_decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
     """Return the decays within a chunk: the running sum a_t of log_decay, and exp(a_t - a_j) for each j <= t.
 
     Shapes: log_decay and a are [..., size], the pairs [..., size, size]. Sums are taken in fp64: under fast decay they
     are large, and their small differences matter.
     """
     decay_sum = log_decay.double().cumsum(-1)
-    pair_decay = (
-        (decay_sum[..., :, None] - decay_sum[..., None, :])
-        .to(log_decay.dtype)
-        .masked_fill(is_future, float("-inf"))
-        .exp()
-    )
-    return decay_sum.to(log_decay.dtype), pair_decay
+    differences = (decay_sum[..., :, None] - decay_sum[..., None, :]).to(log_decay.dtype)
+    is_future = torch.ones_like(differences, dtype=torch.bool).triu(1)
+    return decay_sum.to(log_decay.dtype), differences.masked_fill(is_future, float("-inf")).exp()
 
 
 def gated_delta(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, states: Tensor, plan: Any) -> Tensor:
@@ -112,10 +119,7 @@ def gated_delta(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor
 
     For each value head, with state S [key_dim, value_dim], q and k of unit length, g = log_decay <= 0 and b = rate:
         S <- exp(g_t) S;  u_t = b_t (v_t - k_t S);  S <- S + k_t^T u_t;  o_t = q_t S / sqrt(key_dim)
-    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.) `_scan_delta_chunks` unrolls the recurrence over a chunk:
-    with a_t the running sum of g, the u_t solve the unit lower triangular system
-        u_t + b_t sum_{j<t} exp(a_t - a_j) (k_t . k_j) u_j = b_t (v_t - exp(a_t) k_t S_0)
-    so that a chunk costs matrix products and one triangular solve.
+    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.)
     """
     dtype = get_accumulation_dtype(q.dtype)
     heads_per_key_head = v.shape[1] // q.shape[1]
@@ -148,35 +152,32 @@ def _scan_delta_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Apply the gated delta rule to one sequence in chunks. Return (output, final state).
 
-    For each token and head: S <- exp(log_decay) S; u = rate (v - k S); S <- S + k^T u; output = q S. In a chunk the u
-    of all tokens solve one triangular system, so that matrix products replace the steps from token to token.
     q, k: [tokens, heads, key_dim]. v, output: [tokens, heads, value_dim]. log_decay, rate: [tokens, heads]. state:
     [heads, key_dim, value_dim].
     """
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))  # [heads, tokens, dim]
-    log_decay = log_decay.t()
-    rate = rate.t()[..., None]
-    num_tokens = q.shape[1]
-    is_future = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=q.device).triu(1)
-    out = []
-    for start in range(0, num_tokens, CHUNK_TOKENS):
-        chunk = slice(start, min(start + CHUNK_TOKENS, num_tokens))
-        size = chunk.stop - start
-        keys = k[:, chunk]
-        decay_sum, pair_decay = _compute_decays(log_decay[:, chunk], is_future[:size, :size])
-        decay_since_start = decay_sum.exp()[..., None]
-        # u_t + rate_t sum_{j<t} decay(j -> t) (k_t . k_j) u_j = rate_t (v_t - decay(start -> t) k_t S). The solver
-        # takes the diagonal as ones, whatever the matrix has there.
-        system = rate[:, chunk] * (keys @ keys.mT) * pair_decay
-        target = rate[:, chunk] * (v[:, chunk] - decay_since_start * (keys @ state))
-        update = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)  # the u of all tokens
-        queries = q[:, chunk]
-        from_state = decay_since_start * (queries @ state)
-        from_chunk = ((queries @ keys.mT) * pair_decay) @ update
-        out.append(from_state + from_chunk)
-        decay_to_end = pair_decay[:, -1, :, None]
-        state = state * decay_since_start[:, -1:] + (keys * decay_to_end).mT @ update
-    return torch.cat(out, 1).transpose(0, 1), state
+    output, state = _scan_chunks(_advance_delta_chunk, (q, k, v, log_decay.t(), rate.t()), state, token_axis=1)
+    return output.transpose(0, 1), state
+
+
+def _advance_delta_chunk(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Apply the gated delta rule to one chunk of tokens. Return (output, state after the chunk).
+
+    The corrections u of all tokens come from one triangular system, with a_t the running sum of log_decay and b = rate:
+        u_t + b_t sum_{j<t} exp(a_t - a_j) (k_t . k_j) u_j = b_t (v_t - exp(a_t) k_t S)
+    q, k: [heads, tokens, key_dim]. v, output: [heads, tokens, value_dim]. log_decay, rate: [heads, tokens].
+    """
+    decay_sum, pair_decay = _compute_decays(log_decay)
+    decay_since_start = decay_sum.exp()[..., None]
+    system = rate[..., None] * (k @ k.mT) * pair_decay
+    target = rate[..., None] * (v - decay_since_start * (k @ state))
+    # The solver takes the diagonal as ones, whatever the matrix has there.
+    corrections = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+    output = decay_since_start * (q @ state) + ((q @ k.mT) * pair_decay) @ corrections
+    decay_to_end = pair_decay[:, -1, :, None]
+    return output, state * decay_since_start[:, -1:] + (k * decay_to_end).mT @ corrections
 
 
 def state_space(
@@ -214,31 +215,27 @@ def _advance_ssm_state(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state
 
 
 def _scan_ssm_chunks(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the recurrence to one sequence in chunks. Return (output, final state).
+    """Apply Mamba-2's recurrence to one sequence in chunks. Return (output, final state).
 
     x, output: [tokens, heads, dim]; log_decay: [tokens, heads]; b, c: [tokens, groups, state_dim]; state: [heads, dim,
     state_dim].
     """
-    num_tokens, num_heads, dim = x.shape
-    num_groups = b.shape[1]
-    x = x.transpose(0, 1).reshape(
-        num_groups, num_heads // num_groups, num_tokens, dim
-    )  # [groups, heads of a group, tokens, dim]
-    log_decay = log_decay.t().reshape(num_groups, num_heads // num_groups, num_tokens)
-    b = b.transpose(0, 1)[:, None]  # [groups, 1, tokens, state_dim]
-    c = c.transpose(0, 1)[:, None]
-    state = state.view(num_groups, num_heads // num_groups, dim, -1)
-    is_future = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=x.device).triu(1)
-    out = []
-    for start in range(0, num_tokens, CHUNK_TOKENS):
-        chunk = slice(start, min(start + CHUNK_TOKENS, num_tokens))
-        size = chunk.stop - start
-        values, input_map, output_map = x[:, :, chunk], b[:, :, chunk], c[:, :, chunk]
-        decay_sum, pair_decay = _compute_decays(log_decay[:, :, chunk], is_future[:size, :size])
-        from_chunk = ((output_map @ input_map.mT) * pair_decay) @ values
-        from_state = decay_sum.exp()[..., None] * (output_map @ state.mT)
-        out.append(from_chunk + from_state)
-        decay_to_end = pair_decay[..., -1, :, None]
-        state = state * decay_sum[..., -1:].exp()[..., None] + (values * decay_to_end).mT @ input_map
-    output = torch.cat(out, 2).reshape(num_heads, num_tokens, dim).transpose(0, 1)
-    return output, state.reshape(num_heads, dim, -1)
+    heads_by_group = (b.shape[1], x.shape[1] // b.shape[1])
+    x = x.transpose(0, 1).unflatten(0, heads_by_group)  # [groups, heads of a group, tokens, dim]
+    log_decay = log_decay.t().unflatten(0, heads_by_group)
+    b, c = (x.transpose(0, 1)[:, None] for x in (b, c))  # [groups, 1, tokens, state_dim]
+    state = state.unflatten(0, heads_by_group)
+    output, state = _scan_chunks(_advance_ssm_chunk, (x, log_decay, b, c), state, token_axis=2)
+    return output.flatten(0, 1).transpose(0, 1), state.flatten(0, 1)
+
+
+def _advance_ssm_chunk(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply Mamba-2's recurrence to one chunk of tokens. Return (output, state after the chunk).
+
+    x, output: [groups, heads of a group, tokens, dim]; b, c: [groups, 1, tokens, state_dim].
+    """
+    decay_sum, pair_decay = _compute_decays(log_decay)
+    decay_since_start = decay_sum.exp()[..., None]
+    output = ((c @ b.mT) * pair_decay) @ x + decay_since_start * (c @ state.mT)
+    decay_to_end = pair_decay[..., -1, :, None]
+    return output, state * decay_since_start[..., -1:, :] + (x * decay_to_end).mT @ b
