@@ -105,41 +105,29 @@ class CausalLM:
         mixers = [block.mixer for block in self.blocks]
         self.attention_layers = [(i, mixer) for i, mixer in enumerate(mixers) if isinstance(mixer, Attention)]
         """(index of the block, its attention layer)."""
-        self._layers_by_group = [
-            [self.attention_layers[i] for i in layer_indices]
-            for layer_indices in _group_layers([attention.config for _, attention in self.attention_layers])
-        ]
-        """The attention layers of each cache group."""
         self.recurrent_layers = [(i, mixer) for i, mixer in enumerate(mixers) if isinstance(mixer, RecurrentMixer)]
         """(index of the block, its recurrent layer)."""
         self._last_mixer_index = max(i for i, _ in (*self.attention_layers, *self.recurrent_layers))
         """Index of the last block in which tokens depend on other tokens. After it, only selected rows are computed."""
+        self._layers_by_group = _group_layers(self.attention_layers)
+        """The attention layers of each cache group, with the indices of their blocks."""
         self._rope_configs: list[RopeConfig] = []
-        """The different settings of rotary embedding that the attention layers have."""
-        self._number_attention_layers()
-        self._number_recurrent_layers()
-        self._collect_ropes()
+        """The different settings of rotary embedding that the attention layers have; equal layers share one table."""
+        self._number_layers()
 
-    def _number_attention_layers(self) -> None:
-        """Tell each attention layer its cache group, and its index among the group's layers."""
+    def _number_layers(self) -> None:
+        """Tell each layer the indices at which a step finds its cache group, its rotary table, or its state."""
+        ropes = self._rope_configs
         for group_index, layers in enumerate(self._layers_by_group):
             for group_layer_index, (_, attention) in enumerate(layers):
                 attention.group_index, attention.group_layer_index = group_index, group_layer_index
-
-    def _number_recurrent_layers(self) -> None:
-        """Tell each recurrent layer its index among them, at which a step finds its state."""
+                rope = attention.config.rope
+                if rope is not None:
+                    if rope not in ropes:
+                        ropes.append(rope)
+                    attention.rope_index = ropes.index(rope)
         for index, (_, recurrent) in enumerate(self.recurrent_layers):
             recurrent.recurrent_index = index
-
-    def _collect_ropes(self) -> None:
-        """List the rope settings once each, so that equal layers share one table, and tell each layer its index."""
-        for _, attention in self.attention_layers:
-            rope = attention.config.rope
-            if rope is None:
-                continue
-            if rope not in self._rope_configs:
-                self._rope_configs.append(rope)
-            attention.rope_index = self._rope_configs.index(rope)
 
     @property
     def _config_by_group(self) -> list[AttentionConfig]:
@@ -215,16 +203,17 @@ class CausalLM:
         assert self.vocabulary.compute_logits(hidden) is None, "rank 0 makes logits"
 
 
-def _group_layers(configs: Sequence[AttentionConfig]) -> list[list[int]]:
-    """Return the indices of the attention layers in each cache group, full attention first.
+def _group_layers(layers: Sequence[tuple[int, Attention]]) -> list[list[tuple[int, Attention]]]:
+    """Return the attention layers of each cache group, full attention first. A layer comes with its block's index.
 
     Layers with the same window and the same sizes of K and V are a group. A cache block holds the K and V of all layers
-    of its group, so that one block table serves them. Layers with the windows (None, 512, None, 512) give
-    [[0, 2], [1, 3]].
+    of its group, so that one block table serves them.
     """
-    layers_by_key: dict[tuple[int | None, int, int], list[int]] = {}
-    for i, config in enumerate(configs):
-        layers_by_key.setdefault((config.window, config.num_kv_heads, config.head_dim), []).append(i)
+    layers_by_key: dict[tuple[int | None, int, int], list[tuple[int, Attention]]] = {}
+    for block_index, attention in layers:
+        config = attention.config
+        key = (config.window, config.num_kv_heads, config.head_dim)
+        layers_by_key.setdefault(key, []).append((block_index, attention))
     sorted_keys = sorted(layers_by_key, key=lambda key: (key[0] is not None, key[0] or 0))
     return [layers_by_key[key] for key in sorted_keys]
 

@@ -66,8 +66,7 @@ def load_model(
 def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
     """Fill the model's weights from the folder's safetensors files, one tensor after the other.
 
-    A tensor may be a part of several weights. Raises ModelError if one that the model needs is missing, and if the
-    checkpoint has one that the model does not need, but for `ignored_prefixes` and `IGNORED_SUFFIX`.
+    Raises ModelError if a tensor is missing, or if the checkpoint has one that the model neither needs nor ignores.
     """
     targets_by_name: dict[str, list[TensorTarget]] = {}
     for weight in model.weights:
@@ -81,19 +80,15 @@ def load_weights(model: CausalLM, folder: Path, dtype: torch.dtype, device: torc
         log.info("loading %s (%d of %d, %.1f GB)", path.name, shard_number, len(shard_paths), path.stat().st_size / 1e9)
         stored_name_by_name = _copy_tensors(path, model, targets_by_name)
         missing_names -= stored_name_by_name.keys()
-        unused_names += [
-            stored_name
-            for name, stored_name in stored_name_by_name.items()
-            if name not in targets_by_name
-            and not name.startswith(model.ignored_prefixes)
-            and not name.endswith(IGNORED_SUFFIX)
-        ]
+        for name, stored_name in stored_name_by_name.items():
+            is_ignored = name.startswith(model.ignored_prefixes) or name.endswith(IGNORED_SUFFIX)
+            if name not in targets_by_name and not is_ignored:
+                unused_names.append(stored_name)
     if missing_names:
         raise ModelError(f"{folder}: tensors missing from the checkpoint: {_format_names(missing_names)}")
     if unused_names:
-        raise ModelError(
-            f"{folder}: tensors in the checkpoint that the model does not have: {_format_names(unused_names)}"
-        )
+        names = _format_names(unused_names)
+        raise ModelError(f"{folder}: tensors in the checkpoint that the model does not have: {names}")
     for weight in model.weights:
         weight.pack()
 

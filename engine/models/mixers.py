@@ -79,24 +79,21 @@ class GatedDeltaNet:
         One projection makes q, k, v and the gates of all heads. A short convolution over the last tokens smooths q, k
         and v. The gated delta rule then reads and corrects the states. x and the result: [tokens, hidden].
         """
-        config, num_tokens, state = self.config, x.shape[0], context.state_by_layer[self.recurrent_index]
+        config, num_tokens, state = self.config, len(x), context.state_by_layer[self.recurrent_index]
         qkv, gate, rate, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
         qkv = context.ops.causal_conv(qkv, self.conv.tensor, None, state.conv_tail, context.state_plan, silu=True)
         q, k, v = torch.split(qkv, [self.key_channels, self.key_channels, self.value_channels], -1)
-        log_decay = -self.rate_log.tensor.exp() * F.softplus(dt.float() + self.dt_bias.tensor)
         out = context.ops.gated_delta(
             q.view(num_tokens, config.num_key_heads, config.key_dim),
             k.view(num_tokens, config.num_key_heads, config.key_dim),
             v.view(num_tokens, config.num_value_heads, config.value_dim),
-            log_decay,
+            -self.rate_log.tensor.exp() * F.softplus(dt.float() + self.dt_bias.tensor),  # logarithm of the decay
             rate.sigmoid(),
             state.recurrent_state,
             context.state_plan,
         )
-        gate = gate.view(num_tokens, config.num_value_heads, config.value_dim)
-        return self.output_projection(
-            context.ops.norm_then_gate(out, gate, self.norm.tensor, config.norm_eps).reshape(num_tokens, -1)
-        )
+        out = context.ops.norm_then_gate(out, gate.view_as(out), self.norm.tensor, config.norm_eps)
+        return self.output_projection(out.reshape(num_tokens, -1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,34 +160,37 @@ class Mamba2:
         """Mix each token with the tokens before it in its sequence, and advance the sequences' states in place.
 
         One projection makes the gate, the inputs, and Mamba-2's B, C and time steps (dt). A short convolution over the
-        last tokens smooths the inputs, B and C. For each token, the recurrence multiplies the states by exp(dt * rate),
-        adds dt * B * input, and reads the output by C. x and the result: [tokens, hidden].
+        last tokens smooths the inputs, B and C. x and the result: [tokens, hidden].
         """
-        config, num_tokens, state = self.config, x.shape[0], context.state_by_layer[self.recurrent_index]
         gate, inputs_b_c, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
         bias = None if self.conv_bias is None else self.conv_bias.tensor
+        conv_tail = context.state_by_layer[self.recurrent_index].conv_tail
         inputs_b_c = context.ops.causal_conv(
-            inputs_b_c, self.conv.tensor, bias, state.conv_tail, context.state_plan, silu=True
+            inputs_b_c, self.conv.tensor, bias, conv_tail, context.state_plan, silu=True
         )
-        bc_size = config.num_groups * config.state_dim
-        inputs, b, c = torch.split(inputs_b_c, [config.inner_size, bc_size, bc_size], -1)
-        rate = -self.rate_log.tensor.exp()  # negative, so that the states decay
-        out = context.ops.state_space(
-            inputs.view(num_tokens, config.num_heads, config.head_dim),
-            F.softplus(dt.float() + self.dt_bias.tensor).clamp(*config.dt_limits),
-            rate,
-            b.view(num_tokens, config.num_groups, config.state_dim),
-            c.view(num_tokens, config.num_groups, config.state_dim),
-            self.skip.tensor,
-            state.recurrent_state,
-            context.state_plan,
-        )
-        out = out.reshape(num_tokens, -1)
+        out = self._run_recurrence(inputs_b_c, dt, context)
         if self.shared_norm is not None:
             return self.output_projection(self.shared_norm(out, gate, self.norm.tensor))
         return self.output_projection(
-            context.ops.gate_then_norm(out, gate, self.norm.tensor, config.norm_eps, config.num_groups)
+            context.ops.gate_then_norm(out, gate, self.norm.tensor, self.config.norm_eps, self.config.num_groups)
         )
+
+    def _run_recurrence(self, inputs_b_c: Tensor, dt: Tensor, context: ForwardContext) -> Tensor:
+        """Advance the states by the inputs, B and C [tokens, channels]. Return the outputs, [tokens, inner size]."""
+        config, num_tokens = self.config, len(dt)
+        bc_size = config.num_groups * config.state_dim
+        inputs, b, c = torch.split(inputs_b_c, [config.inner_size, bc_size, bc_size], -1)
+        out = context.ops.state_space(
+            inputs.view(num_tokens, config.num_heads, config.head_dim),
+            F.softplus(dt.float() + self.dt_bias.tensor).clamp(*config.dt_limits),
+            -self.rate_log.tensor.exp(),  # negative, so that the states decay
+            b.view(num_tokens, config.num_groups, config.state_dim),
+            c.view(num_tokens, config.num_groups, config.state_dim),
+            self.skip.tensor,
+            context.state_by_layer[self.recurrent_index].recurrent_state,
+            context.state_plan,
+        )
+        return out.reshape(num_tokens, -1)
 
 
 class _CrossRankGroupNorm:

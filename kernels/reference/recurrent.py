@@ -21,7 +21,7 @@ NORM_EPS = 1e-6
 StepFunction = Callable[..., Tensor]
 """Function of one token of each of n sequences: (inputs [n, ..], states [n, ..], updated in place) -> outputs."""
 ChunkFunction = Callable[..., tuple[Tensor, Tensor]]
-"""Function of all tokens of one sequence: (inputs [tokens, ..], state) -> outputs and last state."""
+"""Function of consecutive tokens of one sequence: (inputs, state) -> outputs and last state."""
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, tails: Tensor, plan: Any, silu: bool) -> Tensor:
@@ -92,7 +92,7 @@ def _scan_chunks(
 ) -> tuple[Tensor, Tensor]:
     """Advance a state by one chunk of CHUNK_TOKENS after the other. Return (outputs of all tokens, last state)."""
     outputs = []
-    for chunk in zip(*(x.split(CHUNK_TOKENS, token_axis) for x in inputs)):
+    for chunk in zip(*(torch.split(x, CHUNK_TOKENS, token_axis) for x in inputs)):
         output, state = advance(*chunk, state)
         outputs.append(output)
     return torch.cat(outputs, token_axis), state
@@ -220,11 +220,12 @@ def _scan_ssm_chunks(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: 
     x, output: [tokens, heads, dim]; log_decay: [tokens, heads]; b, c: [tokens, groups, state_dim]; state: [heads, dim,
     state_dim].
     """
-    heads_by_group = (b.shape[1], x.shape[1] // b.shape[1])
-    x = x.transpose(0, 1).unflatten(0, heads_by_group)  # [groups, heads of a group, tokens, dim]
-    log_decay = log_decay.t().unflatten(0, heads_by_group)
+    num_tokens, num_heads, dim = x.shape
+    heads_by_group = (b.shape[1], num_heads // b.shape[1])
+    x = x.transpose(0, 1).view(*heads_by_group, num_tokens, dim)
+    log_decay = log_decay.t().view(*heads_by_group, num_tokens)
     b, c = (x.transpose(0, 1)[:, None] for x in (b, c))  # [groups, 1, tokens, state_dim]
-    state = state.unflatten(0, heads_by_group)
+    state = state.view(*heads_by_group, dim, -1)
     output, state = _scan_chunks(_advance_ssm_chunk, (x, log_decay, b, c), state, token_axis=2)
     return output.flatten(0, 1).transpose(0, 1), state.flatten(0, 1)
 

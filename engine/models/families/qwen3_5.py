@@ -6,6 +6,7 @@ Of a vision-language checkpoint the text model is served; vision and multi-token
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -34,10 +35,9 @@ class GatedAttention(Attention):
 
 
 def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
-    """Declare one projection of queries, keys, values and gates: the rows of all queries, then of all keys, and so on.
+    """Declare one projection that yields all queries, then all keys, all values and all gates.
 
-    So one matrix product does them all. The checkpoint's q_proj holds for each head the rows of its query, and then the
-    rows of its gate.
+    In the checkpoint, q_proj has for each head the rows of its query, and then the rows of its gate.
     """
     rank_config, _, key_rows = shard_attention(scope.shard, config)
     query_and_gate_rows = scope.shard.split(config.num_heads, "attention heads", 2 * rank_config.head_dim)
@@ -45,25 +45,20 @@ def _declare_projection(scope: WeightScope, config: AttentionConfig) -> Linear:
     key_start, value_start, gate_start = query_count, query_count + kv_count, query_count + 2 * kv_count
     row_count = gate_start + query_count
 
-    def split_heads(tensor: Tensor) -> Tensor:
-        """View q_proj as [heads, 2, head_dim, ...]: the second axis is the query or the gate."""
-        return tensor.view(rank_config.num_heads, 2, rank_config.head_dim, *tensor.shape[1:])
-
-    def take_queries(tensor: Tensor) -> Tensor:
-        return split_heads(tensor)[:, 0].flatten(0, 1)
-
-    def take_gates(tensor: Tensor) -> Tensor:
-        return split_heads(tensor)[:, 1].flatten(0, 1)
+    def select_rows(q_proj: Tensor, part: int) -> Tensor:
+        """Return the rows of all queries (`part` 0) or of all gates (1)."""
+        rows_by_head = q_proj.view(rank_config.num_heads, 2, rank_config.head_dim, *q_proj.shape[1:])
+        return rows_by_head[:, part].flatten(0, 1)
 
     def declare_stacked(parameter: str, *columns: int) -> Weight:
         q_name = f"q_proj.{parameter}"
         q_shape: tuple[Extent, ...] = (query_and_gate_rows, *columns)
         kv_shape: tuple[Extent, ...] = (key_rows, *columns)
         parts = [  # q_proj is read twice, once for the queries and once for the gates
-            scope.describe_tensor(q_name, q_shape, (slice(0, key_start),), take_queries),
+            scope.describe_tensor(q_name, q_shape, (slice(0, key_start),), partial(select_rows, part=0)),
             scope.describe_tensor(f"k_proj.{parameter}", kv_shape, (slice(key_start, value_start),)),
             scope.describe_tensor(f"v_proj.{parameter}", kv_shape, (slice(value_start, gate_start),)),
-            scope.describe_tensor(q_name, q_shape, (slice(gate_start, row_count),), take_gates),
+            scope.describe_tensor(q_name, q_shape, (slice(gate_start, row_count),), partial(select_rows, part=1)),
         ]
         return scope.declare_combined((row_count, *columns), parts)
 
