@@ -104,8 +104,12 @@ class ResponseProgress(msgspec.Struct, eq=False):
         tail = b"".join(self._last_reads)
         if _FINAL_EVENT_PATTERN.search(tail) is not None:
             return True
-        # The last event of Responses repeats the whole answer, and is the only one that tells usage, at its end.
-        return path == RESPONSES_PATH and _EVENT_END_PATTERN.search(tail) is not None and find_usage(tail) is not None
+        if path != RESPONSES_PATH or _EVENT_END_PATTERN.search(tail) is None:
+            return False
+        # The last event of Responses repeats the whole answer, and is the only one that tells usage, at its end. All
+        # events about the response repeat its tools, whose parameters may have the name `usage`, too.
+        usage = find_usage(tail)
+        return usage is not None and usage.completion_tokens is not None
 
 
 def find_usage(tail: bytes) -> ReportedUsage | None:

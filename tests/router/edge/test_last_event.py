@@ -97,6 +97,17 @@ def test_what_only_looks_like_the_last_event_is_none(data: bytes) -> None:
     assert not progress.has_final_event(MESSAGES)
 
 
+def test_a_parameter_of_a_tool_that_is_named_usage_ends_no_response() -> None:
+    tools = [{"type": "function", "name": "report", "parameters": {"properties": {"usage": {"type": "string"}}}}]
+    progress = ResponseProgress()
+    for kind in ("response.created", "response.in_progress"):
+        progress.record(event({"type": kind, "response": {"id": "resp_1", "tools": tools, "usage": None}}), 0.0)
+    progress.record(event({"type": "response.output_text.delta", "delta": "x"}), 0.0)
+    assert not progress.has_final_event(RESPONSES)
+    progress.record(response(RESPONSE_USAGE)[-1], 0.0)
+    assert progress.has_final_event(RESPONSES)
+
+
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
