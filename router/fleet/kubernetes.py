@@ -13,8 +13,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -145,7 +145,9 @@ async def _follow_objects(
     while True:
         start_s = time.monotonic()
         try:
-            await _watch_objects(api, path, labels, read, update)
+            async with aclosing(_watch_objects(api, path, labels, read)) as changes:
+                async for addresses in changes:
+                    update(addresses)
         except FetchError as error:
             if time.monotonic() - start_s > RETRY_S_MAX:
                 pause_s = RETRY_S  # it has worked until now
@@ -155,14 +157,14 @@ async def _follow_objects(
 
 
 async def _watch_objects(
-    api: ApiClient, path: str, labels: str, read: Callable[[ApiObject], EndpointReadiness], update: AddressCallback
-) -> None:
-    """List the objects and watch their changes. Raises FetchError when the API fails."""
+    api: ApiClient, path: str, labels: str, read: Callable[[ApiObject], EndpointReadiness]
+) -> AsyncGenerator[EndpointReadiness, None]:
+    """List the objects and watch them. Yields all addresses after each change. Raises FetchError when the API fails."""
     async with _request(api, path, {"labelSelector": labels}, LIST_S_MAX) as response:
         object_list = msgspec.json.decode(await response.read())
         version = object_list["metadata"]["resourceVersion"]
         readiness_by_object = {item["metadata"]["uid"]: read(item) for item in object_list.get("items") or ()}
-    update(merge_addresses(readiness_by_object.values()))
+    yield merge_addresses(readiness_by_object.values())
     while True:
         watch_start_s = time.monotonic()
         query = {
@@ -182,7 +184,7 @@ async def _watch_objects(
                     if event["type"] != "DELETED":
                         readiness_by_object[uid] = read(changed_object)
                     if readiness_by_object.get(uid) != old_readiness:
-                        update(merge_addresses(readiness_by_object.values()))
+                        yield merge_addresses(readiness_by_object.values())
                 await asyncio.sleep(0)
         if time.monotonic() - watch_start_s < RETRY_S:  # a server that ends each watch at once
             await asyncio.sleep(RETRY_S)

@@ -247,6 +247,31 @@ def test_an_unreadable_answer_ends_no_watch(
 
 
 @needs_mock
+@pytest.mark.parametrize("updates_before", [0, 1])
+def test_a_fault_of_the_router_is_no_failure_of_the_api(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, updates_before: int
+) -> None:
+    def answer(request: Any) -> Any:
+        if "watch" in request.params:
+            return respond([{"type": "ADDED", "object": make_slice("b", endpoint("10.0.0.2"), version=2)}])
+        return respond({"metadata": {"resourceVersion": "1"}, "items": [make_slice("a", endpoint("10.0.0.1"))]})
+
+    async def scenario(watched_server: WatchedServer) -> None:
+        def update(addresses: EndpointReadiness) -> None:
+            if len(watched_server.updates) == updates_before:
+                raise KeyError("a fault")
+            watched_server.updates.append(addresses)
+
+        watched_server.updates.clear()
+        with pytest.raises(KeyError, match="a fault"):
+            await watch_kubernetes(KubernetesSource.parse("llm/service/vllm"), update)
+
+    handler = kmock.RawHandler()
+    handler[f"get {SLICES}"] << answer
+    follow(monkeypatch, tmp_path, "llm/service/other", handler, scenario)
+
+
+@needs_mock
 def test_a_pool_is_followed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its pods as the emulated server has them, and others when it selects others."""
     port = 8000
