@@ -139,6 +139,9 @@ def _convert_http_error(request: web.Request, error: web.HTTPException) -> Reque
     """Return an error of aiohttp's as one with the fields of our error bodies."""
     if error.status == 404:
         return make_unknown_path_error(request.path, routes.list_paths(request.app))
+    if error.status == 405 and request.method == "POST" and request.path.startswith("/v1/responses/"):
+        # An action of OpenAI's, such as /v1/responses/compact, which looks like the id of a stored response.
+        return make_unknown_path_error(request.path, [], reason="this action is not supported")
     if error.status == 405:
         allowed_methods = ", ".join(sorted(getattr(error, "allowed_methods", ())))
         message = f"{request.method} {request.path}: expected {allowed_methods}"

@@ -106,6 +106,25 @@ def test_no_clients_key_opens_the_operators_routes(
     asyncio.run(play())
 
 
+@pytest.mark.parametrize("action", ["compact", "input_tokens"])
+def test_an_action_on_responses_that_is_not_supported_is_named(action: str) -> None:
+    async def post() -> tuple[int, Any]:
+        runner = make_runner(build_app(make_state(Client())), log_requests=False)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1/responses/{action}"
+        try:
+            async with ClientSession() as session, session.post(url, json={"model": "m", "input": "hi"}) as answer:
+                return answer.status, (await answer.json())["error"]
+        finally:
+            await runner.cleanup()
+
+    status, error = asyncio.run(post())
+    assert status == 404
+    assert error["message"].startswith(f"/v1/responses/{action}: this action is not supported")
+    assert (error["type"], error["code"]) == ("invalid_request_error", "not_found")
+
+
 def test_weights_come_from_named_folders_only(tmp_path: Path) -> None:
     model_folder, named_folder, other_folder = tmp_path / "own", tmp_path / "named", tmp_path / "named-not"
     for folder in (model_folder, named_folder / "deep" / "er", other_folder):
