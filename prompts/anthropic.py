@@ -133,7 +133,8 @@ class CountRequest(Struct, kw_only=True, frozen=True):
 class MessagesRequest(CountRequest, kw_only=True, frozen=True):
     """A body of `/v1/messages`."""
 
-    max_tokens: Annotated[int, Meta(ge=1, le=COUNT_MAX)]
+    max_tokens: Annotated[int, Meta(ge=0, le=COUNT_MAX)]
+    """0: only cache the prompt."""
     metadata: dict[str, Any] | None = None
     stop_sequences: Annotated[list[Stop], Meta(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None

@@ -197,7 +197,7 @@ def _make_from_messages(source: MessagesRequest) -> RoutingRequest:
         cache_salt=source.cache_salt,
         priority=read_priority(source.priority),
         stream=source.stream is True,
-        output_tokens_max=source.max_tokens,
+        output_tokens_max=max(source.max_tokens, 1),  # the step that reads the prompt draws a token
         metadata_user_id=_read_user_id(source.metadata),
     )
 

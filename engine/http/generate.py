@@ -231,7 +231,7 @@ class DeltaStream:
             choice.finish_reason = "error"
             self._record_finish(choice, "error", now_s)
             raise _make_sequence_error(output, choice.params.constraint)
-        if self._generation.is_echo_only:
+        if self._generation.is_prompt_only:
             output = drop_tokens(output)
         delta = choice.push(output)
         self._clock.record_tokens(choice.index, len(delta.token_ids), now_s)

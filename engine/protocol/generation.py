@@ -66,8 +66,8 @@ class Generation:
     requests: list[Request]
     """Requests that the engine gets: one for each choice, in the same order."""
     created: int = field(default_factory=lambda: int(time.time()))
-    is_echo_only: bool = False
-    """Whether the client wants its prompt back and no new token; the one token that is generated is dropped."""
+    is_prompt_only: bool = False
+    """Whether the client wants no new token, but its prompt cached or back; the one generated token is dropped."""
 
     @property
     def parser_config(self) -> OutputParserConfig:
@@ -155,7 +155,7 @@ def make_generation(
         n=body.n or 1,
         choices=choices,
         requests=requests,
-        is_echo_only=is_echo_only_request(body),
+        is_prompt_only=parsed_request.is_prompt_only or is_echo_only_request(body),
     )
 
 

@@ -64,7 +64,9 @@ class MessagesFormatter:
         return b"event: error\ndata: " + _encoder.encode(error.body("/v1/messages")) + b"\n\n"
 
     def format_response(self) -> bytes:
-        self._blocks.add_whole_choice(self._choice)
+        """Return the whole answer; it has no blocks if only its prompt is cached."""
+        if not self._generation.is_prompt_only:
+            self._blocks.add_whole_choice(self._choice)
         return _encoder.encode(self._make_message())
 
     def _make_message(self) -> JsonObject:

@@ -95,6 +95,8 @@ class ParsedRequest(msgspec.Struct, frozen=True):
     """Constraint on the answers, not compiled yet."""
     response_context: ResponseContext | None = None
     """State of a Responses request; None for other APIs."""
+    is_prompt_only: bool = False
+    """Whether the prompt is to be cached and not answered."""
     kv_source: RemoteKVSource | None = None
     """Peer that the body names as the source of cached blocks; its signature is not checked yet."""
 
@@ -108,9 +110,9 @@ def read_messages(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> Par
     """Parse a body of `/v1/messages`, which is converted to a chat. Raises RequestError."""
     request = parse_messages(data)
     _check_text_only(request)
-    return _read_chat_body(
-        ChatRequest(**convert_to_chat(request, tokenizer.chat_template)), tokenizer, limits, "/v1/messages"
-    )
+    body = ChatRequest(**convert_to_chat(request, tokenizer.chat_template) | {"max_tokens": max(request.max_tokens, 1)})
+    parsed_request = _read_chat_body(body, tokenizer, limits, "/v1/messages")
+    return msgspec.structs.replace(parsed_request, is_prompt_only=request.max_tokens == 0)
 
 
 def read_count(data: bytes, tokenizer: Tokenizer, limits: ModelLimits) -> tuple[str | None, bytes]:

@@ -62,6 +62,14 @@ def test_a_message(client: anthropic.Anthropic) -> None:
     assert create_message(client, max_tokens=1, stop_sequences=["never said"]).usage.output_tokens == 1
 
 
+def test_a_message_of_no_tokens_caches_its_prompt(client: anthropic.Anthropic) -> None:
+    turns: Any = [{"role": "user", "content": "Only this turn is to be cached. " * 10}]
+    warmed = create_message(client, max_tokens=0, messages=turns)
+    assert (warmed.content, warmed.stop_reason, warmed.usage.output_tokens) == ([], "max_tokens", 0)
+    usage = create_message(client, max_tokens=1, messages=turns).usage
+    assert (usage.cache_read_input_tokens or 0) > 4 * usage.input_tokens
+
+
 def test_a_stream_has_its_events_in_their_order(client: anthropic.Anthropic) -> None:
     with client.messages.stream(
         model="tiny", system=SYSTEM, messages=TURNS, tools=TOOLS, max_tokens=30, extra_body={"temperature": 0}

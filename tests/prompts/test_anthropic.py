@@ -13,7 +13,7 @@ from prompts.anthropic import convert_to_chat, find_media, parse_count, parse_me
 from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
-from prompts.routing import has_media
+from prompts.routing import has_media, parse_routing
 from prompts.schemas import ChatRequest
 
 EARLY = ChatTemplate("{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('x') }}"
@@ -28,6 +28,12 @@ BILLING = "x-anthropic-billing-header: cch=1;"
 def chat(template: ChatTemplate = ANYWHERE, **body: Any) -> dict[str, Any]:
     body = {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}], **body}
     return convert_to_chat(parse_messages(json.dumps(body).encode()), template)
+
+
+def test_a_message_of_no_tokens_counts_as_one_of_one_token() -> None:
+    """The step that reads the prompt draws a token. To a router, an answer of 0 tokens has no limit."""
+    body = {"max_tokens": 0, "messages": [{"role": "user", "content": "hi"}]}
+    assert parse_routing("/v1/messages", json.dumps(body).encode()).output_tokens_max == 1
 
 
 def text(words: str) -> dict[str, str]:
@@ -212,7 +218,7 @@ def test_what_a_server_ran_is_told_as_text() -> None:
     [
         ({"messages": []}, "messages: got an empty array"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages: none of them says anything"),
-        ({"max_tokens": 0}, "max_tokens: got 0"),
+        ({"max_tokens": -1}, "max_tokens: got -1"),
         ({"messages": [{"role": "bob", "content": ""}]}, 'messages[0].role: got "bob", expected one of assistant, sys'),
         ({"messages": [{"role": "user", "content": [{"type": "x"}]}]}, 'messages[0].content[0].type: got "x"'),
         ({"messages": [{"role": "user", "content": [{"type": "tool_removal"}]}]}, "messages[0].content[0].type"),
