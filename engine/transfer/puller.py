@@ -45,7 +45,7 @@ PULL_BYTES_MAX = 4 * BATCH_BYTES_MAX
 RETRY_AFTER_S = 2.0
 """Least seconds for which a source that has failed is not asked. A restarted program refuses connections at once."""
 RETRY_AFTER_FAILURES = 3.0
-"""The same as a multiple of the time that its failure took: a silent source takes a pull slot a quarter of the time."""
+"""Pause as a multiple of the time that the failure took: a silent source takes a pull slot a quarter of the time."""
 FAILED_SOURCES_MAX = 1024
 
 Address = tuple[str, int]

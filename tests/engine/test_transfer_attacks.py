@@ -19,7 +19,15 @@ from engine.core import EngineCore
 from engine.process.core_process import CoreLoop, CoreSocket
 from engine.transfer import block_server, puller
 from engine.transfer.block_exchange import ReadBlocks
-from engine.transfer.messages import GREETING, BlocksSent, FetchBlocks, LocateBlocks, Refused, TransferError, WantedBlock
+from engine.transfer.messages import (
+    GREETING,
+    BlocksSent,
+    FetchBlocks,
+    LocateBlocks,
+    Refused,
+    TransferError,
+    WantedBlock,
+)
 from engine.types import KVSource, Request, SamplingParams, SequenceOutput
 
 TEXT = prompt("attacked", 202)
@@ -155,7 +163,9 @@ def test_a_pull_that_times_out_while_it_connects_leaves_no_socket(monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("failure_s", "expected_times"), [(0.0, [1, 3, 5, 7, 9, 11, 13, 15, 17, 19]), (2.0, [1, 9, 17])], ids=["fast", "slow"]
+    ("failure_s", "expected_times"),
+    [(0.0, [1, 3, 5, 7, 9, 11, 13, 15, 17, 19]), (2.0, [1, 9, 17])],
+    ids=["fast", "slow"],
 )
 def test_a_dead_source_is_asked_the_less_often_the_more_it_costs(
     monkeypatch: pytest.MonkeyPatch, failure_s: float, expected_times: list[int]
