@@ -32,11 +32,12 @@ class RequestDispatcher:
         reader: RequestReader,
         limits: TenantLimits,
         reasons: MissReasonsRecorder | None = None,
-        discover_model: Callable[[str], Awaitable[None]] | None = None,
+        discover_model: Callable[[str], Awaitable[int]] | None = None,
     ) -> None:
         """`reasons`: records why prompts are not cached; None records nothing.
 
-        `discover_model` asks all workers for a model that no worker is known to serve; None asks none.
+        `discover_model` asks all workers for a model that no worker is known to serve, and returns the number of
+        workers that were never reached; None asks none.
         """
         self.proxy = proxy
         self.reader = reader
@@ -120,11 +121,19 @@ class RequestDispatcher:
         return has_name and not self.proxy.core.registry.is_model_known(context.body.target.name)
 
     async def _discover_and_read(self, context: RequestContext) -> None:
-        """Ask the workers for the model of a request, then read the request again, as the model is known now."""
+        """Ask the workers for the model of a request, then read the request again, as the model is known now.
+
+        Raises RequestError with 503 while a worker that was never reached may serve the model: clients repeat that.
+        """
         assert self.discover_model is not None
         assert context.body is not None
-        await self.discover_model(context.body.target.name)
+        model = context.body.target.name
+        unreached_count = await self.discover_model(model)
         await self.reader.read(context, context.request.path)
+        if unreached_count and self._is_model_missing(context):
+            model_names = ", ".join(sorted(self.proxy.core.registry.get_served_models())) or "none"
+            message = f"No worker serves model {model!r} yet; served: {model_names}. Not reached: {unreached_count}."
+            raise RequestError(message, param="model", code="no_worker", status=503)
 
     def _place_when_read(
         self, exchange: Exchange, reading: Coroutine[Any, Any, None], *, has_asked_workers: bool = False

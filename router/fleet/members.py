@@ -190,21 +190,23 @@ class Fleet:
         self._feed.forget(worker_id)
         self._perform(self._core.remove_worker(worker_id, self._now()))
 
-    async def discover_model(self, model: str) -> None:
+    async def discover_model(self, model: str) -> int:
         """Ask all workers for a model that none is known to serve, and wait for their answers.
 
-        Clients that ask at the same time share one search. After a search there is a pause, because clients may ask for
-        any name.
+        Return the number of workers that were never reached, which may serve it. Clients that ask at the same time
+        share one search. After a search there is a pause, because clients may ask for any name.
         """
         discovery = self._discovery
         if discovery is None or discovery.done():
             pause_s = max(DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER * len(self._members))
-            if self._now() - self._discovered_s < pause_s:
-                return
-            discovery = self._discovery = self._spawn(self._poll_all_models())
+            if self._now() - self._discovered_s >= pause_s:
+                discovery = self._discovery = self._spawn(self._poll_all_models())
         deadline_s = self._now() + DISCOVERY_WAIT_S_MAX
-        while not discovery.done() and self._now() < deadline_s and not self._core.registry.is_model_known(model):
+        while discovery is not None and not discovery.done():
+            if self._now() >= deadline_s or self._core.registry.is_model_known(model):
+                break
             await asyncio.wait({discovery}, timeout=DISCOVERY_POLL_S)
+        return len(self._members.keys() - self._core.workers.keys())
 
     async def drain(self, worker_id: str, *, is_draining: bool) -> None:
         """Stop or resume new requests to a known worker, as an operator says."""

@@ -65,7 +65,7 @@ def iter_error_headers(error: RequestError, present_headers: Collection[Header])
         yield from ((b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade"))
     elif isinstance(error, UnsupportedEncoding):
         yield b"accept-encoding", error.accepted_codings.encode()
-    elif error.code == "overloaded" and not present_headers:
+    elif error.code in ("overloaded", "no_worker") and not present_headers:
         yield b"retry-after", b"1"
 
 

@@ -788,8 +788,10 @@ def test_a_client_that_asks_for_an_unknown_model_has_workers_asked_but_not_every
                 await fleet.discover_model("later")
             assert page.request_counts["/v1/models"] == request_count
             fleet._discovered_s = -1e9  # a while later
-            await fleet.discover_model("nonsense")
+            assert await fleet.discover_model("nonsense") == 0
             assert core.resolve_model("later") is not None
+            await fleet.add({"url": "http://127.0.0.1:1"})
+            assert await fleet.discover_model("nonsense") == 1, "it was never reached, and may serve it"
             await fleet.remove(name)
             await fleet.discover_model("base")
             assert not core.workers

@@ -83,6 +83,29 @@ def test_workers_are_asked_for_a_model_that_nobody_serves(edge: Any, make_post: 
     edge.run(scenario())
 
 
+def test_a_model_that_a_worker_may_serve_which_was_never_reached_is_no_mistake_of_the_client(
+    edge: Any, make_post: Any
+) -> None:
+    """SDKs repeat a 503, and give up at a 404: the model's worker may be loading it."""
+
+    async def scenario() -> None:
+        await edge.start()
+        await edge.worker(edge.reply(b'"answered"'), "a")
+        unreached_counts = [1, 0]
+
+        async def look_for(model: str) -> int:
+            return unreached_counts.pop(0)
+
+        edge.dispatcher.discover_model = look_for
+        post = make_post(b'{"model": "late", "prompt": "x"}', b"/v1/completions")
+        status, headers, body = parts(await edge.exchange(post))
+        assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (503, "1", "no_worker")
+        assert "served: tiny. Not reached: 1." in json.loads(body)["error"]["message"]
+        assert parts(await edge.exchange(post))[0] == 404
+
+    edge.run(scenario())
+
+
 def test_health_models_and_metrics(edge: Any, make_post: Any) -> None:
     async def scenario() -> None:
         await edge.start()
