@@ -257,12 +257,13 @@ def test_a_fault_of_the_router_is_no_failure_of_the_api(
         return respond({"metadata": {"resourceVersion": "1"}, "items": [make_slice("a", endpoint("10.0.0.1"))]})
 
     async def scenario(watched_server: WatchedServer) -> None:
-        def update(addresses: EndpointReadiness) -> None:
-            if len(watched_server.updates) == updates_before:
-                raise KeyError("a fault")
-            watched_server.updates.append(addresses)
+        updates: list[EndpointReadiness] = []
 
-        watched_server.updates.clear()
+        def update(addresses: EndpointReadiness) -> None:
+            if len(updates) == updates_before:
+                raise KeyError("a fault")
+            updates.append(addresses)
+
         with pytest.raises(KeyError, match="a fault"):
             await watch_kubernetes(KubernetesSource.parse("llm/service/vllm"), update)
 
