@@ -139,30 +139,35 @@ class Chooser:
     ) -> RoutingChoice:
         """Price the ways to serve a request and pick one by the configured policy.
 
-        One of `targets` will serve it; `explain` prices all of them even in a large pool. KV may move there from other
-        targets too, but from none of the `excluded_sources`. `queued_s`: prefill that waits in the router's queue;
+        `targets`: those that may answer; `explain` prices all of them even in a large pool. `excluded_sources`: names
+        of targets from which no KV is moved to them. `queued_s`: seconds of prefill that wait in the router's queue;
         `queued_ahead_s`: the part of it that will be sent before this request, by target.
         """
         utilisation_decay = self._tracker.compute_utilisation_decay(now)
-        prompt = self._prepare_prompt(request)
+        prompt: PromptQuery | None = None
+        if request.token_ids is not None:
+            prompt = self._cache_state.prepare_query(
+                request.token_ids, request.scope, request.prompt_tokens, request.similar_prompt
+            )
         load_order: LoadOrder | None = None
         is_any_queued = bool(queued_ahead_s or queued_s)
         if self._chooses_by_price and request.media_conversation is None and not is_any_queued:
             load_order = self._registry.get_load_order(request, targets, utilisation_decay, now)
         shortlist, matches = self._make_shortlist(targets, prompt, load_order)
-        pool_load = sum_loads(targets) if load_order is None else load_order.pool_load
+
         sources = self._find_sources(request, excluded_sources)
         can_move_prefill = any(map(can_prefill, sources))
         # A source that computes the prompt is chosen by its load, so its prefix may not be among the longest.
-        are_matches_enough = matches is not None and not can_move_prefill and _has_best_sources(load_order, sources)
-        if sources and prompt is not None and not are_matches_enough:
+        has_best_sources = matches is not None and not can_move_prefill and _has_best_sources(load_order, sources)
+        if sources and prompt is not None and not has_best_sources:
             matches = self._cache_state.match(prompt)
         best_sources = find_best_sources(sources, matches) if sources and matches is not None else []
 
-        shortest_wait_s = find_shortest_wait_s(shortlist, now)
-        congestion = compute_congestion(pool_load, shortest_wait_s, queued_s, utilisation_decay, self._cost_config)
-        output_tokens = self._output_lengths.expect(request)
-        facts = RequestFacts(now, request.prompt_tokens, output_tokens, utilisation_decay, congestion)
+        facts = RequestFacts(now, request.prompt_tokens, self._output_lengths.expect(request), utilisation_decay)
+        pool_load = sum_loads(targets) if load_order is None else load_order.pool_load
+        facts.congestion = compute_congestion(
+            pool_load, find_shortest_wait_s(shortlist, now), queued_s, utilisation_decay, self._cost_config
+        )
         facts.can_move_prefill = can_move_prefill
         if prompt is not None:
             self._add_shared_prefix(facts, prompt, shortlist)
@@ -170,28 +175,17 @@ class Chooser:
             self._reduce_copy_reuse(facts, best_sources[0], matches)
 
         choice = self._price_targets(request, facts, prompt, shortlist, matches, queued_ahead_s)
-        plans: list[Candidate] = []
-        if sources:
-            plans = self._plan_transfers(choice, sources, best_sources, matches or {})
-            self._add_plans(choice, plans)
+        plans = self._plan_transfers(choice, sources, best_sources, matches or {}) if sources else []
+        self._add_plans(choice, plans)
         choice.winner = self._pick_winner(request, choice)
         if load_order is not None:
-            computed_tokens = request.prompt_tokens - choice.winner.terms.cached_tokens
-            load_order.record_request(request.prompt_tokens, computed_tokens, output_tokens)
+            load_order.record_request(facts, choice.winner.terms.cached_tokens)
         if explain and shortlist is not targets:  # the winner stays; the other targets only get a price
             explained_choice = self._price_targets(request, facts, prompt, targets, None, queued_ahead_s)
             self._add_plans(explained_choice, plans)
             explained_choice.winner = explained_choice.find_candidate(choice.winner.target, choice.winner.plan)
             return explained_choice
         return choice
-
-    def _prepare_prompt(self, request: RouteRequest) -> PromptQuery | None:
-        """Return the prompt as the index looks it up; None if it was not tokenised."""
-        if request.token_ids is None:
-            return None
-        return self._cache_state.prepare_query(
-            request.token_ids, request.scope, request.prompt_tokens, request.similar_prompt
-        )
 
     def _make_shortlist(
         self, targets: list[Target], prompt: PromptQuery | None, load_order: LoadOrder | None
@@ -447,10 +441,7 @@ def _has_idle_target(targets: Sequence[Target]) -> bool:
 
 
 def _has_best_sources(load_order: LoadOrder | None, sources: Sequence[Target]) -> bool:
-    """Return whether the cached prefixes that were looked up for a pool's shortlist are the longest of all sources.
-
-    They are the longest of the pool, so all sources must be in the pool.
-    """
+    """Return whether all sources are in a pool, whose longest cached prefixes were looked up for the shortlist."""
     return load_order is not None and all(source.holder in load_order.targets for source in sources)
 
 

@@ -101,10 +101,8 @@ class Candidate(msgspec.Struct, eq=False):
 def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig) -> Terms:
     """Return the price in seconds of one way to serve a request: six parts, their sum, and the figures behind them.
 
-    For example, a worker computes 10,000 tokens a second and has 3,000 of a prompt's 4,000 tokens cached. So the
-    prefill (computing the prompt) takes 0.1 s. If prefills of 0.2 s come first, and no answers are being written that
-    slow both down, the time to the first token (ttft_s) is 0.3 s. The other parts are the time of the answer (decode_s)
-    and what the request costs others.
+    For example, a worker computes 10,000 tokens a second and has 3,000 of a prompt's 4,000 tokens cached: its prefill
+    takes 0.1 s. If prefills of 0.2 s come first, the time to the first token is 0.3 s.
     """
     target, slowdown, plan = candidate.target, candidate.target.slowdown, candidate.plan
     present_tokens = candidate.cached_tokens
@@ -114,7 +112,7 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
         present_tokens = plan.arriving_tokens
     prefill_s = target.speed.estimate_prefill_s(request.prompt_tokens, present_tokens)
 
-    # Time to the first token. KV from another worker may arrive later than the prefills that come first have ended.
+    # Time to the first token. The prefill begins after the earlier ones, and once KV from another worker has arrived.
     queue_s, overtaken_count = estimate_queue(candidate, prefill_s, request.now)
     queue_s += candidate.queued_ahead_s
     slot_wait_s, memory_wait_s = target.slot_wait_s, candidate.memory_wait_s
@@ -124,18 +122,20 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
     if plan is not None and plan.arrival_s > slowdown * queue_s:
         ttft_s += plan.arrival_s - slowdown * queue_s
 
-    # The answer after its first token, and what the request costs others. A slower target gets fewer later requests.
+    # Time of the answer after its first token, with the delay of the other answers at the target.
     utilisation = target.load.utilisation_scaled * request.utilisation_decay + target.peer_load.utilisation
     shared = NO_SHARED_PREFILL
     if present_tokens < request.shared_tokens:
         shared = estimate_shared_prefill(target, request, present_tokens)
     decode_s = config.decode_weight * estimate_decode_s(target, request, prefill_s, shared, utilisation)
+
+    # What the prefill costs later requests, of which a slower target gets fewer, and what its cached prefix saves them.
     congestion = request.congestion / target.speed.factor
     congestion_s = (congestion + overtaken_count) * slowdown * prefill_s
     shared_s = slowdown * (1.0 + congestion) * shared.reused_s
     tie_break_s = config.utilisation_weight * utilisation
 
-    if plan is not None and plan.source_terms is not None:  # what the prefill at the source costs the requests there
+    if plan is not None and plan.source_terms is not None:  # another target computes the prompt
         source_terms = plan.source_terms
         prefill_s += source_terms.slowdown * source_terms.prefill_s
         decode_s += source_terms.decode_s
@@ -218,8 +218,8 @@ def estimate_decode_s(
 ) -> float:
     """Return the time of an answer after its first token, and the delay of the other answers at the target.
 
-    An engine writes one token of each of its answers in a step. Each answer makes the steps of the others longer, by
-    its text so far: on average the prompt and half of the answer. And all of them stand still during a prefill.
+    A step of the engine gives each answer one token. An answer lengthens the steps of all by its context, on average
+    the prompt and half of the answer. All answers stand still during a prefill.
     """
     speed, output_tokens, request_count = target.speed, request.output_tokens, target.total_request_count
     context_s = speed.decode_context_s * (request.prompt_tokens + 0.5 * output_tokens)
@@ -228,12 +228,19 @@ def estimate_decode_s(
     if not request.can_move_prefill:
         return steps_s + (shared.total_s - shared.reused_s) * request_count
     decode_request_count = target.load.decode_request_count + target.peer_load.decode_requests
-    # The share of prefill in the time in which this answer is written. The utilisation lags while load rises; but a
-    # server that is busy for a share u of its time has u / (1 - u) requests on average (M/M/1 queue).
+    others_pause_s = (prefill_s - shared.reused_s) * decode_request_count
+    return steps_s + others_pause_s + _estimate_own_pause_s(target, output_tokens, utilisation)
+
+
+def _estimate_own_pause_s(target: Target, output_tokens: float, utilisation: float) -> float:
+    """Return how long a new answer at a target will stand still during later prefills.
+
+    The utilisation lags while load rises. But a server that is busy for a share u of its time has u / (1 - u) requests
+    on average (M/M/1 queue), so the number of prompts there gives a lower bound of u.
+    """
     prompt_count = len(target.prefill_queue.requests) + target.peer_load.prefills.request_count
     prefill_share = min(max(utilisation, prompt_count / (prompt_count + 1)), PREFILL_SHARE_MAX)
-    own_pause_s = output_tokens * target.step_s * prefill_share / (1.0 - prefill_share)
-    return steps_s + (prefill_s - shared.reused_s) * decode_request_count + own_pause_s
+    return output_tokens * target.step_s * prefill_share / (1.0 - prefill_share)
 
 
 class PoolLoad(NamedTuple):

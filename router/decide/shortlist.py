@@ -92,13 +92,13 @@ class LoadOrder:
         if target.holder in self.targets:
             self._changed_holders.add(target.holder)
 
-    def record_request(self, prompt_tokens: int, computed_tokens: int, answer_tokens: float) -> None:
-        """Add the sizes of a routed request to the mean."""
+    def record_request(self, request: RequestFacts, cached_tokens: int) -> None:
+        """Add the sizes of a routed request to the mean. `cached_tokens`: those at the chosen target."""
         self._averaged_request_count = min(self._averaged_request_count + 1.0, REQUESTS_AVERAGED)
         mean, share = self._mean_request, 1.0 / self._averaged_request_count
-        mean.prompt_tokens += share * (prompt_tokens - mean.prompt_tokens)
-        mean.computed_tokens += share * (computed_tokens - mean.computed_tokens)
-        mean.answer_tokens += share * (answer_tokens - mean.answer_tokens)
+        mean.prompt_tokens += share * (request.prompt_tokens - mean.prompt_tokens)
+        mean.computed_tokens += share * (request.prompt_tokens - cached_tokens - mean.computed_tokens)
+        mean.answer_tokens += share * (request.output_tokens - mean.answer_tokens)
 
     def update(self, now: float, utilisation_decay: float) -> None:
         """Bring `holders` and `pool_load` up to date before they are read."""

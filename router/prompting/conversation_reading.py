@@ -188,9 +188,8 @@ def cache_conversation(
     messages = chat.messages
     has_system_field = request.kind != "chat" and bool(getattr(request.source, "system", None))
     inputs_digest = _digest_inputs(renderer.template, chat, int(has_system_field and is_system_message(messages[0])))
-    rendered = RenderedMessages(
-        renderer, NO_PLACEHOLDERS, TemplateInputs(chat, inputs_digest, messages[0]), messages, prompt.text
-    )
+    inputs = TemplateInputs(chat, inputs_digest, messages[0])
+    rendered = RenderedMessages(renderer, NO_PLACEHOLDERS, inputs, messages, prompt.text)
     token_ids = prompt_ids if isinstance(prompt_ids, array) else array(ID_TYPE, prompt_ids)
     boundaries = _make_first_boundaries(request, messages_array.find_message_ends(), rendered, token_ids)
     if not boundaries:
@@ -297,11 +296,9 @@ def continue_conversation(
     rendered = renderer.render_new(boundary.rendered, inputs, tail.messages)
     if rendered is None:
         return None
-    cut = None
     has_grown = len(body) - boundary.body_end >= max(GROWTH_BYTES_MIN, boundary.body_end // 32)
-    if has_grown and len(tail.messages) > 1 and not _depends_on_template(tail.request):
-        trailing_count = _choose_next_trailing_count(conversation, boundary, differs_before_next=differs_before_next)
-        cut = _cut_before_last(tail.request, tail.find_message_ends(), rendered, trailing_count)
+    changes_last_messages = differs_before_next and boundary is not conversation.boundaries[-1]
+    cut = _cut_tail(tail, rendered, boundary, changes_last_messages=changes_last_messages) if has_grown else None
     # The text is encoded in two parts to count the tokens before the next boundary.
     text, after_text = rendered.text, "" if cut is None else cut.after.text
     text_ids = renderer.tokenizer.encode_array(text[: len(text) - len(after_text)], add_special_tokens=False)
@@ -317,13 +314,18 @@ def continue_conversation(
     return continuation
 
 
-def _choose_next_trailing_count(
-    conversation: CachedConversation, boundary: Boundary, *, differs_before_next: bool
-) -> int:
-    """Return how many messages should follow the next boundary: several if this client changes its last messages."""
-    is_last_boundary = boundary is conversation.boundaries[-1]
-    changes_last_messages = differs_before_next and not is_last_boundary
-    return TRAILING_MESSAGES if changes_last_messages or boundary.trailing_count == TRAILING_MESSAGES else 1
+def _cut_tail(
+    tail: _BodyTail, rendered: RenderedMessages, boundary: Boundary, *, changes_last_messages: bool
+) -> _Cut | None:
+    """Cut the messages after a boundary where the next turn may continue them; None if they cannot be cut there.
+
+    The cut is before the last message, or a few earlier if this client changes the last messages of its requests.
+    """
+    if len(tail.messages) <= 1 or _depends_on_template(tail.request):
+        return None
+    cuts_earlier = changes_last_messages or boundary.trailing_count == TRAILING_MESSAGES
+    trailing_count = TRAILING_MESSAGES if cuts_earlier else 1
+    return _cut_before_last(tail.request, tail.find_message_ends(), rendered, trailing_count)
 
 
 def _make_successor(continuation: Continuation, next_boundary: Boundary, body: bytes) -> CachedConversation:
