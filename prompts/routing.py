@@ -234,8 +234,8 @@ def convert_source_to_chat(
     """Convert a body of the Messages or Responses API to the chat that a template renders.
 
     Raises RequestError if the body refers to a response that the worker stores, or if the chat depends on the template
-    and `template` is None. With `keeps_system_in_place`, system messages stay where they are even if the template would
-    move them. Such chats serve to compare bodies with each other. A worker may render another chat.
+    and `template` is None. `keeps_system_in_place`: system messages stay where they are even if the template would move
+    them. Such chats serve to compare bodies with each other.
     """
     source = request.source
     if isinstance(source, ResponsesRequest):

@@ -33,9 +33,8 @@ OLD_IDLE, OLD_BUSY = 60, 300
 class HeapTrimmer:
     """Returns freed memory to the system, because glibc keeps it and a process would stay large after one burst.
 
-    While the process is larger than it once was, its heap is trimmed every TRIM_S. A trim that returns little doubles
-    the pause, up to TRIM_S_MAX, until the process has grown. A thread trims, as that may take tens of milliseconds.
-    With another C library nothing is done.
+    While the process is larger than it once was, a thread trims its heap every TRIM_S. A trim that returns little
+    doubles the pause, up to TRIM_S_MAX, until the process has grown. With another C library nothing is done.
     """
 
     def __init__(self, executor: Executor) -> None:

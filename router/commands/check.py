@@ -12,7 +12,7 @@ import json
 import random
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -196,12 +196,12 @@ class WorkerCheck:
         they cannot be compared. `step`: name of the finding.
         """
         request = parse_routing(path, msgspec.json.encode({"model": self._model.name, **fields}))
-        tokenizer = self._tokenizers.get(self._model.base)
         tokenize_request = build_tokenize_request(request, self._model.name)
         assert tokenize_request is not None
         answer = await self._post("/tokenize", tokenize_request)
         worker_ids = _get_token_ids(answer)
-        if tokenizer is None:  # without it, the router can still ask the worker for tokens
+        tokenizer = self._tokenizers.get(self._model.base)
+        if tokenizer is None:  # the router will ask the worker for tokens if it can
             reason = self._tokenizers.problems.get(self._model.base, "there is none here")
             return Finding(step, False if worker_ids is None else None, reason)
         if worker_ids is None:
@@ -269,8 +269,8 @@ class WorkerCheck:
     def _check_events(self, prompt_ids: Sequence[int], silent_sources: Sequence[EventSource]) -> list[Finding]:
         """Report whether the worker announced the blocks of the prompt that it computed.
 
-        If it did, report also each fact of the announcement (topic, block size, rank) that differs from the worker's
-        own description. `silent_sources`: addresses at which nobody listens.
+        If it did, report also what differs from the worker's own description. `silent_sources`: addresses at which
+        nobody listens.
         """
         stores = self._received.find_stores(prompt_ids)
         if self._received.has_worker_connected:
@@ -278,24 +278,13 @@ class WorkerCheck:
             return [Finding("events", False, f"{text}: say tcp://*:5557 there, or let the router bind, --bind-events")]
         if not stores:
             return [self._report_silence(silent_sources)]
-        findings = [Finding("events", True, f"{sum(len(event.block_hashes) for _, event in stores)} blocks announced")]
-        message, event = stores[0]
-        source = next((each for each in self._facts.sources if str(each.data_parallel_rank) == message.stream_id), None)
-        if source is None:
-            return findings
-        topic = message.topic.decode("utf-8", "replace")
-        if source.topic and topic != source.topic:
-            text = f"events come under {topic!r}, the worker is said to publish under {source.topic!r}: correct topic="
-            findings.append(Finding("topic", False, text))
-        block_size = source.block_size or self._facts.spec.block_size
-        announced_sizes = {event.block_size for _, event in stores}
-        if block_size is not None and block_size not in announced_sizes and event.group_idx is None:
-            text = f"the worker says {block_size} tokens a block, its events {event.block_size}"
-            findings.append(Finding("block size", False, text))
-        rank = message.decoded_batch.batch.data_parallel_rank
-        if rank is not None and rank != source.data_parallel_rank:
-            text = f"events of {source.endpoint} are of data-parallel rank {rank}, not of {source.data_parallel_rank}"
-            findings.append(Finding("rank", False, f"{text}: the addresses are in the wrong order"))
+        block_count = sum(len(event.block_hashes) for _, event in stores)
+        findings = [Finding("events", True, f"{block_count} blocks announced")]
+        first_message, events = stores[0][0], [event for _, event in stores]
+        for source in self._facts.sources:
+            if str(source.data_parallel_rank) == first_message.stream_id:
+                block_size = source.block_size or self._facts.spec.block_size
+                findings += _find_differences(source, block_size, first_message, events)
         return findings
 
     def _report_silence(self, silent_sources: Sequence[EventSource]) -> Finding:
@@ -328,10 +317,9 @@ class WorkerCheck:
         )
 
     def _check_cached(self, prompt_ids: Sequence[int], second_result: CompletionResult) -> Finding:
-        """Compare the cached tokens that a repeated prompt reports with the tokens that a router would predict.
+        """Compare the cached tokens that a repeated prompt reports with those that a router predicts: all full blocks.
 
-        The prediction is that of the blocks that were announced after the first request: all full blocks, but never
-        the last token.
+        Without announced blocks, and with several groups of blocks, only the reported tokens are shown.
         """
         finding, usage = second_result
         if finding.is_ok is not True:
@@ -347,7 +335,7 @@ class WorkerCheck:
         stores = self._received.find_stores(prompt_ids)
         events = [event for message in self._received.messages for event in message.decoded_batch.batch.events]
         has_several_groups = any(isinstance(event, BlockStored) and event.group_idx for event in events)
-        if not stores or has_several_groups:  # then one block size does not predict the hit
+        if not stores or has_several_groups:
             return Finding("cached", True, f"{cached_tokens} of {len(prompt_ids)} tokens of a repeated prompt")
         _, first_event = stores[0]
         block_size = first_event.block_size
@@ -418,6 +406,27 @@ class WorkerCheck:
         if isinstance(content, dict) and status == 200:
             return content
         return {"error": f"{status}: {_format_error(content)}"}
+
+
+def _find_differences(
+    source: EventSource, block_size: int | None, message: Message, events: Sequence[BlockStored]
+) -> Iterator[Finding]:
+    """Yield the differences between a source's description and the events by which it announced one prompt.
+
+    `message`: the one with the first of the events. `block_size`: tokens of a block by its description, if known.
+    """
+    topic = message.topic.decode("utf-8", "replace")
+    if source.topic and topic != source.topic:
+        text = f"events come under {topic!r}, the worker is said to publish under {source.topic!r}: correct topic="
+        yield Finding("topic", False, text)
+    announced_sizes = {event.block_size for event in events}
+    if block_size is not None and block_size not in announced_sizes and events[0].group_idx is None:
+        text = f"the worker says {block_size} tokens a block, its events {events[0].block_size}"
+        yield Finding("block size", False, text)
+    rank = message.decoded_batch.batch.data_parallel_rank
+    if rank is not None and rank != source.data_parallel_rank:
+        text = f"events of {source.endpoint} are of data-parallel rank {rank}, not of {source.data_parallel_rank}"
+        yield Finding("rank", False, f"{text}: the addresses are in the wrong order")
 
 
 def _bind_endpoints(feed: EventFeed, silent_sources: Sequence[EventSource]) -> bool:

@@ -146,9 +146,8 @@ class CacheState:
     ) -> list[Candidate]:
         """Return the targets as candidates, each with the prefix that it will have cached when the request runs.
 
-        `cached_tokens` includes the prompts of running requests, `resident_tokens` only what events say is there. An
-        approximate cache counts a prompt from its sending on and so knows one number for both. `matches`: result of the
-        index, or None if it was not asked yet.
+        `cached_tokens` includes the prompts of running requests, `resident_tokens` only what events say is there; an
+        approximate cache has one number for both. `matches`: result of the index, or None if it was not asked yet.
         """
         if matches is None:
             matches = self.match(prompt)
@@ -227,11 +226,12 @@ class CacheState:
         target.free_kv_tokens += self._chunk_tokens * chunk_count
 
     def estimate_shared_prefix(self, prompt: PromptQuery, lifetime_s: float) -> tuple[int, float]:
-        """Return the length of the prefix that running requests share, and the share of its next copy for later ones.
+        """Return the length of the prefix that running requests share, and the share of its next copy for later
+        requests.
 
-        For example, 20 requests with the prefix run on one target, for `lifetime_s` = 10 s each. So 2 arrive a second
-        (Little's law), and 30 within SHARED_COPY_S = 15 s. A second copy of the prefix serves half of them, 15. This
-        request is one of the 16 that use it, so that 15/16 of the copy are for later requests.
+        For example, 20 requests with the prefix run on one target, for `lifetime_s` = 10 s each, so 30 arrive within
+        SHARED_COPY_S = 15 s (Little's law). A second copy serves 15 of them beside this request: 15/16 of the copy are
+        for later requests.
         """
         keys = prompt.get_chunk_keys(self._chunk_tokens)
         shared_tokens, prompts_by_target = self.recent_prompts.find_shared_prefix(keys)

@@ -263,9 +263,9 @@ class RouterCore:
     ) -> list[Instruction]:
         """Record that the KV from another worker will not come: the request's own worker computes the prompt.
 
-        The attempt goes on, and the request gets no KV from that source again. `is_pair_fault`: the transfer itself
-        failed, so the router avoids this pair of workers for a while; False if the source refused this request alone.
-        `may_be_crash`: the source broke down on the request. A request that may have crashed too many workers fails.
+        The request gets no KV from that source again. `is_pair_fault`: the transfer itself failed, so the router avoids
+        this pair of workers for a while; False if the source refused this request alone. `may_be_crash`: the source
+        broke down on the request. A request that may have crashed too many workers fails.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None:
@@ -332,10 +332,9 @@ class RouterCore:
     ) -> list[Instruction]:
         """End an attempt that failed, and have another worker take over the request if that is possible.
 
-        Without a `continuation`, the request is forgotten if its answer has begun. Else it starts again at another
-        worker, or is refused if it has no retry left. `continuation`: request for the rest of the answer; it costs no
-        retry. Unless the request is forgotten, the first instruction is its Forward, Enqueue or Refuse.
-        `silent_s`: seconds since the worker's last byte. `was_sent`: the worker got the request, and then refused a new
+        Once its answer has begun, a request is forgotten unless there is a `continuation`: a request for the rest of
+        the answer, which costs no retry. Otherwise the first instruction is the request's Forward, Enqueue or Refuse.
+        `silent_s`: seconds since the worker's last byte. `was_sent`: the worker had the request before it refused a new
         connection for it.
         """
         attempt = self._get_attempt(request_id)
@@ -345,24 +344,21 @@ class RouterCore:
         worker = self.workers.get(worker_id)
         is_probe = worker is not None and worker.probe == request_id
         self._placer.end_attempt(active_request, now, is_computed=attempt.has_first_token)
-        instructions: list[Instruction] = []
+        losses: list[Instruction] = []
         if worker is not None and is_worker_fault(kind, active_request.request, worker, now - silent_s):
-            instructions += self._record_worker_fault(worker, kind, now, is_probe=is_probe)
+            losses = self._record_worker_fault(worker, kind, now, is_probe=is_probe)
         has_answer_begun = attempt.has_first_token or kind in _FAILURES_AFTER_FIRST_BYTE
         if has_answer_begun and continuation is None:
             del self._active_requests[request_id]
             self.counters["failed"] += 1
-            return instructions + self._place_queued(now)
+            return losses + self._place_queued(now)
         is_repeated_whole = continuation is None or continuation is active_request.request
-        may_have_crashed_worker = was_sent or kind in _FAILURES_OF_CRASHED_WORKERS
-        if is_repeated_whole and may_have_crashed_worker:
+        if is_repeated_whole and (was_sent or kind in _FAILURES_OF_CRASHED_WORKERS):
             active_request.crash_suspicions += 1
-        if kind in REFUSALS:
-            active_request.refused_by |= {worker_id}
-        active_request.tried_workers = self._exclude_worker(active_request, worker_id, kind)
+        self._exclude_worker(active_request, worker_id, kind)
         active_request.failed_attempts += 1
         instruction = self._try_again(active_request, continuation, kind, now)
-        return [instruction, *instructions, *self._place_queued(now)]
+        return [instruction, *losses, *self._place_queued(now)]
 
     def move_request(
         self, request_id: str, now: float, continuation: RouteRequest | None = None, *, is_stalled: bool = False
@@ -438,17 +434,19 @@ class RouterCore:
         return instruction
 
     # Failures ----------------------------------------------------------------------------------------------------
-    def _exclude_worker(self, active_request: ActiveRequest, worker_id: str, kind: FailureKind) -> frozenset[str]:
-        """Return the workers that a request is not sent to after a failure at `worker_id`.
+    def _exclude_worker(self, active_request: ActiveRequest, worker_id: str, kind: FailureKind) -> None:
+        """Record that a worker failed a request, so that the request is not sent there again.
 
         A worker may get the request again if only the source of its KV failed, and if there is no other worker.
         """
+        if kind in REFUSALS:
+            active_request.refused_by |= {worker_id}
         tried_workers = active_request.tried_workers | {worker_id}
-        if kind is FailureKind.SOURCE and isinstance(
-            self.registry.find_candidates(active_request.request, tried_workers), Refuse
-        ):
-            return active_request.tried_workers
-        return tried_workers
+        if kind is FailureKind.SOURCE:
+            candidates = self.registry.find_candidates(active_request.request, tried_workers)
+            if isinstance(candidates, Refuse):
+                return
+        active_request.tried_workers = tried_workers
 
     def _try_again(
         self, active_request: ActiveRequest, continuation: RouteRequest | None, kind: FailureKind, now: float

@@ -173,16 +173,15 @@ class RequestPlacer:
     ) -> RoutingChoice | Refuse:
         """Price the workers that can serve a request and choose one; return a refusal if there is none.
 
-        `queued_ahead_s`: prefill seconds by target that the queue sends earlier; None: look them up. With
-        `waits_behind_queue` they count as waiting time, as the request may not overtake them, and a background request
-        is offered the idle workers only, if there are any.
+        `waits_behind_queue`: the request may not overtake queued requests, so their prefills count as waiting time.
+        `queued_ahead_s`: these prefill seconds, by target; None: look them up.
         """
         self._tracker.advance(now)
         request = active_request.request
         candidates = self._registry.find_candidates(request, active_request.tried_workers)
         if isinstance(candidates, Refuse):
             return candidates
-        if waits_behind_queue and active_request.is_background:
+        if waits_behind_queue and active_request.is_background:  # only idle workers, if there are any
             candidates = [target for target in candidates if self._is_idle(target, now)] or candidates
         choice = self.chooser.choose(
             request,
@@ -195,12 +194,10 @@ class RequestPlacer:
         )
         is_queue_unknown = queued_ahead_s is None and self._queues_when_busy and bool(self.queue.requests)
         if waits_behind_queue and is_queue_unknown:
-            queued_ahead_s = self.queue.compute_prefill_ahead(active_request.queue_position)
-            self.chooser.rechoose_behind_queue(choice, queued_ahead_s)
+            self.chooser.rechoose_behind_queue(choice, self.queue.compute_prefill_ahead(active_request.queue_position))
         # A worker that only decodes needs another worker to compute the prompt, and the choice may have none yet.
-        if not choice.winner.is_missing_source:
-            return choice
-        if self.chooser.add_missing_source(request, choice, active_request.excluded_sources):
+        excluded_sources = active_request.excluded_sources
+        if not choice.winner.is_missing_source or self.chooser.add_missing_source(request, choice, excluded_sources):
             return choice
         message = "Every worker that could compute the prompt failed."
         return Refuse(request.request_id, 502, "upstream_failed", message)
@@ -225,9 +222,9 @@ class RequestPlacer:
     def _must_wait(self, active_request: ActiveRequest, choice: RoutingChoice, now: float, *, is_retried: bool) -> bool:
         """Return whether a request has to wait in the queue although a worker was chosen for it.
 
-        A request in the background waits until the chosen worker is idle and nobody else waits. With fair queueing,
-        other requests wait if their worker is busy, or if they would overtake queued requests. `is_retried`: it is the
-        request's turn in the queue, so that it overtakes none.
+        A background request waits until the chosen worker is idle and no request waits. With fair queueing, other
+        requests wait if their worker is busy, or if they would overtake queued requests. `is_retried`: it is the
+        request's turn.
         """
         if active_request.is_background:
             return self.queue.waiting_count > 0 or not self._has_background_room(choice, now)

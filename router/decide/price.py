@@ -169,9 +169,9 @@ def price_worker(candidate: Candidate, request: RequestFacts, config: CostConfig
 def estimate_queue(candidate: Candidate, prefill_s: float, now: float) -> tuple[float, int]:
     """Return the seconds of prefill that come before a request, and the number of waiting requests that it overtakes.
 
-    Most engines compute prompts in the order of arrival. There, the request overtakes the prompts that wait for KV from
-    another target, or comes behind them if it waits for KV, too. Some engines compute the shortest prompt first. There,
-    longer prompts wait for this request, unless it needs the prefix that one of them computes.
+    At most engines, which compute prompts in the order of arrival, a request overtakes those that wait for KV from
+    another target, or comes behind them if it waits for KV, too. At an engine that computes the shortest prompt first,
+    longer prompts wait for the request, unless it needs the prefix that one of them computes.
     """
     target = candidate.target
     queue_s = target.estimate_queue_s(now)
@@ -207,7 +207,7 @@ def estimate_shared_prefill(target: Target, request: RequestFacts, present_token
     """Return the prefill that a target does for one more copy of a prefix that running requests have in common.
 
     For example, three later requests will use the copy beside this one. If computing it takes 0.4 s, then 0.3 s count
-    as theirs, or less on a target with little room for them. `present_tokens`: prompt tokens with KV at the target.
+    as theirs, or less on a target with little room. `present_tokens`: prompt tokens with KV at the target.
     """
     total_s = target.speed.estimate_prefill_s(request.shared_tokens, present_tokens)
     return SharedPrefill(total_s, request.copy_reuse_share * target.compute_free_share() * total_s)
@@ -289,13 +289,11 @@ def compute_congestion(
 ) -> float:
     """Return how many seconds later requests wait longer, all together, for a second of new prefill.
 
-    In a queue with one server, added work delays every arrival until the backlog is worked off. The backlog of a pool
-    is the wait at its least busy worker, where later requests can go, plus each worker's part of the `queued_s`
-    seconds in the router's queue. With the backlog counted in mean prefills:
-
         congestion = weight * utilisation * (1 + backlog) / (1 - utilisation)
 
-    For example, a pool that is busy half of the time and has no backlog gives `weight`, one busy for 3/4 `3 * weight`.
+    The backlog is the wait at the least busy worker plus each worker's part of the `queued_s` seconds in the router's
+    queue, counted in mean prefills. For example, a pool that is busy for 3/4 of the time and has no backlog gives `3 *
+    weight`.
     """
     utilisation = (pool.peer_utilisation + pool.prefill_rate * utilisation_decay) / pool.worker_count
     backlog_s = shortest_wait_s + queued_s / pool.worker_count

@@ -97,11 +97,12 @@ class _Lane:
         )
 
     def iter_ahead(self, line_name: str, sort_key: SortKey) -> Iterator[QueuedRequest]:
-        """Yield the requests that are served before a new request of a line: those of its line, then those of others.
+        """Yield the requests that are served before a new request of a line: those of its line, then those of other
+        lines.
 
-        The line with the fewest served seconds sends next. So another line goes first while it has fewer than the new
-        request's line will have when the turn of the new request comes. For example, no line has sent anything, and two
-        requests of 3 s are before the new one in its line. Then another line with requests of 4 s sends two of them.
+        The line with the fewest served seconds sends next. For example, nothing was served yet, and two requests of 3 s
+        are before the new one in its line. Then another line with requests of 4 s sends two of them before the new
+        request.
         """
         own_line = self.lines.get(line_name, ())
         own_requests = list(itertools.takewhile(lambda request: request.sort_key <= sort_key, own_line))

@@ -46,20 +46,14 @@ class _Segment:
 
 
 class RecentPrompts:
-    """Chunks of the prompts that run now or ran within `recent_s` seconds, as a radix tree.
+    """Chunks of the prompts that run now or ran within `recent_s` seconds, as a radix tree of segments.
 
-    The *idle* chunks of a target are its working set (Denning, 1968): they were sent there last, were used at least
-    twice, and do not run there now. A prompt that came back is likely to come back again; one that was not seen for
-    `recent_s` seconds is likely over. If a target lacks room for its idle chunks and for all that its running requests
-    hold, the prompts that live there evict each other in turn, and each is computed again when it returns.
+    The *idle* chunks of a target are its working set (Denning, 1968): chunks that were sent there last, were used at
+    least twice, and do not run there now. A target without room for its idle chunks and its running requests evicts
+    prompts that are likely to come back.
 
-    A prefix that several prompts share counts once, and is idle only at the target that got it last.
-
-    Each node of the tree is a segment. As a key stands for the whole prompt up to its chunk, the segments need no links
-    to each other: the one that continues a prompt is found by the prompt's next key. So a prompt of 300 chunks that
-    returns costs a few steps, not 300.
-
-    Invariants: `_order` is in the order of last use. The load of a target counts the tokens of its idle chunks.
+    A key stands for the whole prompt up to its chunk. So the segment that continues a prompt is found by the prompt's
+    next key, without links between segments. Invariant: `_order` is in the order of last use.
     """
 
     def __init__(self, *, recent_s: float = RECENT_S, chunk_tokens: int = CHUNK_TOKENS) -> None:

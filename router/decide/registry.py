@@ -345,13 +345,13 @@ class WorkerRegistry:
             return Refuse(request_id, 404, "unknown_model", f"No worker serves model {model!r}; served: {model_names}.")
         if request.role is not None and all(request.role not in worker.spec.roles for worker in serving_workers):
             return Refuse(request_id, 404, "unknown_role", f"No worker has the role {request.role!r}.")
-        states = Counter(worker.state.value for worker in (serving_workers if model else self.workers.values()))
-        counts_text = ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none was found yet"
-        up_workers = [worker for worker in serving_workers if worker.state is WorkerState.UP]
-        if any(worker.spec.transfer.needs_partner for worker in up_workers):
-            counts_text += ", but no pair of one for prefills and one for decodes"
-        model_text = f" of model {model!r}" if model else ""
-        return Refuse(request_id, 503, "no_worker", f"No worker{model_text} is up: {counts_text}.", 1.0)
+        if not model:
+            text = _count_states(self.workers.values())
+            return Refuse(request_id, 503, "no_worker", f"No worker is up: {text}.", 1.0)
+        text = f"No worker of model {model!r} is up: {_count_states(serving_workers)}"
+        if any(worker.state is WorkerState.UP and worker.spec.transfer.needs_partner for worker in serving_workers):
+            text += ", but no pair of one for prefills and one for decodes"
+        return Refuse(request_id, 503, "no_worker", f"{text}.", 1.0)
 
     def _refuse_pinned(self, request: RouteRequest) -> Refuse:
         worker_id = request.worker or ""
@@ -380,6 +380,12 @@ class WorkerRegistry:
             self._cache_state.remove_target(target)
             self._index.remove_holder(target.holder)
         worker.holders.clear()
+
+
+def _count_states(workers: Iterable[Worker]) -> str:
+    """Return how many workers are in each state, as a text such as "1 down, 2 starting"."""
+    states = Counter(worker.state.value for worker in workers)
+    return ", ".join(f"{count} {state}" for state, count in sorted(states.items())) or "none was found yet"
 
 
 def _count_needed_tokens(request: RouteRequest) -> int:

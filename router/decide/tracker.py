@@ -136,12 +136,11 @@ class LoadTracker:
     ) -> InFlightRequest:
         """Count a request that is sent to `target`. Pass the returned object to the methods that report its progress.
 
-        `candidate`: the facts behind the target's price. They say where the cached tokens come from: from slower tiers,
-        from a request that computes them first, or from another target. In the last case `start_transfer` says when
-        the KV begins to move. Without `candidate` the cached tokens are in the target's fastest memory.
+        `candidate` says where the cached tokens come from: slower tiers, a request that computes them first, or another
+        target (then call `start_transfer` when the KV begins to move). None: the target's fastest memory.
         """
         candidate = candidate or Candidate(target)
-        plan, queue = candidate.plan, target.prefill_queue
+        plan, queue, load = candidate.plan, target.prefill_queue, target.load
         queue.record_progress(target.slowdown, now)
         tier_load_s = candidate.tier_load_s
         if tier_load_s:
@@ -159,13 +158,12 @@ class LoadTracker:
             plan.source if plan else None,
         )
         # The target computes earlier prompts while the KV moves, so the longer of the two waits counts.
-        wait_s, _ = estimate_queue(candidate, request.prefill_s, now)
-        arrival_s = max(plan.arrival_s if plan else 0.0, target.slowdown * wait_s)
-        request.expected_ttft_s = arrival_s + target.slowdown * request.prefill_s
+        queue_s, _ = estimate_queue(candidate, request.prefill_s, now)
+        wait_s = max(plan.arrival_s if plan else 0.0, target.slowdown * queue_s)
+        request.expected_ttft_s = wait_s + target.slowdown * request.prefill_s
         if not is_streaming:
             self._estimated_first_tokens.add(now + request.expected_ttft_s, request)
         self._mark_changed(target)
-        load = target.load
         if plan is None:
             queue.add(request, find_awaited_request(candidate))
         else:
@@ -437,9 +435,8 @@ class LoadTracker:
         """Return the open interval of a request's target if the request's first token belongs to it, else close it.
 
         First tokens that arrive together end the same engine step, so their prompts share an interval. A later first
-        token belongs to the interval if its prompt was next (`is_in_turn`) and may have begun in the interval's last
-        step, as then only the work of both steps together is known. `oldest_since_s`: when the prompts before it had
-        been computed.
+        token belongs to it if its prompt was next (`is_in_turn`) and may have begun in the interval's last step.
+        `oldest_since_s`: when the prompts before it had been computed.
         """
         target, load, interval = request.target, request.target.load, request.target.speed.open_prefill_interval
         if interval is None or now - interval.end_s <= _SAME_STEP_S:

@@ -190,8 +190,8 @@ class StreamContinuation:
         """Return the request by which the core finds a worker for the rest of an answer; None if there can be no rest.
 
         For example, when a prompt of 100 tokens has an answer of 40 tokens so far and 60 may follow, the new prompt has
-        140 tokens, and its answer at most 60. `tokens_max`: longest context of the model, if known. Nothing changes
-        here: once the core has a worker, call `start_continuation`.
+        140 tokens, and its answer at most 60. `tokens_max`: longest context of the model, if known. Once the core has a
+        worker, call `start_continuation`.
         """
         recorder = self.recorder
         if recorder is None or not self._is_recorded_fully(recorder):
@@ -318,9 +318,9 @@ class StreamContinuation:
     def record_and_convert(self, content: bytes, *, is_last: bool) -> bytes:
         """Record the tokens in the next bytes of a worker's answer, and return the complete events for the client.
 
-        The first worker's events stay as they are. Those of a worker that continues the answer get the id, the model
-        name and the other fixed fields of the first worker's events, so that the client sees one stream.
-        `is_last`: the answer ends with these bytes. Raises ProtocolError for events that cannot be converted.
+        Events of a worker that continues the answer get the id, the model name and the other fixed fields of the first
+        worker's events, so that the client sees one stream. `is_last`: the answer ends with these bytes. Raises
+        ProtocolError for events that cannot be converted.
         """
         assert self.recorder is not None
         events = self.recorder.feed(content)

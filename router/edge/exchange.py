@@ -566,9 +566,9 @@ class Exchange:
     def _continue_elsewhere(self, reason: str, kind: FailureKind, *, is_move: bool = False) -> bool:
         """Complete an answer that its worker cannot: by its last events alone, or at another worker.
 
-        For example, a worker dies after 40 tokens of an answer. Another worker gets the prompt with these 40 tokens,
-        and its tokens follow in the same stream to the client. Return False if no worker can do that. `is_move`: the
-        worker's connection is intact, so without another worker the answer stays where it is.
+        For example, a worker dies after 40 tokens. Another worker gets the prompt with these tokens and continues the
+        stream to the client. Return False if no worker can do that. `is_move`: the worker's connection is intact, so
+        without another worker the answer stays where it is.
         """
         head, route = self._response_head, self.context.route
         has_ended = self.context.is_done or not self._proxy.is_in_core(self.context)

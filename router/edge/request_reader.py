@@ -124,8 +124,8 @@ class RequestReader:
         """Set `fields` in the body of a request, and remove the fields by which routers direct workers.
 
         With such a worker field (`kv_transfer_params`) a client could make a worker fetch KV from any address. Only
-        those in `allowed_fields` stay. A body that is neither JSON nor a form stays as it is. Raises RequestError if
-        the body has a field twice.
+        those in `allowed_fields` stay. Bodies other than JSON and forms stay as they are. Raises RequestError if the
+        body has a field twice.
         """
         request, body = context.request, context.body
         assert body is not None
@@ -207,9 +207,8 @@ class RequestReader:
     def build_route_request(self, context: RequestContext) -> RouteRequest:
         """Build the request that the core routes from a body that was read, and from the routing headers.
 
-        The core finds cached prefixes by the token ids. Without these (an unknown tokenizer, media) it routes by load,
-        and the size of the prompt is estimated from its bytes. The scope says for which model, LoRA adapter and cache
-        salt a cached prefix is valid. Sessions and deadlines come from headers.
+        Without token ids (an unknown tokenizer, media) the size of the prompt is estimated from its bytes. The scope
+        says for which model, LoRA adapter and cache salt a cached prefix is valid.
         """
         body, headers = context.body, context.headers
         assert body is not None

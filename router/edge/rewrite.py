@@ -18,22 +18,23 @@ from router.http.cors import CORS_HEADERS
 from router.http.headers import HOP_BY_HOP
 from router.http.response import ResponseHead
 
-_REQUEST_HEADERS_REMOVED = (
+_REQUEST_HEADERS_REMOVED = frozenset((
     *HOP_BY_HOP, b"host", b"accept-encoding", b"content-encoding", b"content-length", b"expect", b"x-request-id",
     b"x-blockcast-explain", *(name.encode() for name in WORKER_HEADERS),
-)  # fmt: skip
+))  # fmt: skip
 """Headers of requests that are never forwarded. `accept-encoding` is one of them: answers are read for usage and
 tokens, so they must not be compressed."""
 Body = tuple[bytes, ...]
 """Pieces of a request's body."""
 RANK_HEADER = "x-data-parallel-rank"
-_KEY_HEADERS = (b"authorization", b"x-api-key")
-_REMOVED_HEADERS = [
-    frozenset((*_REQUEST_HEADERS_REMOVED, *replaced_keys, *replaced_trace))
-    for replaced_keys in ((), _KEY_HEADERS)
-    for replaced_trace in ((), (b"traceparent",))
-]
-"""Removed headers, at index 2 * (the client's key is replaced) + (its `traceparent` is replaced)."""
+_KEY_HEADERS, _TRACE_HEADERS = frozenset({b"authorization", b"x-api-key"}), frozenset({b"traceparent"})
+_REMOVED_HEADERS = {
+    (False, False): _REQUEST_HEADERS_REMOVED,
+    (False, True): _REQUEST_HEADERS_REMOVED | _TRACE_HEADERS,
+    (True, False): _REQUEST_HEADERS_REMOVED | _KEY_HEADERS,
+    (True, True): _REQUEST_HEADERS_REMOVED | _KEY_HEADERS | _TRACE_HEADERS,
+}
+"""Removed headers, by whether the client's API key is replaced, and whether its `traceparent` is."""
 _RESPONSE_HEADERS_REMOVED = frozenset((
     *HOP_BY_HOP, b"content-length", b"x-request-id", b"x-blockcast-worker", b"x-blockcast-predicted-cached-tokens",
 ))  # fmt: skip
@@ -69,16 +70,14 @@ def build_request_head(
     rank: int | None,
     allowed_headers: frozenset[str],
 ) -> bytes:
-    """Return the head by which a client's request goes to the worker at `endpoint`, with `body` after it.
+    """Return the head of a client's request for the worker at `endpoint`, to be followed by `body`.
 
-    The client's headers are forwarded, except the headers of its connection, those that direct workers, and those that
-    the router replaces.
-    `path`: path for the worker, with its query; None: the client's path. `authorization`: replaces the client's keys;
-    empty: no key is sent; None: the client's own keys are forwarded. `rank`: which of the worker's copies of the model
-    is to answer (data-parallel rank). `allowed_headers`: internal headers of workers that clients may set.
+    `path`: path and query; None: the client's. `authorization`: replaces the client's keys; empty: send no key; None:
+    forward the client's. `rank`: data-parallel rank that answers. `allowed_headers`: internal headers of workers that
+    clients may set.
     """
     request, traceparent = context.request, None if context.span is None else context.span.traceparent
-    removed_headers = _REMOVED_HEADERS[2 * (authorization is not None) + (traceparent is not None)]
+    removed_headers = _REMOVED_HEADERS[authorization is not None, traceparent is not None]
     if allowed_headers:
         removed_headers -= {name.encode() for name in allowed_headers if rank is None or name != RANK_HEADER}
     added_lines = length_line = b""

@@ -92,11 +92,10 @@ class WorkerFacts:
         engine_ids: tuple[str, ...] | None,
         restart_count: int = 0,
     ) -> bool:
-        """Return whether a later probe found nothing that shows a restart of the engine.
+        """Return whether a later probe found nothing that shows a restart of the engine. The arguments are its results.
 
-        Then facts of this probe that the worker does not tell in the later one still hold. LoRA adapters come and go
-        without a restart. To have been down, or not to answer some questions, is no sign of a restart. The arguments
-        are results of the later probe.
+        If so, facts of this probe that the later one lacks still hold. LoRA adapters come and go without a restart, and
+        not to answer a question is no sign of one.
         """
         has_other_ids = None not in (self.engine_ids, engine_ids) and self.engine_ids != engine_ids
         if has_other_ids or self.restart_count != restart_count:
@@ -282,10 +281,9 @@ class Prober:
     ) -> WorkerFacts:
         """Find out a worker's models, event sources and cache size. Raises FetchError, DecodeError.
 
-        A worker that hangs costs one connection and one timeout: its models are asked for first, then the rest at once.
-        `earlier_facts`: result of the previous probe. Its sizes and engine ids are kept for an engine that does not
-        report them now, if the engine is the same one. `restart_count`: restarts of the engine that its event streams
-        have shown.
+        The models are asked for first, so that a worker that hangs costs one connection and one timeout.
+        `earlier_facts`: result of the previous probe; facts that the same engine does not report now are taken from it.
+        `restart_count`: restarts of the engine that its event streams have shown.
         """
         known_sources = () if earlier_facts is None else earlier_facts.sources
         served = await self.fetch_models(flag)

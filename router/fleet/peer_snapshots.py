@@ -134,12 +134,11 @@ class PeerClient:
     async def fetch_snapshots(
         self, worker_id: str, sources: Iterable[EventSource], only_before: Mapping[int, int] | None = None
     ) -> dict[int, PeerSnapshot]:
-        """Return other routers' snapshots of what a worker has cached, by rank.
+        """Return the snapshots that other routers have of a worker's cached blocks, by rank.
 
-        `sources`: the stream of events of each rank. Each snapshot is from the first router that has a usable one. No
-        snapshot is fetched for a stream that has its own, or that cannot repeat the events after a snapshot.
-        `only_before`: rank -> number of a batch. If given, other ranks are left out, and so are snapshots that do not
-        begin before this batch.
+        `sources`: the stream of events of each rank. Streams with snapshots of their own, and streams that cannot
+        repeat the events after a snapshot, are left out. `only_before`: rank -> number of a batch; if given, only
+        snapshots of these ranks that begin before the batch are returned.
         """
         snapshots: dict[int, PeerSnapshot] = {}
         for rank, source in enumerate(sources):

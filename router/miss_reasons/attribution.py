@@ -134,10 +134,9 @@ def attribute_misses(
 ) -> list[UncachedRange]:
     """Return the uncached ranges of a prompt, each with the reason why the chosen worker has to compute it.
 
-    `match`: the conversation's last prompt; None if there is none. For example, that prompt and its answer had 70
-    tokens, and the new prompt has 100 and begins with them. The worker caches blocks of 16 tokens, and still has the
-    first 32 tokens. Then tokens 32 to 63 were evicted, 64 to 69 are a partial block, which no worker caches, and 70 to
-    99 are new text.
+    `match`: the conversation's last prompt; None if there is none. For example, a prompt of 100 tokens begins with the
+    70 tokens of the last prompt and its answer, and the worker has the first 32, in blocks of 16. Then tokens 32 to 63
+    were evicted, 64 to 69 are a partial block, and 70 to 99 are new text.
     """
     builder = _make_builder(len(prompt.token_ids), placement.decision)
     if match is None:

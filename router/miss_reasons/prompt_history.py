@@ -246,10 +246,9 @@ def _measure_similarity(
 ) -> int | None:
     """Return how similar a stored prompt is to a new one; None if they are not of one conversation.
 
-    Chats are compared by the number of messages that both have, other prompts by the length of their common beginning,
-    `common_tokens`. All candidates of a conversation are of one kind, so the numbers only order them. Agents also send
-    side requests, such as for a title, under the conversation's name: these are not compared.
-    `message_digests`: digests of the new prompt's messages, collected once for all candidates.
+    The measure of chats is the number of common messages, that of other prompts `common_tokens`, the length of their
+    common beginning. Side requests of agents under the conversation's name, such as for a title, are not of the
+    conversation. `message_digests`: digests of the new prompt's messages.
     """
     if prompt.outline is not None and previous.outline is not None:
         if is_side_request(previous.outline, prompt.outline):

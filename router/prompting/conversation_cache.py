@@ -160,9 +160,8 @@ class _Entry(NamedTuple):
 class ConversationCache:
     """The conversations of one process, found by what their bodies begin with. The least recently used one goes first.
 
-    A boundary may be anywhere in a body, and digests up to every place would cost too much. So a body is digested up
-    to the few PREFIX_LENGTHS, and a boundary is stored under the digest of the longest such prefix before it. The bytes
-    between that prefix and the boundary are compared by a second digest.
+    Digests of a body up to every boundary would cost too much. So a boundary is stored under the digest of the longest
+    prefix before it that has a length in PREFIX_LENGTHS. The bytes after that prefix are compared by a second digest.
     """
 
     def __init__(self, max_bytes: int) -> None:

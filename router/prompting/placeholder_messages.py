@@ -145,9 +145,8 @@ def is_system_message(message: Message) -> bool:
 def _append_or_fold_loop(placeholders: list[_Placeholder], kind: _Kind, message: Message) -> None:
     """Append a placeholder, or replace the last placeholders by it if a loop begins again with its kind.
 
-    Messages of a tool loop repeat the same kinds, and one round of them is enough: kinds A B C B C become A B C. When
-    the second B comes, C is kept, as it is the first of its kind: A B C B. When the second C comes, nothing after the
-    first C is new, so C replaces C B.
+    One round of a tool loop is enough: kinds A B C B C become A B C. When the second B comes, C is kept, as it is the
+    first of its kind: A B C B. When the second C comes, nothing after the first C is new, so C replaces C B.
     """
     for index in reversed(range(len(placeholders))):
         last_kind = placeholders[index].kind

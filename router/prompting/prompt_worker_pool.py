@@ -133,9 +133,9 @@ class PromptWorkerPool:
     ) -> TaskOutcome:
         """Read a body, given in pieces, in the next free process: first the routing fields, then the prompt.
 
-        `kind` is the API of the body's path, None if the body decides. `make_task` says how to read the prompt of a
-        request. `is_wanted` tells whether the client is still connected. Neither may raise. If the process fails at the
-        prompt, the outcome has none. Raises RequestError for a body that is no JSON object, or that cannot be read now.
+        `kind`: API of the body's path, None if the body decides. `make_task`: says how to read the prompt of a request.
+        `is_wanted`: whether the client is still connected. Neither may raise. The outcome has no prompt if the process
+        fails at it. Raises RequestError for a body that is no JSON object, or that cannot be read now.
         """
         body_bytes = sum(map(len, body))
         self._check_capacity(tenant, body_bytes)

@@ -111,9 +111,8 @@ class PromptReader:
     ) -> TokenizedPrompt:
         """Tokenise the prompt of a body in a worker process, because its template may take too long for this one.
 
-        The token ids are None if they could not be computed: the template takes too long, or did so TIMEOUTS_MAX times
-        in a row and is not tried any more, or the pool has no room. They are also None if the task only builds the
-        body of a request that lets a worker tokenise. Raises nothing.
+        The token ids are None if the template takes too long, or did so TIMEOUTS_MAX times in a row, if the pool has no
+        room, or if the task only builds the request by which a worker tokenises. Raises nothing.
         """
         timeout_count = self._timeouts.get(model, 0)
         if timeout_count >= TIMEOUTS_MAX:

@@ -6,6 +6,7 @@ must be those of a full read each time, and some of the turns must be found in t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -34,8 +35,6 @@ _TOOLS = [
     }
     for name in ("weather", "time")
 ]
-
-
 _ROLES = {"system": "system", "question": "user", "answer": "assistant", "call": "assistant", "result": "tool"}
 _CALLS = "call result call+text result call result "
 _THOUGHTFUL_CALLS = "call+thought result call+text+thought result call+thought result "
@@ -115,10 +114,7 @@ def _compare_cached_and_full_reads(
     """
     reader, hit_count = ConversationReader(CACHE_BYTES), 0
     reader.allow("", renderer)  # the model of entries that name none
-    for end, message in enumerate(conversation, 1):
-        if message["role"] == "assistant" or end == 1:
-            continue  # a request ends with a message of the user or of a tool
-        body = msgspec.json.encode({"messages": conversation[:end], **fields})
+    for body in _make_bodies(conversation, fields):
         request = parse_routing_of_kind("chat", body)
         try:
             prompt = read_prompt(request, renderer.tokenizer)
@@ -137,3 +133,10 @@ def _compare_cached_and_full_reads(
         if continuation.successor is not None:
             reader.cache.store(continuation.successor, body, continuation.predecessor)
     return hit_count, None
+
+
+def _make_bodies(conversation: list[dict[str, Any]], fields: dict[str, Any]) -> Iterator[bytes]:
+    """Yield the bodies of the requests of a conversation, each up to a later message of the user or of a tool."""
+    for end, message in enumerate(conversation, 1):
+        if end > 1 and message["role"] != "assistant":
+            yield msgspec.json.encode({"messages": conversation[:end], **fields})

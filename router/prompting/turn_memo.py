@@ -161,9 +161,9 @@ def read_plain_turn(
 ) -> PlainTurn | None:
     """Split new messages into the memo's key and their texts; return None if a template may change a text.
 
-    For example, the message {"role": "user", "content": " Hi"} has the frame ("user", " ", "") and the text "Hi". White
-    space is part of the key, as a template may trim a text. `markers`: strings for which the template searches. The
-    other keyword arguments become fields of the key.
+    For example, the message {"role": "user", "content": " Hi"} has the frame ("user", " ", "") and the text "Hi", as a
+    template may trim white space. `markers`: strings for which the template searches. The other keyword arguments
+    become fields of the key.
     """
     if not 0 < len(messages) <= TURNS_MAX:
         return None

@@ -166,9 +166,9 @@ class Recorder:
     def _find_grown_cache(self, request: UnplacedRequest, cached_tokens: Mapping[str, int]) -> str | None:
         """Find the worker that answered a request: its cache has gained the prompt since the request arrived.
 
-        A cache has gained it if it lacked some full block of the prompt then, and has all of them now. Of several such
-        caches the one that gained most tokens counts, as an answer of another request explains a smaller gain. None if
-        there is no such cache, or if two gained equally many. `cached_tokens`: tokens that each target has now.
+        A cache has gained the prompt if it has all full blocks now, and lacked one when the request arrived. Of several
+        such caches, the one that gained most tokens counts. Return None if there is none, or if two gained equally
+        many. `cached_tokens`: tokens of the prompt that each target has now.
         """
         workers_by_growth: dict[int, list[str]] = {}
         for target in self.core.tracker.targets.values():

@@ -44,12 +44,11 @@ def fit_ratios(intervals: Sequence[IntervalTimes]) -> tuple[float, float]:
 
 
 def _refine_ratios(intervals: Sequence[IntervalTimes], prefill_ratio: float, step_ratio: float) -> tuple[float, float]:
-    """Return the ratios, each multiplied by the factor that lets them explain the intervals best.
+    """Return the ratios, each multiplied by the factor with which they explain the intervals best (least squares).
 
-    For example, an interval took 1.0 s. By the given ratios, its prefill takes 0.6 s (a share of 0.6) and its steps
-    0.3 s. So the factors should solve `prefill_factor * 0.6 + step_factor * 0.3 = 1`. They are the least squares
-    solution of these equations for all intervals. Two more equations, `prefill_factor = 1` and `step_factor = 1`, count
-    as half an interval each (`_UNCHANGED_WEIGHT`), so that few intervals change the ratios little.
+    For example, by the given ratios an interval of 1.0 s has 0.6 s of prefill and 0.3 s of steps: the factors should
+    solve `prefill_factor * 0.6 + step_factor * 0.3 = 1`. Also `prefill_factor = 1` and `step_factor = 1` should hold,
+    as if each were half an interval (`_UNCHANGED_WEIGHT`), so that few intervals change the ratios little.
     """
     prefill_squares = step_squares = prefill_sum = step_sum = _UNCHANGED_WEIGHT
     products = 0.0

@@ -281,8 +281,7 @@ def make_prefill_body(path: str, body: Body, fields: Fields) -> Body:
 
     For example, `{"prompt": "Hi", "max_tokens": 500, "stream": true}` becomes `{"prompt": "Hi", "max_tokens": 1}` with
     `ignore_eos` and `fields`, which tell vLLM whether to send or to fetch the KV cache. Raises RequestError for several
-    prompts or several answers, because the KV cache can be fetched once. Also raises the errors of `locate_fields`, for
-    example for a field that comes twice.
+    prompts or several answers, and for a field that comes twice.
     """
     joined_body = b"".join(body)
     spans = locate_fields(joined_body)
