@@ -253,16 +253,11 @@ def convert_to_chat(
         "reasoning_effort": _choose_reasoning_effort(request, template),
         "tools": _convert_tools(request),
         "tool_choice": "auto" if request.tools else None,
+        "response_format": _convert_output_format(request),
     }
     if request.tool_choice is not None:
         fields["tool_choice"] = _convert_tool_choice(request.tool_choice)
         fields["parallel_tool_calls"] = not request.tool_choice.disable_parallel_tool_use
-    output_format = request.output_format
-    if output_format is None and request.output_config is not None:
-        output_format = request.output_config.format
-    if output_format is not None:
-        schema = JsonSchemaFormat(name=output_format.type, schema=output_format.schema)
-        fields["response_format"] = ResponseFormat(type=output_format.type, json_schema=schema)
     if isinstance(request, MessagesRequest):
         fields |= {name: getattr(request, name) for name in _CHAT_FIELDS}
         fields["stop"] = request.stop_sequences or None
@@ -270,10 +265,19 @@ def convert_to_chat(
 
 
 def _convert_tool_choice(choice: ToolChoice) -> Any:
-    """Return a choice of tools as chats have it."""
     if choice.type == "tool":
         return {"type": "function", "function": {"name": choice.name}}
     return "required" if choice.type == "any" else choice.type
+
+
+def _convert_output_format(request: CountRequest) -> ResponseFormat | None:
+    output_format = request.output_format
+    if output_format is None and request.output_config is not None:
+        output_format = request.output_config.format
+    if output_format is None:
+        return None
+    schema = JsonSchemaFormat(name=output_format.type, schema=output_format.schema)
+    return ResponseFormat(type=output_format.type, json_schema=schema)
 
 
 def depends_on_template(request: CountRequest) -> bool:
@@ -436,11 +440,10 @@ def _convert_tools(request: CountRequest) -> list[Message] | None:
     for block in change_blocks:
         assert block.tool is not None
         name = _get_changed_tool_name(block.tool)
-        is_definition = block.tool.get("type") == "tool_definition"
-        if not is_definition and name not in tools_by_name:
-            raise RequestError(f"{block.type} names the tool {name!r}, which is not in tools", param="tools")
-        if is_definition:
+        if block.tool.get("type") == "tool_definition":
             tools_by_name[name] = _read_tool_definition(block.tool["definition"])
+        elif name not in tools_by_name:
+            raise RequestError(f"{block.type} names the tool {name!r}, which is not in tools", param="tools")
         elif block.type == "tool_addition":  # the tool was deferred: unknown to the model until it is added
             tools_by_name[name] = msgspec.structs.replace(tools_by_name[name], defer_loading=None)
         if block.type == "tool_removal":

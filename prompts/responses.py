@@ -218,19 +218,9 @@ def convert_to_chat(
     `previous_messages` are those of the stored response that the body continues, its answer included. `items` are the
     stored items that the body names by their ids.
     """
-    messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    messages += [message for message in previous_messages or () if message.get("role") != "system"]
-    if isinstance(request.input, str):
-        messages.append({"role": "user", "content": request.input})
-    else:
-        history = _ChatHistory(messages)
-        for index, item in enumerate(request.input):
-            history.add(f"input[{index}]", _resolve_reference(f"input[{index}]", item, items or {}))
-    if not messages:
-        raise bad_value("input", request.input, "at least one item that says something")
     has_logprobs = LOGPROBS_INCLUDED in (request.include or ())
     fields: dict[str, Any] = {
-        "messages": messages,
+        "messages": _convert_messages(request, previous_messages or [], items or {}),
         "logprobs": True if has_logprobs else None,
         "top_logprobs": request.top_logprobs if has_logprobs else None,
         "tools": _convert_tools(request.tools) if request.tools else None,
@@ -242,6 +232,23 @@ def convert_to_chat(
         "response_format": _convert_format(request.text.format if request.text is not None else None),
     }
     return fields | {name: getattr(request, name) for name in _CHAT_FIELDS}
+
+
+def _convert_messages(
+    request: ResponsesRequest, previous_messages: list[Message], items: Mapping[str, Item]
+) -> list[Message]:
+    """Return the chat's messages: the instructions, earlier messages and the input. Raises RequestError."""
+    messages: list[Message] = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    messages += [message for message in previous_messages if message.get("role") != "system"]
+    if isinstance(request.input, str):
+        messages.append({"role": "user", "content": request.input})
+    else:
+        history = _ChatHistory(messages)
+        for index, item in enumerate(request.input):
+            history.add(f"input[{index}]", _resolve_reference(f"input[{index}]", item, items))
+    if not messages:
+        raise bad_value("input", request.input, "at least one item that says something")
+    return messages
 
 
 def _resolve_reference(param: str, item: Item, items: Mapping[str, Item]) -> Item:

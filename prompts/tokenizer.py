@@ -237,23 +237,20 @@ def _add_configured_tokens(hf_tokenizer: HfTokenizer, folder: Path, config: dict
     token_settings = dict(config)
     if not isinstance(config.get("added_tokens_decoder"), dict):  # an older checkpoint has its named tokens elsewhere
         token_settings.update(_read_json(folder / "special_tokens_map.json"))
-    named_tokens: dict[str, str] = {}
-    for name in _NAMED_TOKENS:
-        text = _read_token_text(token_settings.get(name))
-        if text is not None:
-            named_tokens[name] = text
-    token_objects = _list_token_objects(config, folder)
+    text_by_name = {name: _read_token_text(token_settings.get(name)) for name in _NAMED_TOKENS}
+    named_tokens = {name: text for name, text in text_by_name.items() if text is not None}
     special_values = [*(token_settings[name] for name in named_tokens), *_list_extra_tokens(token_settings)]
+    # A special token that is also among the objects has the flags of its object, which tells more.
+    tokens = [_make_added_token(value, special=False) for value in _list_token_objects(config, folder)]
+    tokens += [
+        _make_added_token(value, special=True) for value in special_values if _read_token_text(value) is not None
+    ]
     existing_texts = {token.content for token in hf_tokenizer.get_added_tokens_decoder().values()}
-    # The objects come first: a special token that is among them has the flags of its object, which tells more.
-    for index, value in enumerate([*token_objects, *special_values]):
-        text = _read_token_text(value)
-        if text is None or text in existing_texts:
-            continue
-        existing_texts.add(text)
-        token = _make_added_token(value, special=index >= len(token_objects))
-        add = hf_tokenizer.add_special_tokens if token.special else hf_tokenizer.add_tokens
-        add([token])
+    for token in tokens:
+        if token.content not in existing_texts:
+            existing_texts.add(token.content)
+            add = hf_tokenizer.add_special_tokens if token.special else hf_tokenizer.add_tokens
+            add([token])
     return named_tokens
 
 

@@ -120,14 +120,14 @@ class IndexFeed:
         """Follow `sources[rank]` for `holders[rank]`, in place of the streams followed before.
 
         Streams whose address and holder stay are followed on. A rank with an entry in `snapshots` starts from that
-        state of another router, if the worker's replay confirms it. `blocks_max` is the number of blocks that each rank
-        may announce.
+        state of another router, if the worker's replay confirms it. `blocks_max`: most blocks that a rank may announce.
         """
         old_streams = self._streams_by_worker.get(worker_id, [])
         targets = list(zip(sources, holders))
-        if len(old_streams) == len(targets) and all(
+        are_addresses_same = [
             stream.has_same_address(source, holder) for stream, (source, holder) in zip(old_streams, targets)
-        ):
+        ]
+        if len(old_streams) == len(targets) and all(are_addresses_same):
             for stream, (source, _) in zip(old_streams, targets):
                 stream.source, stream.blocks_max = source, blocks_max
                 self._declare_groups(stream)

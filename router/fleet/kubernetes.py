@@ -109,23 +109,22 @@ async def _follow_service(api: ApiClient, source: KubernetesSource, namespace: s
 async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
     """Follow the pods that a pool selects, and start anew when its selection changes."""
     path = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools/{source.name}"
+    pods_path = f"/api/v1/namespaces/{namespace}/pods"
     selection: PoolSelection | None = None
     task: asyncio.Task[None] | None = None
     try:
         while True:
+            old_selection = selection
             try:
                 async with _request(api, path, {}, LIST_S_MAX) as response:
-                    new_selection = read_pool(msgspec.json.decode(await response.read()))
+                    selection = read_pool(msgspec.json.decode(await response.read()))
             except FetchError as error:
                 log.warning("pool %s: %s; its workers stay as they are", source.name, error)
-            else:
-                if new_selection != selection:
-                    selection = new_selection
-                    if task is not None:
-                        task.cancel()
-                    ports = selection.ports if source.port is None else (int(source.port),)
-                    pods_path, read = f"/api/v1/namespaces/{namespace}/pods", partial(read_pod, ports=ports)
-                    task = asyncio.create_task(_follow_objects(api, pods_path, selection.labels, read, update))
+            if selection is not None and selection != old_selection:
+                if task is not None:
+                    task.cancel()
+                read = partial(read_pod, ports=selection.ports if source.port is None else (int(source.port),))
+                task = asyncio.create_task(_follow_objects(api, pods_path, selection.labels, read, update))
             await asyncio.sleep(POOL_S)
             if task is not None and task.done():
                 task.result()

@@ -491,10 +491,7 @@ class Fleet:
         if self._forget_replaced_tokenizers(member, facts) or was_down or facts != earlier_facts:
             await self._read_tokenizers(member, facts)
         is_new = worker_id not in self._core.workers
-        snapshots: Mapping[int, PeerSnapshot] = {}
-        if is_new and self._peers is not None:
-            fetching = self._peers.fetch_snapshots(worker_id, facts.sources)
-            snapshots = await _run_with_timeout(JOIN_SNAPSHOTS_S_MAX, fetching) or {}
+        snapshots = await self._fetch_snapshots(facts) if is_new else {}
         if self._members.get(worker_id) is not member:
             return False
         has_lacked_room, followed_facts = member.lacks_room, self._limit_streams(member, facts)
@@ -507,6 +504,13 @@ class Fleet:
             self._set_asleep(member, is_asleep=facts.is_asleep)
         member.restart_s = 0.0
         return True
+
+    async def _fetch_snapshots(self, facts: WorkerFacts) -> Mapping[int, PeerSnapshot]:
+        """Return what other routers know of a worker's cached blocks, by rank; empty if they do not answer in time."""
+        if self._peers is None:
+            return {}
+        fetching = self._peers.fetch_snapshots(facts.spec.worker_id, facts.sources)
+        return await _run_with_timeout(JOIN_SNAPSHOTS_S_MAX, fetching) or {}
 
     def _record_failed_probe(self, member: _Member, reason: str, *, was_up: bool) -> None:
         """Record why a probe failed. A worker that is up stays as it is.

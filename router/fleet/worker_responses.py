@@ -10,7 +10,6 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from operator import mul
 from typing import Any, NamedTuple, TypeGuard
 
@@ -84,31 +83,29 @@ def read_models(body: bytes) -> ModelList:
     vLLM names a LoRA's base in `parent` and an alias's checkpoint in `root`. Aliases share one cache, so all names
     without a parent count as the first of them.
     """
-    base: str | None = None
-    models: list[ServedModel] = []
-    adapters: list[ServedModel] = []
     cards = _decode_model_cards(body)
-    for card in cards:
-        name, parent = card.get("id"), card.get("parent")
-        limit = _accept_token_count(card.get("max_model_len"))
-        if not _is_name(name):
-            continue
-        if _is_name(parent):
-            adapters.append(ServedModel(name, parent, lora=name, max_model_len=limit))
-        else:
-            base = base or name
-            models.append(ServedModel(name, base, max_model_len=limit))
-    bases = {model.name: model.base for model in models}
-    limits = {model.name: model.max_model_len for model in models}
-    for model in adapters:
-        limit = model.max_model_len or limits.get(model.base)  # an adapter runs with the context of its base
-        models.append(replace(model, base=bases.get(model.base, model.base), max_model_len=limit))
-    pairs = [(card.get("id"), card.get("root")) for card in cards]
-    roots = {name: root for name, root in pairs if _is_name(name) and _is_name(root)}
     engine = cards[0].get("owned_by") if cards else None
     if engine in _VLLM_FRONTENDS:
         engine = VLLM
+    cards = [card for card in cards if _is_name(card.get("id"))]
+    base_cards = [card for card in cards if not _is_name(card.get("parent"))]
+    adapter_cards = [card for card in cards if _is_name(card.get("parent"))]
+    models = [
+        ServedModel(card["id"], base_cards[0]["id"], max_model_len=_accept_token_count(card.get("max_model_len")))
+        for card in base_cards
+    ]
+    model_by_name = {model.name: model for model in models}
+    models += [_read_adapter(card, model_by_name.get(card["parent"])) for card in adapter_cards]
+    roots = {card["id"]: card["root"] for card in cards if _is_name(card.get("root"))}
     return ModelList(tuple(models), roots, engine if _is_name(engine) else "")
+
+
+def _read_adapter(card: dict[str, Any], parent: ServedModel | None) -> ServedModel:
+    """Return a LoRA adapter, which runs with the context of its parent unless its card says otherwise."""
+    name, limit = card["id"], _accept_token_count(card.get("max_model_len"))
+    if parent is None:
+        return ServedModel(name, card["parent"], lora=name, max_model_len=limit)
+    return ServedModel(name, parent.base, lora=name, max_model_len=limit or parent.max_model_len)
 
 
 def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:

@@ -42,11 +42,7 @@ def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequ
     value_by_field: dict[str, str] = {}
     span_by_field: dict[str, tuple[int, int]] = {}
     for start, end in _iter_part_spans(body, b"--" + boundary):
-        part_head, separator, _ = body[start : min(end, start + MAX_HEAD_BYTES)].partition(_HEAD_END)
-        if not separator:
-            raise RequestError(
-                f"the form has a part without an end of its headers in {MAX_HEAD_BYTES} bytes", param=None
-            )
+        part_head = _read_part_head(body, start, end)
         name = _parse_field_name(part_head)
         if name is None or not _is_read_field(name):
             continue
@@ -58,6 +54,14 @@ def read_form(pieces: Sequence[bytes], content_type: bytes) -> tuple[RoutingRequ
         span_by_field[name] = value_start, end
         value_by_field[name] = body[value_start:end].decode("utf-8", "replace")
     return read_form_fields(value_by_field), FormSpans(span_by_field, content_start=0)
+
+
+def _read_part_head(body: bytes, start: int, end: int) -> bytes:
+    """Return the headers of the part between two offsets. Raises RequestError if they do not end, or are too long."""
+    part_head, separator, _ = body[start : min(end, start + MAX_HEAD_BYTES)].partition(_HEAD_END)
+    if not separator:
+        raise RequestError(f"the form has a part without an end of its headers in {MAX_HEAD_BYTES} bytes", param=None)
+    return part_head
 
 
 def _is_read_field(name: str) -> bool:

@@ -262,9 +262,9 @@ class ModelTokenizers:
         """
         template, request = self.get_template(model), parse_routing("/v1/chat/completions", _PROBE_CHAT)
         tokenize_request = build_tokenize_request(request, model)
-        if self.remote is None or template is None or tokenize_request is None or not worker.url:
+        if self.remote is None or template is None or tokenize_request is None:
             return
-        if not template.is_bounded:
+        if not worker.url or not template.is_bounded:
             return
         changed_ids = self._read_probe(model, template, request, as_sent=False)
         as_sent_ids = self._read_probe(model, template, request, as_sent=True)
@@ -273,14 +273,12 @@ class ModelTokenizers:
         worker_ids = await self.remote.tokenize_at(worker, tokenize_request)
         if worker_ids is None:
             return
-        is_as_sent = worker_ids == as_sent_ids
-        is_either_way = is_as_sent or worker_ids == changed_ids
-        if is_either_way and is_as_sent == template.keeps_messages_as_sent:
+        if worker_ids == (as_sent_ids if template.keeps_messages_as_sent else changed_ids):
             return
-        if not is_either_way or model in self._compared_models:
+        if worker_ids not in (as_sent_ids, changed_ids) or model in self._compared_models:
             log.warning("worker %s renders chats with reasoning otherwise than this router", worker.url)
             return
-        template.keeps_messages_as_sent = is_as_sent
+        template.keeps_messages_as_sent = worker_ids == as_sent_ids
         self._compared_models.add(model)
         log.info("chats of %s are rendered as transformers before 5.23 does, as %s does", model, worker.url)
 

@@ -224,25 +224,21 @@ class PromptReader:
         if request.kind == "other":
             return read
         read.media = read_media(request, data)
-        model, tokens_max = target.base_model, target.tokens_max
-        if self.tokenizers.is_remote(model):
+        if self.tokenizers.is_remote(target.base_model):
             return self._begin_remote_read(read)
-        tokenizer = self.tokenizers.get(model)
+        tokenizer = self.tokenizers.get(target.base_model)
         if _may_take_long(request, tokenizer):
-            task = self.make_task(model, request.kind, tokens_max)
-            prompt = self.read_in_worker(pieces, model, task, body_to_read.is_wanted, body_to_read.tenant)
-            return self._await_prompt(read, prompt)
-        renderer = self.conversations.get_renderer(model)
+            task = self.make_task(target.base_model, request.kind, target.tokens_max)
+            is_wanted, tenant = body_to_read.is_wanted, body_to_read.tenant
+            return self._await_prompt(read, self.read_in_worker(pieces, target.base_model, task, is_wanted, tenant))
+        renderer = self.conversations.get_renderer(target.base_model)
         if renderer is not None and is_worth_caching(request, len(data)):
             read.body = data
-
-        def read_prompt_here() -> TokenizedPrompt:
-            return self.tokenize(request, tokenizer, tokens_max, read.body, renderer)
-
-        if tokenizer is None or len(data) <= INLINE_BYTES_MAX:
-            read.prompt = read_prompt_here()
-            return read
-        return self._await_prompt(read, self.run_in_thread(read_prompt_here))
+        tokenize = partial(self.tokenize, request, tokenizer, target.tokens_max, read.body, renderer)
+        if tokenizer is not None and len(data) > INLINE_BYTES_MAX:
+            return self._await_prompt(read, self.run_in_thread(tokenize))
+        read.prompt = tokenize()
+        return read
 
     def _begin_remote_read(
         self, read: ParsedBody[Target]

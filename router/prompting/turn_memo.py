@@ -178,9 +178,10 @@ def read_plain_turn(
             if marker in content:
                 return None
         text = content.strip()
-        text_start = len(content) - len(content.lstrip())
-        space_before, space_after = content[:text_start], content[text_start + len(text) :]
-        if not text or len(space_before) > EDGE_CHARS_MAX or len(space_after) > EDGE_CHARS_MAX:
+        if not text:
+            return None
+        space_before, _, space_after = content.partition(text)
+        if len(space_before) > EDGE_CHARS_MAX or len(space_after) > EDGE_CHARS_MAX:
             return None  # a key has to stay short
         texts.append(text)
         frames.append(MessageFrame(role, space_before, space_after))

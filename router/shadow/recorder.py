@@ -224,19 +224,16 @@ class Recorder:
             block_sizes = [worker.spec.block_size for worker in self.core.workers.values() if worker.spec.block_size]
             self.block = max(block_sizes, default=BLOCK_TOKENS)
         token_ids = array(ID_TYPE, route.token_ids or ())
-        prompt_tokens, full_blocks = len(token_ids), len(token_ids) // self.block
         # The index gives no key to a prompt's last token, which engines always compute. So one token is added.
         digests = self.core.index.chunk_keys(array(ID_TYPE, [*token_ids, 0]).tobytes(), route.scope, self.block)
-        prompt_digest = xxhash.xxh3_64_intdigest(token_ids.tobytes())
-        has_partial_block = prompt_tokens % self.block != 0
-        block_ids = array("Q", [*digests, prompt_digest] if has_partial_block else digests)
-        serial = next(self._serials)
-        continued_serial = self._links.follow(
-            PromptEnd(serial, prompt_tokens, prompt_digest), block_ids, full_blocks, partial(_begins_with, token_ids)
-        )
+        prompt_end = PromptEnd(next(self._serials), len(token_ids), xxhash.xxh3_64_intdigest(token_ids.tobytes()))
+        full_blocks, partial_block_tokens = divmod(len(token_ids), self.block)
+        block_ids = array("Q", [*digests, prompt_end.digest] if partial_block_tokens else digests)
+        continued_serial = self._links.follow(prompt_end, block_ids, full_blocks, partial(_begins_with, token_ids))
         return ObservedRequest(
-            serial, at_s, block_ids, prompt_tokens, worker="", continues=continued_serial, user=route.session
-        )
+            prompt_end.serial, at_s, block_ids, prompt_end.tokens, worker="", continues=continued_serial,
+            user=route.session,
+        )  # fmt: skip
 
 
 def _begins_with(tokens: array[int], earlier: PromptEnd) -> bool:

@@ -100,24 +100,22 @@ def compare(
     config: CoreConfig | None = None,
     warming: int = 0,
 ) -> Comparison:
-    """Compare the recorded placement of requests with that of `router run`.
+    """Compare the recorded placement of requests with that of `router run`, by a simulation of each.
 
     `observed_requests` are in the order of arrival, all on `engines`. The first of them, `warming` in number, only
     fill the caches. Raises ValueError if no request is left to compare.
     """
-    indices, compared_requests = range(warming, len(observed_requests)), observed_requests[warming:]
-    if not indices:
-        raise ValueError(
-            f"{len(observed_requests)} requests were seen, of which {warming} only fill the caches: none is left"
-        )
-    # Two simulations of the same workers: with the recorded placement ("today"), and with that of `router run`.
+    request_count, compared_requests = len(observed_requests), observed_requests[warming:]
+    if not compared_requests:
+        raise ValueError(f"{request_count} requests were seen, of which {warming} only fill the caches: none is left")
+    indices = range(warming, request_count)
     workload = make_workload(observed_requests, block_tokens, waits=False)
     waiting_workload = make_workload(observed_requests, block_tokens, waits=True)
     cluster = _make_cluster(observed_requests, engines, workload, block_tokens)
     recorded_placement = RecordedPlacement.make(observed_requests, engines)
     today_result = Cluster(cluster, workload, [recorded_placement]).run()
     router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
-    # The sums and curves of the compared requests.
+
     has_ends = any(request.end_s is not None for request in observed_requests)
     today_totals = _sum_simulated_totals(today_result, workload, indices, has_ends=has_ends)
     router_totals = _sum_simulated_totals(router_result, workload, indices, has_ends=has_ends)
@@ -128,7 +126,7 @@ def compare(
         "router run": [router_result.ttft_s_by_request[i] for i in indices],
     }
     return Comparison(
-        requests=len(indices),
+        requests=len(compared_requests),
         warming=warming,
         waited=sum(request.previous_index is not None for request in waiting_workload.requests),
         prompt_tokens=sum(request.prompt_tokens for request in compared_requests),
