@@ -58,17 +58,10 @@ def render_chat(template: ChatTemplate, request: ChatPrompt) -> str:
     add_generation_prompt = request.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not continues_final_message
-    has_tools = request.tools is not None
-    content_format = template.find_content_format(request.chat_template, has_tools=has_tools)
-    messages = [_convert_message(message, content_format) for message in request.messages or ()]
-    if any(message["role"] == "developer" for message in messages):
-        source = template.select_source(request.chat_template, has_tools=has_tools)
-        if '"developer"' not in source and "'developer'" not in source:  # it would refuse or drop such messages
-            messages = _convert_developer_to_system(messages)
     variables = _make_template_variables(request)
     variable_documents = variables.pop("documents", None)  # the request's own documents take precedence
     text = template.render(
-        messages,
+        _convert_messages(template, request),
         tools=None if request.tools is None else [_convert_tool(tool) for tool in request.tools],
         documents=variable_documents if request.documents is None else request.documents,
         chat_template=request.chat_template,
@@ -88,6 +81,18 @@ def _make_template_variables(request: ChatPrompt) -> dict[str, Any]:
         variables["reasoning_effort"] = request.reasoning_effort
         variables.setdefault("enable_thinking", request.reasoning_effort != "none")
     return variables
+
+
+def _convert_messages(template: ChatTemplate, request: ChatPrompt) -> list[Message]:
+    """Return the messages of a chat as its template gets them."""
+    has_tools = request.tools is not None
+    content_format = template.find_content_format(request.chat_template, has_tools=has_tools)
+    messages = [_convert_message(message, content_format) for message in request.messages or ()]
+    if any(message["role"] == "developer" for message in messages):
+        source = template.select_source(request.chat_template, has_tools=has_tools)
+        if '"developer"' not in source and "'developer'" not in source:  # it would refuse or drop such messages
+            return _convert_developer_to_system(messages)
+    return messages
 
 
 def _convert_message(message: Message, content_format: ContentFormat) -> Message:

@@ -429,9 +429,10 @@ class RequestPlacer:
         is_queued, position = request.request_id in self.queue.requests, active_request.queue_position
         if not is_queued and self.queue.is_full(position):
             return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, max(1.0, choice.wait_s))
-        has_own_deadline = request.deadline_s is not None
-        max_wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max
-        deadline_s = request.deadline_s if request.deadline_s is not None else active_request.arrived_s + max_wait_s
+        deadline_s = request.deadline_s
+        if deadline_s is None:
+            max_wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max
+            deadline_s = active_request.arrived_s + max_wait_s
         self.queue.put(
             request.request_id,
             position,
@@ -439,7 +440,7 @@ class RequestPlacer:
             prefill_s=choice.winner.terms.prefill_s,
             charge_s=choice.charge_s / request.share,  # a tenant with twice the share gets twice the prefill seconds
             deadline_s=deadline_s,
-            refuse_at_deadline=has_own_deadline or not position.is_background,
+            refuse_at_deadline=request.deadline_s is not None or not position.is_background,
         )
         if not is_queued:
             self._counters["queued"] += 1

@@ -169,12 +169,7 @@ def read_engine_sizes(metrics: str, *, reserved_blocks: int = 0) -> EngineSizes:
 
     `reserved_blocks` is the number of blocks of each rank that no prompt can use.
     """
-    ranks: list[dict[str, str]] = []
-    for line in metrics.splitlines():
-        name, brace, labels = line[:LINE_CHARS_MAX].partition("{")
-        is_info_line = brace and name.endswith("cache_config_info") and not name.startswith("#")
-        if is_info_line and len(ranks) < RANKS_MAX:
-            ranks.append(dict(_LABEL_PATTERN.findall(labels)))
+    ranks = list(itertools.islice(_iter_cache_labels(metrics), RANKS_MAX))
 
     def list_numbers(label: str) -> list[int]:
         return [parse_number(labels.get(label, "")) or 0 for labels in ranks]
@@ -190,6 +185,14 @@ def read_engine_sizes(metrics: str, *, reserved_blocks: int = 0) -> EngineSizes:
         step_tokens=_accept_token_count(min(filter(None, list_numbers("max_num_batched_tokens")), default=None)),
         is_shortest_first=any(labels.get("prefill_order") == "shortest" for labels in ranks),
     )
+
+
+def _iter_cache_labels(metrics: str) -> Iterator[dict[str, str]]:
+    """Yield the labels of each line `cache_config_info{...}`."""
+    for line in metrics.splitlines():
+        name, brace, labels = line[:LINE_CHARS_MAX].partition("{")
+        if brace and name.endswith("cache_config_info") and not name.startswith("#"):
+            yield dict(_LABEL_PATTERN.findall(labels))
 
 
 def read_bootstrap(status: int, body: bytes, rank_count: int) -> tuple[str, ...]:

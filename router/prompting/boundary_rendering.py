@@ -109,9 +109,9 @@ class BoundaryRenderer:
     def cut(self, before: RenderedMessages, count: int) -> RenderedMessages | None:
         """Cut a text after the first `count` messages, and return the messages after them; None if it cannot be cut.
 
-        These are also rendered after short placeholders for all that is before them. If a prompt `<user>A long
-        question<user>Why?` becomes `<user>qz7vkx<user>Why?`, both end with `<user>Why?`. So the template writes the
-        last messages regardless of the texts before them, and the text can be cut there.
+        They are rendered after short placeholders too: `<user>A long question<user>Why?` becomes
+        `<user>qz7vkx<user>Why?`. Both end with `<user>Why?`. So the template writes the last messages regardless of the
+        texts before them, and the text can be cut there.
         """
         inputs, messages, text = before.inputs, before.messages[count:], before.text
         markers = find_template_markers(self._select_source(inputs.chat))
@@ -119,22 +119,17 @@ class BoundaryRenderer:
         if placeholders is None:
             return None
         has_late_system = before.rendered.has_late_system
-        short_text = self._render(placeholders, inputs, messages, has_late_system=has_late_system)
-        if short_text is None:
-            return None
+        short_text = self._render(placeholders, inputs, messages, has_late_system=has_late_system) or ""
         if not has_late_system and short_text.rfind(SYSTEM_FILLER) > short_text.rfind(FILLER):
             has_late_system = True
             short_text = self._render(placeholders, inputs, messages, has_late_system=True) or ""
-        common_chars = _count_common_end(text, short_text)
-        position = self.tokenizer.cut_tokens.find_cut(text, len(text) - common_chars)
-        if not position:
+        position = self.tokenizer.cut_tokens.find_cut(text, len(text) - _count_common_end(text, short_text))
+        if not position or len(short_text) <= len(text) - position:
             return None
-        placeholder_chars = len(short_text) - (len(text) - position)
-        if placeholder_chars <= 0:
-            return None
-        placeholder_text = short_text[:placeholder_chars]
+        text_after = text[position:]
+        placeholder_text = short_text[: len(short_text) - len(text_after)]
         rendered = RenderedPlaceholders.make(placeholders, placeholder_text, has_late_system=has_late_system)
-        return RenderedMessages(self, rendered, inputs, messages, text[position:])
+        return RenderedMessages(self, rendered, inputs, messages, text_after)
 
     def _render(
         self,

@@ -119,16 +119,20 @@ def _fingerprint_message(message: Mapping[str, Any]) -> _MessageFingerprint:
     if has_two_fields and isinstance(content, str) and not _has_hidden_text(content, is_system=is_system):
         digest = _digest_text(content)  # most messages come here
         return _MessageFingerprint(digest, digest, digest, role_number, len(content))
-    text = _read_text(content, is_system=is_system)
     fields = {name: value for name, value in message.items() if name not in ("content", "role") and value is not None}
-    text_digest = _digest_text(text)
+    return _fingerprint_fields(_read_text(content, is_system=is_system), fields, role_number)
+
+
+def _fingerprint_fields(text: str, fields: dict[str, Any], role_number: int) -> _MessageFingerprint:
+    """Return the fingerprint of a message with this text, and with `fields` besides its role and content."""
     encoded_fields = _encoder.encode(fields) if fields else b""
+    text_digest = _digest_text(text)
     raw_digest = _digest(encoded_fields, text_digest) if fields else text_digest
     kind_bits = role_number
     if fields.get("tool_calls"):
         kind_bits |= HAS_TOOL_CALLS
-        fields["tool_calls"] = _decode_call_arguments(fields["tool_calls"])
-    visible_text, hidden_bits = _remove_hidden_text(text, is_system=is_system)
+        fields = {**fields, "tool_calls": _decode_call_arguments(fields["tool_calls"])}
+    visible_text, hidden_bits = _remove_hidden_text(text, is_system=role_number == 0)
     visible_fields = {name: value for name, value in fields.items() if name not in _THINKING_FIELDS}
     if len(visible_fields) < len(fields):
         hidden_bits |= HAS_THOUGHTS
