@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from tokenizers import AddedToken
@@ -142,8 +142,8 @@ def _has_sample_mismatch(hf_tokenizer: HfTokenizer, cut_tokens: CutTokens, added
         rotated_tokens = [tokens[(i + shift) % len(tokens)] for i in range(len(SAMPLE_TEXTS))]
         texts.append("".join(text + token for text, token in zip(SAMPLE_TEXTS, rotated_tokens)))
         texts.append("".join(token + text for text, token in zip(SAMPLE_TEXTS, rotated_tokens)))
-    return any(
-        [token_id for part in cut_tokens.split(text) for token_id in encode_plain(hf_tokenizer, part)]
-        != encode_plain(hf_tokenizer, text)
-        for text in texts
-    )
+    for text in texts:
+        ids_of_pieces = [encode_plain(hf_tokenizer, piece) for piece in cut_tokens.split(text)]
+        if list(chain.from_iterable(ids_of_pieces)) != encode_plain(hf_tokenizer, text):
+            return True
+    return False

@@ -60,16 +60,10 @@ def build_page_families(page: MetricsPage) -> Iterator[Family]:
 
 def build_feed_families(feed_counters: Mapping[str, Mapping[str, int]]) -> Iterator[Family]:
     """Yield the metric families of the workers' event streams. `feed_counters`: counters by name, by worker id."""
-    names = sorted({name for counters in feed_counters.values() for name in counters})
-    rows = (
-        Row(
-            f"events_{name}",
-            f"{name} of a worker's event streams.",
-            {worker_id: counters[name] for worker_id, counters in feed_counters.items()},
-            ("worker",),
-        )
-        for name in names
-    )
+    rows = []
+    for name in sorted({name for counters in feed_counters.values() for name in counters}):
+        count_by_worker = {worker_id: counters[name] for worker_id, counters in feed_counters.items()}
+        rows.append(Row(f"events_{name}", f"{name} of a worker's event streams.", count_by_worker, ("worker",)))
     return build_families(CounterMetricFamily, rows, NAME_PREFIX)
 
 
@@ -180,11 +174,10 @@ def _list_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
 def _list_worker_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
     """Return the gauges of each worker, and of each group of workers that move KV between them."""
     rows, worker = snapshot.workers, ("worker",)
-    missing_roles = {
-        (group["group"], role): float(not group[workers_field])
-        for group in describe_kv_groups(page.proxy.core.workers.values())
-        for role, workers_field in ((PREFILL_ROLE, "sources"), (DECODE_ROLE, "destinations"))
-    }
+    missing_roles: dict[tuple[str, str], float] = {}
+    for group in describe_kv_groups(page.proxy.core.workers.values()):
+        missing_roles[group["group"], PREFILL_ROLE] = float(not group["sources"])
+        missing_roles[group["group"], DECODE_ROLE] = float(not group["destinations"])
     return [
         Row("kv_role_missing", "1 where no worker of a group gives KV (prefill), or none takes it (decode).",
             missing_roles, ("group", "role")),

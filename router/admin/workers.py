@@ -143,22 +143,16 @@ def describe_kv_groups(workers: Iterable[Worker]) -> list[dict[str, Any]]:
         available = [worker for worker in members if find_unusable_reason(worker) is None]
         sources = [worker.worker_id for worker in available if worker.spec.transfer.can_give]
         destinations = [worker.worker_id for worker in available if worker.spec.transfer.can_take]
+        transfer = members[0].spec.transfer
         problem = missing_role = ""
         if not sources or not destinations:
             missing_role = DECODE_ROLE if sources else PREFILL_ROLE
-            effect = "requests are refused" if members[0].spec.transfer.needs_partner else "each computes its prompts"
+            effect = "requests are refused" if transfer.needs_partner else "each computes its prompts"
             problem = f"no worker {'takes' if sources else 'gives'} KV: {effect}"
         elif len({*sources, *destinations}) == 1:
             problem = "only one worker is available"
-        dialect = members[0].spec.transfer.dialect
-        rows.append(
-            {
-                "group": group,
-                "dialect": dialect,
-                "sources": sources,
-                "destinations": destinations,
-                "missing_role": missing_role,
-                "problem": problem,
-            }
-        )
+        rows.append({
+            "group": group, "dialect": transfer.dialect, "sources": sources, "destinations": destinations,
+            "missing_role": missing_role, "problem": problem,
+        })  # fmt: skip
     return rows

@@ -96,17 +96,15 @@ class Cluster:
             streams_max=min(config.fleet.streams_max, compute_streams_max(raise_file_limit())),
             index_bytes_max=config.fleet.index_mb << 20,
         )
+        proxy, tokenizers = pipeline.proxy, pipeline.prompt_reader.tokenizers
         key_headers = make_key_headers(config.worker_api_key)
-        tokenizers = pipeline.prompt_reader.tokenizers
-        is_serving = partial(is_worker_serving, pipeline.proxy.core)
-        tokenizers.remote = RemoteTokenizer(session, key_headers, is_serving=is_serving)
+        tokenizers.remote = RemoteTokenizer(session, key_headers, is_serving=partial(is_worker_serving, proxy.core))
         prober = Prober(
             session,
             headers=key_headers,
             trusts_endpoints=config.fleet.trust_event_endpoints,
             kv_dialects=config.kv_dialects,
         )
-        proxy = pipeline.proxy
         self.fleet = Fleet(
             proxy.core, prober, self.feed, tokenizers, proxy.perform, config.fleet, now=proxy.now, peers=peer_client
         )

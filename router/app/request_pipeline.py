@@ -37,17 +37,7 @@ class RequestPipeline:
             config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
         )
         self.worker_pool = PromptWorkerPool(config.prompt_workers, chat_template=config.chat_template)
-        conversations = ConversationReader(config.conversation_cache_mb << 20)
-        tokenizers = ModelTokenizers(
-            self.executor,
-            conversations,
-            self.worker_pool,
-            override=config.tokenizer,
-            chat_template=config.chat_template,
-        )
-        self.prompt_reader = PromptReader(
-            tokenizers, conversations, self.executor, self.worker_pool, makes_outlines=config.miss_reasons.enabled
-        )
+        self.prompt_reader = _make_prompt_reader(config, self.executor, self.worker_pool)
         self.request_reader = RequestReader(
             self.proxy.core,
             self.prompt_reader,
@@ -71,6 +61,18 @@ class RequestPipeline:
         self.prompt_reader.close()
         self.worker_pool.processes.close()
         self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _make_prompt_reader(
+    config: ProcessConfig, executor: ThreadPoolExecutor, worker_pool: PromptWorkerPool
+) -> PromptReader:
+    """Return the reader of prompts, which reads large bodies in `worker_pool`, and others here or in `executor`."""
+    conversations = ConversationReader(config.conversation_cache_mb << 20)
+    tokenizers = ModelTokenizers(
+        executor, conversations, worker_pool, override=config.tokenizer, chat_template=config.chat_template
+    )
+    makes_outlines = config.miss_reasons.enabled
+    return PromptReader(tokenizers, conversations, executor, worker_pool, makes_outlines=makes_outlines)
 
 
 def _make_proxy(

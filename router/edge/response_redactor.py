@@ -52,13 +52,17 @@ class ResponseRedactor(msgspec.Struct, eq=False):
         `ends`: no further bytes follow, so nothing is held back as the possible beginning of a key.
         """
         data = self._pending + content if self._pending else content
-        if not self._is_blanking and self.key_pattern.search(data) is None:  # as nearly always
-            if ends or data[-1:] not in _KEY_START_ENDS:
-                self._pending = b""
-                return data
-            end = _end_before_key(data, 0)
-            self._pending = data[end:]
-            return data[:end]
+        if self._is_blanking or self.key_pattern.search(data) is not None:
+            return self._blank_values(data, ends=ends)
+        if ends or data[-1:] not in _KEY_START_ENDS:  # as nearly always
+            self._pending = b""
+            return data
+        end = _end_before_key(data, 0)
+        self._pending = data[end:]
+        return data[:end]
+
+    def _blank_values(self, data: bytes, *, ends: bool) -> bytes:
+        """Return `data` with the values of all matching keys blanked, and hold back the possible beginning of a key."""
         out = bytearray()
         position = self._blank(data, 0, out) if self._is_blanking else 0
         while (match := self.key_pattern.search(data, position)) is not None:

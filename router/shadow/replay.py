@@ -322,12 +322,11 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block_tokens: in
     predecessors = find_predecessors(observed_requests) if waits else [None] * len(observed_requests)
     requests: list[SimRequest] = []
     for i, (observed, predecessor) in enumerate(zip(observed_requests, predecessors)):
-        continued_index = index_by_serial.get(observed.continues)
         awaited_end_s = None if predecessor is None else observed_requests[predecessor].end_s
         origin_s = observed_requests[0].arrival_s if awaited_end_s is None else awaited_end_s
         request = SimRequest(
             index=i,
-            session=i if continued_index is None else requests[continued_index].session,
+            session=i,
             arrival_s=observed.arrival_s - origin_s,
             prompt_tokens=observed.prompt_tokens,
             output_tokens=observed.output_tokens or mean_output_tokens,
@@ -336,7 +335,9 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block_tokens: in
             block_size=block_tokens,
         )
         requests.append(request)
+        continued_index = index_by_serial.get(observed.continues)
         if continued_index is not None:
+            request.session = requests[continued_index].session
             continued_end_s = observed_requests[continued_index].end_s
             if continued_end_s is None or continued_end_s <= observed.arrival_s:
                 _set_final_blocks(requests[continued_index], request, block_tokens)

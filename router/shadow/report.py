@@ -209,20 +209,17 @@ def _render_quantile_curves(quantiles: Mapping[str, Sequence[float]]) -> str:
     def to_y(share: float) -> float:
         return HEIGHT - 20 - (HEIGHT - 40) * share
 
-    svg_lines = []
+    elements = []
     for number, (name, times) in enumerate(quantiles.items()):
         colour = ("#888", "#b3261e", "#1b7f4d")[number]
         points = [f"{to_x(time):.1f},{to_y(rank / (len(times) - 1)):.1f}" for rank, time in enumerate(times)]
-        svg_lines.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(points)}"/>')
+        elements.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(points)}"/>')
         key = f'<tspan fill="{colour}">&#9632;</tspan> {escape(name)}'
-        svg_lines.append(f'<text x="{50 + 190 * number}" y="12">{key}</text>')
-    for exponent in range(-3, 4):
-        tick_s = 10.0**exponent
-        if shortest_s <= tick_s <= longest_s:
-            svg_lines.append(f'<text x="{to_x(tick_s):.0f}" y="{HEIGHT - 4}" text-anchor="middle">{tick_s:g} s</text>')
-    for percent in (0, 50, 100):
-        svg_lines.append(f'<text x="0" y="{to_y(percent / 100) + 4:.0f}">{percent} %</text>')
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(svg_lines)}</svg>'
+        elements.append(f'<text x="{50 + 190 * number}" y="12">{key}</text>')
+    ticks_s = [tick_s for tick_s in (0.001, 0.01, 0.1, 1, 10, 100, 1000) if shortest_s <= tick_s <= longest_s]
+    elements += [f'<text x="{to_x(s):.0f}" y="{HEIGHT - 4}" text-anchor="middle">{s:g} s</text>' for s in ticks_s]
+    elements += [f'<text x="0" y="{to_y(share) + 4:.0f}">{share * 100:.0f} %</text>' for share in (0.0, 0.5, 1.0)]
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(elements)}</svg>'
 
 
 def _format_clock(wall_time_s: float) -> str:
