@@ -98,7 +98,8 @@ async def watch_host_name(template: WorkerFlag, every_s: float, update: WorkerLi
         else:
             addresses = sorted({str(socket_address[0]) for *_, socket_address in address_infos})
             if len(addresses) > NAME_HOSTS_MAX:
-                log.warning("%s has %d addresses; %d are taken", parts.hostname, len(addresses), NAME_HOSTS_MAX)
+                count, taken_count = len(addresses), NAME_HOSTS_MAX
+                log.warning("%s has %d addresses; the first %d are taken", parts.hostname, count, taken_count)
             urls = [_make_url(parts, address, port) for address in addresses[:NAME_HOSTS_MAX]]
             update([replace(template, url=url, worker_id=derive_worker_id(url)) for url in urls])
         await asyncio.sleep(every_s)

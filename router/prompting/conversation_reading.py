@@ -457,13 +457,11 @@ def _read_tail(
     except RequestError:
         return None
     messages_array = _locate_messages(short_body, fields, messages_start)
-    # A system text beside the array becomes the first message of the chat; the sentinel comes after it.
     messages = chat.messages or []
-    system_message_count = 0 if messages[:1] == [_SENTINEL_MESSAGE] else 1
-    if messages_array is None or messages[system_message_count : system_message_count + 1] != [_SENTINEL_MESSAGE]:
+    if messages_array is None or _SENTINEL_MESSAGE not in messages[:2] or not _is_supported(request, chat):
         return None
-    if not _is_supported(request, chat):
-        return None
+    # A system text beside the array becomes the first message of the chat; the sentinel comes after it.
+    system_message_count = messages.index(_SENTINEL_MESSAGE)
     removed_bytes = len(body) - len(short_body)
     return _BodyTail(
         request=request,
