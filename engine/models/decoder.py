@@ -182,7 +182,7 @@ class CausalLM:
         residual: Tensor | None = None
         for index, block in enumerate(self.blocks):
             x, residual = block(x, residual, context, selected_tokens if index == self._last_mixer_index else None)
-            if len(x) == 0:  # no row is asked for, and the cache is filled
+            if x.shape[0] == 0:  # no row is asked for, and the cache is filled
                 return x
         assert residual is not None
         normed, _ = self.norm.add(x, residual, context)

@@ -326,7 +326,7 @@ class DecoderBlock:
         if selected_tokens is not None:
             x = x[selected_tokens]
             residual = residual[selected_tokens]
-        if self.mlp is None or self.mlp_norm is None or len(x) == 0:
+        if self.mlp is None or self.mlp_norm is None or x.shape[0] == 0:
             return x, residual
         x, residual = self.mlp_norm.add(x, residual, context)
         return self._apply_branch(self.mlp, self.post_mlp_norm, x, context), residual

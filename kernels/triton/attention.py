@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton.launch import launch_cheaply
+
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, WIDE: tl.constexpr):
@@ -26,6 +28,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr, WIDE: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
+@launch_cheaply
 @triton.jit(do_not_specialize=["layer_row"])
 def store_kv(
     k_ptr, v_ptr, cache_ptr, slots_ptr, k_token_stride, k_head_stride, v_token_stride, v_head_stride, layer_row,
@@ -96,6 +99,7 @@ def attend_tile(
     return acc, weight_sum, new_peak
 
 
+@launch_cheaply
 @triton.jit(do_not_specialize=["table_block", "layer_row"])
 def decode_attention(
     q_ptr, out_ptr, part_ptr, part_log2_sum_ptr, cache_ptr, table_ptr, lens_ptr, q_token_stride, q_head_stride,
@@ -163,6 +167,7 @@ def decode_attention(
         )
 
 
+@launch_cheaply
 @triton.jit(do_not_specialize=["splits"])
 def combine_splits(
     out_ptr, part_ptr, part_log2_sum_ptr, splits,
@@ -191,6 +196,7 @@ def combine_splits(
     tl.store(out_ptr + head_row * DIM + dim, out.to(out_ptr.dtype.element_ty), dim_mask)
 
 
+@launch_cheaply
 @triton.jit(do_not_specialize=["table_block", "layer_row"])
 def prefill_attention(
     q_ptr, out_ptr, cache_ptr, table_ptr, starts_ptr, lens_ptr, tile_seq_ptr, tile_query_ptr, q_token_stride,

@@ -13,7 +13,6 @@ import os
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch
@@ -27,6 +26,7 @@ from kernels.triton.plan import (
     INTERPRETED,
     AttentionPlan,
     RecurrentPlan,
+    ceil_div,
     choose_dot_precision,
     has_large_shared_memory,
     make_fixed_decode_plan,
@@ -174,17 +174,17 @@ class TritonKernels(ReferenceKernels):
         self, x: Tensor, other: Tensor | None, weight: Tensor, eps: float, mode: str, zero_centred: bool = False
     ) -> Tensor:
         """Launch `rows.norm_rows`, which explains `other` and `mode`."""
-        rows = view_rows(x)
-        other_rows = rows if other is None else view_rows(other)
-        assert other_rows.shape == rows.shape
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        outer, inner, dim = rows.shape
-        block = round_up_to_power_of_two(dim, 16)
-        rows_per_program = self._choose_rows_per_program(outer * inner, block)
-        row_kernels.norm_rows[(triton.cdiv(outer * inner, rows_per_program),)](
-            rows, other_rows, weight, out, outer * inner, inner, rows.stride(0), rows.stride(1), other_rows.stride(0),
-            other_rows.stride(1), weight.stride(0) if weight.dim() == 2 else 0, eps,
-            DIM=dim, MODE=mode, ZERO_CENTRED=zero_centred, ROWS=rows_per_program, BLOCK=block,
+        rows = lay_out_rows(x)
+        other_rows = rows if other is None else lay_out_rows(other)
+        assert other_rows.inner == rows.inner
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        block = round_up_to_power_of_two(rows.dim, 16)
+        rows_per_program = self._choose_rows_per_program(rows.row_count, block)
+        row_kernels.norm_rows[(ceil_div(rows.row_count, rows_per_program),)](
+            rows.tensor, other_rows.tensor, weight, out, rows.row_count, rows.inner, rows.outer_stride,
+            rows.inner_stride, other_rows.outer_stride, other_rows.inner_stride,
+            weight.stride(0) if weight.dim() == 2 else 0, eps,
+            DIM=rows.dim, MODE=mode, ZERO_CENTRED=zero_centred, ROWS=rows_per_program, BLOCK=block,
             num_warps=4 if block <= 4096 else 8,
         )  # fmt: skip
         return out
@@ -209,19 +209,18 @@ class TritonKernels(ReferenceKernels):
         self, x: Tensor, weight: Tensor | None, eps: float, zero_centred: bool, cos: Tensor, signed_sin: Tensor
     ) -> Tensor:
         """Launch `rows.rotate_rows`. `weight`: gains of a norm before the rotation; None: no norm."""
-        rows = view_rows(x)
-        tokens, heads, dim = rows.shape
+        rows = lay_out_rows(x)
         half = cos.shape[-1] // 2
         block = round_up_to_power_of_two(half, 8)
-        tail_dims = dim - 2 * half
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        rows_per_program = self._choose_rows_per_program(tokens * heads, 2 * block)
-        row_kernels.rotate_rows[(triton.cdiv(tokens * heads, rows_per_program),)](
-            rows, rows if weight is None else weight, cos, signed_sin, out, tokens * heads, heads, rows.stride(0),
-            rows.stride(1), weight.stride(0) if weight is not None and weight.dim() == 2 else 0, cos.stride(0),
-            signed_sin.stride(0), eps,
-            DIM=dim, HALF=half, NORM=weight is not None, ZERO_CENTRED=zero_centred, ROWS=rows_per_program, BLOCK=block,
-            BLOCK_COPIED=round_up_to_power_of_two(tail_dims, 8) if tail_dims else 0,
+        tail_dims = rows.dim - 2 * half
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rows_per_program = self._choose_rows_per_program(rows.row_count, 2 * block)
+        row_kernels.rotate_rows[(ceil_div(rows.row_count, rows_per_program),)](
+            rows.tensor, rows.tensor if weight is None else weight, cos, signed_sin, out, rows.row_count, rows.inner,
+            rows.outer_stride, rows.inner_stride, weight.stride(0) if weight is not None and weight.dim() == 2 else 0,
+            cos.stride(0), signed_sin.stride(0), eps,
+            DIM=rows.dim, HALF=half, NORM=weight is not None, ZERO_CENTRED=zero_centred, ROWS=rows_per_program,
+            BLOCK=block, BLOCK_COPIED=round_up_to_power_of_two(tail_dims, 8) if tail_dims else 0,
         )  # fmt: skip
         return out
 
@@ -236,7 +235,7 @@ class TritonKernels(ReferenceKernels):
         rows, size = x.reshape(-1, x.shape[-1]), x.shape[-1] // 2
         out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
         block = min(round_up_to_power_of_two(size, 16), 2048)
-        row_kernels.activate_rows[(rows.shape[0], triton.cdiv(size, block))](
+        row_kernels.activate_rows[(rows.shape[0], ceil_div(size, block))](
             rows, out, rows.stride(0), SIZE=size, GELU=is_gelu, BLOCK=block
         )
         return out
@@ -269,10 +268,10 @@ class TritonKernels(ReferenceKernels):
             "num_stages": 3,
         }
         x = x if x.stride(1) == 1 else x.contiguous()
-        expert_kernels.multiply_gate_up[(tile_row.shape[0], triton.cdiv(size, 64))](
+        expert_kernels.multiply_gate_up[(tile_row.shape[0], ceil_div(size, 64))](
             x, gate_up, inner, order, starts, tile_expert, tile_row, x.stride(0), hidden, size, top_k, **tile
         )
-        expert_kernels.multiply_down[(tile_row.shape[0], triton.cdiv(hidden, 64))](
+        expert_kernels.multiply_down[(tile_row.shape[0], ceil_div(hidden, 64))](
             inner, down, weights.contiguous(), outputs, order, starts, tile_expert, tile_row, hidden, size, **tile
         )
         return outputs.sum(1).to(x.dtype)
@@ -308,13 +307,30 @@ class TritonKernels(ReferenceKernels):
         return out
 
 
-def view_rows(x: Tensor) -> Tensor:
-    """Return x as [outer, inner, dim] with adjacent elements in the last axis: a view if possible, else a copy."""
+class Rows(NamedTuple):
+    """A tensor as `row_count` rows of `dim` adjacent elements, `inner` of them side by side."""
+
+    tensor: Tensor
+    row_count: int
+    inner: int
+    dim: int
+    outer_stride: int
+    """Elements between groups of `inner` rows."""
+    inner_stride: int
+    """Elements between the rows of a group."""
+
+
+def lay_out_rows(x: Tensor) -> Rows:
+    """Return how the rows of x lie, [..., inner, dim] or [rows, dim]. They are copied if they lie too unevenly."""
     if x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() == 2:
-        return x[:, None]
-    return x if x.dim() == 3 else x.reshape(-1, *x.shape[-2:])
+        row_count, dim = x.shape
+        return Rows(x, row_count, 1, dim, x.stride(0), dim)
+    if x.dim() > 3:
+        x = x.reshape(-1, *x.shape[-2:])
+    outer, inner, dim = x.shape
+    return Rows(x, outer * inner, inner, dim, x.stride(0), x.stride(1))
 
 
 def _choose_expert_rows(rows: int, num_experts: int, *, is_float32: bool) -> int:

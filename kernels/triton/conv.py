@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton.launch import launch_cheaply
+
 
 @triton.jit
 def add_bias_and_silu(total, bias_ptr, channel, mask, BIAS: tl.constexpr, SILU: tl.constexpr):
@@ -22,6 +24,7 @@ def add_bias_and_silu(total, bias_ptr, channel, mask, BIAS: tl.constexpr, SILU: 
     return total
 
 
+@launch_cheaply
 @triton.jit
 def convolve_step(
     x_ptr, weight_ptr, bias_ptr, tails_ptr, units_ptr, out_ptr, x_token_stride, tails_unit_stride, tails_row_stride,
@@ -54,6 +57,7 @@ def convolve_step(
     tl.store(out_ptr + token * channels + channel, total.to(out_ptr.dtype.element_ty), mask=channel < channels)
 
 
+@launch_cheaply
 @triton.jit
 def convolve_tile(
     x_ptr, weight_ptr, bias_ptr, tails_ptr, starts_ptr, units_ptr, tile_seq_ptr, tile_token_ptr, out_ptr,
@@ -90,6 +94,7 @@ def convolve_tile(
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@launch_cheaply
 @triton.jit(do_not_specialize=["first_seq"])
 def update_tails(
     x_ptr, tails_ptr, starts_ptr, units_ptr, x_token_stride, tails_unit_stride, tails_row_stride, channels, first_seq,

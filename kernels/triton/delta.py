@@ -20,7 +20,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton.launch import launch_cheaply
 
+
+@launch_cheaply
 @triton.jit
 def advance_delta_state(
     q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, states_ptr, units_ptr, out_ptr,
@@ -62,6 +65,7 @@ def advance_delta_state(
     tl.store(out_ptr + (token * heads + head) * VALUE + dim_v, out.to(out_ptr.dtype.element_ty), mask=dim_v < VALUE)
 
 
+@launch_cheaply
 @triton.jit
 def prepare_delta_chunks(
     q_ptr, k_ptr, v_ptr, decay_ptr, rate_ptr, starts_ptr, chunk_seq_ptr, chunk_token_ptr,
@@ -144,6 +148,7 @@ def prepare_delta_chunks(
         tl.store(new_v_ptr + head_row[:, None] * VALUE + dim[None, :], new_v, mask=mask)
 
 
+@launch_cheaply
 @triton.jit(do_not_specialize=["first_seq"])
 def scan_delta_chunks(
     q_ptr, k_ptr, decay_ptr, new_v_ptr, new_k_ptr, inner_ptr, states_ptr, starts_ptr, units_ptr, out_ptr,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.attention import dot
+from kernels.triton.launch import launch_cheaply
 
 
 class SortedRows(NamedTuple):
@@ -51,6 +52,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int, block_m: int) -> Sorted
     return SortedRows(order, starts, tile_expert, torch.where(tile < ends[-1], tile_row, rows))
 
 
+@launch_cheaply
 @triton.jit
 def multiply_gate_up(
     x_ptr, weight_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, x_token_stride, hidden, size,
@@ -93,6 +95,7 @@ def multiply_gate_up(
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask=(row < end)[:, None] & (column < size)[None, :])
 
 
+@launch_cheaply
 @triton.jit
 def multiply_down(
     x_ptr, weight_ptr, scale_ptr, out_ptr, order_ptr, starts_ptr, tile_expert_ptr, tile_row_ptr, hidden, size,

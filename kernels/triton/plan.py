@@ -30,6 +30,11 @@ def round_up_to_power_of_two(size: int, least: int = 1) -> int:
     return max(least, 1 << (size - 1).bit_length())
 
 
+def ceil_div(count: int, size: int) -> int:
+    """Return count / size, rounded up: triton.cdiv without its microseconds."""
+    return -(-count // size)
+
+
 @functools.cache
 def has_large_shared_memory(device: torch.device) -> bool:
     """Return whether the processors of a device have 160 KiB of shared memory for a program, as A100 and Hopper have.

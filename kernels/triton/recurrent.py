@@ -8,7 +8,6 @@ Decoding sequences take one launch together, prompts one to three. See `kernels.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from kernels.triton import conv as triton_conv
@@ -18,6 +17,7 @@ from kernels.triton.plan import (
     INTERPRETED,
     STATE_CHUNK,
     RecurrentPlan,
+    ceil_div,
     choose_dot_precision,
     has_large_shared_memory,
     round_up_to_power_of_two,
@@ -46,7 +46,7 @@ def causal_conv(
     inputs = (x, weight, bias_or_placeholder, tails)
     constants = {"WIDTH": width, "BIAS": bias is not None, "SILU": silu}
     channels_per_block = min(round_up_to_power_of_two(channels, 16), 256)
-    channel_block_count = triton.cdiv(channels, channels_per_block)
+    channel_block_count = ceil_div(channels, channels_per_block)
     if plan.decode_count:
         triton_conv.convolve_step[(plan.decode_count, channel_block_count)](
             *inputs, plan.units, out, *strides, BLOCK=channels_per_block, **constants
@@ -54,7 +54,7 @@ def causal_conv(
     prompt_count = plan.sequence_count - plan.decode_count
     if prompt_count:
         tile_block = min(channels_per_block, 64)
-        triton_conv.convolve_tile[(plan.tile_seq.shape[0], triton.cdiv(channels, tile_block))](
+        triton_conv.convolve_tile[(plan.tile_seq.shape[0], ceil_div(channels, tile_block))](
             *inputs, plan.query_starts, plan.units, plan.tile_seq, plan.tile_token, out, *strides,
             TOKENS=STATE_CHUNK, BLOCK=tile_block, **constants,
         )  # fmt: skip
@@ -91,7 +91,7 @@ def gated_delta(
     block_v = padded_value_dim if INTERPRETED else min(padded_value_dim, 32)
     padded_key_dim = round_up_to_power_of_two(key_dim, 16)
     constants = {"GROUP": num_heads // q.shape[1], "KEY": key_dim, "VALUE": value_dim, "BLOCK_K": padded_key_dim}
-    value_block_count = triton.cdiv(value_dim, block_v)
+    value_block_count = ceil_div(value_dim, block_v)
     if plan.decode_count:
         triton_delta.advance_delta_state[(plan.decode_count, num_heads, value_block_count)](
             q, k, v, log_decay, rate, states, plan.units, out, *qk_strides, *v_strides, states.stride(0), num_heads,
@@ -142,7 +142,7 @@ def state_space(
     padded_state_dim = round_up_to_power_of_two(state_dim, 16)
     block_sizes = {"BLOCK_P": dims_per_block, "BLOCK_S": padded_state_dim}
     constants = {"PER_GROUP": num_heads // b.shape[1], "DIM": head_dim, "STATE": state_dim, **block_sizes}
-    dim_block_count = triton.cdiv(head_dim, dims_per_block)
+    dim_block_count = ceil_div(head_dim, dims_per_block)
     if plan.decode_count:
         triton_ssm.advance_ssm_state[(plan.decode_count, num_heads, dim_block_count)](
             *inputs, plan.units, out, *strides, **constants

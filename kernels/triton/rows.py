@@ -11,7 +11,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton.launch import launch_cheaply
 
+
+@launch_cheaply
 @triton.jit(do_not_specialize=["rows"])
 def norm_rows(
     x_ptr, other_ptr, weight_ptr, out_ptr, rows, inner, x_outer_stride, x_inner_stride, other_outer_stride,
@@ -57,6 +60,7 @@ def norm_rows(
     tl.store(out_ptr + row.to(tl.int64)[:, None] * DIM + dim[None, :], value.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+@launch_cheaply
 @triton.jit(do_not_specialize=["rows"])
 def rotate_rows(
     x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, rows, heads, x_token_stride, x_head_stride, weight_head_stride,
@@ -109,6 +113,7 @@ def rotate_rows(
         tl.store(target + copied_dim[None, :], copied.to(out_ptr.dtype.element_ty), mask=copied_mask)
 
 
+@launch_cheaply
 @triton.jit
 def activate_rows(x_ptr, out_ptr, x_row_stride, SIZE: tl.constexpr, GELU: tl.constexpr, BLOCK: tl.constexpr):
     """Compute activation(first half) * second half of each row of x, [rows, 2 * SIZE]. Grid: (rows, column blocks).

@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton.launch import launch_cheaply
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 MAX_LOGIT = tl.constexpr(3.3895313892515355e38)  # the largest bf16
@@ -206,6 +208,7 @@ def find_token(
     return token
 
 
+@launch_cheaply
 @triton.jit
 def draw_rows(
     logits_ptr, temperature_ptr, min_p_ptr, top_k_ptr, top_p_ptr, uniforms_ptr, out_ptr, logits_row_stride, vocab,

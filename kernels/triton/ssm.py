@@ -12,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton.launch import launch_cheaply
+
 
 @triton.jit
 def subtract_pairwise(running_sum):
@@ -21,6 +23,7 @@ def subtract_pairwise(running_sum):
     return (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
 
 
+@launch_cheaply
 @triton.jit
 def advance_ssm_state(
     x_ptr, dt_ptr, rate_ptr, b_ptr, c_ptr, skip_ptr, states_ptr, units_ptr, out_ptr,
@@ -61,6 +64,7 @@ def advance_ssm_state(
     tl.store(out_ptr + (token * heads + head) * DIM + dim, out.to(out_ptr.dtype.element_ty), mask=dim < DIM)
 
 
+@launch_cheaply
 @triton.jit
 def compute_ssm_scores(
     b_ptr, c_ptr, starts_ptr, chunk_seq_ptr, chunk_token_ptr, scores_ptr, b_token_stride, b_group_stride,
@@ -95,6 +99,7 @@ def compute_ssm_scores(
     tl.store(target, scores, mask=is_valid[:, None])
 
 
+@launch_cheaply
 @triton.jit(do_not_specialize=["first_seq"])
 def scan_ssm_chunks(
     x_ptr, dt_ptr, rate_ptr, b_ptr, c_ptr, skip_ptr, states_ptr, scores_ptr, starts_ptr, units_ptr, out_ptr,
