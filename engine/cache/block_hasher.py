@@ -46,9 +46,8 @@ class BlockHasher:
     def compute_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
         """Return the keys of at least the first `count` blocks, which must be full. Only new blocks are hashed.
 
-        A hash covers the block's tokens and the hash of the block before it, so it identifies the whole prefix. The
-        name of a LoRA adapter is hashed, too, because the adapter changes the KV; and so is a salt, which keeps tenants
-        from sharing KV. The caller must not change the list, which grows with later calls.
+        A hash covers the tokens of the block and of all blocks before it, the LoRA adapter, which changes the KV, and
+        the salt, which keeps tenants from sharing KV. The caller must not change the list: later calls extend it.
         """
         keys = self._keys_by_sequence.setdefault(seq, [])
         hashed_count = len(keys)

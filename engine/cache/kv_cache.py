@@ -65,10 +65,9 @@ class KVCache:
         self._hasher = BlockHasher(spec.block_size) if enable_prefix_caching else NoBlockKeys()
         self.windows = AttentionWindows(spec, step_tokens_max)
         if not enable_prefix_caching:
-            host_unit_count = 0
-        can_learn = enable_prefix_caching and not self.windows.sliding_groups
+            host_unit_count, adaptive_eviction = 0, False
         self._eviction = LruEviction(spec)
-        if adaptive_eviction and can_learn:
+        if adaptive_eviction and not self.windows.sliding_groups:
             self._eviction = LearnedEviction(spec, unit_count + host_unit_count)
         # Tree and pool need each other: the tree gives evicted blocks back to the pool, and the pool tells it to evict.
         self.tree = PrefixTree(spec, self._eviction, lambda block: self.pool.drop(block))
@@ -166,8 +165,7 @@ class KVCache:
         """Start to run a sequence: give it the cached blocks of its prefix, and set `seq.computed_tokens` to their end.
 
         With blocks of 16 tokens, 2 of them cached, and a prompt of 40 tokens, `computed_tokens` becomes 32. Returns
-        False, with nothing changed, if the tokens of the sequence and `reserve_blocks` more blocks do not fit beside
-        the blocks that other sequences hold. So an admitted sequence always finds memory for its prompt.
+        False, with nothing changed, if there is no memory for the sequence and `reserve_blocks` more blocks.
         """
         assert seq not in self._blocks_by_sequence
         matched_nodes = self._match(seq)
@@ -176,6 +174,14 @@ class KVCache:
         block_counts = self.windows.count_missing_blocks(nodes, sequence_block_count + reserve_blocks)
         if not self.pool.can_allocate(block_counts):
             return False
+        self._start_sequence(seq, nodes, block_counts)
+        self._plan_checkpoints(seq, len(matched_nodes))
+        del self._matched_nodes[seq]
+        self._eviction.begin_turn(seq, self._hasher, len(matched_nodes))
+        return True
+
+    def _start_sequence(self, seq: Sequence, nodes: list[Node], block_counts: list[int]) -> None:
+        """Give a sequence the cached blocks and the state of the prefix `nodes`. `block_counts`: blocks to allocate."""
         # Hold all cached blocks and the source of the state first, because an allocation may evict others.
         state_source = self.states.find_source(nodes, block_counts)
         seq_blocks = SequenceBlocks(seq, len(self._groups), is_detached=not self._caches_prefixes)
@@ -187,10 +193,6 @@ class KVCache:
         self._blocks_by_sequence[seq] = seq_blocks
         seq.host_tokens = self.block_size * sum(hit.group == FULL_KIND for hit in host_hits)
         seq.computed_tokens = len(nodes) * self.block_size
-        self._plan_checkpoints(seq, len(matched_nodes))
-        del self._matched_nodes[seq]
-        self._eviction.begin_turn(seq, self._hasher, len(matched_nodes))
-        return True
 
     def _acquire_prefix(self, seq_blocks: SequenceBlocks, nodes: list[Node]) -> list[HostHit]:
         """Give a sequence the device's blocks of a cached prefix, and return the blocks that only host memory has.

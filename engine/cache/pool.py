@@ -44,10 +44,9 @@ class UnitPool:
     ) -> None:
         """Make a pool of `unit_count` free units. A unit is memory that can be divided into blocks of any one kind.
 
-        Kinds are numbered: 0 .. `state_kind` - 1 are attention groups, and `state_kind` is recurrent state, if the
-        model has any. `blocks_per_unit[k]`: blocks of kind k in a unit. With [4, 8, 1] and `state_kind` 2, a unit holds
-        4 blocks of group 0, or 8 of group 1, or one state. `order` chooses the cached block to evict next, and `evict`
-        takes it out of the prefix tree.
+        Kinds below `state_kind` are attention groups, and `state_kind` is recurrent state, if the model has any.
+        `blocks_per_unit[k]`: blocks of kind k in a unit. With [4, 8, 1], a unit holds 4 blocks of kind 0, or 8 of kind
+        1, or one of kind 2. `order` chooses the cached block to evict, and `evict` takes it out of the prefix tree.
         """
         assert unit_count >= 0
         assert min(blocks_per_unit) >= 1

@@ -188,17 +188,14 @@ class StateCheckpoints:
     def reserve_checkpoint(self, seq: Sequence, nodes: list[Node], start: int, end: int) -> None:
         """Plan to save the state of `seq` after the chunk [start, end), if a checkpoint is due at `end`.
 
-        Later prompts with the same prefix resume from it. Checkpoints are saved only where a block ends. One is due
-        there in three cases: the position is a planned stop, the sequence decodes, or the chunk was long and a unit of
-        memory is free. If another sequence saved a checkpoint of this prefix, it is marked as shared instead. Without
-        memory, none is saved. `nodes`: nodes of the prefix tree for the sequence's blocks.
+        Later prompts with the same prefix resume from it. If another sequence saved a checkpoint of this prefix, it is
+        marked as shared instead. `nodes`: nodes of the prefix tree for the sequence's blocks.
         """
-        state = self._state_by_sequence[seq]
         block_count, remainder = divmod(end, self._block_size)
         ends_at_block = not remainder and block_count <= len(nodes)
-        is_planned = block_count in state.planned_checkpoints
-        is_long = end - start >= _CHECKPOINT_CHUNK_TOKENS and self._pool.free_units > 0
-        is_due = is_planned or is_long or _is_decode(seq, start, end)
+        is_planned = block_count in self._state_by_sequence[seq].planned_checkpoints
+        has_long_chunk = end - start >= _CHECKPOINT_CHUNK_TOKENS and self._pool.free_units > 0
+        is_due = is_planned or has_long_chunk or _is_decode(seq, start, end)
         if not ends_at_block or not is_due:
             return
         node = nodes[block_count - 1]

@@ -141,21 +141,19 @@ class Puller:
         self._stats.missing_blocks += len(items) - stored_count
 
     async def _fetch(self, connection: Connection, pull: Pull, items: list[PullItem]) -> int:
-        """Fetch blocks of a prompt in order, in batches, and return how many were stored before the first that failed.
+        """Fetch blocks of a prompt in order, and return how many were stored before the first that failed.
 
-        A later block is of no use then, because a block can be used only with those before it. The next batches are
-        requested while earlier ones arrive and are stored, so that neither the network nor the copies wait.
+        Batches are requested while earlier ones arrive and are stored, so that neither network nor copies wait.
         """
-        batches = deque(
-            split_into_batches(items, self._settings.block_bytes_by_kind, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX)
-        )
+        block_bytes = self._settings.block_bytes_by_kind
+        batches = deque(split_into_batches(items, block_bytes, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX))
         requested_batches: deque[list[PullItem]] = deque()
         storing_batches: deque[tuple[list[PullItem], Future[int]]] = deque()
         bytes_ahead = stored_count = 0
         try:
             while batches or requested_batches or storing_batches:
                 while batches and (not bytes_ahead or bytes_ahead + self._count_bytes(batches[0]) <= PULL_BYTES_MAX):
-                    await connection.send(FetchBlocks([WantedBlock(pull.keys[i].hash, kind) for i, kind in batches[0]]))
+                    await _request_blocks(connection, pull, batches[0])
                     bytes_ahead += self._count_bytes(batches[0])
                     requested_batches.append(batches.popleft())
                 if requested_batches:
@@ -170,16 +168,21 @@ class Puller:
                     storing_batches.append((batch, stored_future))
                 while storing_batches and (not requested_batches or storing_batches[0][1].done()):
                     batch, stored_future = storing_batches.popleft()
-                    batch_stored_count = await asyncio.wrap_future(stored_future)
+                    batch_stored_count = await self._wait_stored(batch, stored_future)
                     stored_count += batch_stored_count
                     bytes_ahead -= self._count_bytes(batch)
-                    self._stats.pulled_blocks += batch_stored_count
-                    self._stats.pulled_bytes += self._count_bytes(batch[:batch_stored_count])
                     if batch_stored_count < len(batch):
-                        return stored_count
+                        return stored_count  # later blocks can only be used with those before
         finally:
             for _, stored_future in storing_batches:
                 stored_future.cancel()
+        return stored_count
+
+    async def _wait_stored(self, batch: list[PullItem], stored_future: Future[int]) -> int:
+        """Wait until a batch is stored, count its blocks, and return how many the cache had room for."""
+        stored_count = await asyncio.wrap_future(stored_future)
+        self._stats.pulled_blocks += stored_count
+        self._stats.pulled_bytes += self._count_bytes(batch[:stored_count])
         return stored_count
 
     async def _receive_batch(self, connection: Connection, pull: Pull, batch: list[PullItem]) -> tuple[memoryview, int]:
@@ -219,6 +222,11 @@ class Puller:
 
     def _count_bytes(self, items: list[PullItem]) -> int:
         return sum(self._settings.block_bytes_by_kind[item.kind] for item in items)
+
+
+async def _request_blocks(connection: Connection, pull: Pull, batch: list[PullItem]) -> None:
+    blocks = [WantedBlock(pull.keys[item.block_index].hash, item.kind) for item in batch]
+    await connection.send(FetchBlocks(blocks))
 
 
 async def _connect(source: KVSource, fleet_key: bytes) -> Connection:
