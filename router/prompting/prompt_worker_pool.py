@@ -297,18 +297,16 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
         tokenizer.chat_template.keeps_messages_as_sent = task.as_sent
     prompt, rendered = tokenize_prompt(request, tokenizer, task.tokens_max)
     prompt.outline = outline_chat(request) if task.is_outlined else None
-    result = ReadResult(
-        prompt, first_message_digest=digest_first_user_message(request), media=read_media(request, body)
-    )
+    digest, media = digest_first_user_message(request), read_media(request, body)
+    result = ReadResult(prompt, first_message_digest=digest, media=media)
+    if not prompt.token_ids and task.remote_model is not None:
+        tokenize_request = build_tokenize_request(request, task.remote_model)
+        further_tokens = count_further_tokens(request, tokenizer)
+        return result._replace(tokenize_request=tokenize_request, further_tokens=further_tokens)
     if not prompt.token_ids:
-        if task.remote_model is None:
-            return result
-        return result._replace(
-            tokenize_request=build_tokenize_request(request, task.remote_model),
-            further_tokens=count_further_tokens(request, tokenizer),
-        )
-    is_truncated = prompt.token_ids is not rendered.token_ids
-    if task.is_cached and not is_truncated and tokenizer is not None and is_cacheable(request.kind, len(body)):
+        return result
+    is_whole = prompt.token_ids is rendered.token_ids
+    if tokenizer is not None and task.is_cached and is_whole and is_cacheable(request.kind, len(body)):
         prompt.conversation = cache_conversation(request, body, rendered, prompt.outline, BoundaryRenderer(tokenizer))
     if not isinstance(prompt.token_ids, array):
         prompt.token_ids = array(ID_TYPE, prompt.token_ids)  # which is sent in fewer bytes than a list

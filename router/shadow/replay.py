@@ -14,11 +14,12 @@ from enum import IntEnum
 from itertools import count, islice
 from math import ceil
 from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 
 from router.decide.config import CoreConfig, CostConfig, LearnConfig
-from router.decide.target import InFlightRequest
+from router.decide.target import InFlightRequest, Target
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
 from router.shadow.core_router import CoreRouter
@@ -233,24 +234,32 @@ def _sum_measured_totals(requests: Sequence[ObservedRequest], simulated_totals: 
 # Step times -----------------------------------------------------------------------------------------------------------
 
 
-class _AnswerEvent(IntEnum):
-    """Events of a recorded answer, in the order for equal times."""
+class _EventKind(IntEnum):
+    """Kinds of events of a recorded answer, in the order for equal times."""
 
     ARRIVAL = 0
     FIRST_TOKEN = 1
     END = 2
 
 
-def _list_answer_events(requests: Iterable[ObservedRequest]) -> list[tuple[float, int, _AnswerEvent]]:
-    """Return (time, serial of the request, event) of all answers with a first token, in order of time."""
+class _AnswerEvent(NamedTuple):
+    """Moment in the life of a recorded request, which `serial` names."""
+
+    at_s: float
+    serial: int
+    kind: _EventKind
+
+
+def _list_answer_events(requests: Iterable[ObservedRequest]) -> list[_AnswerEvent]:
+    """Return the events of all answers with a first token, in order of time."""
     events = []
     for request in requests:
         if request.first_token_s is not None:
             first_token_s = max(request.first_token_s, request.arrival_s)  # a log may have rounded times
             end_s = max(request.end_s or first_token_s, first_token_s)
-            events.append((request.arrival_s, request.serial, _AnswerEvent.ARRIVAL))
-            events.append((first_token_s, request.serial, _AnswerEvent.FIRST_TOKEN))
-            events.append((end_s, request.serial, _AnswerEvent.END))
+            events.append(_AnswerEvent(request.arrival_s, request.serial, _EventKind.ARRIVAL))
+            events.append(_AnswerEvent(first_token_s, request.serial, _EventKind.FIRST_TOKEN))
+            events.append(_AnswerEvent(end_s, request.serial, _EventKind.END))
     return sorted(events)
 
 
@@ -266,19 +275,12 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
         targets[engine.name].set_step_tokens(engine.step_tokens)
     request_by_serial = {request.serial: request for request in requests if request.worker in targets}
     in_flight_requests: dict[int, InFlightRequest] = {}
-    for now, serial, event in _list_answer_events(request_by_serial.values()):
+    for now, serial, kind in _list_answer_events(request_by_serial.values()):
         request = request_by_serial[serial]
         tracker.advance(now)
-        if event is _AnswerEvent.ARRIVAL:
-            in_flight_requests[serial] = tracker.add_request(
-                targets[request.worker],
-                prompt_tokens=request.prompt_tokens,
-                cached_tokens=min(request.cached_tokens or 0, request.prompt_tokens),
-                is_streaming=True,
-                now=now,
-                expected_output_tokens=float(request.output_tokens or 0),  # the recorded length in place of an estimate
-            )
-        elif event is _AnswerEvent.FIRST_TOKEN:
+        if kind is _EventKind.ARRIVAL:
+            in_flight_requests[serial] = _add_arrival(tracker, targets[request.worker], request)
+        elif kind is _EventKind.FIRST_TOKEN:
             tracker.record_first_token(in_flight_requests[serial], now)
         else:
             in_flight = in_flight_requests.pop(serial)
@@ -286,6 +288,18 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
             tracker.record_answer(in_flight, request.output_tokens, now)
             tracker.end_request(in_flight, now, reported_cached_tokens=request.cached_tokens)
     return {worker: target.speed.service for worker, target in targets.items()}
+
+
+def _add_arrival(tracker: LoadTracker, target: Target, request: ObservedRequest) -> InFlightRequest:
+    """Count a recorded request at its target, with its recorded output length in place of an estimate."""
+    return tracker.add_request(
+        target,
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=min(request.cached_tokens or 0, request.prompt_tokens),
+        is_streaming=True,
+        now=request.arrival_s,
+        expected_output_tokens=float(request.output_tokens or 0),
+    )
 
 
 # Workload -------------------------------------------------------------------------------------------------------------
