@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from events.types import DecodeError
 from options import ConfigError
+from prompts.tokenizer import find_checkpoint_folder
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import Worker, WorkerSpec, find_base_conflict
@@ -569,23 +570,30 @@ class Fleet:
     def _forget_replaced_tokenizers(self, member: _Member, facts: WorkerFacts) -> bool:
         """Forget tokenizers that no worker has any more, where this worker has another one; return whether there were.
 
-        A model keeps its name when all its workers restart with another checkpoint.
+        A model keeps its name when all its workers restart with another checkpoint. A tokenizer is kept if the other
+        one is not on this machine.
         """
-        workers, loaded_roots = self._core.workers, self._tokenizers.root_by_model
         is_replaced = False
-        for base, root in facts.roots.items():
-            loaded_root = loaded_roots.get(base, root)
-            is_loaded_in_use = loaded_root == root or any(
-                other.facts is not None
-                and other.facts.roots.get(base) == loaded_root
-                and not workers[worker_id].is_down
-                for worker_id, other in self._members.items()
-                if other is not member and worker_id in workers
-            )
-            if not is_loaded_in_use:
+        for base in {model.base for model in facts.spec.models}:
+            root, loaded_root = facts.roots.get(base), self._tokenizers.root_by_model.get(base)
+            if root is None or loaded_root is None or root == loaded_root:
+                continue
+            if not self._is_root_named(base, loaded_root, member) and find_checkpoint_folder(root) is not None:
                 is_replaced = True
                 self._tokenizers.forget(base)
         return is_replaced
+
+    def _is_root_named(self, base: str, root: str, member: _Member) -> bool:
+        """Return whether a worker that is up, other than `member`, has loaded a model from this folder or hub name."""
+        workers = self._core.workers
+        return any(
+            other is not member
+            and other.facts is not None
+            and other.facts.roots.get(base) == root
+            and worker_id in workers
+            and not workers[worker_id].is_down
+            for worker_id, other in self._members.items()
+        )
 
     async def _read_tokenizers(self, member: _Member, facts: WorkerFacts) -> None:
         """Load the tokenizers of the worker's models before it gets its first request."""

@@ -718,6 +718,16 @@ def test_a_model_of_another_checkpoint_is_read_with_its_tokenizer_once_no_worker
                 await wait_until(lambda: tokenizers.folder_by_model == {"base": str(folders["new"])})
                 assert tokenizers.get("base") is not old_tokenizer
 
+                core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
+                alias = dataclasses.replace(spec, models=(ServedModel("first", "first"), ServedModel("base", "first")))
+                for kept_facts in (
+                    dataclasses.replace(second_facts, spec=alias),
+                    dataclasses.replace(second_facts, roots={}),
+                    dataclasses.replace(second_facts, roots={"base": str(tmp_path / "elsewhere")}),
+                ):
+                    assert not fleet._forget_replaced_tokenizers(fleet._members["second"], kept_facts)
+                assert fleet._forget_replaced_tokenizers(fleet._members["second"], second_facts)
+
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
