@@ -99,18 +99,12 @@ async def _generate(
 ) -> web.StreamResponse:
     """Answer a request: parse its body, submit its sequences to the engine's core process, and send their outputs.
 
-    `id_prefix`: beginning of the answer's id. `extra_bytes`: size of the other inputs of `parse`, such as stored
-    messages. Large inputs are parsed in another process.
+    `id_prefix`: beginning of the answer's id. `extra_bytes`: size of the other inputs of `parse`.
     """
     state = request.app[STATE]
     data = await state.read_body(request)
-    tenant = state.get_tenant(request)
     with state.reserve_admission():  # requests that are being parsed count as waiting, until they are submitted
-        parsed_request = await state.reader.read(parse, data, extra_bytes=extra_bytes, tenant=tenant)
-        state.check_model(parsed_request.body.model)
-        if parsed_request.constraint is not None:  # its grammar is built, which may take long and may fail
-            constraint = await state.reader.check(parsed_request.constraint, tenant)
-            parsed_request = msgspec.structs.replace(parsed_request, constraint=constraint)
+        parsed_request = await _parse_body(state, request, parse, data, extra_bytes)
         generation = make_generation(
             parsed_request,
             id=id_prefix + _choose_answer_id(request, parsed_request, id_prefix),
@@ -123,6 +117,19 @@ async def _generate(
         formatter = _make_formatter(state, parsed_request, generation)
         stream = state.submit(generation.requests)
     return await _respond(state, request, generation, stream, formatter)
+
+
+async def _parse_body(
+    state: ServerState, request: web.Request, parse: BodyParser[ParsedRequest], data: bytes, extra_bytes: int
+) -> ParsedRequest:
+    """Parse a body, check its model, and build the grammar of its constraint. Raises RequestError."""
+    tenant = state.get_tenant(request)
+    parsed_request = await state.reader.read(parse, data, extra_bytes=extra_bytes, tenant=tenant)
+    state.check_model(parsed_request.body.model)
+    if parsed_request.constraint is None:
+        return parsed_request
+    constraint = await state.reader.check(parsed_request.constraint, tenant)
+    return msgspec.structs.replace(parsed_request, constraint=constraint)
 
 
 def _make_formatter(state: ServerState, parsed_request: ParsedRequest, generation: Generation) -> ResponseFormatter:
@@ -154,16 +161,10 @@ async def _respond(
 ) -> web.StreamResponse:
     """Send the answer, as a stream or whole, from the outputs of the submitted sequences.
 
-    If the client leaves, this task is cancelled. If the request's time limit passes, `stream` raises an error. In both
-    cases the sequences that are not finished are aborted, and counted as such.
+    If the client leaves, which cancels this task, or the time limit passes, unfinished sequences are aborted.
     """
     state.begin_request()
-    limit_s = state.config.request_timeout_s
-    deadline_timer = None
-    if limit_s is not None:
-        message = f"the request took longer than {limit_s:g} s (--request-timeout)"
-        error = RequestError(message, code="timeout", status=504)
-        deadline_timer = asyncio.get_running_loop().call_later(limit_s, stream.fail, error)
+    deadline_timer = _start_deadline_timer(stream, state.config.request_timeout_s)
     writer = ResponseWriter(request, state.config, None if deadline_timer is None else deadline_timer.when())
     try:
         state.metrics.prompt_tokens += sum(map(len, generation.prompts))
@@ -183,6 +184,15 @@ async def _respond(
         state.metrics.finished_sequences["abort"] += unfinished_count
         stream.close()
         state.end_request()
+
+
+def _start_deadline_timer(stream: OutputStream, limit_s: float | None) -> asyncio.TimerHandle | None:
+    """Let `stream` fail after `limit_s` seconds; None: there is no limit."""
+    if limit_s is None:
+        return None
+    message = f"the request took longer than {limit_s:g} s (--request-timeout)"
+    error = RequestError(message, code="timeout", status=504)
+    return asyncio.get_running_loop().call_later(limit_s, stream.fail, error)
 
 
 def _store_response(state: ServerState, formatter: ResponseFormatter) -> None:

@@ -275,11 +275,7 @@ class Server:
             return _report_failure(str(error))
         runner = make_runner(build_app(state), log_requests=self._config.log_requests)
         await runner.setup()
-        assert runner.server is not None
-        make_protocol = LimitedProtocolFactory(runner.server, compute_max_connections(self._config.max_connections))
-        server = await asyncio.get_running_loop().create_server(
-            make_protocol, sock=listener, backlog=2048, ssl=self._tls_context
-        )
+        server = await self._accept_connections(runner, listener)
         gc.collect()
         gc.freeze()  # libraries and handlers live as long as the process: a collection of them holds the loop 50 ms
         try:
@@ -296,6 +292,13 @@ class Server:
         state.close()
         return 0 if reason is None else _report_failure(reason)
 
+    async def _accept_connections(self, runner: web.AppRunner, listener: socket.socket) -> asyncio.Server:
+        assert runner.server is not None
+        make_protocol = LimitedProtocolFactory(runner.server, compute_max_connections(self._config.max_connections))
+        return await asyncio.get_running_loop().create_server(
+            make_protocol, sock=listener, backlog=2048, ssl=self._tls_context
+        )
+
     async def _make_state(self, client: EngineClient, info: CoreInfo) -> ServerState:
         """Load the tokenizer, and return the state that all handlers share. Raises TokenizerError."""
         folder = self._engine_config.tokenizer or info.model_path
@@ -306,9 +309,7 @@ class Server:
         return ServerState(self._config, client, info, tokenizer, folder, fleet_key=fleet_key)
 
     async def _drain(self, state: ServerState) -> None:
-        """Admit no new requests, and wait until the running ones have ended, the time is up or a second signal
-        comes.
-        """
+        """Admit no new requests. Wait for the running ones, until the time is up or a second signal comes."""
         state.is_draining = True
         if not state.active_request_count:
             return

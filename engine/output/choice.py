@@ -97,6 +97,20 @@ class Choice:
         if self.keeps_logprobs:
             self.logprobs.extend(delta.logprobs)
 
+    def _push_tokens(self, output: SequenceOutput) -> int:
+        """Detokenize and parse the tokens one by one, up to the first stop string. Return how many were taken."""
+        token_count, text_token_count = 0, len(self._get_text_token_ids(output))
+        for token_id in output.token_ids:
+            text = self.detokenizer.push([token_id]) if token_count < text_token_count else ""
+            token_count += 1
+            if output.finish_reason is not None and token_count == len(output.token_ids):
+                text += self.detokenizer.flush()
+            self.parser.push(text, may_stop=self.completion_tokens + token_count > self.params.min_tokens)
+            self.reasoning_tokens += token_count <= text_token_count and self.parser.is_reasoning
+            if self.parser.stop_string is not None:
+                break
+        return token_count
+
     def _decode(self, output: SequenceOutput) -> ChoiceDelta:
         """Return what an output adds to the choice: its text, and its tokens up to the first stop string.
 
@@ -104,17 +118,7 @@ class Choice:
         stop string are dropped. Unless the core has ended the sequence too, the delta says that it is to be aborted.
         """
         parser, token_ids, finish_reason = self.parser, output.token_ids, output.finish_reason
-        text_ids = self._get_text_token_ids(output)
-        token_count = 0
-        for token_id in token_ids:  # one by one: tokens after a stop string do not count
-            text = self.detokenizer.push([token_id]) if token_count < len(text_ids) else ""
-            token_count += 1
-            if finish_reason is not None and token_count == len(token_ids):
-                text += self.detokenizer.flush()
-            parser.push(text, may_stop=self.completion_tokens + token_count > self.params.min_tokens)
-            self.reasoning_tokens += token_count <= len(text_ids) and parser.is_reasoning
-            if parser.stop_string is not None:
-                break
+        token_count = self._push_tokens(output)
         if finish_reason is not None and not token_ids:
             parser.push(self.detokenizer.flush(), may_stop=False)
         if finish_reason is not None or parser.stop_string is not None:

@@ -108,29 +108,15 @@ def make_generation(
     factory: DetokenizerFactory,
     kv_source: KVSource | None = None,
 ) -> Generation:
-    """Make the engine's requests and the choices of one HTTP request.
-
-    A router may move an answer that another engine has begun to this one. Then the prompt ends with the tokens of that
-    answer, their number is in the field `answered_tokens`, and the only choice continues the answer.
+    """Make the engine's requests and the choices of one HTTP request. Raises RequestError.
 
     `id`: id that the client sees. `request_prefix`: prefix of the engine's request ids, which makes them unique.
-    `kv_source`: peer from which the engine may take cached blocks of the prompts. Raises RequestError if the model does
-    not allow a parameter.
+    `kv_source`: peer from which the engine may take cached blocks of the prompts.
     """
     body, prompts = parsed_request.body, parsed_request.prompts
+    # Tokens of an answer that another engine began and a router moved here. The only prompt ends with them.
     answered_tokens = read_answered_tokens(body, prompts)
-    requests: list[Request] = []
-    for prompt in prompts:
-        request = Request(
-            request_id=request_prefix,
-            token_ids=prompt,
-            params=make_sampling_params(body, limits, len(prompt) - answered_tokens, parsed_request.constraint),
-            cache_salt=body.cache_salt,
-            priority=body.priority or 0,
-            resumed_output_len=answered_tokens,
-            kv_source=kv_source,
-        )
-        requests += make_sample_requests(request, request_prefix, len(requests))
+    requests = _make_requests(parsed_request, answered_tokens, request_prefix, limits, kv_source)
     choices = [
         make_choice(
             index,
@@ -142,7 +128,7 @@ def make_generation(
         )
         for index, request in enumerate(requests)
     ]
-    if answered_tokens:  # then there is one prompt and one choice
+    if answered_tokens:
         choices[0].resume(prompts[0][-answered_tokens:])
         if choices[0].finish_reason is not None:
             raise bad_value("answered_tokens", answered_tokens, "tokens of an answer that no stop string has ended")
@@ -157,6 +143,30 @@ def make_generation(
         requests=requests,
         is_prompt_only=parsed_request.is_prompt_only or is_echo_only_request(body),
     )
+
+
+def _make_requests(
+    parsed_request: ParsedRequest,
+    answered_tokens: int,
+    id_prefix: str,
+    limits: ModelLimits,
+    kv_source: KVSource | None,
+) -> list[Request]:
+    """Return the engine's requests for all samples of all prompts. Raises RequestError."""
+    body = parsed_request.body
+    requests: list[Request] = []
+    for prompt in parsed_request.prompts:
+        request = Request(
+            request_id=id_prefix,
+            token_ids=prompt,
+            params=make_sampling_params(body, limits, len(prompt) - answered_tokens, parsed_request.constraint),
+            cache_salt=body.cache_salt,
+            priority=body.priority or 0,
+            resumed_output_len=answered_tokens,
+            kv_source=kv_source,
+        )
+        requests += make_sample_requests(request, id_prefix, len(requests))
+    return requests
 
 
 def make_sample_requests(request: Request, id_prefix: str, first_choice_index: int) -> list[Request]:
