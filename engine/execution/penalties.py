@@ -3,10 +3,14 @@
 Each row (see `RowAllocator`) holds the distinct tokens of one sequence's output, with their counts, and the tokens of
 its prompt if repetition_penalty needs them. So the host counts a sequence's tokens only once, and a step costs a few
 device operations for each distinct token. The host never waits for the device here.
+
+Memory is bounded: 8 bytes for each sequence and token of the longest context, and MAX_ENTRIES_AT_ONCE in a step. The
+measured step has as much, before the cache is sized.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,10 +23,12 @@ from torch import Tensor
 
 from engine.types import SamplingParams, Sequence
 from kernels.interface import IntArray
-from kernels.transfer import copy_to_device
+from kernels.transfer import copy_to_device, overwrite
 
 INITIAL_ROW_TOKENS = 256
-"""Distinct tokens that a row has room for at first. The room is doubled when more are needed."""
+"""Distinct tokens that a row has room for at first. The room grows by a quarter or more when more are needed."""
+MAX_ENTRIES_AT_ONCE = 1 << 21
+"""Most entries of rows that are computed at once, of some 60 bytes each, unless one row has more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +51,13 @@ class PenaltyRows:
 class TokenCounts(NamedTuple):
     """Distinct tokens of a sequence that penalties need, on the host."""
 
-    token_ids: npt.NDArray[np.int64]
-    output_counts: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int32]
+    output_counts: npt.NDArray[np.int32]
     """How often the output has each token; 0 if only the prompt has it."""
 
 
-class NewRows(NamedTuple):
-    """Tokens of the sequences that get a table row in this step, on the device."""
-
-    table_rows: Tensor
-    """[new rows]"""
-    lengths: Tensor
-    """[new rows]: number of distinct tokens of each."""
-    token_rows: Tensor
-    """[tokens]: table row of each distinct token."""
-    token_columns: Tensor
-    """[tokens]: place of each token in its row: 0, 1, 2, ..."""
-    token_ids: Tensor
-    """[tokens]"""
-    output_counts: Tensor
-    """[tokens]: how often the output has each token."""
-
-
 class GatheredRows(NamedTuple):
-    """Token counts of a batch's rows before a step. Entries past a row's tokens repeat its first one."""
+    """Token counts of some rows. Entries past a row's tokens repeat its first one."""
 
     token_ids: Tensor
     """[n, width] int64"""
@@ -78,15 +67,14 @@ class GatheredRows(NamedTuple):
     """[n, 1] int64: distinct tokens of each row"""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class PenaltyStep:
     """Inputs of one step's penalties, made on the host."""
 
-    new_rows: NewRows | None
+    counts_by_new_row: dict[int, TokenCounts]
+    """Tokens of the sequences that get a table row in this step, by that row."""
     width: int
     """Upper bound of the distinct tokens of any row, before and after the step."""
-    gathered: GatheredRows | None = None
-    """Set by `apply` for `count_sampled`, which frees it: the step's inputs live until its result is read."""
 
 
 def make_penalty_rows(sequences: list[Sequence], table_rows: list[int], device: torch.device) -> PenaltyRows | None:
@@ -125,7 +113,7 @@ class Penalties:
         self._device = device
         self._token_count_bounds: IntArray = np.zeros(row_count, np.int64)
         """Upper bound of each row's distinct tokens after the last prepared step; 0 for a row that is not in use."""
-        self._token_ids = torch.zeros(1, INITIAL_ROW_TOKENS, dtype=torch.int64, device=device)
+        self._token_ids = torch.zeros(1, INITIAL_ROW_TOKENS, dtype=torch.int32, device=device)
         """[rows so far, room]: the distinct tokens of each row's sequence, in no order."""
         self._output_counts = torch.zeros(1, INITIAL_ROW_TOKENS, dtype=torch.int32, device=device)
         """[rows so far, room]: how often the output has each token; 0 if only the prompt has it."""
@@ -145,41 +133,27 @@ class Penalties:
         The host does not know how many distinct tokens a row has on the device. So it adds one for each step, as an
         upper bound.
         """
-        is_new = self._token_count_bounds[batch.table_rows] == 0
-        new_rows = self._count_new_rows(batch, is_new.nonzero()[0]) if is_new.any() else None
+        counts_by_new_row: dict[int, TokenCounts] = {}
+        for row, seq in zip(batch.table_rows.tolist(), batch.sequences, strict=True):
+            if self._token_count_bounds[row] == 0:
+                counts_by_new_row[row] = count_penalised_tokens(seq)
+                self._token_count_bounds[row] = len(counts_by_new_row[row].token_ids)
         self._token_count_bounds[batch.table_rows] += 1
         width = min(int(self._token_count_bounds[batch.table_rows].max()), self._vocab_size)
-        return PenaltyStep(new_rows, width)
-
-    def _count_new_rows(self, batch: PenaltyRows, indices: IntArray) -> NewRows:
-        """Count the tokens of the batch's sequences at these indices, and send the counts to the device."""
-        counts_by_sequence = [count_penalised_tokens(batch.sequences[i]) for i in indices.tolist()]
-        table_rows = batch.table_rows[indices]
-        lengths = np.array([len(counts.token_ids) for counts in counts_by_sequence], np.int64)
-        self._token_count_bounds[table_rows] = lengths
-        columns = np.concatenate([np.arange(length) for length in lengths])
-        token_ids = np.concatenate([counts.token_ids for counts in counts_by_sequence])
-        output_counts = np.concatenate([counts.output_counts for counts in counts_by_sequence])
-        return NewRows(
-            table_rows=copy_to_device(table_rows, self._device),
-            lengths=copy_to_device(lengths, self._device),
-            token_rows=copy_to_device(np.repeat(table_rows, lengths), self._device),
-            token_columns=copy_to_device(columns, self._device),
-            token_ids=copy_to_device(token_ids, self._device),
-            output_counts=copy_to_device(output_counts, self._device),
-        )
+        return PenaltyStep(counts_by_new_row, width)
 
     def apply(self, logits: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
-        """Store the counts of new rows, set `step.gathered`, and penalise logits [all rows, vocab] fp32 in place."""
+        """Store the counts of new rows, and penalise logits [all rows, vocab] fp32 in place."""
         self._enlarge_tables(int(batch.table_rows.max()) + 1, step.width)
-        if step.new_rows is not None:
-            self._store_new_rows(step.new_rows)
-        step.gathered = self._gather_rows(batch, step.width)
-        token_ids = step.gathered.token_ids
-        row_logits = logits if batch.logits_rows is None else logits.index_select(0, batch.logits_rows)
-        row_logits.scatter_(1, token_ids, _penalise(row_logits.gather(1, token_ids), batch, step.gathered))
-        if batch.logits_rows is not None:
-            logits.index_copy_(0, batch.logits_rows, row_logits)
+        if step.counts_by_new_row:
+            self._store_new_rows(step.counts_by_new_row)
+        for rows in self._split_rows(batch, step.width):
+            gathered = self._gather_rows(batch.device_table_rows[rows], step.width)
+            row_logits = logits[rows] if batch.logits_rows is None else logits[batch.logits_rows[rows]]
+            new_logits = _penalise(row_logits.gather(1, gathered.token_ids), batch, rows, gathered)
+            row_logits.scatter_(1, gathered.token_ids, new_logits)
+            if batch.logits_rows is not None:
+                logits.index_copy_(0, batch.logits_rows[rows], row_logits)
 
     def count_sampled(self, sampled_tokens: Tensor, batch: PenaltyRows, step: PenaltyStep) -> None:
         """Add the token drawn for each row to the row's counts. Called after `apply`.
@@ -187,37 +161,47 @@ class Penalties:
         If the row has the token, its count grows by one. Else the token is written to the row's next free slot.
         sampled_tokens: [all rows of the logits].
         """
+        flat_token_ids, flat_output_counts = self._token_ids.view(-1), self._output_counts.view(-1)
         if batch.logits_rows is not None:
             sampled_tokens = sampled_tokens.index_select(0, batch.logits_rows)
-        sampled_token = sampled_tokens[:, None]
-        assert step.gathered is not None, "the penalties of this step were not applied"
-        token_ids, output_counts, token_counts = step.gathered
-        step.gathered = None
-        is_match = token_ids == sampled_token
-        # In an empty row the first entry is a token of an earlier sequence.
-        is_present = is_match.any(1, keepdim=True) & (token_counts > 0)
-        is_next_slot = (torch.arange(step.width, device=self._device) == token_counts) & ~is_present
-        token_ids = torch.where(is_next_slot, sampled_token, token_ids)
-        output_counts = torch.where(is_next_slot, 1, output_counts + is_match.int())
-        self._token_ids[:, : step.width].index_copy_(0, batch.device_table_rows, token_ids)
-        self._output_counts[:, : step.width].index_copy_(0, batch.device_table_rows, output_counts)
-        self._token_counts.index_copy_(0, batch.device_table_rows, (token_counts + ~is_present)[:, 0])
+        for rows in self._split_rows(batch, step.width):
+            table_rows, sampled = batch.device_table_rows[rows], sampled_tokens[rows]
+            token_counts = self._token_counts.index_select(0, table_rows)
+            is_match = self._token_ids[:, : step.width].index_select(0, table_rows) == sampled[:, None].int()
+            is_match &= torch.arange(step.width, device=self._device) < token_counts[:, None]
+            is_present, match_slots = is_match.byte().max(1)
+            is_present = is_present.bool()
+            slots = torch.where(is_present, match_slots, token_counts)
+            places = table_rows * self._token_ids.shape[1] + slots
+            new_counts = torch.where(is_present, flat_output_counts.gather(0, places) + 1, 1)
+            flat_token_ids.index_copy_(0, places, sampled.int())
+            flat_output_counts.index_copy_(0, places, new_counts)
+            self._token_counts.index_copy_(0, table_rows, token_counts + ~is_present)
 
-    def _gather_rows(self, batch: PenaltyRows, width: int) -> GatheredRows:
-        """Return the counts of the batch's rows. To write the repeated entries past a row's tokens changes nothing."""
-        token_ids = self._token_ids[:, :width].index_select(0, batch.device_table_rows)
-        output_counts = self._output_counts[:, :width].index_select(0, batch.device_table_rows)
-        token_counts = self._token_counts.index_select(0, batch.device_table_rows)[:, None]
+    def _split_rows(self, batch: PenaltyRows, width: int) -> Iterator[slice]:
+        """Yield the rows of a batch in parts of at most MAX_ENTRIES_AT_ONCE entries and 16 times as many logits."""
+        part_rows = max(1, MAX_ENTRIES_AT_ONCE // max(width, self._vocab_size // 16))
+        for start in range(0, len(batch.sequences), part_rows):
+            yield slice(start, start + part_rows)
+
+    def _gather_rows(self, table_rows: Tensor, width: int) -> GatheredRows:
+        """Return the counts of table rows. To penalise the repeated entries past a row's tokens changes nothing."""
+        token_ids = self._token_ids[:, :width].index_select(0, table_rows)
+        output_counts = self._output_counts[:, :width].index_select(0, table_rows)
+        token_counts = self._token_counts.index_select(0, table_rows)[:, None]
         is_used = torch.arange(width, device=self._device) < token_counts
-        token_ids = torch.where(is_used, token_ids, token_ids[:, :1])
+        token_ids = torch.where(is_used, token_ids, token_ids[:, :1]).long()
         return GatheredRows(token_ids, torch.where(is_used, output_counts, output_counts[:, :1]), token_counts)
 
-    def _store_new_rows(self, new: NewRows) -> None:
+    def _store_new_rows(self, counts_by_row: dict[int, TokenCounts]) -> None:
         """Write the tokens of rows that this step uses for the first time."""
-        self._output_counts[:, 0].index_fill_(0, new.table_rows, 0)  # for empty rows, whose entries all repeat this one
-        self._token_counts.index_copy_(0, new.table_rows, new.lengths)
-        self._token_ids.index_put_((new.token_rows, new.token_columns), new.token_ids)
-        self._output_counts.index_put_((new.token_rows, new.token_columns), new.output_counts.int())
+        table_rows = copy_to_device(np.array(list(counts_by_row), np.int64), self._device)
+        lengths = np.array([len(counts.token_ids) for counts in counts_by_row.values()], np.int64)
+        self._output_counts[:, 0].index_fill_(0, table_rows, 0)  # for empty rows, whose entries all repeat this one
+        self._token_counts.index_copy_(0, table_rows, copy_to_device(lengths, self._device))
+        for row, counts in counts_by_row.items():
+            overwrite(self._token_ids[row], counts.token_ids)
+            overwrite(self._output_counts[row], counts.output_counts)
 
     def _enlarge_tables(self, row_count: int, width: int) -> None:
         """Enlarge the tables of counts to at least `row_count` rows and `width` tokens in a row.
@@ -232,22 +216,23 @@ class Penalties:
             self._output_counts = F.pad(self._output_counts, (0, added_width, 0, added_rows))
 
 
-def _penalise(old_logits: Tensor, batch: PenaltyRows, gathered: GatheredRows) -> Tensor:
-    """Return the logits of the gathered tokens after penalties. old_logits and the result: [n, width].
+def _penalise(old_logits: Tensor, batch: PenaltyRows, rows: slice, gathered: GatheredRows) -> Tensor:
+    """Return the logits of the gathered tokens of a batch's rows after penalties. old_logits, result: [rows, width].
 
     repetition_penalty divides positive logits, and multiplies negative ones. From this, frequency_penalty is subtracted
     once for each time that the output has the token, and presence_penalty if it has the token at all.
     """
-    repeated = torch.where(old_logits > 0, old_logits / batch.repetition, old_logits * batch.repetition)
+    repetition = batch.repetition[rows]
+    repeated = torch.where(old_logits > 0, old_logits / repetition, old_logits * repetition)
     new_logits = torch.where(gathered.token_counts > 0, repeated, old_logits)  # a row without tokens stays as it is
     counts = gathered.output_counts
-    new_logits -= batch.frequency * counts + batch.presence * (counts > 0)
+    new_logits -= batch.frequency[rows] * counts + batch.presence[rows] * (counts > 0)
     return new_logits
 
 
 def _compute_growth(size: int, needed_size: int, size_max: int) -> int:
-    """Return by how much to enlarge a dimension: it is doubled, up to `size_max`, or becomes as large as needed."""
-    return 0 if needed_size <= size else max(needed_size, min(2 * size, size_max)) - size
+    """Return by how much to enlarge a dimension: by a quarter, up to `size_max`, or as much as needed."""
+    return 0 if needed_size <= size else max(needed_size, min(size + size // 4, size_max)) - size
 
 
 def count_penalised_tokens(seq: Sequence) -> TokenCounts:
@@ -255,11 +240,12 @@ def count_penalised_tokens(seq: Sequence) -> TokenCounts:
 
     Tokens of the prompt are needed for repetition_penalty alone.
     """
-    output, counts = np.unique(np.array(seq.token_ids[seq.prompt_len :], np.int64), return_counts=True)
+    output, wide_counts = np.unique(np.array(seq.token_ids[seq.prompt_len :], np.int32), return_counts=True)
+    counts = wide_counts.astype(np.int32)
     if seq.request.params.repetition_penalty == 1.0:
         return TokenCounts(output, counts)
-    only_in_prompt = np.setdiff1d(np.array(seq.token_ids[: seq.prompt_len], np.int64), output)
-    no_counts = np.zeros(len(only_in_prompt), np.int64)
+    only_in_prompt = np.setdiff1d(np.array(seq.token_ids[: seq.prompt_len], np.int32), output)
+    no_counts = np.zeros(len(only_in_prompt), np.int32)
     return TokenCounts(np.concatenate([output, only_in_prompt]), np.concatenate([counts, no_counts]))
 
 

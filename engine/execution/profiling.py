@@ -2,7 +2,8 @@
 
 The step has the most tokens and sequences that a step may have: chunks of prompts, and one token of each other
 sequence, all at the end of the longest context. All sequences draw a token with penalties, which need a copy of the
-logits, and with logprobs. With several ranks all of them must measure, as they communicate inside the step.
+logits and tables as wide as the most distinct tokens of a sequence, and with logprobs. With several ranks all of them
+must measure, as they communicate inside the step.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from engine.types import BlockId, Chunk, Request, SamplingParams, Sequence, Step
 
 
 def make_largest_step(
-    spec: CacheSpec, *, token_count: int, sequence_count: int, length_max: int
+    spec: CacheSpec, *, token_count: int, sequence_count: int, length_max: int, vocab_size: int
 ) -> tuple[StepPlan, int]:
     """Make the largest step of at most `token_count` tokens in `sequence_count` sequences of `length_max` tokens.
 
@@ -30,11 +31,15 @@ def make_largest_step(
         block_tables.append([BlockId(group * blocks_per_unit + i % blocks_per_unit) for i in range(block_count)])
     state_unit = None if spec.state is None else UnitId(len(spec.groups))
     unit_count = len(spec.groups) + (state_unit is not None)
-    tokens = [0] * length_max
+    tokens = [i % vocab_size for i in range(length_max)]
     chunks = []
     for index, chunk_tokens in enumerate(_divide_tokens(token_count, sequence_count, length_max)):
         params = SamplingParams(
-            top_p=0.9, frequency_penalty=0.1, logprobs=20, prompt_logprobs=20 if chunk_tokens > 1 else None
+            top_p=0.9,
+            frequency_penalty=0.1,
+            repetition_penalty=1.1 if index == 0 else 1.0,  # one sequence makes the tables wide for all
+            logprobs=20,
+            prompt_logprobs=20 if chunk_tokens > 1 else None,
         )
         request = Request(request_id=f"profile {index}", token_ids=tokens, params=params)
         seq = Sequence(request, tokens, length_max, 0.0, block_tables=block_tables, state_unit=state_unit)

@@ -18,6 +18,7 @@ from engine.execution.profiling import make_largest_step, measure_peak_bytes
 from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.grammars import GrammarCompiler
 from engine.models import CausalLM
+from engine.types import StepResult
 from kernels import select_kernels
 from options import ConfigError
 
@@ -96,10 +97,18 @@ def _measure_largest_step(config: EngineConfig, rank: RankModel) -> int:
         token_count=config.step_tokens_max,
         sequence_count=count_sequences_max(config),
         length_max=rank.max_model_len,
+        vocab_size=rank.model.config.vocab_size,
     )
+
+    def run_twice() -> StepResult:
+        """Run the step in a runner that has the tables of penalties, which the first step makes and which stay."""
+        runner = make_runner(config, rank, unit_count)
+        runner.execute(plan)
+        return runner.execute(plan)
+
     try:
         # The runner's tables count too: they have a row for each sequence of a step.
-        step_bytes = measure_peak_bytes(lambda: make_runner(config, rank, unit_count).execute(plan), rank.device)
+        step_bytes = measure_peak_bytes(run_twice, rank.device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"--max-num-batched-tokens {config.step_tokens_max}, --max-num-seqs {config.max_num_seqs}, --max-model-len "

@@ -7,7 +7,9 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.execution import penalties as penalties_module
 from engine.execution.penalties import Penalties, has_penalties, make_penalty_rows
 from engine.types import Request, SamplingParams, Sequence
 
@@ -86,6 +88,43 @@ def test_one_long_row_takes_no_room_in_rows_that_were_never_used() -> None:
     assert batch is not None
     penalties.apply(torch.zeros(1, 10_000), batch, penalties.prepare(batch))
     assert penalties._token_ids.nbytes + penalties._output_counts.nbytes <= 4 * 20_000 * 12
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements of any new tensor that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        old_memory = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in old_memory:
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+def test_a_long_row_beside_many_takes_a_bounded_part_of_the_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prompt of 100,000 distinct tokens beside 2,047 other sequences took 10 GB in each step."""
+    monkeypatch.setattr(penalties_module, "MAX_ENTRIES_AT_ONCE", 20_000, raising=False)
+    rows, vocab = 64, 10_000
+    penalties = Penalties(rows, vocab, torch.device("cpu"))
+    params, rng = SamplingParams(repetition_penalty=1.1, frequency_penalty=0.1), random.Random(1)
+    prompts = [rng.sample(range(vocab), 5000 if row == 7 else 5) for row in range(rows)]
+    sequences = [Sequence(Request(request_id="a", token_ids=p, params=params), list(p), len(p), 0.0) for p in prompts]
+    batch = make_penalty_rows(sequences, list(range(rows)), torch.device("cpu"))
+    assert batch is not None
+    for _ in range(3):
+        step, logits = penalties.prepare(batch), torch.randn(rows, vocab)
+        expected = torch.stack([penalise_one(row, seq) for row, seq in zip(logits, sequences)])
+        penalties._enlarge_tables(rows, step.width)
+        drawn = torch.randint(vocab, (rows,))
+        with LargestTensor() as largest:
+            penalties.apply(logits, batch, step)
+            penalties.count_sampled(drawn, batch, step)
+        assert largest.elements <= 20_000
+        torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
+        for token, seq in zip(drawn.tolist(), sequences, strict=True):
+            seq.token_ids.append(token)
 
 
 def test_a_long_answer_takes_no_more_room_than_the_vocabulary() -> None:

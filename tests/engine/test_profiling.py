@@ -14,6 +14,7 @@ from engine.execution.profiling import make_largest_step
 from engine.execution.runner import ModelRunner, RunnerConfig
 from engine.models.loader import load_model
 from engine.tiny.model import Recipe, cached_model
+from engine.types import StepPlan, StepResult
 from options import ConfigError
 
 
@@ -22,7 +23,10 @@ from options import ConfigError
 def test_the_largest_step_runs_in_its_units(family, tokens, sequences):
     model, dtype = load_model(cached_model(Recipe(family=family, layers=4)))
     spec = model.make_cache_spec(16, dtype)
-    plan, units = make_largest_step(spec, token_count=tokens, sequence_count=sequences, length_max=128)
+    vocab_size = model.config.vocab_size
+    plan, units = make_largest_step(
+        spec, token_count=tokens, sequence_count=sequences, length_max=128, vocab_size=vocab_size
+    )
     assert sum(chunk.end - chunk.start for chunk in plan.chunks) == tokens
     assert len(plan.chunks) == min(tokens, sequences)
     owners = {}
@@ -36,9 +40,37 @@ def test_the_largest_step_runs_in_its_units(family, tokens, sequences):
     runner = ModelRunner(
         model, DevicePool(spec, units, device=torch.device("cpu"), dtype=dtype), RunnerConfig(max_model_len=128)
     )
-    for token in runner.execute(plan).sampled_tokens:
-        assert token is not None
-        assert 0 <= token < model.config.vocab_size
+    for _ in range(2):
+        for token in runner.execute(plan).sampled_tokens:
+            assert token is not None
+            assert 0 <= token < vocab_size
+
+
+def test_the_tables_of_penalties_are_measured_at_their_largest_before_the_rest_of_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=70, max_model_len=400)
+    model, dtype = load_model(cached_model(Recipe()))
+    rank = sizing.resolve_rank_model(config, model, dtype, torch.device("cpu"))
+    table_shapes = []
+    make_runner = sizing.make_runner
+
+    def make_watched_runner(config: EngineConfig, rank: sizing.RankModel, unit_count: int) -> ModelRunner:
+        runner = make_runner(config, rank, unit_count)
+        execute = runner.execute
+
+        def execute_watched(plan: StepPlan) -> StepResult:
+            table_shapes.append(tuple(runner._sampler._penalties._token_ids.shape))
+            return execute(plan)
+
+        runner.execute = execute_watched  # type: ignore[method-assign]
+        return runner
+
+    monkeypatch.setattr(sizing, "make_runner", make_watched_runner)
+    monkeypatch.setattr(sizing, "measure_peak_bytes", lambda run, device: len(run().sampled_tokens))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    sizing._measure_largest_step(config, rank)
+    assert table_shapes[-1] == (4, 401)
 
 
 def test_the_memory_of_the_largest_step_is_free_again_before_the_cache_is_sized(

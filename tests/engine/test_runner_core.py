@@ -137,7 +137,7 @@ def test_an_error_that_sticks_to_the_device_is_told_from_one_that_does_not(monke
         DevicePool(model.make_cache_spec(16, dtype), 4, device=torch.device("cpu"), dtype=dtype),
         RunnerConfig(max_model_len=64),
     )
-    plan, _ = make_largest_step(runner.pool.spec, token_count=8, sequence_count=2, length_max=64)
+    plan, _ = make_largest_step(runner.pool.spec, token_count=8, sequence_count=2, length_max=64, vocab_size=64)
 
     def raise_error(*args: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")

@@ -99,7 +99,11 @@ def main(family: str, seed: int) -> None:
     with torch.no_grad():
         runner.record_decode_steps(SEQUENCES_MAX)
         plan, _ = make_largest_step(
-            runner.pool.spec, token_count=STEP_TOKENS_MAX, sequence_count=SEQUENCES_MAX, length_max=LENGTH_MAX
+            runner.pool.spec,
+            token_count=STEP_TOKENS_MAX,
+            sequence_count=SEQUENCES_MAX,
+            length_max=LENGTH_MAX,
+            vocab_size=runner.model.config.vocab_size,
         )  # as at the engine's start
         runner.submit(plan)
         for count in (1, 3, 8):
