@@ -49,6 +49,8 @@ REPLY_SLICE = 128
 LIVE_SLICE = 256
 BUSY_PEERS_WAIT_MS = 5
 """Pause before replies are tried again whose peers took nothing; a poll does not report when a peer is ready."""
+MAX_MESSAGES_AHEAD = 16
+"""Messages of a reply that wait in its socket: a peer makes progress with half as many, each of up to 1,024 blocks."""
 REPLY_STALL_S = 30.0
 """Seconds without progress after which a peer loses its reply."""
 
@@ -337,6 +339,7 @@ class EventPublisher:
                 self._replay_socket = self._context.socket(zmq.ROUTER)
                 # Without this a ROUTER drops what a slow peer cannot take, in the middle of a reply.
                 self._replay_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self._replay_socket.sndhwm = MAX_MESSAGES_AHEAD
                 endpoint = make_rank_endpoint(self.config.replay_endpoint, self.dp_rank)
                 self._replay_endpoint = _bind_or_connect(self._replay_socket, endpoint, binds=True)
         except (zmq.ZMQError, ConfigError) as error:
