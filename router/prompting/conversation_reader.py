@@ -48,13 +48,18 @@ class ConversationReader:
 
     def allow(self, model: str, renderer: BoundaryRenderer) -> None:
         """Begin to cache the conversations of a model."""
-        self.problems.pop(model, None)
+        self.forget(model)  # a body that another tokenizer was still reading may have been stored since
         self._renderers[model] = renderer
 
     def forbid(self, model: str, problem: str) -> None:
         """Stop caching the conversations of a model."""
-        self._renderers.pop(model, None)
+        self.forget(model)
         self.problems[model] = problem
+
+    def forget(self, model: str) -> None:
+        """Drop the conversations of a model, and what is known of its template, as another one may take its place."""
+        self._renderers.pop(model, None)
+        self.problems.pop(model, None)
         self.cache.clear(model)
 
     def get_renderer(self, model: str) -> BoundaryRenderer | None:

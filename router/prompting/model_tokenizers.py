@@ -189,7 +189,7 @@ class ModelTokenizers:
         self.folder_by_model.pop(model, None)
         self.root_by_model.pop(model, None)
         self._compared_models.discard(model)
-        self._conversations.forbid(model, "its workers have another tokenizer than before")
+        self._conversations.forget(model)
 
     async def discover(self, model: str, path: str | None, worker: RemoteWorker) -> None:
         """Load the tokenizer of a base model, or else find out whether the worker can turn its prompts into token ids.

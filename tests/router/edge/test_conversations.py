@@ -97,13 +97,18 @@ def test_conversations_of_a_replaced_tokenizer_are_read_with_the_new_one(
     async def scenario() -> None:
         conversations = await load(edge, tmp_path)
         assert await send(edge, make_post, long_talk(7)) == 1
+        ((late_conversation, _, _),) = conversations.cache._entries.values()
         upgraded = tmp_path / "upgraded"
         upgraded.mkdir()
         write_tokenizer(upgraded, 4096, 1 << 20)
         tokenizers = edge.prompts.tokenizers
         tokenizers.forget("tiny")
         assert len(conversations.cache) == 0
+        assert conversations.problems == {}, "a template that is not tried would keep its problem"
+        late_body = json.dumps({"model": "tiny", "messages": long_talk(7)}).encode()
+        conversations.cache.store(late_conversation, late_body)  # its body was still being read
         await tokenizers.discover("tiny", str(upgraded), SimpleNamespace(url="", sends_api_key=False))
+        assert len(conversations.cache) == 0
         assert tokenizers.folder_by_model == {"tiny": str(upgraded)}
         assert await send(edge, make_post, long_talk(9)) == 1
         assert conversations.cache.hits == 0
