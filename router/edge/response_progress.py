@@ -37,6 +37,7 @@ _COUNTS_PATTERN = re.compile(
     rb"(?:\s*:\s*(\d{1,9})\s*[,}])?"
 )
 """Pattern of a key with its count, which is missing where it has more digits, or where the text may end within them."""
+_NO_COUNTS = ReportedUsage()
 
 
 class ResponseProgress(msgspec.Struct, eq=False):
@@ -88,7 +89,7 @@ class ResponseProgress(msgspec.Struct, eq=False):
         if last_usage is not None and last_usage.prompt_tokens:
             return last_usage
         match = _USAGE_PATTERN.search(self.first_bytes)
-        first_usage = None if match is None else _read_usage(self.first_bytes, match.end())
+        first_usage = None if match is None else _read_usage(self.first_bytes, match.end(), len(self.first_bytes))
         if first_usage is None or not first_usage.prompt_tokens:
             return last_usage
         if last_usage is not None:
@@ -106,28 +107,34 @@ class ResponseProgress(msgspec.Struct, eq=False):
             return True
         if path != RESPONSES_PATH or _EVENT_END_PATTERN.search(tail) is None:
             return False
-        # The last event of Responses repeats the whole answer, and is the only one that tells usage, at its end. All
+        # The last event of Responses repeats the whole answer, and is the only one that tells usage, after it. All
         # events about the response repeat its tools, whose parameters may have the name `usage`, too.
         usage = find_usage(tail)
         return usage is not None and usage.completion_tokens is not None
 
 
 def find_usage(tail: bytes) -> ReportedUsage | None:
-    """Return the last `usage` object that begins in `tail`, the end of an answer; None if there is none."""
-    position = tail.rfind(b'"usage"')
-    while position >= 0 and (match := _USAGE_PATTERN.match(tail, position)) is None:
-        position = tail.rfind(b'"usage"', 0, position)
-    return None if position < 0 or match is None else _read_usage(tail, match.end())
+    """Return the last `usage` object with counts in `tail`, the end of an answer.
+
+    Tools that an answer repeats may have a parameter of this name, which has no counts. None if there is no `usage`.
+    """
+    usage, end = None, len(tail)
+    while usage in (None, _NO_COUNTS) and (position := tail.rfind(b'"usage"', 0, end)) >= 0:
+        match = _USAGE_PATTERN.match(tail, position)
+        if match is not None:
+            usage = _read_usage(tail, match.end(), end)
+        end = position
+    return usage
 
 
-def _read_usage(text: bytes, start: int) -> ReportedUsage:
-    """Read a `usage` object of the OpenAI or the Anthropic API. `start`: position after its opening brace.
+def _read_usage(text: bytes, start: int, end: int) -> ReportedUsage:
+    """Read a `usage` object of the OpenAI or the Anthropic API. `start`: position after its brace; it is before `end`.
 
     Responses, an API of OpenAI, has the counts of both: Anthropic's `input_tokens`, and OpenAI's `cached_tokens`. So
     a count without Anthropic's key is read by OpenAI's. Anthropic's `input_tokens` do not include cached tokens.
     """
     # The first of equal keys counts: what follows the object may have them too.
-    counts = {key: int(count) if count else None for key, count in reversed(_COUNTS_PATTERN.findall(text, start))}
+    counts = {key: int(count) if count else None for key, count in reversed(_COUNTS_PATTERN.findall(text, start, end))}
     prompt_tokens, cached_tokens = counts.get(b"prompt_tokens"), counts.get(b"cached_tokens")
     completion_tokens = counts.get(b"completion_tokens")
     uncached_tokens, output_tokens = counts.get(b"input_tokens"), counts.get(b"output_tokens")

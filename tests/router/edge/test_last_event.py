@@ -106,6 +106,10 @@ def test_a_parameter_of_a_tool_that_is_named_usage_ends_no_response() -> None:
     assert not progress.has_final_event(RESPONSES)
     progress.record(response(RESPONSE_USAGE)[-1], 0.0)
     assert progress.has_final_event(RESPONSES)
+    whole = {"id": "resp_1", "output": [{"text": "x" * 9000}], "usage": RESPONSE_USAGE, "tools": tools * 2}  # SGLang's
+    progress.record(event({"type": "response.completed", "response": whole}), 0.0)
+    assert progress.has_final_event(RESPONSES)
+    assert progress.find_reported_usage() == WHOLE
 
 
 def chunk(data: bytes) -> bytes:
