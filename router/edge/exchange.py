@@ -178,8 +178,7 @@ class Exchange:
 
     def reject(self, error: RequestError) -> None:
         """Answer with an error in the request itself."""
-        if self._proxy.end(self.context, "rejected"):  # else its client has left
-            self._proxy.metrics.http_errors[str(error.status)] += 1
+        if self._proxy.end_rejected(self.context, error):
             self.client.respond_error(error)
 
     # From the client's side ---------------------------------------------------------------------------------------

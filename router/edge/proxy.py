@@ -244,6 +244,13 @@ class Proxy:
             self.metrics.record_crash("exchange", error)
         return True
 
+    def end_rejected(self, context: RequestContext, error: RequestError) -> bool:
+        """End a request before the core has it, and count the error. Return False if its client has left."""
+        if not self.end(context, "rejected" if error.status < 500 else f"refused_{error.code}"):
+            return False
+        self.metrics.http_errors[str(error.status)] += 1
+        return True
+
     def end_crashed(self, exchange: Exchange, error: Exception) -> None:
         """End a request, because code that handles it raised `error`. A client without an answer gets an error."""
         context, client = exchange.context, exchange.client

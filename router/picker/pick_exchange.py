@@ -158,8 +158,7 @@ class PickExchange:
 
     def reject(self, error: RequestError) -> None:
         """Have Envoy answer with an error in the request itself."""
-        if self._proxy.end(self.context, "rejected"):  # else its client has left
-            self._proxy.metrics.http_errors[str(error.status)] += 1
+        if self._proxy.end_rejected(self.context, error):
             self.client.respond_error(error)
 
     def response_started(self, status: int, served_by: str | None) -> Sequence[Header]:

@@ -92,6 +92,8 @@ def test_a_model_that_a_worker_may_serve_which_was_never_reached_is_no_mistake_o
         await edge.start()
         await edge.worker(edge.reply(b'"answered"'), "a")
         unreached_counts = [1, 0]
+        outcomes: list[str] = []
+        edge.proxy.on_end.append(lambda context: outcomes.append(context.outcome))
 
         async def look_for(model: str) -> int:
             return unreached_counts.pop(0)
@@ -101,6 +103,7 @@ def test_a_model_that_a_worker_may_serve_which_was_never_reached_is_no_mistake_o
         status, headers, body = parts(await edge.exchange(post))
         assert (status, headers["retry-after"], json.loads(body)["error"]["code"]) == (503, "1", "no_worker")
         assert "served: tiny. Not reached: 1." in json.loads(body)["error"]["message"]
+        assert outcomes == ["refused_no_worker"], "the alert on errors of the router counts refusals"
         assert parts(await edge.exchange(post))[0] == 404
 
     edge.run(scenario())
