@@ -106,10 +106,12 @@ def make_penalty_rows(sequences: list[Sequence], table_rows: list[int], device: 
 class Penalties:
     """Keeps the token counts of all rows on the device, and applies the penalties to logits."""
 
-    def __init__(self, row_count: int, vocab_size: int, device: torch.device) -> None:
-        """Make empty tables, which grow to at most `row_count` rows of `vocab_size` tokens."""
+    def __init__(self, row_count: int, vocab_size: int, device: torch.device, length_max: int | None = None) -> None:
+        """Make empty tables for `row_count` sequences of at most `length_max` tokens (None: of any length)."""
         self._row_count = row_count
         self._vocab_size = vocab_size
+        self._width_max = vocab_size if length_max is None else min(vocab_size, length_max + 1)
+        """Most distinct tokens of a row, and one that a step may add."""
         self._device = device
         self._token_count_bounds: IntArray = np.zeros(row_count, np.int64)
         """Upper bound of each row's distinct tokens after the last prepared step; 0 for a row that is not in use."""
@@ -210,7 +212,7 @@ class Penalties:
         """
         old_row_count, old_width = self._token_ids.shape
         added_rows = _compute_growth(old_row_count, row_count, self._row_count)
-        added_width = _compute_growth(old_width, width, self._vocab_size)
+        added_width = _compute_growth(old_width, width, self._width_max)
         if added_rows or added_width:
             self._token_ids = F.pad(self._token_ids, (0, added_width, 0, added_rows))
             self._output_counts = F.pad(self._output_counts, (0, added_width, 0, added_rows))

@@ -93,7 +93,9 @@ class ModelRunner:
         vocab_size = model.config.vocab_size
         self._masks = None if grammars is None else Masks(grammars, vocab_size, device, config.mask_threads)
         rows = config.max_num_seqs
-        self._sampler = Sampler(vocab_size, device, config.eos_token_ids, config.seed, self._ops, self._masks, rows)
+        self._sampler = Sampler(
+            vocab_size, device, config.eos_token_ids, config.seed, self._ops, self._masks, rows, config.max_model_len
+        )
         self._ropes = model.make_rope_tables(config.max_model_len, pool.dtype, device)
         self._windows = model.window_by_group
         self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=device) if config.overlaps_steps else None

@@ -156,13 +156,14 @@ class Sampler:
         ops: Kernels | None = None,
         masks: Masks | None = None,
         row_count: int = 256,
+        length_max: int | None = None,
     ) -> None:
         """Make a sampler. `seed`: used, with the request's id, for requests without a seed.
 
         `eos_token_ids`: tokens that end an answer, which min_tokens bans. Some checkpoints give ids outside the
         vocabulary; they have no logit, and are ignored. `ops`: the kernels that draw; None: plain torch.
         `masks`: makes the masks of answers with a grammar; None: no answer has one. `row_count`: rows of the
-        per-sequence tables.
+        per-sequence tables. `length_max`: most tokens of a sequence; None: no limit.
         """
         self._vocab_size = vocab_size
         self._device = device
@@ -170,7 +171,7 @@ class Sampler:
         self._seed = seed
         ops = ReferenceKernels(device) if ops is None else ops
         self._draw = ops.draw
-        self._penalties = Penalties(row_count, vocab_size, device)
+        self._penalties = Penalties(row_count, vocab_size, device, length_max)
         self._masks = masks
 
     def reset_rows(self, rows: Rows[int] | None = None) -> None:

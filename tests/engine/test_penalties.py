@@ -141,3 +141,17 @@ def test_a_long_answer_takes_no_more_room_than_the_vocabulary() -> None:
         penalties.count_sampled(torch.tensor([token]), batch, step)
         seq.token_ids.append(token)
     assert penalties._token_ids.shape == (1, 300)
+
+
+def test_a_table_that_grows_with_its_answers_is_no_wider_than_the_longest_context() -> None:
+    """The memory that is measured at the start is that of the longest context; growth by a quarter took more."""
+    penalties, prompt = Penalties(1, 10_000, torch.device("cpu"), length_max=1100), list(range(1000))
+    params = SamplingParams(repetition_penalty=1.1)
+    seq = Sequence(Request(request_id="a", token_ids=prompt, params=params), list(prompt), len(prompt), 0.0)
+    batch = make_penalty_rows([seq], [0], torch.device("cpu"))
+    assert batch is not None
+    for token in range(1000, 1100):
+        step = penalties.prepare(batch)
+        penalties.apply(torch.ones(1, 10_000), batch, step)
+        penalties.count_sampled(torch.tensor([token]), batch, step)
+    assert penalties._token_ids.shape == (1, 1101)
