@@ -207,7 +207,7 @@ class RouterCore:
             return []
         active_request = self._active_requests[request_id]
         candidates = self.registry.find_candidates(
-            active_request.request, active_request.tried_workers | {attempt.decision.worker}
+            active_request.request, active_request.excluded_workers | {attempt.decision.worker}
         )
         if isinstance(candidates, Refuse):
             return []
@@ -385,7 +385,7 @@ class RouterCore:
             if attempt.has_first_token or not has_retry:
                 return False
         candidates = self.registry.find_candidates(
-            continuation or active_request.request, active_request.tried_workers | {attempt.decision.worker}
+            continuation or active_request.request, active_request.excluded_workers | {attempt.decision.worker}
         )
         stalled_workers = self.stall_detector.stalled_workers
         if isinstance(candidates, Refuse) or all(target.worker_id in stalled_workers for target in candidates):
@@ -437,10 +437,13 @@ class RouterCore:
     def _exclude_worker(self, active_request: ActiveRequest, worker_id: str, kind: FailureKind) -> None:
         """Record that a worker failed a request, so that the request is not sent there again.
 
-        A worker may get the request again if only the source of its KV failed, and if there is no other worker.
+        A worker may get the request again if only the source of its KV failed, and if there is no other worker. After
+        429 it may get the request again once the answer has begun elsewhere.
         """
         if kind in REFUSALS:
             active_request.refused_by |= {worker_id}
+        if kind is FailureKind.OVERLOADED:
+            return
         tried_workers = active_request.tried_workers | {worker_id}
         if kind is FailureKind.SOURCE:
             candidates = self.registry.find_candidates(active_request.request, tried_workers)

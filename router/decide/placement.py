@@ -75,7 +75,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
     """The present attempt; None while the request is queued."""
     failed_attempts: int = 0
     tried_workers: frozenset[str] = frozenset()
-    """Workers of the failed attempts, which are not chosen again while there are others."""
+    """Workers of the failed attempts, which are not chosen again. A 429 is in `refused_by` alone."""
     tried_sources: frozenset[str] = frozenset()
     """Workers that failed to give KV to this request."""
     crash_suspicions: int = 0
@@ -90,9 +90,14 @@ class ActiveRequest(msgspec.Struct, eq=False):
         return QueuePosition(request.tenant, self.is_background, request.priority, self.arrived_s)
 
     @property
+    def excluded_workers(self) -> frozenset[str]:
+        """Workers that the next attempt may not go to."""
+        return self.tried_workers | self.refused_by
+
+    @property
     def excluded_sources(self) -> frozenset[str]:
         """Workers that no KV of this request may come from."""
-        return self.tried_workers | self.tried_sources
+        return self.excluded_workers | self.tried_sources
 
 
 class RequestPlacer:
@@ -178,7 +183,7 @@ class RequestPlacer:
         """
         self._tracker.advance(now)
         request = active_request.request
-        candidates = self._registry.find_candidates(request, active_request.tried_workers)
+        candidates = self._registry.find_candidates(request, active_request.excluded_workers)
         if isinstance(candidates, Refuse):
             return candidates
         if waits_behind_queue and active_request.is_background:  # only idle workers, if there are any

@@ -252,10 +252,22 @@ def test_a_refusal_counts_at_the_next_first_token_alone() -> None:
     core.record_first_token("r", 0.1)
     core.update_stalled_workers({}, 60.0)
     assert not core.registry.avoided_workers
-    core.fail_attempt("r", FailureKind.STREAM, 60.0, request("r", prompt))
+    (continuation,) = core.fail_attempt("r", FailureKind.STREAM, 60.0, request("r", prompt))
+    assert chosen_worker(continuation) == "a"
     core.record_first_token("r", 60.1)
     assert not core.registry.avoided_workers
-    assert chosen_worker(core.route(request("s", prompt), 60.2)) == "a"
+
+
+def test_an_answer_that_breaks_continues_at_a_worker_that_was_overloaded_before() -> None:
+    core, index = make_core("ab")
+    prompt = list(range(100))
+    index.store(core.workers["a"].holders[0], prompt)
+    assert chosen_worker(core.route(request("r", prompt), 0.0)) == "a"
+    (retry,) = core.fail_attempt("r", FailureKind.OVERLOADED, 0.0)
+    assert chosen_worker(retry) == "b"
+    core.record_first_token("r", 0.1)
+    (continuation,) = core.fail_attempt("r", FailureKind.STREAM, 60.0, request("r", prompt))
+    assert chosen_worker(continuation) == "a"
 
 
 @pytest.mark.parametrize("kind", [FailureKind.TIMEOUT, FailureKind.STALLED])
