@@ -70,7 +70,7 @@ class SimSequence:
     registered_blocks: int = 0
     """Leading blocks of the prompt that the cache has by their ids: they were cached, or are computed to their end."""
     reserved_blocks: int = 0
-    """Blocks taken for the sequence. The cache counts those that are not registered in `unnamed_blocks`."""
+    """Blocks taken for the sequence, registered or not."""
     blocks_to_load: int = 0
     """Blocks that the next step brings back from host memory."""
     admission_order: int = 0

@@ -312,7 +312,10 @@ class Target:
     """A worker, or one data-parallel rank of it, with all that its price depends on."""
 
     def __init__(self, worker_id: str, rank: int | None, holder: HolderId, pool: PoolSpeed) -> None:
-        """Begin idle, with the speed of the pool. `rank`: None if the worker has one only; `holder`: in the index."""
+        """Make a target, a worker or one rank of it, without requests, as fast as those of its `pool` are on average.
+
+        `rank`: None if the worker has one only. `holder`: its id in the prefix index.
+        """
         self.worker_id, self.rank, self.holder = worker_id, rank, holder
         self.name = worker_id if rank is None else f"{worker_id}#{rank}"
         self.capacity, self.load, self.prefill_queue = Capacity(), Load(), PrefillQueue()

@@ -178,19 +178,20 @@ class PeerLoads:
             log.warning("peer router %s is silent: its load no longer counts", name)
 
     def _make_target_load(self, name: str, now: float) -> TargetLoad:
-        """Return the load of this router on a target, with ages in place of times."""
+        """Return what this router has in flight at a target, for its peers: ages in place of times."""
         load = self._tracker.make_local_load(self._tracker.targets[name], now)
+        prefills = load.prefills
         return TargetLoad(
-            name,
-            load.prefills.prefill_s,
-            load.prefills.oldest_prefill_s,
-            now - load.prefills.oldest_sent_at_s,
-            now - load.prefills.oldest_since_s,
-            load.decode_requests,
-            load.decode_context_tokens,
-            load.utilisation,
-            load.prefills.request_count,
-            load.prefill_rate,
+            target=name,
+            prefill_s=prefills.prefill_s,
+            oldest_prefill_s=prefills.oldest_prefill_s,
+            oldest_sent_age_s=now - prefills.oldest_sent_at_s,
+            oldest_since_age_s=now - prefills.oldest_since_s,
+            decode_requests=load.decode_requests,
+            decode_context_tokens=load.decode_context_tokens,
+            utilisation=load.utilisation,
+            prefill_requests=prefills.request_count,
+            prefill_rate=load.prefill_rate,
         )
 
     def _ignore_own_message(self) -> None:

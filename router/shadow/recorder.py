@@ -75,10 +75,10 @@ class Recorder:
         self._links = PrefixLinks(self.config.requests_max)
 
     def record_copy(self, context: RequestContext) -> None:
-        """Record a copy of a request that was read and priced, and search for its worker from now on.
+        """Record the mirrored copy of a request, for which this router chose a worker but sent nothing.
 
-        The copy does not tell which worker answers the original. The worker is known by its cache, which soon has the
-        blocks of the prompt.
+        A copy does not tell which worker answers the original. That worker is found later: its
+        cache soon has the blocks of the prompt.
         """
         route, decision = context.route, context.decision
         if route is None or route.token_ids is None or decision is None:

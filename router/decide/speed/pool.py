@@ -127,9 +127,10 @@ class PoolSpeed:
         return self._refresh_model()
 
     def _refresh_model(self) -> bool:
-        """Combine what was learned with the prior; return whether the model has changed by more than 2 %.
+        """Compute the speeds of the pool anew; return whether they have changed by more than 2 %.
 
-        The prior of the step ratio is the prefill ratio: a target that computes prompts slowly also writes slowly.
+        A speed is the ratio to what was assumed (the prior), averaged with what was measured. Without measurements of
+        decode steps, their ratio is that of prefills: a target that computes prompts slowly also writes slowly.
         """
         learned = self._learned
         self.is_silent = self.is_enabled and not (learned.prefill_weight or learned.step_weight)
