@@ -1,8 +1,8 @@
 """Puller of cached blocks: asks another engine for the blocks that a prompt lacks, checks them, and has them stored.
 
 The number of pulls at once, the bytes of each pull and its seconds are bounded. Prompts that begin with the same block
-are pulled from a source one after another, so that no block comes twice. A source that has failed is not asked again
-for a multiple of the time that the failure took, so that dead sources hardly delay pulls from others.
+are pulled from a source one after another, so that no block comes twice. A source that has failed is not asked for 2 s,
+and one that fails again for a multiple of the failure's time, so that dead sources hardly delay pulls from others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PULL_BYTES_MAX = 4 * BATCH_BYTES_MAX
 RETRY_AFTER_S = 2.0
 """Least seconds for which a source that has failed is not asked. A restarted program refuses connections at once."""
 RETRY_AFTER_FAILURES = 3.0
-"""Pause as a multiple of the time that the failure took: a silent source takes a pull slot a quarter of the time."""
+"""Pause of a source that fails again, as a multiple of the failure's time: it takes a slot a quarter of the time."""
 FAILED_SOURCES_MAX = 1024
 
 Address = tuple[str, int]
@@ -117,17 +117,22 @@ class Puller:
                     connection.close()
             except BaseException:  # also a time-out, which arrives as a cancellation
                 if not pull.is_abandoned:
-                    self._pause_source(source, time.monotonic() - start_s)
+                    self._pause_source(source, start_s)
                 raise
             self._pause_end_by_source.pop(source.address, None)
 
-    def _pause_source(self, source: KVSource, failure_s: float) -> None:
-        """Do not ask a source for a while, because a pull has failed, which took `failure_s`."""
-        self._pause_end_by_source.pop(source.address, None)
+    def _pause_source(self, source: KVSource, start_s: float) -> None:
+        """Do not ask a source for a while, because a pull that began at `start_s` has failed.
+
+        Only a source that fails again after a pause is left alone in proportion to the time that the failure took.
+        """
+        now_s, pause_s = time.monotonic(), RETRY_AFTER_S
+        earlier_end_s = self._pause_end_by_source.pop(source.address, None)
+        if earlier_end_s is not None and start_s >= earlier_end_s:
+            pause_s = max(pause_s, RETRY_AFTER_FAILURES * (now_s - start_s))
         if len(self._pause_end_by_source) >= FAILED_SOURCES_MAX:
             del self._pause_end_by_source[next(iter(self._pause_end_by_source))]  # it failed the longest time ago
-        pause_s = max(RETRY_AFTER_S, RETRY_AFTER_FAILURES * failure_s)
-        self._pause_end_by_source[source.address] = time.monotonic() + pause_s
+        self._pause_end_by_source[source.address] = max(now_s + pause_s, earlier_end_s or 0.0)
 
     async def _pull_blocks(self, connection: Connection, pull: Pull) -> None:
         """Ask the source which blocks of a prompt it has, and fetch those that are useful and not cached here."""
