@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch
+from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch, ceil_div
 from kernels.transfer import copy_to_device
 from kernels.triton.backend import TritonKernels
 from kernels.triton.plan import AttendPrompts, AttentionPlan
@@ -133,7 +133,7 @@ def find_context_rows(batch: RaggedBatch, table: BlockTable, kv: PagedKV) -> Int
     first = batch.decode_count
     context_lens = batch.context_lens[first:]
     # Decodes may have contexts of many more blocks than any prompt.
-    blocks = table.host_blocks[table.table_rows[first:], : -(-int(context_lens.max()) // kv.block_size)]
+    blocks = table.host_blocks[table.table_rows[first:], : ceil_div(int(context_lens.max()), kv.block_size)]
     offsets = np.arange(kv.block_size)
     return np.concatenate(
         [

@@ -79,7 +79,7 @@ class GatedDeltaNet:
         One projection makes q, k, v and the gates of all heads. A short convolution over the last tokens smooths q, k
         and v. The gated delta rule then reads and corrects the states. x and the result: [tokens, hidden].
         """
-        config, num_tokens, state = self.config, len(x), context.state_by_layer[self.recurrent_index]
+        config, num_tokens, state = self.config, x.shape[0], context.state_by_layer[self.recurrent_index]
         qkv, gate, rate, dt = torch.split(self.input_projection(x), self.projection_sizes, -1)
         qkv = context.ops.causal_conv(qkv, self.conv.tensor, None, state.conv_tail, context.state_plan, silu=True)
         q, k, v = torch.split(qkv, [self.key_channels, self.key_channels, self.value_channels], -1)
@@ -177,7 +177,7 @@ class Mamba2:
 
     def _run_recurrence(self, inputs_b_c: Tensor, dt: Tensor, context: ForwardContext) -> Tensor:
         """Advance the states by the inputs, B and C [tokens, channels]. Return the outputs, [tokens, inner size]."""
-        config, num_tokens = self.config, len(dt)
+        config, num_tokens = self.config, dt.shape[0]
         bc_size = config.num_groups * config.state_dim
         inputs, b, c = torch.split(inputs_b_c, [config.inner_size, bc_size, bc_size], -1)
         out = context.ops.state_space(

@@ -106,7 +106,7 @@ def _compute_decays(log_decay: Tensor) -> tuple[Tensor, Tensor]:
     """
     decay_sum = log_decay.double().cumsum(-1)
     differences = (decay_sum[..., :, None] - decay_sum[..., None, :]).to(log_decay.dtype)
-    is_future = torch.ones_like(differences, dtype=torch.bool).triu(1)
+    is_future = differences.new_ones(differences.shape[-2:], dtype=torch.bool).triu(1)
     return decay_sum.to(log_decay.dtype), differences.masked_fill(is_future, float("-inf")).exp()
 
 
@@ -224,7 +224,7 @@ def _scan_ssm_chunks(x: Tensor, log_decay: Tensor, b: Tensor, c: Tensor, state: 
     heads_by_group = (b.shape[1], num_heads // b.shape[1])
     x = x.transpose(0, 1).view(*heads_by_group, num_tokens, dim)
     log_decay = log_decay.t().view(*heads_by_group, num_tokens)
-    b, c = (x.transpose(0, 1)[:, None] for x in (b, c))  # [groups, 1, tokens, state_dim]
+    b, c = (inputs.transpose(0, 1)[:, None] for inputs in (b, c))  # [groups, 1, tokens, state_dim]
     state = state.view(*heads_by_group, dim, -1)
     output, state = _scan_chunks(_advance_ssm_chunk, (x, log_decay, b, c), state, token_axis=2)
     return output.flatten(0, 1).transpose(0, 1), state.flatten(0, 1)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch, count_context_blocks
+from kernels.interface import BlockTable, IntArray, PagedKV, RaggedBatch, ceil_div, count_context_blocks
 from kernels.transfer import ALIGNED_INTS, overwrite, upload
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -28,11 +28,6 @@ STATE_CHUNK = 64
 def round_up_to_power_of_two(size: int, least: int = 1) -> int:
     """Return the smallest power of two that is neither under `size` nor under `least`."""
     return max(least, 1 << (size - 1).bit_length())
-
-
-def ceil_div(count: int, size: int) -> int:
-    """Return count / size, rounded up: triton.cdiv without its microseconds."""
-    return -(-count // size)
 
 
 @functools.cache
@@ -144,7 +139,7 @@ def make_fixed_decode_plan(
     batch.
     """
     # Each row of the buffer begins at a multiple of 16 bytes. Slot -1 marks padding.
-    padded_sequence_count = -(-max_sequences // ALIGNED_INTS) * ALIGNED_INTS
+    padded_sequence_count = ceil_div(max_sequences, ALIGNED_INTS) * ALIGNED_INTS
     buffer = torch.zeros(3, padded_sequence_count, dtype=torch.int32, device=device)
     buffer[0] = -1
     return AttentionPlan(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.interface import ceil_div
 from kernels.triton import conv as triton_conv
 from kernels.triton import delta as triton_delta
 from kernels.triton import ssm as triton_ssm
@@ -17,7 +18,6 @@ from kernels.triton.plan import (
     INTERPRETED,
     STATE_CHUNK,
     RecurrentPlan,
-    ceil_div,
     choose_dot_precision,
     has_large_shared_memory,
     round_up_to_power_of_two,

@@ -77,8 +77,8 @@ class Recorder:
     def record_copy(self, context: RequestContext) -> None:
         """Record the mirrored copy of a request, for which this router chose a worker but sent nothing.
 
-        A copy does not tell which worker answers the original. That worker is found later: its
-        cache soon has the blocks of the prompt.
+        A copy does not tell which worker answers the original. That worker is found later: its cache soon has the
+        blocks of the prompt.
         """
         route, decision = context.route, context.decision
         if route is None or route.token_ids is None or decision is None:

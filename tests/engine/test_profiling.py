@@ -46,12 +46,16 @@ def test_the_largest_step_runs_in_its_units(family, tokens, sequences):
             assert 0 <= token < vocab_size
 
 
+def resolve_tiny_rank(config: EngineConfig) -> sizing.RankModel:
+    model, dtype = load_model(cached_model(Recipe()))
+    return sizing.resolve_rank_model(config, model, dtype, torch.device("cpu"))
+
+
 def test_the_tables_of_penalties_are_measured_at_their_largest_before_the_rest_of_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=70, max_model_len=400)
-    model, dtype = load_model(cached_model(Recipe()))
-    rank = sizing.resolve_rank_model(config, model, dtype, torch.device("cpu"))
+    rank = resolve_tiny_rank(config)
     table_shapes = []
     make_runner = sizing.make_runner
 
@@ -77,8 +81,7 @@ def test_the_memory_of_the_largest_step_is_free_again_before_the_cache_is_sized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=70, max_model_len=128)
-    model, dtype = load_model(cached_model(Recipe()))
-    rank = sizing.resolve_rank_model(config, model, dtype, torch.device("cpu"))
+    rank = resolve_tiny_rank(config)
     runners: list[weakref.ref[ModelRunner]] = []
     make_runner, events = sizing.make_runner, []
 

@@ -129,8 +129,8 @@ class PoolSpeed:
     def _refresh_model(self) -> bool:
         """Compute the speeds of the pool anew; return whether they have changed by more than 2 %.
 
-        A speed is the ratio to what was assumed (the prior), averaged with what was measured. Without measurements of
-        decode steps, their ratio is that of prefills: a target that computes prompts slowly also writes slowly.
+        Speeds are ratios to an assumed speed, the prior. A ratio is the mean of the prior's and the measured one. While
+        no decode step is measured, steps have the ratio of prefills: a target with slow prefills also writes slowly.
         """
         learned = self._learned
         self.is_silent = self.is_enabled and not (learned.prefill_weight or learned.step_weight)
