@@ -9,17 +9,17 @@ did.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from enum import IntEnum
 from itertools import count, islice
 from math import ceil
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from router.decide.config import CoreConfig, CostConfig, LearnConfig
-from router.decide.target import InFlightRequest, Target
+from router.decide.target import InFlightRequest
 from router.decide.tracker import LoadTracker
 from router.index.protocol import HolderId
 from router.shadow.core_router import CoreRouter
@@ -83,12 +83,6 @@ class RecordedPlacement(Router):
     def __init__(self, worker_index_by_request: Sequence[int]) -> None:
         self._worker_index_by_request = worker_index_by_request
 
-    @classmethod
-    def make(cls, requests: Iterable[ObservedRequest], engines: Sequence[ObservedEngine]) -> RecordedPlacement:
-        """Return the placement of requests at the `engines` that answered them."""
-        worker_index_by_name = {engine.name: i for i, engine in enumerate(engines)}
-        return cls([worker_index_by_name[request.worker] for request in requests])
-
     def route(self, request: SimRequest, now: float) -> list[tuple[int, int]]:
         """Return one pair: the index of the request, and the index of its recorded worker."""
         return [(request.index, self._worker_index_by_request[request.index])]
@@ -113,7 +107,8 @@ def compare(
     workload = make_workload(observed_requests, block_tokens, waits=False)
     waiting_workload = make_workload(observed_requests, block_tokens, waits=True)
     cluster = _make_cluster(observed_requests, engines, workload, block_tokens)
-    recorded_placement = RecordedPlacement.make(observed_requests, engines)
+    worker_index_by_name = {engine.name: i for i, engine in enumerate(engines)}
+    recorded_placement = RecordedPlacement([worker_index_by_name[request.worker] for request in observed_requests])
     today_result = Cluster(cluster, workload, [recorded_placement]).run()
     router_result = Cluster(cluster, waiting_workload, [CoreRouter(config or CoreConfig())]).run()
 
@@ -171,14 +166,14 @@ def _compute_savings(base: ReplayTotals, today: ReplayTotals, ours: ReplayTotals
 
     The share that `ours` saves of `today`, both simulated, is applied to `base`, which may be measured.
     """
-    seconds = None
-    if base.seconds is not None and today.seconds is not None and ours.seconds is not None:
-        seconds = _scale_saving(base.seconds, today.seconds, ours.seconds)
-    return ReplayTotals(
-        _scale_saving(base.computed_tokens, today.computed_tokens, ours.computed_tokens),
-        _scale_saving(base.ttft_s, today.ttft_s, ours.ttft_s),
-        seconds,
-    )
+
+    def compute_saving(field: str) -> Any:
+        base_total, today_total, our_total = (getattr(totals, field) for totals in (base, today, ours))
+        if base_total is None or today_total is None:
+            return None
+        return base_total * (1.0 - our_total / today_total) if today_total > 0.0 else 0.0
+
+    return ReplayTotals(*map(compute_saving, ReplayTotals.__struct_fields__))
 
 
 def _compute_percentiles(values: Iterable[float]) -> list[float]:
@@ -187,21 +182,14 @@ def _compute_percentiles(values: Iterable[float]) -> list[float]:
     return [sorted_values[round(percent / 100 * (len(sorted_values) - 1))] for percent in range(101)]
 
 
-def _scale_saving(base: float, today: float, ours: float) -> float:
-    """Return the saved part of `base`, if the simulations need `today` without and `ours` with `router run`."""
-    return base * (1.0 - ours / today) if today > 0.0 else 0.0
-
-
 def _sum_simulated_totals(
-    result: SimulationResult, workload: Workload, indices: Iterable[int], *, has_ends: bool
+    result: SimulationResult, workload: Workload, indices: range, *, has_ends: bool
 ) -> ReplayTotals:
     """Return the totals of a simulation. `has_ends`: the end of some answer was recorded."""
-    computed_tokens, ttft_s, seconds = 0, 0.0, 0.0
-    for i in indices:
-        computed_tokens += workload.requests[i].prompt_tokens - result.hit_tokens_by_request[i]
-        ttft_s += result.ttft_s_by_request[i]
-        seconds += result.e2e_s_by_request[i]
-    return ReplayTotals(float(computed_tokens), ttft_s, seconds if has_ends else None)
+    prompt_tokens = sum(workload.requests[i].prompt_tokens for i in indices)
+    hit_tokens = sum(result.hit_tokens_by_request[i] for i in indices)
+    seconds = sum(result.e2e_s_by_request[i] for i in indices) if has_ends else None
+    return ReplayTotals(float(prompt_tokens - hit_tokens), sum(result.ttft_s_by_request[i] for i in indices), seconds)
 
 
 def _list_measured_ttfts(requests: Sequence[ObservedRequest]) -> list[float]:
@@ -234,20 +222,12 @@ def _sum_measured_totals(requests: Sequence[ObservedRequest], simulated_totals: 
 # Step times -----------------------------------------------------------------------------------------------------------
 
 
-class _EventKind(IntEnum):
-    """Kinds of events of a recorded answer, in the order for equal times."""
-
-    ARRIVAL = 0
-    FIRST_TOKEN = 1
-    END = 2
-
-
 class _AnswerEvent(NamedTuple):
-    """Moment in the life of a recorded request, which `serial` names."""
+    """Moment in the life of a recorded request."""
 
     at_s: float
-    serial: int
-    kind: _EventKind
+    request: ObservedRequest
+    kind: Literal["arrival", "first token", "end"]
 
 
 def _list_answer_events(requests: Iterable[ObservedRequest]) -> list[_AnswerEvent]:
@@ -256,11 +236,10 @@ def _list_answer_events(requests: Iterable[ObservedRequest]) -> list[_AnswerEven
     for request in requests:
         if request.first_token_s is not None:
             first_token_s = max(request.first_token_s, request.arrival_s)  # a log may have rounded times
-            end_s = max(request.end_s or first_token_s, first_token_s)
-            events.append(_AnswerEvent(request.arrival_s, request.serial, _EventKind.ARRIVAL))
-            events.append(_AnswerEvent(first_token_s, request.serial, _EventKind.FIRST_TOKEN))
-            events.append(_AnswerEvent(end_s, request.serial, _EventKind.END))
-    return sorted(events)
+            events.append(_AnswerEvent(request.arrival_s, request, "arrival"))
+            events.append(_AnswerEvent(first_token_s, request, "first token"))
+            events.append(_AnswerEvent(max(request.end_s or first_token_s, first_token_s), request, "end"))
+    return sorted(events, key=lambda event: (event.at_s, event.request.serial))
 
 
 def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[ObservedEngine]) -> dict[str, StepTimes]:
@@ -273,55 +252,29 @@ def learn_step_times(requests: Iterable[ObservedRequest], engines: Sequence[Obse
     targets = {engine.name: tracker.add_target(engine.name, None, HolderId(i)) for i, engine in enumerate(engines)}
     for engine in engines:
         targets[engine.name].set_step_tokens(engine.step_tokens)
-    request_by_serial = {request.serial: request for request in requests if request.worker in targets}
     in_flight_requests: dict[int, InFlightRequest] = {}
-    for now, serial, kind in _list_answer_events(request_by_serial.values()):
-        request = request_by_serial[serial]
+    for now, request, kind in _list_answer_events(request for request in requests if request.worker in targets):
         tracker.advance(now)
-        if kind is _EventKind.ARRIVAL:
-            in_flight_requests[serial] = _add_arrival(tracker, targets[request.worker], request)
-        elif kind is _EventKind.FIRST_TOKEN:
-            tracker.record_first_token(in_flight_requests[serial], now)
+        if kind == "arrival":
+            in_flight_requests[request.serial] = tracker.add_request(
+                targets[request.worker],
+                prompt_tokens=request.prompt_tokens,
+                cached_tokens=min(request.cached_tokens or 0, request.prompt_tokens),
+                is_streaming=True,
+                now=now,
+                expected_output_tokens=float(request.output_tokens or 0),
+            )
+        elif kind == "first token":
+            tracker.record_first_token(in_flight_requests[request.serial], now)
         else:
-            in_flight = in_flight_requests.pop(serial)
+            in_flight = in_flight_requests.pop(request.serial)
             tracker.record_progress(in_flight, request.output_tokens or 0)
             tracker.record_answer(in_flight, request.output_tokens, now)
             tracker.end_request(in_flight, now, reported_cached_tokens=request.cached_tokens)
     return {worker: target.speed.service for worker, target in targets.items()}
 
 
-def _add_arrival(tracker: LoadTracker, target: Target, request: ObservedRequest) -> InFlightRequest:
-    """Count a recorded request at its target, with its recorded output length in place of an estimate."""
-    return tracker.add_request(
-        target,
-        prompt_tokens=request.prompt_tokens,
-        cached_tokens=min(request.cached_tokens or 0, request.prompt_tokens),
-        is_streaming=True,
-        now=request.arrival_s,
-        expected_output_tokens=float(request.output_tokens or 0),
-    )
-
-
 # Workload -------------------------------------------------------------------------------------------------------------
-
-
-class _BlockNumbers:
-    """Numbers blocks from 1 on. Blocks with equal digests get one number, blocks without digests get new numbers."""
-
-    def __init__(self) -> None:
-        self._number_by_digest: dict[int, int] = {}
-        self._unused_numbers = count(1)
-
-    def get_numbers(self, digests: Iterable[int]) -> list[int]:
-        """Return the numbers of blocks with these digests."""
-        for digest in digests:
-            if digest not in self._number_by_digest:
-                self._number_by_digest[digest] = next(self._unused_numbers)
-        return [self._number_by_digest[digest] for digest in digests]
-
-    def take_numbers(self, block_count: int) -> list[int]:
-        """Return the numbers of new blocks without digests."""
-        return list(islice(self._unused_numbers, block_count))
 
 
 def make_workload(observed_requests: Sequence[ObservedRequest], block_tokens: int, *, waits: bool) -> Workload:
@@ -332,7 +285,9 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block_tokens: in
     """
     index_by_serial: dict[int | None, int] = {observed.serial: i for i, observed in enumerate(observed_requests)}
     mean_output_tokens = _find_mean_output_tokens(observed_requests)
-    block_numbers = _BlockNumbers()
+    # The simulation numbers blocks from 1 on. Blocks with equal digests have one number.
+    unused_numbers = count(1)
+    number_by_digest: defaultdict[int, int] = defaultdict(unused_numbers.__next__)
     predecessors = find_predecessors(observed_requests) if waits else [None] * len(observed_requests)
     requests: list[SimRequest] = []
     for i, (observed, predecessor) in enumerate(zip(observed_requests, predecessors)):
@@ -344,7 +299,7 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block_tokens: in
             arrival_s=observed.arrival_s - origin_s,
             prompt_tokens=observed.prompt_tokens,
             output_tokens=observed.output_tokens or mean_output_tokens,
-            block_ids=block_numbers.get_numbers(observed.block_ids),
+            block_ids=[number_by_digest[digest] for digest in observed.block_ids],
             previous_index=predecessor,
             block_size=block_tokens,
         )
@@ -356,15 +311,12 @@ def make_workload(observed_requests: Sequence[ObservedRequest], block_tokens: in
             if continued_end_s is None or continued_end_s <= observed.arrival_s:
                 _set_final_blocks(requests[continued_index], request, block_tokens)
     for request in requests:
-        _complete_final_blocks(request, block_numbers)
+        # No later prompt shows the rest of an answer, so its blocks are new. Its last token is never computed.
+        final_block_count = (request.prompt_tokens + request.output_tokens - 1) // request.block_size
+        known_ids = request.final_block_ids or request.block_ids[: request.full_block_count]
+        new_block_count = max(final_block_count - len(known_ids), 0)
+        request.final_block_ids = known_ids + list(islice(unused_numbers, new_block_count))
     return Workload("seen", requests, f"{len(requests)} requests that were seen")
-
-
-def _complete_final_blocks(request: SimRequest, block_numbers: _BlockNumbers) -> None:
-    """Add new blocks for the part of an answer that no later prompt shows. Its last token is never computed."""
-    final_block_count = (request.prompt_tokens + request.output_tokens - 1) // request.block_size
-    known_ids = request.final_block_ids or request.block_ids[: request.full_block_count]
-    request.final_block_ids = known_ids + block_numbers.take_numbers(max(final_block_count - len(known_ids), 0))
 
 
 def _find_mean_output_tokens(requests: Sequence[ObservedRequest]) -> int:
