@@ -58,10 +58,37 @@ class RequestDispatcher:
         self._limits.check_request_limit(context.tenant)
         reading = self.reader.begin_read(context, request.path)
         exchange = self.open(context, client, make_exchange)
-        if reading is None:
-            self._place(exchange)
-        else:
-            self._place_when_read(exchange, reading)
+        if reading is not None or self._is_model_missing(context):
+            task = asyncio.get_running_loop().create_task(self._read_and_place(exchange, reading))
+            self._read_tasks.add(task)
+            task.add_done_callback(lambda task: self._forget_task(task, reading))
+            return
+        try:
+            self.place(exchange)
+        except RequestError as error:
+            exchange.reject(error)
+
+    def _forget_task(self, task: asyncio.Task[None], reading: Coroutine[Any, Any, None] | None) -> None:
+        self._read_tasks.discard(task)
+        if reading is not None:
+            reading.close()  # if the task was cancelled before its first step, nobody has awaited `reading`
+
+    async def _read_and_place(self, exchange: Exchange, reading: Coroutine[Any, Any, None] | None) -> None:
+        """Await `reading`, if the prompt is not read yet, then place the request. An exception ends this request alone.
+
+        If no worker is known to serve the model, all workers are asked first. The core refuses a model that is still
+        unknown then.
+        """
+        try:
+            if reading is not None:
+                await reading
+            if self._is_model_missing(exchange.context):
+                await self._discover_and_read(exchange.context)
+            self.place(exchange)
+        except RequestError as error:
+            exchange.reject(error)
+        except Exception as error:  # noqa: BLE001  a fault in one request must not stop the others
+            self.proxy.end_crashed(exchange, error)
 
     def open(self, context: RequestContext, client: Client, make_exchange: ExchangeFactory) -> Exchange:
         """Make the exchange that answers a request, and count the request from now on until the exchange ends."""
@@ -71,19 +98,6 @@ class RequestDispatcher:
         self._limits.add_request(context)
         client.responder = exchange
         return exchange
-
-    def _place(self, exchange: Exchange, *, has_asked_workers: bool = False) -> None:
-        """Place a request that was read. If no worker is known to serve its model, ask all workers first.
-
-        `has_asked_workers`: all workers were asked already. The core then refuses a model that is still unknown.
-        """
-        if not has_asked_workers and self._is_model_missing(exchange.context):
-            self._place_when_read(exchange, self._discover_and_read(exchange.context), has_asked_workers=True)
-            return
-        try:
-            self.place(exchange)
-        except RequestError as error:
-            exchange.reject(error)
 
     def place(self, exchange: Exchange) -> None:
         """Hand a request that was read to the core, which chooses a worker at once or lets the request wait.
@@ -134,33 +148,6 @@ class RequestDispatcher:
             model_names = ", ".join(sorted(self.proxy.core.registry.get_served_models())) or "none"
             message = f"No worker serves model {model!r} yet; served: {model_names}. Not reached: {unreached_count}."
             raise RequestError(message, param="model", code="no_worker", status=503)
-
-    def _place_when_read(
-        self, exchange: Exchange, reading: Coroutine[Any, Any, None], *, has_asked_workers: bool = False
-    ) -> None:
-        """Start a task that runs `reading` and then places the request. `has_asked_workers`: as for `_place`."""
-        task = asyncio.get_running_loop().create_task(
-            self._read_and_place(exchange, reading, has_asked_workers=has_asked_workers)
-        )
-        self._read_tasks.add(task)
-
-        def forget(task: asyncio.Task[None]) -> None:
-            self._read_tasks.discard(task)
-            reading.close()  # if the task was cancelled before its first step, nobody has awaited `reading`
-
-        task.add_done_callback(forget)
-
-    async def _read_and_place(
-        self, exchange: Exchange, reading: Coroutine[Any, Any, None], *, has_asked_workers: bool
-    ) -> None:
-        """Await `reading`, then place the request. An exception ends this request alone."""
-        try:
-            await reading
-            self._place(exchange, has_asked_workers=has_asked_workers)
-        except RequestError as error:
-            exchange.reject(error)
-        except Exception as error:  # noqa: BLE001  a fault in one request must not stop the others
-            self.proxy.end_crashed(exchange, error)
 
     def _make_trace_id(self, request: HttpRequest) -> bytes:
         """Return the client's `x-request-id` if it may be forwarded, else a new id."""
