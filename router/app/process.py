@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import ssl
 import sys
 import time
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -27,7 +25,7 @@ from router.app.cluster import Cluster
 from router.app.config import EppConfig, ProcessConfig
 from router.app.dispatch import RequestDispatcher
 from router.app.guard import ApiKeys, Guard
-from router.app.listen_addresses import ListenAddresses
+from router.app.listen_addresses import bind_addresses
 from router.app.request_pipeline import RequestPipeline
 from router.app.server import FORWARDED_PATHS, RouterApp, WorkerRoutes
 from router.app.shutdown import Shutdown
@@ -43,10 +41,10 @@ from router.app.timers import Timers
 from router.app.tracing import Tracing
 from router.edge.config import CONNECTIONS_MAX
 from router.fleet.peer_snapshots import PeerClient, fetch_seed
+from router.http.listener import Listener
 from router.http.routes import Routes
 from router.http_client import open_session
 from router.index import make_index
-from router.index.protocol import PrefixIndex
 
 if TYPE_CHECKING:
     from router.picker.server import PickerServer
@@ -80,43 +78,61 @@ class RouterProcess:
             config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls"
         )
         # uvloop's own clock stands still within a turn of the loop.
-        self.pipeline = RequestPipeline(config, index, worker_tls, now=time.monotonic)
-        self._resources.callback(self.pipeline.close)
+        pipeline = self.pipeline = RequestPipeline(config, index, worker_tls, now=time.monotonic)
+        self._resources.callback(pipeline.close)
         self._add_tracing()
-        self.cluster = self._make_cluster(index, worker_tls, snapshot_urls)
 
-        proxy, fleet = self.pipeline.proxy, self.cluster.fleet
-        self._health = HealthRoutes(proxy.core, fleet, self.cluster.feed, proxy.now, config.edge.ready_s)
-        self._worker_list = WorkerListRoutes(proxy, fleet, self.pipeline.prompt_reader)
-        self._dashboard = self._make_dashboard()
+        session = open_session(worker_tls, compute_worker_requests_max(raise_file_limit()))
+        self._resources.push_async_callback(session.close)
+        peer_client = PeerClient(session, snapshot_urls, self._admin_key)
+        cluster = self.cluster = Cluster(config, pipeline, index, session, peer_client)
+        self._resources.push_async_callback(cluster.close)
+
+        proxy = pipeline.proxy
+        self._health = HealthRoutes(proxy.core, cluster.fleet, cluster.feed, proxy.now, config.edge.ready_s)
+        self._worker_list = WorkerListRoutes(proxy, cluster.fleet, pipeline.prompt_reader)
+        self._dashboard = Dashboard(
+            proxy,
+            self._worker_list.describe_workers,
+            version=version,
+            get_explanation=pipeline.reasons.analyzer.get,
+        )
         self._local_routes = self._make_local_routes()
         self._dispatcher = self._make_dispatcher()
-        self._addresses = ListenAddresses(config, self._admin_key, self._make_app)
+        self._listeners: list[Listener] = []
         self._timers = self._make_timers()
-        self._shutdown = Shutdown(config.edge, proxy, self._addresses)
+        self._shutdown = Shutdown(config.edge, proxy, self._listeners)
 
     async def run(self) -> None:
         """Serve until a signal, then drain. Raises OSError for an address that cannot be used, and ConfigError."""
+        config = self._config
         async with self._resources:
             # All addresses are bound first, so that the start fails at once if one cannot be used.
             self.cluster.start_feed()
-            port = await self._addresses.bind(self._find_connections_max())
+            addresses = await bind_addresses(config, self._admin_key, self._make_app, self._find_connections_max())
+            self._listeners += [address.listener for address in addresses]
+            for address in addresses[1:]:
+                log.info("admin routes on %s:%d", bracket_host(address.host), address.port)
             self.cluster.connect_peers()
-            picker = self._bind_picker(self._config) if isinstance(self._config, EppConfig) else None
+            picker = self._bind_picker(config) if isinstance(config, EppConfig) else None
             # Clients are let in only once some worker is known, as their requests would be refused before.
             self.cluster.follow_workers()
-            if self._config.admin_api_key is None:
+            if config.admin_api_key is None:
                 print(f"router admin key: {self._admin_key}", flush=True)
             await self.cluster.wait_for_workers()
-            await self._addresses.listen()
+            for address in addresses:
+                await address.listen()
             self._timers.run()
             self._resources.callback(self._timers.stop)
             if picker is not None:
-                await self._start_picker(picker)
+                await picker.start()
+                self._timers.add("picker", picker.refresh, config.edge.timeouts.sweep_s)
+                log.info("endpoint picker on %s:%d", config.host, picker.port)
+                print(f"picker listening on {config.host}:{picker.port}", flush=True)
             limit_garbage_collection()  # all objects of now live to the end: collections need not visit them again
-            self._print_address(port)
+            self._print_address(addresses[0].port)
             self._shutdown.watch_signals()
-            await self._shutdown.wait_until_requested()
+            await self._shutdown.end_requested.wait()
             self._health.is_draining = True
             await self._shutdown.drain(None if picker is None else picker.stop)
 
@@ -130,48 +146,25 @@ class RouterProcess:
         proxy.tracer = tracing.begin
         proxy.on_end.append(lambda context: tracing.end(context, proxy.now()))
 
-    def _make_cluster(
-        self, index: PrefixIndex, worker_tls: ssl.SSLContext | None, snapshot_urls: Sequence[str]
-    ) -> Cluster:
-        """Return the part that tells the pipeline which workers there are, and what they cache.
-
-        `snapshot_urls`: admin addresses of other routers, which may give snapshots of their index.
-        """
-        session = open_session(worker_tls, compute_worker_requests_max(raise_file_limit()))
-        self._resources.push_async_callback(session.close)
-        peer_client = PeerClient(session, snapshot_urls, self._admin_key)
-        cluster = Cluster(self._config, self.pipeline, index, session, peer_client)
-        self._resources.push_async_callback(cluster.close)
-        return cluster
-
-    def _make_dashboard(self) -> Dashboard:
-        return Dashboard(
-            self.pipeline.proxy,
-            self._worker_list.describe_workers,
-            version=self._version,
-            get_explanation=self.pipeline.reasons.analyzer.get,
-        )
-
     def _make_local_routes(self) -> Routes:
         """Return the routes that this process answers itself: models, health, metrics, workers and the dashboard."""
         config, pipeline, cluster = self._config, self.pipeline, self.cluster
         proxy, model_names = pipeline.proxy, pipeline.request_reader.model_names
         forwarded_paths = () if isinstance(config, EppConfig) else (*FORWARDED_PATHS, *config.edge.pass_routes)
-        metrics_page = MetricsPage(
-            proxy,
-            pipeline.prompt_reader,
-            pipeline.worker_pool,
-            cluster.fleet,
-            cluster.feed,
-            cluster.count_peer_messages,
-        )
         model_by_alias = {} if model_names is None else model_names.model_by_alias
         routes = Routes()
         for route_group in (
             DescriptionRoutes(self._version, forwarded_paths),
             self._health,
             ModelRoutes(proxy.core, model_by_alias, proxy.now),
-            metrics_page,
+            MetricsPage(
+                proxy,
+                pipeline.prompt_reader,
+                pipeline.worker_pool,
+                cluster.fleet,
+                cluster.feed,
+                cluster.count_peer_messages,
+            ),
             self._worker_list,
             ExplanationRoutes(proxy, pipeline.request_reader, pipeline.reasons),
             self._dashboard,
@@ -197,24 +190,29 @@ class RouterProcess:
         return RouterApp(self.pipeline.proxy, self._make_worker_routes(), self._local_routes, guard)
 
     def _make_timers(self) -> Timers:
-        """Return the periodic work of the process: ticks for what is urgent, sweeps a few times a second for the rest.
-
-        A step's name labels its crashes in the metrics.
-        """
-        pipeline, cluster = self.pipeline, self.cluster
+        """Return the periodic work of the process: at each tick what is urgent, a few times a second the rest."""
+        pipeline, cluster, sweep_s = self.pipeline, self.cluster, self._config.edge.timeouts.sweep_s
         proxy = pipeline.proxy
-        timers = Timers(proxy.now, self._config.edge.timeouts.sweep_s, proxy.metrics.record_crash)
-        timers.add_tick_step("peers", cluster.exchange_loads)
-        timers.add_tick_step("core", proxy.tick_core)
-        timers.add_sweep_step("sweep", proxy.sweep)
-        timers.add_sweep_step("sweep", proxy.pool.close_idle)
-        timers.add_sweep_step("sweep", pipeline.worker_pool.close_idle)
-        timers.add_sweep_step("sweep", HeapTrimmer(pipeline.executor).tick)
-        timers.add_sweep_step("sweep", self._dashboard.tick)
-        timers.add_sweep_step("sweep", cluster.sweep)
-        timers.add_sweep_step("listener", self._addresses.expire_connections)
-        timers.add_sweep_step("sweep", lambda _: collect_old_objects(is_idle=not proxy.exchanges))
+        timers = Timers(proxy.now, proxy.metrics.record_crash)
+        timers.add("peers", cluster.exchange_loads)
+        timers.add("core", proxy.tick_core)
+        for sweep in (
+            proxy.sweep,
+            proxy.pool.close_idle,
+            pipeline.worker_pool.close_idle,
+            HeapTrimmer(pipeline.executor).tick,
+            self._dashboard.tick,
+            cluster.sweep,
+            lambda _: collect_old_objects(is_idle=not proxy.exchanges),
+        ):
+            timers.add("sweep", sweep, sweep_s)
+        timers.add("listener", self._expire_connections, sweep_s)
         return timers
+
+    def _expire_connections(self, now: float) -> None:
+        """Close connections whose clients take too long."""
+        for listener in self._listeners:
+            listener.expire_connections(now)
 
     def _find_connections_max(self) -> int:
         """Return the most connections of an address: as configured, or as many as file descriptors are enough for."""
@@ -257,13 +255,6 @@ class RouterProcess:
         server = PickerServer(picker, find_unready_reason=self._health.find_unready_reason)
         server.bind(config.host, config.port, config.picker.health_port, _read_picker_certificate(config))
         return server
-
-    async def _start_picker(self, picker: PickerServer) -> None:
-        await picker.start()
-        self._timers.add_sweep_step("picker", picker.refresh)
-        host = self._config.host
-        log.info("endpoint picker on %s:%d", host, picker.port)
-        print(f"picker listening on {host}:{picker.port}", flush=True)
 
 
 def _read_picker_certificate(config: EppConfig) -> tuple[bytes, bytes] | None:

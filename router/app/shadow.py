@@ -79,8 +79,8 @@ class ShadowProcess(RouterProcess):
         proxy.on_end.append(self._recorder.record_copy)
         self._reporter = ShadowReporter(config.shadow, config.core, proxy, self._recorder, version)
         self._reporter.register(self._local_routes)
-        self._timers.add_tick_step("shadow", self._recorder.place_open_requests)
-        self._timers.add_tick_step("shadow", self._reporter.tick)
+        self._timers.add("shadow", self._recorder.place_open_requests)
+        self._timers.add("shadow", self._reporter.tick)
 
     async def run(self) -> None:
         """Watch, then write the report. Raises OSError for an unusable address or file, and ConfigError."""
@@ -113,7 +113,7 @@ class ShadowProcess(RouterProcess):
             if not has_requests:
                 raise ConfigError(f"--log: {log_path} has no requests, expected one JSON body a line")
         finally:
-            self._shutdown.request_end()
+            self._shutdown.end_requested.set()
 
     async def _record_logged_request(
         self, logged_request: LogLine, request: HttpRequest, worker_ids: Sequence[str]
