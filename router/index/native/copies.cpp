@@ -1,6 +1,6 @@
-// Events that leave out what they are about, read by what is known: a store or removal without a group in a stream whose
-// other events carry groups (LMCache), and a store without tokens (vLLM's offloading). Such an event adds presences or takes
-// them away on its own tier; it never makes a group, and a group is known by what others said of it.
+// Incomplete events: a store or removal without a group in a stream whose other events carry groups (LMCache), and a store
+// without tokens (vLLM's offloading). Such an event adds or removes blocks on its own tier. It never creates a group and never
+// changes the properties of one.
 #include <algorithm>
 
 #include "holder.hpp"
@@ -8,52 +8,52 @@
 namespace blockcast {
 
 bool Holder::grouped() const {
-    return std::any_of(groups.begin(), groups.end(), [](const Group& group) { return group.key && group.heard; });
+    return std::any_of(groups.begin(), groups.end(), [](const Group& group) { return group.key && group.announced; });
 }
 
-// The groups that an event without one can be about, the likeliest first. None where the stream has no groups.
-std::vector<u32> Holder::homes() const {
-    std::vector<u32> homes;
+// Return the groups that an event without a group may refer to, the likeliest first; empty if the stream has no groups.
+std::vector<u32> Holder::candidate_groups() const {
+    std::vector<u32> candidates;
     for (u32 i = 0; i < groups.size(); ++i) {
-        if (groups[i].key && groups[i].heard) homes.push_back(i);
+        if (groups[i].key && groups[i].announced) candidates.push_back(i);
     }
-    std::sort(homes.begin(), homes.end(), [&](u32 a, u32 b) {
-        return std::make_pair(!groups[a].teaches(), *groups[a].key) < std::make_pair(!groups[b].teaches(), *groups[b].key);
+    std::sort(candidates.begin(), candidates.end(), [&](u32 a, u32 b) {
+        const auto rank = [&](u32 at) { return std::make_pair(!groups[at].is_full_attention(), *groups[at].key); };
+        return rank(a) < rank(b);
     });
-    return homes;
+    return candidates;
 }
 
-// The one of `homes` that holds the first known name; where nobody knows any, full attention's.
-std::optional<u32> Holder::home(const std::vector<u32>& homes, const u64* names, std::size_t count) const {
-    if (homes.empty()) return std::nullopt;
+// Return the candidate that holds the first known name; the first candidate if no name is known.
+std::optional<u32> Holder::find_group(const std::vector<u32>& candidates, const u64* names, std::size_t count) const {
+    if (candidates.empty()) return std::nullopt;
     for (std::size_t i = 0; i < count; ++i) {
         const auto holds = [&](u32 ordinal) { return find_fastest(names[i], ordinal) != nullptr; };
-        const auto best = std::find_if(homes.begin(), homes.end(), holds);
-        if (best != homes.end()) return *best;
+        const auto best = std::find_if(candidates.begin(), candidates.end(), holds);
+        if (best != candidates.end()) return *best;
     }
-    return homes.front();
+    return candidates.front();
 }
 
-// A block may leave one tier in the batch that tells of its copy on another, and before it: where it stood is kept.
-void Holder::remember(const Batch& batch, const Stored& event) {
-    for (std::size_t i = 0; event.bare() && i < event.names.count; ++i) {
+// Keep the positions of copied blocks: an earlier event of the same batch may remove such a block from its only other tier.
+void Holder::keep_positions(const Batch& batch, const Stored& event) {
+    for (std::size_t i = 0; event.has_no_tokens() && i < event.names.count; ++i) {
         const u64 name = batch.names[event.names.begin + i];
-        if (const std::optional<NamePosition> place = place_of(name)) taught_.insert_or_assign(name, *place);
+        if (const std::optional<NamePosition> position = position_of(name)) batch_positions_.insert_or_assign(name, *position);
     }
 }
 
-// Names without tokens are copies of known blocks. What nobody has spelt out is counted and does not wait: its tokens may
-// never come, and without them it says nothing.
+// Store names without tokens: copies of known blocks. An unknown name is counted and not parked, as its tokens may never come.
 void Holder::store_copies(const Batch& batch, const Stored& event, Report& report) {
     const u64* names = batch.names.data() + event.names.begin;
-    const std::vector<u32> known = event.group ? std::vector<u32>() : homes();
-    std::vector<u64> placed;
+    const std::vector<u32> candidates = event.group ? std::vector<u32>() : candidate_groups();
+    std::vector<u64> stored_names;
     for (std::size_t i = 0; i < event.names.count; ++i) {
-        const std::optional<NamePosition> place = place_of(names[i]);
-        std::optional<u32> ordinal = home(known, &names[i], 1);
+        const std::optional<NamePosition> position = position_of(names[i]);
+        std::optional<u32> ordinal = find_group(candidates, &names[i], 1);
         if (!ordinal) ordinal = find_ordinal(event.group);
-        const u64 length = place && ordinal ? length_of_copy(names[i], *ordinal, event.block_size) : 0;
-        if (length == 0 || length > std::min<u64>(place->end, kBlockSizeMax)) {
+        const u64 length = position && ordinal ? length_of_copy(names[i], *ordinal, event.block_size) : 0;
+        if (length == 0 || length > std::min<u64>(position->end, kBlockSizeMax)) {
             ++report.unknown_copies;
             continue;
         }
@@ -61,20 +61,21 @@ void Holder::store_copies(const Batch& batch, const Stored& event, Report& repor
             ++report.refused;
             continue;
         }
-        add(names[i], *place, *ordinal * kTiers + event.tier, static_cast<u32>(length));
-        worked(1);
-        placed.push_back(names[i]);
+        add(names[i], *position, *ordinal * kTiers + event.tier, static_cast<u32>(length));
+        count_changed_blocks(1);
+        stored_names.push_back(names[i]);
     }
-    report.stored += placed.size();
-    wake(placed.data(), placed.size());
+    report.stored += stored_names.size();
+    wake(stored_names.data(), stored_names.size());
 }
 
-// As the group holds the name on its fastest tier; else as the event says; else as the group's last event said. 0: unknown.
-u64 Holder::length_of_copy(u64 name, u32 ordinal, u32 told) const {
+// Return the length of a copied block: that of the copy on the group's fastest tier, else the event's, else that of the group's
+// last event; 0 if it is unknown.
+u64 Holder::length_of_copy(u64 name, u32 ordinal, u32 event_length) const {
     if (const NameEntry* entry = find_fastest(name, ordinal)) return nodes_[entry->node].length;
-    if (told != 0) return told;
+    if (event_length != 0) return event_length;
     const Group& group = groups[ordinal];
-    return group.heard || group.declared ? group.block_size.value_or(0) : 0;
+    return group.announced || group.declared ? group.block_size.value_or(0) : 0;
 }
 
 }  // namespace blockcast

@@ -1,6 +1,6 @@
-// BlockDigests: what one router tells another of a stream, a private event in an ordinary batch `[ts, [event], nil]`. Readers
-// that do not know it count and skip it. The index keeps no token ids, so only an index with the same seed can read it; the
-// fingerprint tells.
+// BlockDigests: the router's own event, by which one router sends another the content of a holder in an ordinary batch
+// `[ts, [event], nil]`. Other readers count and skip it. The index keeps no token ids, so only an index with the same seed
+// can use the digests; the fingerprint identifies the seed.
 //
 //     {"type": "BlockDigests", "fingerprint": u64,
 //      "group": {group_idx, kind, block_size, sliding_window, heard, sparse},
@@ -42,7 +42,7 @@ void write_group(Writer& out, const Group& group) {
     out.text("kind"), group.kind ? out.text(*group.kind) : out.nil();
     out.text("block_size"), out.number(group.block_size);
     out.text("sliding_window"), out.number(group.window);
-    out.text("heard"), out.boolean(group.heard);
+    out.text("heard"), out.boolean(group.announced);
     out.text("sparse"), out.boolean(group.sparse);
 }
 
@@ -58,7 +58,7 @@ void read_group(Reader& reader, Digests& digests) {
             const std::optional<std::int64_t> value = optional_int(reader);
             (name == "block_size" ? digests.block_size : digests.window) = value;
         } else if (name == "heard" || name == "sparse") {
-            (name == "heard" ? digests.heard : digests.sparse) = reader.peek() == Type::Bool && *reader.position() == 0xc3;
+            (name == "heard" ? digests.announced : digests.sparse) = reader.peek() == Type::Bool && *reader.position() == 0xc3;
             reader.skip();
         } else {
             reader.skip();
@@ -74,7 +74,7 @@ void read_blocks(Reader& reader, Digests& digests) {
         u64 row[5];
         for (u64& value : row) value = reader.integer().bits;
         if (row[1] >= kPrime || row[2] >> 32 != 0 || row[3] == 0 || row[3] > kBlockSizeMax || row[4] == 0 ||
-            row[4] > kCopiesTold) {
+            row[4] > kDumpedCopiesMax) {
             throw Mismatch("BlockDigests.blocks: a row is out of range");
         }
         digests.rows.push_back(DigestRow{row[0], row[1], row[2], row[3], row[4]});

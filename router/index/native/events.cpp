@@ -28,7 +28,7 @@ public:
                 return;
             }
             const std::size_t malformed = batch_.malformed_events;
-            one(cursor.event);
+            read_event_or_skip(cursor.event);
             flat += 4 + (batch_.malformed_events - malformed) * 80;
             if (!batch_.digests.empty()) flat += batch_.digests.back().rows.size() * 5;
             work = flat + batch_.names.size() * 5 + static_cast<std::size_t>(reader_.position() - start) / 16;
@@ -37,7 +37,7 @@ public:
         cursor.done = true;
     }
 
-    // Steps over what is left, some of it; then the payload is read from its beginning.
+    // Skip events up to a bound of bytes. At the payload's end, set the cursor back to its beginning, so that events are read.
     void find_end(Cursor& cursor, const u8* payload) {
         reader_.seek(payload + cursor.at);
         for (const u8* start = reader_.position(); cursor.event < cursor.events; ++cursor.event) {
@@ -77,17 +77,17 @@ private:
     }
 
     // Structural faults (Truncated) end the payload; an event with a wrong value is skipped as a whole.
-    void one(std::size_t index) {
+    void read_event_or_skip(std::size_t index) {
         const u8* start = reader_.position();
         const std::size_t names = batch_.names.size(), tokens = batch_.tokens.size(), extras = batch_.extras.size();
         const std::size_t skipped = batch_.skipped.size(), copies = batch_.copies.size();
         try {
-            event();
+            read_event();
         } catch (const Mismatch& error) {
             std::string where = "event " + std::to_string(index) + ": ";
-            if (at_ != Field::Ignored) {
+            if (field_ != Field::Ignored) {
                 where += kind_ == Kind::Removed ? "BlockRemoved." : "BlockStored.";
-                where += std::string(kFieldNames[static_cast<std::size_t>(at_)]) + ": ";
+                where += std::string(kFieldNames[static_cast<std::size_t>(field_)]) + ": ";
             }
             batch_.report(where + error.what());
             batch_.names.resize(names);
@@ -100,22 +100,22 @@ private:
         }
     }
 
-    void event() {
-        at_ = Field::Ignored;
+    void read_event() {
+        field_ = Field::Ignored;
         if (reader_.peek() == Type::Array) {
             const std::size_t count = reader_.array();
             if (count == 0) throw Mismatch("empty array");
-            begin(reader_.text());
-            for (std::size_t i = 1; i < count; ++i) field(positional(i - 1));
+            start_event(reader_.text());
+            for (std::size_t i = 1; i < count; ++i) read_field(field_at(i - 1));
         } else if (reader_.peek() == Type::Map) {
             const std::size_t count = reader_.map();
-            begin(type_of(count));
+            start_event(type_of(count));
             for (std::size_t i = 0; i < count; ++i) {
                 const std::string_view name = reader_.str();
                 if (kind_ == Kind::Digests) {
                     seen_names_ |= digests_field(reader_, name, digests_);
                 } else {
-                    field(named(name));
+                    read_field(field_named_in_event(name));
                 }
             }
         } else {
@@ -124,7 +124,7 @@ private:
         finish();
     }
 
-    // "type" stands first in every known engine; anywhere else costs a second walk.
+    // Return the event's type. Every known engine sends "type" first; elsewhere it costs a second pass over the fields.
     std::string_view type_of(std::size_t count) {
         const u8* body = reader_.position();
         for (std::size_t i = 0; i < count; ++i) {
@@ -140,7 +140,7 @@ private:
 
     enum class Kind : u8 { Stored, Removed, Cleared, Digests, Unknown };
 
-    void begin(std::string_view type) {
+    void start_event(std::string_view type) {
         kind_ = is(type, "BlockStored") ? Kind::Stored : is(type, "BlockRemoved") ? Kind::Removed
               : is(type, "AllBlocksCleared") ? Kind::Cleared : is(type, "BlockDigests") ? Kind::Digests : Kind::Unknown;
         stored_ = Stored();
@@ -159,15 +159,15 @@ private:
         seen_copies_ = false;
     }
 
-    Field positional(std::size_t i) const {
+    Field field_at(std::size_t i) const {
         if (kind_ == Kind::Stored && i < std::size(kStoredOrder)) return kStoredOrder[i];
         if (kind_ == Kind::Removed && i < std::size(kRemovedOrder)) return kRemovedOrder[i];
         if (kind_ == Kind::Cleared && i == 0) return Field::Medium;
         return Field::Ignored;
     }
 
-    // A field that the event's type does not have says nothing, whatever stands there.
-    Field named(std::string_view name) const {
+    // Return the field with this name; Ignored for a field that the event's type does not have.
+    Field field_named_in_event(std::string_view name) const {
         if (kind_ == Kind::Unknown) return Field::Ignored;
         const Field which = field_named(name);
         if (kind_ == Kind::Cleared) return which == Field::Medium ? which : Field::Ignored;
@@ -177,24 +177,24 @@ private:
                    ? Field::Ignored : which;
     }
 
-    void field(Field which) {
-        at_ = which;
+    void read_field(Field which) {
+        field_ = which;
         switch (which) {
-            case Field::BlockHashes: names(); break;
+            case Field::BlockHashes: read_names(); break;
             case Field::Parent:
                 stored_.has_parent = !reader_.take_nil();
-                if (stored_.has_parent) stored_.parent = name();
+                if (stored_.has_parent) stored_.parent = read_name();
                 break;
-            case Field::TokenIds: tokens(); break;
-            case Field::BlockSize: block_size(); break;
+            case Field::TokenIds: read_tokens(); break;
+            case Field::BlockSize: read_block_size(); break;
             case Field::LoraId: lora_id_ = optional_int(reader_); break;
             case Field::Medium: kind_ == Kind::Cleared ? medium_of_cleared() : void(medium_ = optional_str(reader_)); break;
             case Field::LoraName: stored_.lora = optional_str(reader_); break;
-            case Field::ExtraKeys: extra_keys(); break;
+            case Field::ExtraKeys: read_extra_keys(); break;
             case Field::GroupIdx: stored_.group = optional_int(reader_); break;
             case Field::Kind:
                 stored_.kind = optional_str(reader_);
-                if (stored_.kind) bounded(stored_.kind->size(), kKindMax);
+                if (stored_.kind) check_bound(stored_.kind->size(), kKindMax);
                 break;
             case Field::Window: {
                 const std::optional<std::int64_t> window = optional_int(reader_);
@@ -203,20 +203,20 @@ private:
                 break;
             }
             case Field::CacheSalt: stored_.salt = optional_str(reader_); break;
-            case Field::MediaKeys: media_keys(); break;
+            case Field::MediaKeys: read_media_keys(); break;
             case Field::Ancestor:
                 stored_.has_ancestor = !reader_.take_nil();
-                if (stored_.has_ancestor) stored_.ancestor = name();
+                if (stored_.has_ancestor) stored_.ancestor = read_name();
                 break;
-            case Field::SkippedTokens: skipped_tokens(); break;
-            case Field::SkippedKeys: has_skipped_keys_ = keys_of_blocks([&](u32) { reader_.skip(); }) != 0; break;
-            case Field::Copies: copies(); break;
+            case Field::SkippedTokens: read_skipped_tokens(); break;
+            case Field::SkippedKeys: has_skipped_keys_ = read_block_keys([&](u32) { reader_.skip(); }) != 0; break;
+            case Field::Copies: read_copies(); break;
             case Field::Ignored: reader_.skip(); break;
         }
-        at_ = Field::Ignored;
+        field_ = Field::Ignored;
     }
 
-    // Of a medium that cannot be read all blocks count as cleared.
+    // Read the medium of AllBlocksCleared. One that cannot be read means all tiers.
     void medium_of_cleared() {
         medium_.reset();
         if (reader_.peek() != Type::Str) return reader_.skip();
@@ -224,7 +224,7 @@ private:
         if (is_utf8(text)) medium_ = text;
     }
 
-    static std::size_t bounded(std::size_t count, std::size_t most) {
+    static std::size_t check_bound(std::size_t count, std::size_t most) {
         if (count > most) too_many(count, most);
         return count;
     }
@@ -232,35 +232,35 @@ private:
         throw Mismatch("has " + std::to_string(count) + ": at most " + std::to_string(most));
     }
 
-    u64 name() {
+    u64 read_name() {
         if (reader_.peek() == Type::Bin) return digester_.bytes(reader_.bin());
         if (reader_.peek() != Type::Int) throw Mismatch("expected a block hash as int or bytes");
         return reader_.integer().bits;
     }
 
-    [[gnu::noinline]] void names() {
-        const std::size_t count = bounded(reader_.array(), kNamesMax);
+    [[gnu::noinline]] void read_names() {
+        const std::size_t count = check_bound(reader_.array(), kNamesMax);
         batch_.names.resize(stored_.names.begin);
-        for (std::size_t i = 0; i < count; ++i) batch_.names.push_back(name());
+        for (std::size_t i = 0; i < count; ++i) batch_.names.push_back(read_name());
         stored_.names.count = count;
         seen_names_ = true;
     }
 
-    [[gnu::noinline]] void tokens() {
+    [[gnu::noinline]] void read_tokens() {
         text_positions_.clear();
-        const std::size_t count = reader_.take_nil() ? 0 : bounded(reader_.array(), kTokensMax);
+        const std::size_t count = reader_.take_nil() ? 0 : check_bound(reader_.array(), kTokensMax);
         batch_.tokens.resize(stored_.tokens.begin + count);
         u32* out = batch_.tokens.data() + stored_.tokens.begin;
-        for (std::size_t i = reader_.tokens(out, count); i < count; ++i) out[i] = token(i);
+        for (std::size_t i = reader_.tokens(out, count); i < count; ++i) out[i] = read_token(i);
         stored_.tokens.count = count;
         seen_tokens_ = true;
     }
 
-    // SGLang under EAGLE sends (token, next token) pairs: the first is the block's own. TensorRT-LLM sends texts that stand
-    // for media.
-    u32 token(std::size_t i) {
+    // Read one entry of token_ids. SGLang under EAGLE sends pairs (token, next token), of which the first counts. TensorRT-LLM
+    // sends texts as placeholders of media.
+    u32 read_token(std::size_t i) {
         if (reader_.peek() == Type::Str) {
-            bounded(text_positions_.size() + 1, kExtrasMax);
+            check_bound(text_positions_.size() + 1, kExtrasMax);
             text_positions_.push_back(i);
             reader_.text();
             return 0;
@@ -268,63 +268,63 @@ private:
         if (reader_.peek() == Type::Array) {
             const std::size_t count = reader_.array();
             if (count == 0) throw Mismatch("an empty pair in token_ids");
-            const u32 own = token_id();
+            const u32 own = read_token_id();
             for (std::size_t i = 1; i < count; ++i) reader_.skip();
             return own;
         }
-        return token_id();
+        return read_token_id();
     }
 
-    u32 token_id() {
+    u32 read_token_id() {
         const Reader::Int value = reader_.integer();
         if (value.negative || value.bits >> 32 != 0) throw Mismatch("expected 0 <= id < 2^32");
         return static_cast<u32>(value.bits);
     }
 
-    [[gnu::noinline]] void skipped_tokens() {
+    [[gnu::noinline]] void read_skipped_tokens() {
         batch_.skipped.resize(stored_.skipped.begin);
-        const std::size_t count = reader_.take_nil() ? 0 : bounded(reader_.array(), kTokensMax);
-        for (std::size_t i = 0; i < count; ++i) batch_.skipped.push_back(token_id());
+        const std::size_t count = reader_.take_nil() ? 0 : check_bound(reader_.array(), kTokensMax);
+        for (std::size_t i = 0; i < count; ++i) batch_.skipped.push_back(read_token_id());
         stored_.skipped.count = count;
     }
 
-    [[gnu::noinline]] void copies() {
+    [[gnu::noinline]] void read_copies() {
         batch_.copies.resize(copies_.begin);
         seen_copies_ = !reader_.take_nil();
-        const std::size_t count = seen_copies_ ? bounded(reader_.array(), kNamesMax) : 0;
+        const std::size_t count = seen_copies_ ? check_bound(reader_.array(), kNamesMax) : 0;
         for (std::size_t i = 0; i < count; ++i) {
             const Reader::Int value = reader_.integer();
             if (value.negative) throw Mismatch("expected 0 or more");
-            batch_.copies.push_back(static_cast<u32>(std::min<u64>(value.bits, kCopiesTold)));
+            batch_.copies.push_back(static_cast<u32>(std::min<u64>(value.bits, kDumpedCopiesMax)));
         }
         copies_.count = count;
     }
 
     // Read a list for each block, or nil. Call read_key(block) for every key in it, which has to read it; return their number.
     template <class ReadKey>
-    std::size_t keys_of_blocks(ReadKey read_key) {
+    std::size_t read_block_keys(ReadKey read_key) {
         std::size_t keys = 0;
         const std::size_t blocks = reader_.take_nil() ? 0 : reader_.array();
         for (std::size_t block = 0; block < blocks; ++block) {
             const std::size_t count = reader_.take_nil() ? 0 : reader_.array();
             for (std::size_t i = 0; i < count; ++i) {
-                bounded(++keys, kExtrasMax);
+                check_bound(++keys, kExtrasMax);
                 read_key(static_cast<u32>(block));
             }
         }
         return keys;
     }
 
-    // TensorRT-LLM's: what they say of a block's media is not looked at.
-    [[gnu::noinline]] void media_keys() {
+    // Read TensorRT-LLM's media keys: only the blocks that have some are recorded.
+    [[gnu::noinline]] void read_media_keys() {
         media_blocks_.clear();
-        keys_of_blocks([&](u32 block) {
+        read_block_keys([&](u32 block) {
             media_blocks_.push_back(block);
             reader_.skip();
         });
     }
 
-    [[gnu::noinline]] void block_size() {
+    [[gnu::noinline]] void read_block_size() {
         const Reader::Int value = reader_.integer();
         if (value.negative || value.bits > kBlockSizeMax) {
             throw Mismatch("is " + std::to_string(static_cast<std::int64_t>(value.bits)) +
@@ -334,9 +334,9 @@ private:
         seen_size_ = true;
     }
 
-    [[gnu::noinline]] void extra_keys() {
+    [[gnu::noinline]] void read_extra_keys() {
         batch_.extras.resize(stored_.extras.begin);
-        keys_of_blocks([&](u32 block) {
+        read_block_keys([&](u32 block) {
             Text text;
             reader_.peek() == Type::Str ? void(text = reader_.text()) : reader_.skip();
             batch_.extras.push_back(ExtraKey{block, text});
@@ -372,21 +372,21 @@ private:
         if (!seen_names_) throw Mismatch("BlockStored without block_hashes");
         if (!seen_tokens_) throw Mismatch("BlockStored without token_ids");
         if (!seen_size_) throw Mismatch("BlockStored without block_size");
-        const bool bare = stored_.bare();
+        const bool has_no_tokens = stored_.has_no_tokens();
         if (stored_.block_size == 0 && stored_.names.count != 0 && stored_.tokens.count % stored_.names.count == 0) {
             stored_.block_size = static_cast<u32>(stored_.tokens.count / stored_.names.count);
         }
-        if (stored_.block_size == 0 && !bare) {
+        if (stored_.block_size == 0 && !has_no_tokens) {
             throw Mismatch("BlockStored.block_size is 0: expected 1.." + std::to_string(kBlockSizeMax));
         }
-        if (stored_.names.count * stored_.block_size > stored_.tokens.count && !bare) {
+        if (stored_.names.count * stored_.block_size > stored_.tokens.count && !has_no_tokens) {
             throw Mismatch("BlockStored.token_ids has " + std::to_string(stored_.tokens.count) +
                            " ids: expected at least block_hashes x block_size = " + std::to_string(stored_.names.count) +
                            " x " + std::to_string(stored_.block_size));
         }
         stored_.tier = tier_of(medium_);
         if (stored_.lora && stored_.lora->empty()) stored_.lora.reset();
-        if (has_skipped_keys_) stored_.skipped.count = 0;  // what stands there is not known by its tokens
+        if (has_skipped_keys_) stored_.skipped.count = 0;  // skipped blocks with media: their tokens do not identify them
         finish_extras();
         if (!stored_.lora && lora_id_ && *lora_id_ != 0) {
             if (batch_.texts.size() == kTextsMax) throw Mismatch("too many adapters without a name in one batch");
@@ -397,7 +397,7 @@ private:
         batch_.stored.push_back(stored_);
     }
 
-    // Take the LoRA name out of the blocks' keys, once for each block, now that it is known, and add what stands for media.
+    // Remove the LoRA name from the extra keys, once for each block, and add a key for each block with media.
     void finish_extras() {
         const auto begin = batch_.extras.begin() + static_cast<std::ptrdiff_t>(stored_.extras.begin);
         u32 lora_dropped_from = ~u32{0};
@@ -407,7 +407,7 @@ private:
             return true;
         };
         batch_.extras.erase(std::remove_if(begin, batch_.extras.end(), is_lora), batch_.extras.end());
-        if (!text_positions_.empty() && !stored_.dense()) {
+        if (!text_positions_.empty() && !stored_.has_all_tokens()) {
             throw Mismatch("BlockStored.token_ids has texts and not one name a block");
         }
         for (std::size_t at : text_positions_) media_blocks_.push_back(static_cast<u32>(at / stored_.block_size));
@@ -423,7 +423,7 @@ private:
     const Digester& digester_;
     Batch& batch_;
     Kind kind_ = Kind::Unknown;
-    Field at_ = Field::Ignored;  // which is being read
+    Field field_ = Field::Ignored;  // field that is being read
     Stored stored_;
     Digests digests_;
     std::optional<std::int64_t> lora_id_;

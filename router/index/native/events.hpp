@@ -14,7 +14,7 @@
 namespace blockcast {
 
 // Key of one block besides its tokens, without the LoRA name that vLLM repeats for every block: the salt of a prompt, or a key
-// of media or anything else. No prompt that the router matches has those, so they only make their block match nothing.
+// of media or anything else. The router matches no prompt with the latter, so such a block matches nothing.
 struct ExtraKey {
     u32 block;
     Text text;  // nothing where the key is no text
@@ -37,8 +37,8 @@ struct Stored {
     Text kind;
     std::optional<u64> window;
 
-    bool bare() const { return tokens.count == 0; }  // names without tokens: copies of known blocks
-    bool dense() const { return names.count > 0 && !bare() && tokens.count == names.count * block_size; }
+    bool has_no_tokens() const { return tokens.count == 0; }  // names without tokens: copies of known blocks
+    bool has_all_tokens() const { return names.count > 0 && !has_no_tokens() && tokens.count == names.count * block_size; }
 };
 
 struct Removed {
@@ -57,7 +57,7 @@ struct Digests {
     std::optional<std::int64_t> group;
     Text kind;
     std::optional<u64> block_size, window;
-    bool heard = true, sparse = false;
+    bool announced = true, sparse = false;
     u32 tier = 0;
     std::vector<DigestRow> rows;
 };
@@ -69,7 +69,7 @@ struct Event {
 
 // Bounds of one event and of one payload; larger ones are malformed.
 constexpr std::size_t kNamesMax = 1u << 16, kTokensMax = 1u << 22, kExtrasMax = 1u << 16, kEventsMax = 1u << 20;
-constexpr u64 kCopiesTold = 1u << 20;       // copies of one name in a dump
+constexpr u64 kDumpedCopiesMax = 1u << 20;       // copies of one name in a dump
 constexpr std::size_t kKindMax = 64;        // bytes
 constexpr std::size_t kMalformedKept = 16;  // messages; all are counted
 

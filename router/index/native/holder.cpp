@@ -1,4 +1,4 @@
-// Groups, names and seat of a holder. What its events do to them is in holder_events.cpp.
+// Groups, names and seat of a holder. holder_events.cpp applies events to them.
 #include "holder.hpp"
 
 #include <algorithm>
@@ -7,7 +7,7 @@ namespace blockcast {
 
 namespace {
 
-bool is_full_attention(const std::string& kind) {
+bool names_full_attention(const std::string& kind) {
     return kind == "full_attention" || kind == "mla_attention" || kind == "sink_full_attention";
 }
 
@@ -17,7 +17,7 @@ bool is_full_attention(const std::string& kind) {
 
 void Group::reclassify() {
     const std::string name = kind.value_or("");
-    teaches_ = !kind || is_full_attention(name);
+    is_full_attention_ = !kind || names_full_attention(name);
     if (name == "encoder_only_attention" || name == "cross_attention") {
         role_ = Role::Ignored;
     } else if (name == "mamba") {
@@ -62,19 +62,19 @@ std::optional<u32> Holder::find_ordinal(const std::optional<std::int64_t>& key) 
 
 u32 Holder::ordinal(const std::optional<std::int64_t>& key) {
     if (const std::optional<u32> known = find_ordinal(key)) return *known;
-    // More groups than slots can tell apart: nobody has so many; the last one takes the rest.
+    // Slots distinguish kGroupsMax groups, more than any engine has. Further groups share the last one.
     if (groups.size() == kGroupsMax) return kGroupsMax - 1;
     groups.emplace_back().key = key;
     return static_cast<u32>(groups.size() - 1);
 }
 
-// May `count` more blocks of this length stand in the group?
+// Return whether the group may hold `count` more blocks of this length.
 bool Holder::has_room(u32 ordinal, u32 length, std::size_t count) const {
     if (names_.size() + count > kHolderNamesMax) return false;
-    const auto& own = groups[ordinal].lengths;
-    if (own.size() == 1 && own[0].first == length) return true;
+    const auto& group_lengths = groups[ordinal].lengths;
+    if (group_lengths.size() == 1 && group_lengths[0].first == length) return true;
     const auto known = [&](const std::pair<u32, u64>& one) { return one.first == length; };
-    if (std::any_of(own.begin(), own.end(), known)) return true;
+    if (std::any_of(group_lengths.begin(), group_lengths.end(), known)) return true;
     std::size_t lengths = 0;
     for (const Group& group : groups) lengths += group.lengths.size();
     return lengths < kLengthsMax;
@@ -93,22 +93,22 @@ void Holder::declare(const std::vector<Group>& declared) {
     full_stores_ = 0;
 }
 
-u32 Holder::cut() const {
-    u64 held = 0, told = 0;
+u32 Holder::pin_length() const {
+    u64 stored_length = 0, announced_length = 0;
     for (const Group& group : groups) {
         if (!demands(group)) continue;
         if (group.role() == Role::Full && !group.lengths.empty()) {
             const u64 least = group.lengths.front().first;
-            held = held == 0 ? least : std::min(held, least);
+            stored_length = stored_length == 0 ? least : std::min(stored_length, least);
         }
-        if (group.block_size) told = told == 0 ? *group.block_size : std::min(told, *group.block_size);
+        if (group.block_size && (announced_length == 0 || *group.block_size < announced_length)) announced_length = *group.block_size;
     }
-    return static_cast<u32>(held != 0 ? held : told != 0 ? told : 16);
+    return static_cast<u32>(stored_length != 0 ? stored_length : announced_length != 0 ? announced_length : 16);
 }
 
 // -- clearing ---------------------------------------------------------------------------------------------------------
 
-void Holder::forget_blocks() {
+void Holder::drop_blocks() {
     ++changes_;
     parking_.clear();
     for (Group& group : groups) group.lengths.clear();
@@ -118,74 +118,74 @@ void Holder::forget_blocks() {
         }
         return;
     }
-    seats_.retire(PendingCleanup{std::move(names_), seat});
+    seats_.queue_cleanup(PendingCleanup{std::move(names_), seat});
     seat = seats_.take();
 }
 
-// Everything on one tier left.
+// Remove all blocks on one tier.
 void Holder::clear_tier(u32 tier, Report& report) {
-    std::vector<std::pair<u64, u32>> there;
-    const auto note = [&](u64 name, u32, u32 slot, u32) {
-        if (slot % kTiers == tier) there.emplace_back(name, slot);
+    std::vector<std::pair<u64, u32>> entries;
+    const auto collect = [&](u64 name, u32, u32 slot, u32) {
+        if (slot % kTiers == tier) entries.emplace_back(name, slot);
     };
-    constexpr std::size_t kNamesAPart = 450;  // on average
-    for (std::size_t part = 0; each_name(part, note); ++part) turn_->pay(kNamesAPart);
-    for (const auto& [name, slot] : there) {
+    constexpr std::size_t kNamesPerPart = 450;  // on average
+    for (std::size_t part = 0; each_name(part, collect); ++part) lock_->count_changes(kNamesPerPart);
+    for (const auto& [name, slot] : entries) {
         remove(name, slot, 0);
-        turn_->pay(1);
+        lock_->count_changes(1);
     }
-    report.removed += there.size();
+    report.removed += entries.size();
     parking_.clear_tier(tier);
 }
 
 void Holder::clear() {
-    forget_blocks();
+    drop_blocks();
     std::vector<Group> kept;
     for (Group& group : groups) {
-        group.heard = group.sparse = false;
+        group.announced = group.sparse = false;
         if (group.declared) kept.push_back(group);
     }
     groups = std::move(kept);
     full_stores_ = 0;
 }
 
-void Holder::leave() {
-    forget_blocks();
-    seats_.retire(PendingCleanup{Names(pages_), seat});
+void Holder::detach() {
+    drop_blocks();
+    seats_.queue_cleanup(PendingCleanup{Names(pages_), seat});
 }
 
 // -- names ------------------------------------------------------------------------------------------------------------
 
-std::optional<NamePosition> Holder::place_of(u64 name) const {
-    if (const auto place = taught_.find(name); place != taught_.end()) return place->second;
+std::optional<NamePosition> Holder::position_of(u64 name) const {
+    if (const auto position = batch_positions_.find(name); position != batch_positions_.end()) return position->second;
     const NameEntry* entry = find(name);
     if (entry == nullptr) return std::nullopt;
     return NamePosition{nodes_[entry->node].key, nodes_[entry->node].end};
 }
 
-void Holder::add(u64 name, const NamePosition& place, u32 slot, u32 length, u32 copies) {
+void Holder::add(u64 name, const NamePosition& position, u32 slot, u32 length, u32 copies) {
     const NameEntry* known = nullptr;  // an entry of the name in any slot
     NameEntry* entry = names_.find(NameTraits::hash_of(name), [&](const NameEntry& other) {
         if (other.name != name) return false;
         known = &other;
         return slot_of(other.meta) == slot;
     });
-    if (known != nullptr && (nodes_[known->node].key != place.key || nodes_[known->node].end != place.end)) {
-        forget_name(name);  // the engine gave the name to another block: the newest word counts
+    if (known != nullptr && (nodes_[known->node].key != position.key || nodes_[known->node].end != position.end)) {
+        forget_name(name);  // the engine reuses the name for another block: the newest event counts
         entry = nullptr;
     }
-    if (entry != nullptr) return again(entry->node, entry->meta, place, slot, length, copies);
-    const u32 node = nodes_.find_or_make(place.key, static_cast<u32>(place.end), length);
+    if (entry != nullptr) return add_copies(entry->node, entry->meta, position, slot, length, copies);
+    const u32 node = nodes_.find_or_create(position.key, static_cast<u32>(position.end), length);
     nodes_.add(node, seat, slot);
     groups[slot / kTiers].count(length, +1);
     names_.insert(NameEntry{name, node, slot << 23 | copies});
 }
 
-// The name is stored in the slot already: another copy, or the same block announced with another length.
-void Holder::again(u32& node, u32& meta, const NamePosition& place, u32 slot, u32 length, u32 copies) {
+// Store a name that the slot holds already: another copy, or the same block with another length.
+void Holder::add_copies(u32& node, u32& meta, const NamePosition& position, u32 slot, u32 length, u32 copies) {
     const u32 before = nodes_[node].length;
     if (before != length) {
-        const u32 moved = nodes_.find_or_make(place.key, static_cast<u32>(place.end), length);
+        const u32 moved = nodes_.find_or_create(position.key, static_cast<u32>(position.end), length);
         nodes_.add(moved, seat, slot);
         nodes_.remove(node, seat, slot);
         node = moved;
@@ -195,9 +195,9 @@ void Holder::again(u32& node, u32& meta, const NamePosition& place, u32 slot, u3
     if (!reannounces) meta += std::min(copies, kCopies - (meta & kCopies));
 }
 
-// Whether copies are left: `left`, where the event says how many, else one fewer.
-bool Holder::keeps(u32& meta, std::optional<u32> left) const {
-    const u32 held = meta & kCopies, copies = !left ? held - 1 : reannounces ? std::min(*left, 1u) : *left;
+// Set the number of copies after a removal, `left` or one fewer, unless it is 0; return whether copies are left.
+bool Holder::set_copies_left(u32& meta, std::optional<u32> left) const {
+    const u32 before = meta & kCopies, copies = !left ? before - 1 : reannounces ? std::min(*left, 1u) : *left;
     if (copies != 0) meta = (meta & ~kCopies) | copies;
     return copies != 0;
 }
@@ -205,10 +205,10 @@ bool Holder::keeps(u32& meta, std::optional<u32> left) const {
 bool Holder::remove(u64 name, u32 slot, std::optional<u32> left) {
     NameEntry* entry = find(name, slot);
     if (entry == nullptr) return false;
-    if (keeps(entry->meta, left)) return true;
-    // What leaves a window does so all the time, and nothing is lost by it.
+    if (set_copies_left(entry->meta, left)) return true;
+    // Blocks that leave a sliding window are expected to go and are not recorded as lost.
     const Role role = groups[slot / kTiers].role();
-    if (role == Role::Full || role == Role::State) departed_.note(nodes_[entry->node].key, id);
+    if (role == Role::Full || role == Role::State) removed_blocks_.record(nodes_[entry->node].key, id);
     erase(entry);
     return true;
 }
@@ -236,28 +236,28 @@ Seat Seats::take() {
     return count_++;
 }
 
-void Seats::retire(PendingCleanup estate) {
-    estates_.push_back(std::move(estate));
+void Seats::queue_cleanup(PendingCleanup cleanup) {
+    cleanups_.push_back(std::move(cleanup));
 }
 
-bool Seats::drain_some(PendingCleanup& estate) {
-    return estate.names.drain_some([&](const NameEntry& entry) {
-        nodes_.remove(entry.node, estate.seat, Holder::slot_of(entry.meta));
+bool Seats::drain_some(PendingCleanup& cleanup) {
+    return cleanup.names.drain_some([&](const NameEntry& entry) {
+        nodes_.remove(entry.node, cleanup.seat, Holder::slot_of(entry.meta));
     });
 }
 
-bool Seats::settle_some() {
-    if (estates_.empty()) return false;
-    PendingCleanup& estate = estates_.back();
-    if (drain_some(estate)) return true;
-    free_.push_back(estate.seat);
-    estates_.pop_back();
-    return !estates_.empty();
+bool Seats::clean_up_segment() {
+    if (cleanups_.empty()) return false;
+    PendingCleanup& cleanup = cleanups_.back();
+    if (drain_some(cleanup)) return true;
+    free_.push_back(cleanup.seat);
+    cleanups_.pop_back();
+    return !cleanups_.empty();
 }
 
 std::size_t Seats::bytes() const {
     std::size_t sum = free_.capacity() * sizeof(Seat);
-    for (const PendingCleanup& estate : estates_) sum += estate.names.bytes();
+    for (const PendingCleanup& cleanup : cleanups_) sum += cleanup.names.bytes();
     return sum;
 }
 

@@ -1,5 +1,5 @@
 // Blocks of one holder, by the events of its stream. `Holder` owns names, groups and parked runs and applies events to
-// them. It knows no prompts and no other holders.
+// them. It knows no prompts and no other holders. A **name** is the hash by which the engine refers to a block, in 64 bits.
 //
 // Invariants: a name is known while at least one (group, tier) has a copy of it. A run of blocks is parked while neither its
 // parent nor its own first name is known, for at most kParkedBatchesMax batches; parked runs have at most kParkedBlocksMax
@@ -37,11 +37,11 @@ struct Group {
     std::optional<std::int64_t> key;
     std::optional<std::string> kind;
     std::optional<u64> block_size, window;
-    bool declared = false, heard = false, sparse = false;
+    bool declared = false, announced = false, sparse = false;
     std::vector<std::pair<u32, u64>> lengths;  // (block length, number of names), ascending by length
 
     Role role() const { return role_; }
-    bool teaches() const { return teaches_; }
+    bool is_full_attention() const { return is_full_attention_; }
     void reclassify();  // call it after every change of kind or window
     void count(u32 length, int by);  // change the number of names with a block length
     u64 names() const;
@@ -49,7 +49,7 @@ struct Group {
 
 private:
     Role role_ = Role::Full;
-    bool teaches_ = true;
+    bool is_full_attention_ = true;
 };
 
 // Prefix that a known name stands for: its key, and its end in tokens.
@@ -141,32 +141,32 @@ constexpr std::size_t kDumpedAtOnce = 4096;  // rows
 // Exclusive lock of a writer, which is released and taken again after every kTurnBlocks changed blocks, so that readers
 // (requests, on the event loop) never wait longer. Readers may then see part of a batch. Other writers of names wait for
 // the whole batch (Index::ingest_mutex_).
-constexpr std::size_t kTurnBlocks = 4096;  // a millisecond or two
+constexpr std::size_t kBlocksPerLock = 4096;  // a millisecond or two
 
 // Most blocks that this thread has changed without releasing the lock; for tests.
-inline thread_local std::size_t longest_turn = 0;
+inline thread_local std::size_t most_blocks_locked = 0;
 
 class LockSlice {
 public:
     explicit LockSlice(std::shared_mutex& mutex) : lock_(mutex) {}
 
-    void pay(std::size_t blocks) {
-        paid_ += blocks;
-        longest_turn = std::max(longest_turn, paid_);
-        if (paid_ >= kTurnBlocks) without([] {});
+    void count_changes(std::size_t blocks) {
+        changed_blocks_ += blocks;
+        most_blocks_locked = std::max(most_blocks_locked, changed_blocks_);
+        if (changed_blocks_ >= kBlocksPerLock) run_unlocked([] {});
     }
 
     template <class Work>
-    void without(Work work) {
+    void run_unlocked(Work work) {
         lock_.unlock();
         work();
         lock_.lock();
-        paid_ = 0;
+        changed_blocks_ = 0;
     }
 
 private:
     std::unique_lock<std::shared_mutex> lock_;
-    std::size_t paid_ = 0;
+    std::size_t changed_blocks_ = 0;
 };
 
 class Holder;
@@ -180,24 +180,25 @@ public:
     explicit Seats(Nodes& nodes) : nodes_(nodes) {}
 
     Seat take();
-    void retire(PendingCleanup estate);
+    void queue_cleanup(PendingCleanup cleanup);
     // Do one small step of cleanup; returns false where nothing is left.
-    bool settle_some();
-    bool drain_some(PendingCleanup& estate);
+    bool clean_up_segment();
+    bool drain_some(PendingCleanup& cleanup);
     // Clean up about `names` names; the rest of a step is left to the next call.
-    void settle(std::size_t names) {
-        for (owed_ = estates_.empty() ? 0 : owed_ + names; owed_ >= kNamesAStep; owed_ -= kNamesAStep) settle_some();
+    void clean_up(std::size_t names) {
+        names_due_ = cleanups_.empty() ? 0 : names_due_ + names;
+        for (; names_due_ >= kNamesPerSegment; names_due_ -= kNamesPerSegment) clean_up_segment();
     }
     std::size_t count() const { return count_; }
     std::size_t bytes() const;
 
 private:
     Nodes& nodes_;
-    static constexpr std::size_t kNamesAStep = 450;  // average number of names in a segment
-    std::size_t owed_ = 0;
+    static constexpr std::size_t kNamesPerSegment = 450;  // average number of names in a segment
+    std::size_t names_due_ = 0;
     Seat count_ = 0;
     std::vector<Seat> free_;
-    std::vector<PendingCleanup> estates_;
+    std::vector<PendingCleanup> cleanups_;
 };
 
 struct KeyedHash {
@@ -207,9 +208,9 @@ struct KeyedHash {
 class Holder {
 public:
     Holder(u64 id, Model* model, const Digester& digester, Pages& pages, Nodes& nodes, Seats& seats,
-           RemovedBlocks& departed)
+           RemovedBlocks& removed_blocks)
         : id(id), model(model), seat(seats.take()), digester_(digester), pages_(pages),
-          nodes_(nodes), seats_(seats), departed_(departed), names_(pages) {}
+          nodes_(nodes), seats_(seats), removed_blocks_(removed_blocks), names_(pages) {}
 
     const u64 id;
     Model* const model;
@@ -218,22 +219,22 @@ public:
     std::vector<Group> groups;  // by ordinal; slot = ordinal * kTiers + tier
 
     // Apply a slice of a payload. `first`: it is the payload's first slice.
-    void apply(const Batch& batch, bool first, LockSlice& turn, Report& report);
+    void apply(const Batch& batch, bool first, LockSlice& lock, Report& report);
     void declare(const std::vector<Group>& declared);
     // Forget all blocks, and groups that were learned from events.
     void clear();
     // Leave the index; the holder must not be used afterwards.
-    void leave();
+    void detach();
 
     bool silent(const Group& group) const {
-        return group.declared && !group.heard && full_stores_ >= kSilentAfterStores;
+        return group.declared && !group.announced && full_stores_ >= kSilentAfterStores;
     }
     bool demands(const Group& group) const {
-        return (group.declared || group.heard) && group.role() != Role::Ignored && !silent(group) &&
+        return (group.declared || group.announced) && group.role() != Role::Ignored && !silent(group) &&
                (group.key || !grouped());  // blocks without a group do not count once events name groups
     }
     // Block length at whose multiples a prompt in flight will be resumable.
-    u32 cut() const;
+    u32 pin_length() const;
 
     u64 entries() const { return names_.size(); }
     std::size_t bytes() const { return names_.bytes() + parking_.bytes() + sizeof *this; }
@@ -257,35 +258,39 @@ private:
     // Each block touches two random places in memory, its name's entry and its node, which are prefetched kAhead blocks
     // before.
     static constexpr std::size_t kAhead = 32;
-    static constexpr std::size_t kPaidAtOnce = 1024;       // blocks; more are learned outside the lock
+    static constexpr std::size_t kBlocksPerCount = 1024;       // blocks; more are resolved outside the lock
     static constexpr std::size_t kHashedAtOnce = 1 << 16;  // tokens; more are hashed outside the lock
 
     // Account for changed blocks: clean up old seats, and release the lock if it is time.
-    void worked(std::size_t blocks) {
-        seats_.settle(2 * blocks);
-        turn_->pay(blocks);
+    void count_changed_blocks(std::size_t blocks) {
+        seats_.clean_up(2 * blocks);
+        lock_->count_changes(blocks);
     }
 
-    void forget_blocks();
+    void drop_blocks();
     void clear_tier(u32 tier, Report& report);
-    void apply_stretch(const Batch& batch, std::size_t begin, std::size_t end, Report& report);
-    void teach(const Batch& batch, std::size_t begin, std::size_t end);
-    void teach_open(const Batch& batch, const std::vector<std::size_t>& open);
-    bool teach_run(const Batch& batch, std::size_t run);
-    void remember(const Batch& batch, const Stored& event);
-    std::optional<NamePosition> place_of(u64 name) const;
-    std::optional<NamePosition> start_of(const Batch& batch, const Stored& event) const;
-    u32 length_of_partial(const Stored& event, u32 slot) const;
+    void apply_events(const Batch& batch, std::size_t begin, std::size_t end, Report& report);
+    void resolve_positions(const Batch& batch, std::size_t begin, std::size_t end);
+    void resolve_waiting_runs(const Batch& batch, const std::vector<std::size_t>& open);
+    bool resolve_run(const Batch& batch, std::size_t run);
+    void keep_positions(const Batch& batch, const Stored& event);
+    std::optional<NamePosition> position_of(u64 name) const;
+    // Return the position after `count` more tokens.
+    NamePosition advance(const NamePosition& from, const u32* tokens, std::size_t count) const {
+        return {digester_.extend(from.key, tokens, count), from.end + count};
+    }
+    std::optional<NamePosition> start_position(const Batch& batch, const Stored& event) const;
+    u32 block_length(const Stored& event, u32 slot) const;
     u64 start_digest(const Text& salt, const Text& lora) const;
-    u32 hear(const Stored& event);
+    u32 update_group(const Stored& event);
     void store(const Batch& batch, std::size_t run, Report& report);
     void store_copies(const Batch& batch, const Stored& event, Report& report);
-    u64 length_of_copy(u64 name, u32 ordinal, u32 told) const;
+    u64 length_of_copy(u64 name, u32 ordinal, u32 event_length) const;
     bool grouped() const;
-    std::vector<u32> homes() const;
-    std::optional<u32> home(const std::vector<u32>& homes, const u64* names, std::size_t count) const;
+    std::vector<u32> candidate_groups() const;
+    std::optional<u32> find_group(const std::vector<u32>& candidates, const u64* names, std::size_t count) const;
     void store_unresolved(const Batch& batch, const Stored& event, u32 ordinal, u32 slot, Report& report);
-    void place_last(const Batch& batch, const Stored& event, u64 name);
+    void resolve_last_block(const Batch& batch, const Stored& event, u64 name);
     void load(const Digests& digests, Report& report);
     void wake(const u64* names, std::size_t count);
     void park(ParkedRun run);
@@ -306,10 +311,10 @@ private:
         }
         return nullptr;
     }
-    void add(u64 name, const NamePosition& place, u32 slot, u32 length, u32 copies = 1);
-    void again(u32& node, u32& meta, const NamePosition& place, u32 slot, u32 length, u32 copies);
+    void add(u64 name, const NamePosition& position, u32 slot, u32 length, u32 copies = 1);
+    void add_copies(u32& node, u32& meta, const NamePosition& position, u32 slot, u32 length, u32 copies);
     bool remove(u64 name, u32 slot, std::optional<u32> left = std::nullopt);
-    bool keeps(u32& meta, std::optional<u32> left) const;
+    bool set_copies_left(u32& meta, std::optional<u32> left) const;
     void forget_name(u64 name);
     void erase(NameEntry* entry);
     bool has_room(u32 ordinal, u32 length, std::size_t count) const;
@@ -320,15 +325,15 @@ private:
     Pages& pages_;
     Nodes& nodes_;
     Seats& seats_;
-    RemovedBlocks& departed_;
+    RemovedBlocks& removed_blocks_;
     Names names_;
     Parking parking_;
-    std::unordered_map<u64, NamePosition, KeyedHash> taught_;  // positions of the names that the batch spells out
-    std::vector<NamePosition> places_;    // position of each name of the batch, in runs that are resolved
+    std::unordered_map<u64, NamePosition, KeyedHash> batch_positions_;  // positions of names with tokens in this batch
+    std::vector<NamePosition> positions_;    // position of each name of the batch, in runs that are resolved
     std::vector<bool> resolved_;   // whether each stored event of the batch is resolved
     u64 full_stores_ = 0, batch_ = 0, changes_ = 0;
-    bool teaching_ = true;
-    LockSlice* turn_ = nullptr;  // set while a batch is applied
+    bool keeps_positions_ = true;
+    LockSlice* lock_ = nullptr;  // set while a batch is applied
 };
 
 }  // namespace blockcast

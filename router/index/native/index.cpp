@@ -14,7 +14,7 @@ Holder* Index::get(u64 holder) const {
     return found->second.get();
 }
 
-Query Index::query(const Tokens& prompt, const ScopeView& scope) const {
+Query Index::make_query(const Tokens& prompt, const ScopeView& scope) const {
     const u64 start = digester_.text({Text(scope.model), scope.salt, scope.lora});
     return Query{prompt.data, prompt.count, start, prompt.memo};
 }
@@ -29,8 +29,8 @@ u64 Index::add_holder(const std::string& model) {
         entry->start = digester_.text(3, {Text(model)});
     }
     const u64 id = next_holder_++;
-    auto holder = std::make_unique<Holder>(id, entry.get(), digester_, pages_, nodes_, seats_, departed_);
-    entry->place(holder.get());
+    auto holder = std::make_unique<Holder>(id, entry.get(), digester_, pages_, nodes_, seats_, removed_blocks_);
+    entry->classify(holder.get());
     holders_.emplace(id, std::move(holder));
     return id;
 }
@@ -41,13 +41,13 @@ void Index::remove_holder(u64 id) {
     Holder* holder = get(id);
     for (auto pin = pins_.begin(); pin != pins_.end();) {
         if (pin->second.holder == holder) {
-            release(pin->second);
+            remove_pin(pin->second);
             pin = pins_.erase(pin);
         } else {
             ++pin;
         }
     }
-    holder->leave();
+    holder->detach();
     const auto model = models_.find(holder->model->name);
     model->second->remove(holder);
     holders_.erase(id);
@@ -59,13 +59,13 @@ void Index::clear(u64 holder) {
     const std::unique_lock lock(mutex_);
     get(holder)->clear();
     move_pins(*get(holder));
-    place(get(holder));
+    reclassify(get(holder));
 }
 
 void Index::declare_groups(u64 holder, const std::vector<Group>& groups) {
     const std::unique_lock lock(mutex_);
     get(holder)->declare(groups);
-    place(get(holder));
+    reclassify(get(holder));
 }
 
 void Index::set_reannounces(u64 holder, bool reannounces) {
@@ -84,13 +84,13 @@ bool Index::step(Ingest& ingest) {
     for (std::string& what : batch_.malformed) {
         if (report.malformed.size() < kMalformedKept) report.malformed.push_back(std::move(what));
     }
-    LockSlice turn(mutex_);
+    LockSlice lock(mutex_);
     const Seat seat = holder->seat;
-    departed_.now_s = ingest.now_s;
-    holder->apply(batch_, first, turn, report);
+    removed_blocks_.now_s = ingest.now_s;
+    holder->apply(batch_, first, lock, report);
     if (holder->seat != seat) move_pins(*holder);
-    place(holder);
-    seats_.settle_some();
+    reclassify(holder);
+    seats_.clean_up_segment();
     return !ingest.cursor.done;
 }
 
@@ -114,12 +114,12 @@ std::vector<std::string> Index::step(Dump& dump) const {
     }
     std::map<u32, std::vector<DigestRow>> rows;  // by slot
     for (u32 i = 0; dump.part == 0 && i < holder.groups.size(); ++i) {
-        if (holder.groups[i].heard) rows[i * kTiers];  // also where it holds nothing
+        if (holder.groups[i].announced) rows[i * kTiers];  // also where it holds nothing
     }
     for (std::size_t count = 0; !dump.done && count < kDumpedAtOnce;) {
         dump.done = !holder.each_name(dump.part++, [&](u64 name, u32 node, u32 slot, u32 copies) {
             const Node& at = nodes_[node];
-            rows[slot].push_back(DigestRow{name, at.key, at.end, at.length, std::min<u64>(copies, kCopiesTold)});
+            rows[slot].push_back(DigestRow{name, at.key, at.end, at.length, std::min<u64>(copies, kDumpedCopiesMax)});
             ++count;
         });
     }
@@ -134,24 +134,24 @@ std::vector<Match> Index::match(const Tokens& prompt, const ScopeView& scope) co
     const std::shared_lock lock(mutex_);
     const auto model = models_.find(scope.model);
     if (model == models_.end()) return {};
-    return match_all(query(prompt, scope), *model->second, digester_, nodes_, seats_, pinned_blocks_);
+    return match_all(make_query(prompt, scope), *model->second, digester_, nodes_, seats_, pinned_blocks_);
 }
 
 std::vector<u64> Index::chunk_keys(const Tokens& prompt, const ScopeView& scope, u64 chunk) const {
-    const Query asked = query(prompt, scope);
-    Prefixes prefixes(asked, digester_, chunk);
+    const Query query = make_query(prompt, scope);
+    Prefixes prefixes(query, digester_, chunk);
     std::vector<u64> keys;
     for (u64 end = chunk; end < prompt.count; end += chunk) keys.push_back(prefixes.at(end));
     return keys;
 }
 
-std::optional<RemovedPrefix> Index::gone(const Tokens& prompt, const ScopeView& scope, u64 start, u64 step) const {
-    const Query asked = query(prompt, scope);
-    Prefixes prefixes(asked, digester_, step);
+std::optional<RemovedPrefix> Index::find_removed(const Tokens& prompt, const ScopeView& scope, u64 start, u64 step) const {
+    const Query query = make_query(prompt, scope);
+    Prefixes prefixes(query, digester_, step);
     const std::shared_lock lock(mutex_);
     std::optional<RemovedPrefix> found;
     for (u64 end = start - start % step + step; end < prompt.count; end += step) {
-        const std::optional<RemovedPrefix> left = departed_.find(prefixes.at(end));
+        const std::optional<RemovedPrefix> left = removed_blocks_.find(prefixes.at(end));
         if (!left) break;
         if (!found) found = left;
         found->end = end;
@@ -160,13 +160,13 @@ std::optional<RemovedPrefix> Index::gone(const Tokens& prompt, const ScopeView& 
 }
 
 u64 Index::pin(u64 id, const Tokens& prompt, const ScopeView& scope) {
-    const Query asked = query(prompt, scope);
+    const Query query = make_query(prompt, scope);
     const std::unique_lock lock(mutex_);
     Holder* holder = get(id);
-    const u32 cut = holder->cut();
-    Pin pin{holder, holder->seat, cut, {}, std::nullopt};
-    Prefixes prefixes(asked, digester_, cut);
-    const u64 count = prompt.count / cut, stride = cut / prefixes.unit();
+    const u32 pin_length = holder->pin_length();
+    Pin pin{holder, holder->seat, pin_length, {}, std::nullopt};
+    Prefixes prefixes(query, digester_, pin_length);
+    const u64 count = prompt.count / pin_length, stride = pin_length / prefixes.unit();
     const u64* const keys = prefixes.up_to(count * stride);
     if (stride == 1) {
         pin.boundaries.assign(keys + 1, keys + 1 + count);
@@ -174,10 +174,10 @@ u64 Index::pin(u64 id, const Tokens& prompt, const ScopeView& scope) {
         pin.boundaries.resize(count);
         for (u64 i = 0; i < count; ++i) pin.boundaries[i] = keys[(i + 1) * stride];
     }
-    const u64 last = prompt.count == 0 ? 0 : (prompt.count - 1) / cut;
+    const u64 last = prompt.count == 0 ? 0 : (prompt.count - 1) / pin_length;
     if (last > 0) pin.checkpoint = pin.boundaries[last - 1];
-    pinned_blocks_.add(pin.boundaries, pin.checkpoint, pin.seat, cut);
-    if (++static_cast<ModelHolders*>(holder->model)->pins[holder] == 1) place(holder);
+    pinned_blocks_.add(pin.boundaries, pin.checkpoint, pin.seat, pin_length);
+    if (++static_cast<ModelHolders*>(holder->model)->pins[holder] == 1) reclassify(holder);
     const u64 number = next_pin_++;
     pins_.emplace(number, std::move(pin));
     return number;
@@ -187,7 +187,7 @@ void Index::unpin(u64 number) {
     const std::unique_lock lock(mutex_);
     const auto found = pins_.find(number);
     if (found == pins_.end()) return;
-    release(found->second);
+    remove_pin(found->second);
     pins_.erase(found);
 }
 
@@ -196,28 +196,28 @@ void Index::move_pins(const Holder& holder) {
     if (pinned.count(&holder) == 0) return;
     for (auto& [number, pin] : pins_) {
         if (pin.holder != &holder || pin.seat == holder.seat) continue;
-        pinned_blocks_.remove(pin.boundaries, pin.checkpoint, pin.seat, pin.cut);
+        pinned_blocks_.remove(pin.boundaries, pin.checkpoint, pin.seat, pin.pin_length);
         pin.seat = holder.seat;
-        pinned_blocks_.add(pin.boundaries, pin.checkpoint, pin.seat, pin.cut);
+        pinned_blocks_.add(pin.boundaries, pin.checkpoint, pin.seat, pin.pin_length);
     }
 }
 
-void Index::release(const Pin& pin) {
-    pinned_blocks_.remove(pin.boundaries, pin.checkpoint, pin.seat, pin.cut);
+void Index::remove_pin(const Pin& pin) {
+    pinned_blocks_.remove(pin.boundaries, pin.checkpoint, pin.seat, pin.pin_length);
     auto& pins = static_cast<ModelHolders*>(pin.holder->model)->pins;
     if (--pins[pin.holder] != 0) return;
     pins.erase(pin.holder);
-    place(pin.holder);
+    reclassify(pin.holder);
 }
 
-void Index::place(const Holder* holder) {
-    static_cast<ModelHolders*>(holder->model)->place(holder);
+void Index::reclassify(const Holder* holder) {
+    static_cast<ModelHolders*>(holder->model)->classify(holder);
 }
 
 Stats Index::stats() const {
     const std::shared_lock lock(mutex_);
     Stats stats{holders_.size(), 0, 0, pins_.size(), 0, nodes_.size()};
-    stats.bytes = pages_.bytes() + pin_pages_.bytes() + nodes_.bytes() + seats_.bytes() + pinned_blocks_.bytes() + departed_.bytes();
+    stats.bytes = pages_.bytes() + pin_pages_.bytes() + nodes_.bytes() + seats_.bytes() + pinned_blocks_.bytes() + removed_blocks_.bytes();
     for (const auto& [id, holder] : holders_) {
         stats.entries += holder->entries();
         stats.parked += holder->parked();

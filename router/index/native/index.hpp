@@ -75,7 +75,7 @@ public:
     void unpin(u64 pin);
     // Return the blocks of a prompt after `start` that were lost lately, in blocks of `step` tokens; nothing where the loss
     // of the first of them is not stored.
-    std::optional<RemovedPrefix> gone(const Tokens& prompt, const ScopeView& scope, u64 start, u64 step) const;
+    std::optional<RemovedPrefix> find_removed(const Tokens& prompt, const ScopeView& scope, u64 start, u64 step) const;
     Stats stats() const;
 
     // Call visit(const Holder&) under the reader's lock.
@@ -92,15 +92,15 @@ private:
     struct Pin {
         Holder* holder;
         Seat seat;  // seat of the holder when the prompt was pinned
-        u32 cut;
+        u32 pin_length;
         std::vector<u64> boundaries;
         std::optional<u64> checkpoint;
     };
 
     Holder* get(u64 holder) const;
-    Query query(const Tokens& prompt, const ScopeView& scope) const;
-    void release(const Pin& pin);
-    void place(const Holder* holder);
+    Query make_query(const Tokens& prompt, const ScopeView& scope) const;
+    void remove_pin(const Pin& pin);
+    void reclassify(const Holder* holder);
     // Move the pins of a holder to its new seat, after it forgot its blocks.
     void move_pins(const Holder& holder);
 
@@ -114,7 +114,7 @@ private:
     Pages pages_, pin_pages_;  // declared before everything that is allocated in them
     Nodes nodes_;
     Seats seats_;
-    RemovedBlocks departed_;
+    RemovedBlocks removed_blocks_;
     PinnedBlocks pinned_blocks_;
     std::map<std::string, std::unique_ptr<ModelHolders>, std::less<>> models_;
     std::unordered_map<u64, std::unique_ptr<Holder>> holders_;

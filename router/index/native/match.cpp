@@ -1,7 +1,5 @@
-// Who is matched how: by bit planes (match_planes.cpp) where all blocks are cut alike, else one by one.
-//
-// What the planes cannot do is a chain of blocks of several lengths back through a window: how far it reaches is a number
-// for each holder, and no bit.
+// Holders whose blocks all have one length are matched together by bit planes (match_planes.cpp), the others one by one
+// here: a chain of blocks of several lengths back through a window needs a number for each holder, not a bit.
 #include "match.hpp"
 
 namespace blockcast {
@@ -15,55 +13,55 @@ Role role(const Holder& holder, u32 ordinal) {
     return ordinal < holder.groups.size() ? holder.groups[ordinal].role() : Role::Full;
 }
 
-std::vector<u32> lengths_of(const Holder& holder, u32 ordinal, u32 cut) {
-    std::vector<u32> own;
+std::vector<u32> lengths_of(const Holder& holder, u32 ordinal, u32 pin_length) {
+    std::vector<u32> group_lengths;
     if (ordinal < holder.groups.size()) {
-        for (const auto& [length, names] : holder.groups[ordinal].lengths) own.push_back(length);
+        for (const auto& [length, names] : holder.groups[ordinal].lengths) group_lengths.push_back(length);
     }
-    if (cut != 0 && std::find(own.begin(), own.end(), cut) == own.end()) own.push_back(cut);
-    std::sort(own.begin(), own.end());
-    return own;
+    const auto at = std::lower_bound(group_lengths.begin(), group_lengths.end(), pin_length);
+    if (pin_length != 0 && (at == group_lengths.end() || *at != pin_length)) group_lengths.insert(at, pin_length);
+    return group_lengths;
 }
 
 std::vector<u32> lengths_in_use(const ModelHolders& model) {
     std::vector<u32> lengths;
-    for (const auto& [length, alike] : model.alike) lengths.push_back(length);
-    for (const Holder* holder : model.others) {
+    for (const auto& [length, holders] : model.uniform) lengths.push_back(length);
+    for (const Holder* holder : model.mixed) {
         for (const Group& group : holder->groups) {
             for (const auto& [length, names] : group.lengths) lengths.push_back(length);
         }
-        if (model.pins.count(holder) != 0) lengths.push_back(holder->cut());
+        if (model.pins.count(holder) != 0) lengths.push_back(holder->pin_length());
     }
     std::sort(lengths.begin(), lengths.end());
     lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
     return lengths;
 }
 
-// Any holder, whatever its groups and block lengths.
-class AnyMatcher {
+// Match of one holder with any groups and block lengths.
+class MixedMatcher {
 public:
-    explicit AnyMatcher(const Context& context) : c_(context) {}
+    explicit MixedMatcher(const Context& context) : c_(context) {}
     Match match(const Holder& holder);
 
 private:
     struct View {
         u32 tiers;
-        bool pins;  // count what is promised as resident
+        bool pins;  // count pinned blocks as resident
     };
 
     u32 node(u64 position, u32 length);
     bool has(const Holder& holder, u32 ordinal, const View& view, u64 position, u32 length);
-    u64 usable(const Holder& holder, const std::vector<u32>& demanding, const View& view, u64 limit, u32 cut);
-    std::vector<bool> tiled(const Holder& holder, u32 ordinal, const View& view, u64 limit, const std::vector<u32>& own);
-    bool holds_any(const Holder& holder, u32 ordinal, const View& view, u64 p, const std::vector<u32>& own);
-    bool resumes_at(const Holder& holder, u32 ordinal, const View& view, u64 p, const std::vector<u32>& own);
+    u64 usable(const Holder& holder, const std::vector<u32>& demanding, const View& view, u64 limit, u32 pin_length);
+    std::vector<bool> tiled(const Holder& holder, u32 ordinal, const View& view, u64 limit, const std::vector<u32>& group_lengths);
+    bool holds_any(const Holder& holder, u32 ordinal, const View& view, u64 p, const std::vector<u32>& group_lengths);
+    bool resumes_at(const Holder& holder, u32 ordinal, const View& view, u64 p, const std::vector<u32>& group_lengths);
     void count_tiers(const Holder& holder, const std::vector<u32>& demanding, Match& match);
 
     const Context& c_;
-    std::vector<u32> memo_;  // node by position and length, as far as somebody asked
+    std::vector<u32> memo_;  // nodes found so far, by position and length
 };
 
-u32 AnyMatcher::node(u64 position, u32 length) {
+u32 MixedMatcher::node(u64 position, u32 length) {
     if (memo_.empty()) memo_.assign((c_.limit / c_.unit + 1) * c_.lengths.size(), kUnknown);
     const std::size_t which = static_cast<std::size_t>(
         std::lower_bound(c_.lengths.begin(), c_.lengths.end(), length) - c_.lengths.begin());
@@ -75,7 +73,7 @@ u32 AnyMatcher::node(u64 position, u32 length) {
     return id;
 }
 
-bool AnyMatcher::has(const Holder& holder, u32 ordinal, const View& view, u64 position, u32 length) {
+bool MixedMatcher::has(const Holder& holder, u32 ordinal, const View& view, u64 position, u32 length) {
     if (const u32 id = node(position, length)) {
         for (u32 tier = 0; tier < kTiers; ++tier) {
             if ((view.tiers >> tier & 1) && c_.nodes[id].presence.test(holder.seat, ordinal * kTiers + tier)) return true;
@@ -88,7 +86,7 @@ bool AnyMatcher::has(const Holder& holder, u32 ordinal, const View& view, u64 po
     return c_.pinned_blocks.has(c_.prefixes.at(position), holder.seat, is_state ? PinnedBlocks::kCheckpoint : PinnedBlocks::kBoundary);
 }
 
-Match AnyMatcher::match(const Holder& holder) {
+Match MixedMatcher::match(const Holder& holder) {
     Match match{holder.id, 0, 0, {}, 0};
     std::vector<u32> demanding;
     for (u32 i = 0; i < holder.groups.size(); ++i) {
@@ -98,7 +96,7 @@ Match AnyMatcher::match(const Holder& holder) {
     match.pinned_tokens = match.tokens;
     if (c_.model.pins.count(&holder) != 0) {
         if (demanding.empty()) demanding.push_back(static_cast<u32>(holder.groups.size()));
-        const u64 pinned = usable(holder, demanding, {kAllTiers, true}, c_.limit, holder.cut());
+        const u64 pinned = usable(holder, demanding, {kAllTiers, true}, c_.limit, holder.pin_length());
         match.pinned_tokens = std::max(match.tokens, pinned);
     }
     if (match.tokens == 0) return match;
@@ -107,15 +105,15 @@ Match AnyMatcher::match(const Holder& holder) {
     return match;
 }
 
-// Largest p <= limit at which every group can resume; `cut` is a block length to try besides those a group holds.
-u64 AnyMatcher::usable(const Holder& holder, const std::vector<u32>& demanding, const View& view, u64 limit, u32 cut) {
-    std::vector<std::vector<u32>> own;
+// Return the largest p <= limit at which every group can resume. `pin_length`: a block length to try besides those of a group.
+u64 MixedMatcher::usable(const Holder& holder, const std::vector<u32>& demanding, const View& view, u64 limit, u32 pin_length) {
+    std::vector<std::vector<u32>> group_lengths;
     std::vector<bool> candidates;
     bool any_full = false;
     for (u32 ordinal : demanding) {
-        own.push_back(lengths_of(holder, ordinal, cut));
+        group_lengths.push_back(lengths_of(holder, ordinal, pin_length));
         if (role(holder, ordinal) != Role::Full) continue;
-        const std::vector<bool> reached = tiled(holder, ordinal, view, limit, own.back());
+        const std::vector<bool> reached = tiled(holder, ordinal, view, limit, group_lengths.back());
         if (any_full) {
             for (std::size_t i = 0; i < candidates.size(); ++i) candidates[i] = candidates[i] && reached[i];
         } else {
@@ -128,25 +126,25 @@ u64 AnyMatcher::usable(const Holder& holder, const std::vector<u32>& demanding, 
         if (any_full && !candidates[index]) continue;
         bool boundary = any_full, resumes = true;
         for (std::size_t i = 0; i < demanding.size() && !boundary; ++i) {
-            boundary = holds_any(holder, demanding[i], view, p, own[i]);
+            boundary = holds_any(holder, demanding[i], view, p, group_lengths[i]);
         }
         for (std::size_t i = 0; i < demanding.size() && boundary && resumes; ++i) {
-            resumes = resumes_at(holder, demanding[i], view, p, own[i]);
+            resumes = resumes_at(holder, demanding[i], view, p, group_lengths[i]);
         }
         if (boundary && resumes) return p;
     }
     return 0;
 }
 
-// By index of position: do blocks of the group tile [0, position)?
-std::vector<bool> AnyMatcher::tiled(const Holder& holder, u32 ordinal, const View& view, u64 limit,
-                                    const std::vector<u32>& own) {
+// Return for each position, in units, whether blocks of the group cover [0, position) without a gap.
+std::vector<bool> MixedMatcher::tiled(const Holder& holder, u32 ordinal, const View& view, u64 limit,
+                                    const std::vector<u32>& group_lengths) {
     std::vector<bool> reached(limit / c_.unit + 1, false);
     reached[0] = true;
     u64 last = 0;
     for (u64 index = 0; index <= last / c_.unit; ++index) {
         if (!reached[index]) continue;
-        for (u32 length : own) {
+        for (u32 length : group_lengths) {
             const u64 end = index * c_.unit + length;
             if (end > limit || reached[end / c_.unit] || !has(holder, ordinal, view, end, length)) continue;
             reached[end / c_.unit] = true;
@@ -156,28 +154,28 @@ std::vector<bool> AnyMatcher::tiled(const Holder& holder, u32 ordinal, const Vie
     return reached;
 }
 
-bool AnyMatcher::holds_any(const Holder& holder, u32 ordinal, const View& view, u64 p, const std::vector<u32>& own) {
-    return std::any_of(own.begin(), own.end(),
+bool MixedMatcher::holds_any(const Holder& holder, u32 ordinal, const View& view, u64 p, const std::vector<u32>& group_lengths) {
+    return std::any_of(group_lengths.begin(), group_lengths.end(),
                        [&](u32 length) { return length <= p && has(holder, ordinal, view, p, length); });
 }
 
-bool AnyMatcher::resumes_at(const Holder& holder, u32 ordinal, const View& view, u64 p, const std::vector<u32>& own) {
-    const Role what = role(holder, ordinal);
-    if (what == Role::Full) return true;
-    if (what == Role::State) return holds_any(holder, ordinal, view, p, own);
+bool MixedMatcher::resumes_at(const Holder& holder, u32 ordinal, const View& view, u64 p, const std::vector<u32>& group_lengths) {
+    const Role group_role = role(holder, ordinal);
+    if (group_role == Role::Full) return true;
+    if (group_role == Role::State) return holds_any(holder, ordinal, view, p, group_lengths);
     const Group& group = holder.groups[ordinal];
     if (view.pins && group.sparse && c_.pinned_blocks.has(c_.prefixes.at(p), holder.seat, PinnedBlocks::kCheckpoint)) return true;
     const u64 window = *group.window;
     // The next token looks back window - 1 tokens; in a chunk, to the chunk's start.
-    const u64 first = what == Role::Chunk ? p - p % window : p > window - 1 ? p - (window - 1) : 0;
+    const u64 first = group_role == Role::Chunk ? p - p % window : p > window - 1 ? p - (window - 1) : 0;
     std::vector<u64> frontier{p};
     std::vector<bool> seen;
-    if (own.size() > 1) seen.assign(p / c_.unit + 1, false);
+    if (group_lengths.size() > 1) seen.assign(p / c_.unit + 1, false);
     while (!frontier.empty()) {
         const u64 end = frontier.back();
         frontier.pop_back();
         if (end <= first) return true;
-        for (u32 length : own) {
+        for (u32 length : group_lengths) {
             if (length > end || !has(holder, ordinal, view, end, length)) continue;
             const u64 start = end - length;
             if (!seen.empty()) {
@@ -192,7 +190,7 @@ bool AnyMatcher::resumes_at(const Holder& holder, u32 ordinal, const View& view,
 
 // Tokens of [0, tokens) by the fastest tier of the first full-attention group; the path is walked back, shortest
 // block first.
-void AnyMatcher::count_tiers(const Holder& holder, const std::vector<u32>& demanding, Match& match) {
+void MixedMatcher::count_tiers(const Holder& holder, const std::vector<u32>& demanding, Match& match) {
     const auto full = std::find_if(demanding.begin(), demanding.end(),
                                    [&](u32 ordinal) { return role(holder, ordinal) == Role::Full; });
     if (full == demanding.end() || match.gpu_tokens == match.tokens) {
@@ -200,11 +198,11 @@ void AnyMatcher::count_tiers(const Holder& holder, const std::vector<u32>& deman
         match.tier_tokens[1] = match.tokens - match.gpu_tokens;
         return;
     }
-    const std::vector<u32> own = lengths_of(holder, *full, 0);
+    const std::vector<u32> group_lengths = lengths_of(holder, *full, 0);
     const View view{kAllTiers, false};
-    const std::vector<bool> reached = tiled(holder, *full, view, match.tokens, own);
+    const std::vector<bool> reached = tiled(holder, *full, view, match.tokens, group_lengths);
     for (u64 end = match.tokens; end > 0;) {
-        for (u32 length : own) {
+        for (u32 length : group_lengths) {
             if (length > end || !reached[(end - length) / c_.unit] || !has(holder, *full, view, end, length)) continue;
             match.tier_tokens[fastest_tier(c_.nodes, node(end, length), holder.seat, *full)] += length;
             end -= length;
@@ -215,45 +213,45 @@ void AnyMatcher::count_tiers(const Holder& holder, const std::vector<u32>& deman
 
 }  // namespace
 
-void ModelHolders::place(const Holder* holder) {
-    HolderPosition& known = standings_[holder];
-    HolderPosition now = standing_of(*holder, pins.count(holder) != 0);
-    if (now == known) return;
-    stand(holder, known, false);
-    stand(holder, now, true);
-    known = std::move(now);
+void ModelHolders::classify(const Holder* holder) {
+    MatchPlan& previous = plans_[holder];
+    MatchPlan plan = make_match_plan(*holder, pins.count(holder) != 0);
+    if (plan == previous) return;
+    update_lists(holder, previous, false);
+    update_lists(holder, plan, true);
+    previous = std::move(plan);
 }
 
 void ModelHolders::remove(const Holder* holder) {
-    stand(holder, standings_[holder], false);
-    standings_.erase(holder);
+    update_lists(holder, plans_[holder], false);
+    plans_.erase(holder);
 }
 
-void ModelHolders::stand(const Holder* holder, const HolderPosition& standing, bool on) {
-    const auto list = [&](std::vector<const Holder*>& among) {
-        const auto at = std::lower_bound(among.begin(), among.end(), holder,
+void ModelHolders::update_lists(const Holder* holder, const MatchPlan& plan, bool on) {
+    const auto list = [&](std::vector<const Holder*>& holders) {
+        const auto at = std::lower_bound(holders.begin(), holders.end(), holder,
                                          [](const Holder* a, const Holder* b) { return a->id < b->id; });
-        on ? among.insert(at, holder) : among.erase(at);
+        on ? holders.insert(at, holder) : holders.erase(at);
     };
     const auto mark = [&](Words& words) {
-        const std::size_t word = standing.seat / 64;
-        const u64 bit = u64{1} << (standing.seat % 64);
+        const std::size_t word = plan.seat / 64;
+        const u64 bit = u64{1} << (plan.seat % 64);
         if (words.size() <= word) words.resize(word + 1);
         words[word] = on ? words[word] | bit : words[word] & ~bit;
     };
-    if (standing.other) list(others);
-    if (standing.length == 0) return;
-    LayoutGroup& among = alike[standing.length];
-    list(among.holders);
-    if (among.holders.empty()) {
-        alike.erase(standing.length);
+    if (plan.is_mixed) list(mixed);
+    if (plan.length == 0) return;
+    UniformHolders& same_length = uniform[plan.length];
+    list(same_length.holders);
+    if (same_length.holders.empty()) {
+        uniform.erase(plan.length);
         return;
     }
-    if (standing.pinned) mark(among.pinning);
-    Words& members = among.layouts[standing.layout];
+    if (plan.pinned) mark(same_length.pinning);
+    Words& members = same_length.layouts[plan.layout];
     mark(members);
     if (std::all_of(members.begin(), members.end(), [](u64 word) { return word == 0; })) {
-        among.layouts.erase(standing.layout);
+        same_length.layouts.erase(plan.layout);
     }
 }
 
@@ -266,15 +264,15 @@ std::vector<Match> match_all(const Query& query, const ModelHolders& model, cons
     Prefixes prefixes(query, digester, unit);
     const Context context{query, model, nodes, seats, pinned_blocks, lengths, unit, query.count - 1, prefixes};
     std::vector<Match> matches;
-    for (const auto& [length, alike] : model.alike) {
-        match_planes(context, length, alike, matches);
+    for (const auto& [length, holders] : model.uniform) {
+        match_planes(context, length, holders, matches);
     }
-    AnyMatcher any(context);
-    for (const Holder* holder : model.others) {
+    MixedMatcher any(context);
+    for (const Holder* holder : model.mixed) {
         const Match match = any.match(*holder);
         if (match.tokens != 0 || match.pinned_tokens != 0) matches.push_back(match);
     }
-    if (model.alike.size() + model.others.size() > 1) {
+    if (model.uniform.size() + model.mixed.size() > 1) {
         std::sort(matches.begin(), matches.end(), [](const Match& a, const Match& b) { return a.holder < b.holder; });
     }
     return matches;

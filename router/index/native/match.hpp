@@ -33,40 +33,40 @@ struct GroupDemand {
 using Layout = std::vector<GroupDemand>;
 
 // Holders whose blocks all have one length. Bits of a Words are seats.
-struct LayoutGroup {
+struct UniformHolders {
     std::vector<const Holder*> holders;  // ascending by id
     std::map<Layout, Words> layouts;     // layout -> holders with it
     Words pinning;                       // holders with prompts in flight
 };
 
 // How a holder is matched.
-struct HolderPosition {
+struct MatchPlan {
     u32 length = 0;  // length of all its blocks; 0: they have several lengths, or it has none
     bool pinned = false;  // whether it has prompts in flight
-    bool other = false;   // whether it is matched by itself
+    bool is_mixed = false;   // whether it is matched by itself
     Seat seat = 0;
     Layout layout;
-    bool operator==(const HolderPosition& to) const {
-        return std::tie(length, pinned, other, seat, layout) ==
-               std::tie(to.length, to.pinned, to.other, to.seat, to.layout);
+    bool operator==(const MatchPlan& other) const {
+        return std::tie(length, pinned, is_mixed, seat, layout) ==
+               std::tie(other.length, other.pinned, other.is_mixed, other.seat, other.layout);
     }
 };
 
-// Holders of one model, classified by how they are matched, so that a match does not have to find that out.
+// Holders of one model, classified by how they are matched, so that a match need not do that.
 struct ModelHolders : Model {
     std::unordered_map<const Holder*, u64> pins;  // holder -> number of its prompts in flight
-    std::map<u32, LayoutGroup> alike;             // block length -> holders with only that length
-    std::vector<const Holder*> others;            // other holders that have blocks, ascending by id
+    std::map<u32, UniformHolders> uniform;             // block length -> holders with only that length
+    std::vector<const Holder*> mixed;            // other holders that have blocks, ascending by id
 
     // Classify a new holder, or one whose groups, seat, entries or pins have changed.
-    void place(const Holder* holder);
+    void classify(const Holder* holder);
     void remove(const Holder* holder);
-    bool empty() const { return standings_.empty(); }
+    bool empty() const { return plans_.empty(); }
 
 private:
-    void stand(const Holder* holder, const HolderPosition& standing, bool on);
+    void update_lists(const Holder* holder, const MatchPlan& plan, bool on);
 
-    std::unordered_map<const Holder*, HolderPosition> standings_;
+    std::unordered_map<const Holder*, MatchPlan> plans_;
 };
 
 struct KeyMemo;
@@ -174,8 +174,8 @@ inline u32 fastest_tier(const Nodes& nodes, u32 id, Seat seat, u32 ordinal) {
     return kTiers - 1;
 }
 
-// match_planes.cpp: match the holders whose blocks all have `length` tokens, 64 at a time. `standing_of` finds them.
-HolderPosition standing_of(const Holder& holder, bool pinned);
-void match_planes(const Context& context, u32 length, const LayoutGroup& alike, std::vector<Match>& matches);
+// match_planes.cpp: match the holders whose blocks all have `length` tokens, 64 at a time. `make_match_plan` finds them.
+MatchPlan make_match_plan(const Holder& holder, bool pinned);
+void match_planes(const Context& context, u32 length, const UniformHolders& uniform, std::vector<Match>& matches);
 
 }  // namespace blockcast

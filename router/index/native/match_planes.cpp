@@ -1,8 +1,8 @@
-// The holders whose blocks are all cut alike, 64 to a word: one walk along the prompt finds who holds which block in which
-// group, a second one backwards finds the last boundary at which every group can resume.
+// Match of the holders whose blocks have one length, 64 holders to a word. A walk along the prompt finds the holders of each
+// block in each group; a second walk, backwards, finds the last boundary at which every group can resume.
 //
-// Why a walk and no jumps: a holder may have holes (a block evicted under its children), and then holding block n says
-// nothing about the blocks before it. Reading on along a run costs a few nanoseconds a block (Nodes::find_after).
+// The walk visits each block, as a holder may have gaps (a block evicted under its children): holding block n does not imply
+// the blocks before it. The next block of a run costs a few nanoseconds (Nodes::find_after).
 #include "match.hpp"
 
 namespace blockcast {
@@ -11,7 +11,7 @@ namespace {
 
 enum View { kAll, kGpu, kPinned, kViews };
 
-// Who holds block n (counted from 1) in one group, by step.
+// Seats of the holders of block n (counted from 1) in one group, `words_` words for each n.
 struct Plane {
     Words held[kViews];
 };
@@ -32,27 +32,28 @@ void add_layout(const Holder& holder, u64 length, Layout& layout) {
 
 class Planes {
 public:
-    Planes(const Context& context, u32 length, const LayoutGroup& alike)
-        : c_(context), length_(length), stride_(length / context.prefixes.unit()), words_((context.seats.count() + 63) / 64), pins_(!context.model.pins.empty()),
-          layouts_(alike.layouts), pinning_(alike.pinning) {
+    Planes(const Context& context, u32 length, const UniformHolders& uniform)
+        : c_(context), length_(length), stride_(length / context.prefixes.unit()),
+          words_((context.seats.count() + 63) / 64), pins_(!context.model.pins.empty()),
+          layouts_(uniform.layouts), pinning_(uniform.pinning) {
         pinning_.resize(words_);
         for (auto& [layout, members] : layouts_) members.resize(words_);
         for (const auto& [layout, members] : layouts_) {
             for (const GroupDemand& demand : layout) planes_.resize(std::max<std::size_t>(planes_.size(), demand.ordinal + 1));
         }
-        for (std::vector<u64>& found : found_) found.assign(words_ * 64, 0);
+        for (std::vector<u64>& found : usable_) found.assign(words_ * 64, 0);
     }
 
     void run(const std::vector<const Holder*>& holders, std::vector<Match>& matches) {
-        // Nearly every fleet: one layout, full attention alone. Then there is nothing to look back for.
+        // Most fleets have one layout of full attention alone, which needs no second walk.
         const Layout& first = layouts_.begin()->first;
         const bool plain = layouts_.size() == 1 && first.size() == 1 && first[0].role == Role::Full && !first[0].sparse;
         plain ? walk_plain(layouts_.begin()->second) : walk_layouts();
         matches.reserve(matches.size() + holders.size());
         for (const Holder* holder : holders) {
             const Seat seat = holder->seat;
-            Match match{holder->id, found_[kAll][seat], found_[kGpu][seat], {}, 0};
-            match.pinned_tokens = std::max(match.tokens, pins_ ? found_[kPinned][seat] : 0);
+            Match match{holder->id, usable_[kAll][seat], usable_[kGpu][seat], {}, 0};
+            match.pinned_tokens = std::max(match.tokens, pins_ ? usable_[kPinned][seat] : 0);
             if (match.tokens == 0 && match.pinned_tokens == 0) continue;
             count_tiers(*holder, match);
             matches.push_back(match);
@@ -75,10 +76,11 @@ private:
 
     // -- full attention alone --------------------------------------------------------------------------------------------
 
-    // A bit of `reach` stands while the holder's blocks tile the prompt so far; where it falls, the prefix ends.
+    // Clear the bits in `reach` of holders without this block, and record the end of their prefix. A bit is set while the
+    // holder has all blocks so far.
     u64 narrow(Words& reach, u64 held, std::size_t word, View view, u64 step) {
         if (const u64 lost = reach[word] & ~held) {
-            each_bit(lost, word, [&](Seat seat) { found_[view][seat] = (step - 1) * length_; });
+            each_bit(lost, word, [&](Seat seat) { usable_[view][seat] = (step - 1) * length_; });
             reach[word] &= held;
         }
         return reach[word];
@@ -101,7 +103,7 @@ private:
             }
             if (pins_) {
                 held_pinned = held;
-                u64 asked = 0;  // who could go on by a promise alone: nobody, along a prefix that is resident
+                u64 asked = 0;  // holders that need a pin to continue; none along a resident prefix
                 for (std::size_t word = 0; word < words_; ++word) asked |= pinned[word] & ~held[word] & pinning_[word];
                 if (asked != 0) add_pinned(step, held_pinned.data(), unused.data());
             }
@@ -145,11 +147,11 @@ private:
             }
         }
         for (const auto& [layout, members] : layouts_) {
-            for (int view = 0; view < views; ++view) settle(layout, members, static_cast<View>(view), step);
+            for (int view = 0; view < views; ++view) set_last_boundaries(layout, members, static_cast<View>(view), step);
         }
     }
 
-    // Appends what everybody holds of block `step`.
+    // Append the holders of block `step` to all planes.
     void read_step(u32 id, u64 step, int views) {
         const std::size_t at = step * words_;
         for (Plane& plane : planes_) {
@@ -170,38 +172,38 @@ private:
         for (Plane& plane : planes_) {
             for (std::size_t word = 0; word < words_; ++word) plane.held[kPinned][at + word] = plane.held[kAll][at + word];
         }
-        // What a prompt in flight leaves behind depends on the group's kind, and that on the layout.
+        // Pinned blocks count by the kind of the group, which depends on the layout.
         for (const auto& [layout, members] : layouts_) {
             for (const GroupDemand& demand : layout) {
-                const bool lands = demand.role == Role::State;
-                if (demand.sparse && !lands) continue;
-                const u64* promised = lands ? &checkpoint_[at] : boundary_.data();
+                const bool is_state = demand.role == Role::State;
+                if (demand.sparse && !is_state) continue;
+                const u64* promised = is_state ? &checkpoint_[at] : boundary_.data();
                 u64* held = &planes_[demand.ordinal].held[kPinned][at];
                 for (std::size_t word = 0; word < words_; ++word) held[word] |= promised[word] & members[word];
             }
         }
     }
 
-    // The last boundary at which every group of the layout can resume, for each member.
-    void settle(const Layout& layout, const Words& members, View view, u64 steps) {
-        Words able((steps + 1) * words_);
-        for (u64 step = 0; step <= steps; ++step) std::copy(members.begin(), members.end(), &able[step * words_]);
+    // Set the last boundary at which every group of the layout can resume, for each member.
+    void set_last_boundaries(const Layout& layout, const Words& members, View view, u64 steps) {
+        Words resumable((steps + 1) * words_);
+        for (u64 step = 0; step <= steps; ++step) std::copy(members.begin(), members.end(), &resumable[step * words_]);
         for (const GroupDemand& demand : layout) {
             const Words& held = planes_[demand.ordinal].held[view];
             switch (demand.role) {
-                case Role::Full: meet(able, since(held, steps, 0)); break;
-                case Role::State: meet(able, held); break;
+                case Role::Full: intersect(resumable, held_since(held, steps, 0)); break;
+                case Role::State: intersect(resumable, held); break;
                 case Role::Window: {
                     if (demand.blocks == 0) break;
-                    Words whole = trailing(held, steps, demand.blocks);
-                    if (view == kPinned && demand.sparse) join(whole, checkpoint_);
-                    meet(able, whole);
+                    Words held_window = held_trailing(held, steps, demand.blocks);
+                    if (view == kPinned && demand.sparse) unite(held_window, checkpoint_);
+                    intersect(resumable, held_window);
                     break;
                 }
                 case Role::Chunk: {
-                    Words whole = since(held, steps, demand.blocks);
-                    if (view == kPinned && demand.sparse) join(whole, checkpoint_);
-                    meet(able, whole);
+                    Words held_window = held_since(held, steps, demand.blocks);
+                    if (view == kPinned && demand.sparse) unite(held_window, checkpoint_);
+                    intersect(resumable, held_window);
                     break;
                 }
                 case Role::Ignored: break;
@@ -210,28 +212,28 @@ private:
         for (std::size_t word = 0; word < words_; ++word) {
             u64 open = members[word];
             for (u64 step = steps; step > 0 && open != 0; --step) {
-                const u64 hit = able[step * words_ + word] & open;
-                each_bit(hit, word, [&](Seat seat) { found_[view][seat] = step * length_; });
+                const u64 hit = resumable[step * words_ + word] & open;
+                each_bit(hit, word, [&](Seat seat) { usable_[view][seat] = step * length_; });
                 open &= ~hit;
             }
         }
     }
 
-    static void meet(Words& into, const Words& from) {
+    static void intersect(Words& into, const Words& from) {
         for (std::size_t i = 0; i < into.size(); ++i) into[i] &= from[i];
     }
-    static void join(Words& into, const Words& from) {
+    static void unite(Words& into, const Words& from) {
         for (std::size_t i = 0; i < into.size(); ++i) into[i] |= from[i];
     }
 
-    // By step: are all blocks since the last multiple of `chunk` blocks held (0: since the start)?
-    Words since(const Words& held, u64 steps, u64 chunk) const {
+    // Return for each step the seats that hold all blocks since the last multiple of `chunk` blocks (0: since the start).
+    Words held_since(const Words& held, u64 steps, u64 chunk) const {
         Words all(held.begin(), held.begin() + static_cast<long>((steps + 1) * words_));
         for (u64 step = 1; step <= steps; ++step) {
             for (std::size_t word = 0; word < words_; ++word) {
                 u64& now = all[step * words_ + word];
                 if (chunk != 0 && step % chunk == 0) {
-                    now = ~u64{0};  // the next token opens a chunk: it looks at nothing before
+                    now = ~u64{0};  // the next token begins a chunk and attends to no block before it
                 } else if (chunk == 0 || (step - 1) % chunk != 0) {
                     now &= all[(step - 1) * words_ + word];
                 }
@@ -240,9 +242,9 @@ private:
         return all;
     }
 
-    // By step: are its last `count` blocks held, or all of them where there are fewer? What is known of the last `known`
-    // blocks of two steps tells it of up to twice as many.
-    Words trailing(const Words& held, u64 steps, u64 count) const {
+    // Return for each step the seats that hold its last `count` blocks, or all if there are fewer. The results for `known`
+    // blocks at two steps combine to those for up to twice as many.
+    Words held_trailing(const Words& held, u64 steps, u64 count) const {
         Words all(held.begin(), held.begin() + static_cast<long>((steps + 1) * words_));
         for (u64 known = 1; known < count && known <= steps; known *= 2) {
             const std::size_t back = std::min(known, count - known) * words_;
@@ -269,44 +271,44 @@ private:
 
     const Context& c_;
     const u64 length_;
-    const u64 stride_;  // of its keys
+    const u64 stride_;  // distance of its keys, in the keys of the prompt
     const std::size_t words_;
     const bool pins_;
     std::map<Layout, Words> layouts_;  // members by seat
-    Words pinning_;                    // who has prompts in flight
+    Words pinning_;                    // holders with prompts in flight
     std::vector<Plane> planes_;        // by ordinal
-    Words checkpoint_, boundary_;      // where prompts in flight will land (by step); what they leave of this step
-    std::vector<u64> found_[kViews];   // by seat
+    Words checkpoint_, boundary_;      // checkpoints of prompts in flight by step; their boundaries at this step
+    std::vector<u64> usable_[kViews];   // by seat
 };
 
 }  // namespace
 
-HolderPosition standing_of(const Holder& holder, bool pinned) {
-    HolderPosition standing;
-    standing.seat = holder.seat;
-    standing.pinned = pinned;
-    standing.other = pinned || holder.entries() != 0;
-    u32 length = pinned ? holder.cut() : 0;
+MatchPlan make_match_plan(const Holder& holder, bool pinned) {
+    MatchPlan plan;
+    plan.seat = holder.seat;
+    plan.pinned = pinned;
+    plan.is_mixed = pinned || holder.entries() != 0;
+    u32 length = pinned ? holder.pin_length() : 0;
     bool full = holder.groups.empty();
     for (const Group& group : holder.groups) {
-        for (const auto& [own, names] : group.lengths) {
-            if (length != 0 && length != own) return standing;
-            length = own;
+        for (const auto& [group_length, names] : group.lengths) {
+            if (length != 0 && length != group_length) return plan;
+            length = group_length;
         }
         full = full || (holder.demands(group) && group.role() == Role::Full);
     }
-    if (!full || length == 0) return standing;
+    if (!full || length == 0) return plan;
     for (const Group& group : holder.groups) {
-        if (holder.demands(group) && group.role() == Role::Chunk && *group.window % length != 0) return standing;
+        if (holder.demands(group) && group.role() == Role::Chunk && *group.window % length != 0) return plan;
     }
-    standing.length = length;
-    standing.other = false;
-    add_layout(holder, length, standing.layout);
-    return standing;
+    plan.length = length;
+    plan.is_mixed = false;
+    add_layout(holder, length, plan.layout);
+    return plan;
 }
 
-void match_planes(const Context& context, u32 length, const LayoutGroup& alike, std::vector<Match>& matches) {
-    Planes(context, length, alike).run(alike.holders, matches);
+void match_planes(const Context& context, u32 length, const UniformHolders& uniform, std::vector<Match>& matches) {
+    Planes(context, length, uniform).run(uniform.holders, matches);
 }
 
 }  // namespace blockcast

@@ -20,7 +20,7 @@ using namespace blockcast;
 
 namespace {
 
-// Token ids of a prompt as a flat array: borrowed from bytes and arrays where possible, else copied.
+// Token ids of a prompt as a flat array, borrowed from bytes and arrays if possible, else copied.
 class Ids {
 public:
     explicit Ids(nb::handle source) {
@@ -37,8 +37,8 @@ public:
     const u32* data() const { return data_; }
     std::size_t size() const { return size_; }
     std::size_t copied_bytes() const { return owned_.capacity() * sizeof(u32); }
-    // How many of the first ones are the same.
-    std::size_t shared(const Ids& other) const {
+    // Count the first token ids that both have in common.
+    std::size_t count_common(const Ids& other) const {
         constexpr std::size_t kAtOnce = 512;
         const std::size_t most = std::min(size_, other.size_);
         std::size_t same = 0;
@@ -48,7 +48,7 @@ public:
     }
 
 private:
-    void own() {
+    void use_owned() {
         data_ = owned_.data();
         size_ = owned_.size();
     }
@@ -57,7 +57,7 @@ private:
         throw nb::value_error(("token_ids[" + std::to_string(index) + "] is " + value + ": expected 0 <= id < 2^32").c_str());
     }
 
-    // Value of an int of one digit (below 2^30): every token id there is, and without a call.
+    // Return the value of an int of one digit (below 2^30), as all token ids of today are, without a call.
     static std::optional<u32> small_int(PyObject* item) {
         if (!PyLong_CheckExact(item)) return std::nullopt;
         PyLongObject* number = reinterpret_cast<PyLongObject*>(item);
@@ -95,10 +95,10 @@ private:
             }
             owned_[static_cast<std::size_t>(i)] = static_cast<u32>(value);
         }
-        own();
+        use_owned();
     }
 
-    // Four unsigned bytes an id are borrowed as they are, raw bytes too; any other integers are read one by one.
+    // Borrow unsigned integers of four bytes and raw bytes; read any other integers one by one.
     void read_buffer(PyObject* source) {
         if (PyObject_GetBuffer(source, &borrowed_.view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) throw nb::python_error();
         const Py_buffer& view = borrowed_.view;
@@ -117,21 +117,21 @@ private:
         if (reinterpret_cast<std::uintptr_t>(data_) % alignof(u32) != 0) {
             owned_.resize(size_);
             std::memcpy(owned_.data(), view.buf, bytes);
-            own();
+            use_owned();
         }
     }
 
     std::vector<u32> owned_;
     const u32* data_ = nullptr;
     std::size_t size_ = 0;
-    // A member of its own: it is given back also where the constructor of Ids throws.
+    // A member with a destructor, so that the buffer is released even if the constructor of Ids throws.
     struct Borrowed {
         Py_buffer view{};
-        ~Borrowed() { PyBuffer_Release(&view); }  // does nothing where nothing was borrowed
+        ~Borrowed() { PyBuffer_Release(&view); }  // without effect for an empty view
     } borrowed_;
 };
 
-// A prompt that several calls are about. What one of them computes of it, the next ones find.
+// Prompt of several calls, with the keys that they computed so far.
 struct Prompt {
     explicit Prompt(nb::handle source) : ids(source) {}
 
@@ -139,7 +139,7 @@ struct Prompt {
     void resume(Prompt& similar) {
         const nb::gil_scoped_release released;
         const std::lock_guard alone(similar.mutex);
-        memo.resume(similar.memo, ids.shared(similar.ids), ids.size());
+        memo.resume(similar.memo, ids.count_common(similar.ids), ids.size());
     }
 
     std::size_t bytes() {
@@ -153,7 +153,7 @@ struct Prompt {
     KeyMemo memo;  // under the mutex
 };
 
-// What a call was given: a Prompt, which it then has for itself as long as it works, or ids of any form.
+// Argument of a call: a Prompt, locked while the call works, or token ids in any form.
 class PromptArgument {
 public:
     explicit PromptArgument(nb::handle source) {
@@ -164,7 +164,7 @@ public:
         }
     }
 
-    // Without the GIL: another thread may hold the prompt.
+    // Call work(Tokens) without the GIL, as another thread may hold the prompt.
     template <class Work>
     auto with(Work work) const {
         const nb::gil_scoped_release released;
@@ -178,7 +178,7 @@ private:
     std::optional<Ids> ids_;
 };
 
-// A payload that is applied slice by slice.
+// IngestTask of router/index/protocol.py.
 struct Ingesting {
     Ingesting(Index& index, u64 holder, nb::bytes payload, double now_s)
         : index(index), payload(payload),
@@ -188,7 +188,7 @@ struct Ingesting {
     Ingest ingest;
 };
 
-// A holder's content on its way out.
+// DumpTask of router/index/protocol.py.
 struct Dumping {
     std::optional<nb::list> step() {
         if (dump.done) return std::nullopt;
@@ -291,15 +291,15 @@ void declare_groups(Index& index, u64 holder, nb::handle declared) {
     index.declare_groups(holder, groups);
 }
 
-// The lock is never taken with the GIL held, nor the other way round: whoever makes Python objects under the lock may run a
-// finalizer, which gives the GIL to a thread that waits for the lock.
+// The index is never locked with the GIL held, nor the other way round: creating Python objects under the lock may run a
+// finalizer, which passes the GIL to a thread that waits for the lock.
 nb::list groups(const Index& index, u64 id) {
     std::vector<std::pair<Group, bool>> rows;
     {
         const nb::gil_scoped_release released;
         index.with_holder(id, [&](const Holder& holder) {
             for (const Group& group : holder.groups) {
-                if (group.declared || group.heard) rows.emplace_back(group, holder.silent(group));
+                if (group.declared || group.announced) rows.emplace_back(group, holder.silent(group));
             }
         });
     }
@@ -331,7 +331,7 @@ u64 held_tokens(const Index& index, u64 id) {
 
 NB_MODULE(_native, module) {
     module.doc() = "The prefix index. Use router.index.make_index.";
-    // A process that ends while its threads still hold the index is no leak worth a page of warnings.
+    // Without this, a process that ends while its threads hold the index prints a page of warnings.
     nb::set_leak_warnings(false);
 
     nb::register_exception_translator(
@@ -367,10 +367,10 @@ NB_MODULE(_native, module) {
         })
         .def_prop_ro("report", [](const Ingesting& ingesting) { return ingesting.ingest.report; });
     module.def("extra_work", [] { return extra_work; },
-               "Steps beyond those that every byte pays for, of all calls of this thread; for tests.");
+               "Search steps beyond the usual ones, of all calls of this thread; for tests.");
 
-    module.def("longest_turn", [] { return std::exchange(longest_turn, 0); },
-               "The most blocks that this thread changed under one hold of the lock, since it was last asked; for tests.");
+    module.def("most_blocks_locked", [] { return std::exchange(most_blocks_locked, 0); },
+               "Most blocks that this thread changed under one lock since the last call; for tests.");
 
     nb::class_<Dumping>(module, "Dumping").def("step", &Dumping::step);
 
@@ -422,7 +422,7 @@ NB_MODULE(_native, module) {
                  return prompt.release();
              },
              nb::arg("token_ids"), nb::arg("similar") = nb::none())
-        .def("count_common_tokens", [](const Index&, nb::handle a, nb::handle b) { return Ids(a).shared(Ids(b)); }, nb::arg("token_ids"),
+        .def("count_common_tokens", [](const Index&, nb::handle a, nb::handle b) { return Ids(a).count_common(Ids(b)); }, nb::arg("token_ids"),
              nb::arg("others"))
         .def("match", &match, nb::arg("token_ids"), nb::arg("scope"), nb::arg("order") = nb::none(), nb::arg("max_rivals") = 1)
         .def("pin",
@@ -445,10 +445,10 @@ NB_MODULE(_native, module) {
                  const PromptArgument prompt(token_ids);
                  const Scope scope(of);
                  if (step == 0) throw nb::value_error("step is 0: expected at least 1");
-                 const std::optional<RemovedPrefix> gone =
-                     prompt.with([&](const Tokens& tokens) { return index.gone(tokens, scope.view(), start, step); });
-                 if (!gone) return nb::none();
-                 return nb::make_tuple(gone->end, gone->holder, gone->at_s);
+                 const std::optional<RemovedPrefix> find_removed =
+                     prompt.with([&](const Tokens& tokens) { return index.find_removed(tokens, scope.view(), start, step); });
+                 if (!find_removed) return nb::none();
+                 return nb::make_tuple(find_removed->end, find_removed->holder, find_removed->at_s);
              },
              nb::arg("token_ids"), nb::arg("scope"), nb::arg("start"), nb::arg("step"))
         .def("unpin", &Index::unpin, nb::arg("pin"), nb::call_guard<nb::gil_scoped_release>())

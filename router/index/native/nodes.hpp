@@ -207,7 +207,7 @@ public:
     }
 
     // Return the node of a block; a new one needs a presence at once.
-    u32 find_or_make(u64 key, u32 end, u32 length) {
+    u32 find_or_create(u64 key, u32 end, u32 length) {
         u32 id = find(key, length);
         if (id == 0) {
             id = pool_.allocate();
@@ -220,16 +220,16 @@ public:
     // Add a presence; returns whether it is the first of its kind.
     bool add(u32 id, Seat seat, u32 slot) {
         const bool is_first = pool_[id].presence.add(seat, slot, heap_);
-        if (!is_first) ++again_[again_key(id, seat, slot)];
+        if (!is_first) ++extra_copies_[copies_key(id, seat, slot)];
         return is_first;
     }
 
     // Remove a presence, and the node with its last one; returns whether the presence was the last of its kind.
     bool remove(u32 id, Seat seat, u32 slot) {
-        if (!again_.empty()) {
-            const auto again = again_.find(again_key(id, seat, slot));
-            if (again != again_.end()) {
-                if (--again->second == 0) again_.erase(again);
+        if (!extra_copies_.empty()) {
+            const auto copies = extra_copies_.find(copies_key(id, seat, slot));
+            if (copies != extra_copies_.end()) {
+                if (--copies->second == 0) extra_copies_.erase(copies);
                 return false;
             }
         }
@@ -243,7 +243,7 @@ public:
         return true;
     }
 
-    std::size_t bytes() const { return pool_.bytes() + table_.bytes() + heap_ + again_.size() * 64; }
+    std::size_t bytes() const { return pool_.bytes() + table_.bytes() + heap_ + extra_copies_.size() * 64; }
     std::size_t size() const { return table_.size(); }
 
 private:
@@ -253,26 +253,26 @@ private:
     struct Traits {
         static u32 hash(const Entry& entry) { return entry.hash; }
     };
-    struct AgainHash {
+    struct CopiesHash {
         std::size_t operator()(const std::pair<u64, u32>& key) const {
             return keyed(key.first + key.second * 0xD6E8FEB86659FD93ull);
         }
     };
-    static std::pair<u64, u32> again_key(u32 id, Seat seat, u32 slot) { return {u64{id} << 32 | seat, slot}; }
+    static std::pair<u64, u32> copies_key(u32 id, Seat seat, u32 slot) { return {u64{id} << 32 | seat, slot}; }
 
     using Table = SegmentedTable<Entry, Traits>;
 
     Pool<Node> pool_;
     Table table_;
-    std::unordered_map<std::pair<u64, u32>, u32, AgainHash> again_;  // presence -> number of additions after the first
+    std::unordered_map<std::pair<u64, u32>, u32, CopiesHash> extra_copies_;  // presence -> number of additions after the first
     std::size_t heap_ = 0;
 };
 
 // -- removed blocks -------------------------------------------------------------------------------------------------------
 
-// Blocks that holders lost lately, with the time, so that evicted prefixes can be told from unknown ones. At most kDepartedMax
-// entries; on a hash collision the older one is overwritten. They are hints for explanations only.
-constexpr std::size_t kDepartedMax = std::size_t{1} << 18;
+// Blocks that holders lost lately, with the time, so that evicted prefixes can be told from unknown ones. At most
+// kRemovedBlocksMax entries; on a hash collision the older one is overwritten. They are hints for explanations only.
+constexpr std::size_t kRemovedBlocksMax = std::size_t{1} << 18;
 
 // Part [start, end) of a prompt that a holder lost, and when it lost the first block.
 struct RemovedPrefix {
@@ -284,9 +284,9 @@ class RemovedBlocks {
 public:
     double now_s = 0;  // time of the batch that is applied
 
-    void note(u64 key, u64 holder) {
+    void record(u64 key, u64 holder) {
         // calloc: zero pages cost nothing before they are touched.
-        if (!entries_) entries_.reset(static_cast<Entry*>(std::calloc(kDepartedMax, sizeof(Entry))));
+        if (!entries_) entries_.reset(static_cast<Entry*>(std::calloc(kRemovedBlocksMax, sizeof(Entry))));
         if (!entries_) return;
         Entry* pair = entries_.get() + place(key);
         Entry& entry = pair[0].key == key || (pair[1].key != key && pair[0].at_s <= pair[1].at_s) ? pair[0] : pair[1];
@@ -302,7 +302,7 @@ public:
         return std::nullopt;
     }
 
-    std::size_t bytes() const { return entries_ ? kDepartedMax * sizeof(Entry) : 0; }
+    std::size_t bytes() const { return entries_ ? kRemovedBlocksMax * sizeof(Entry) : 0; }
 
 private:
     struct Entry {
@@ -312,7 +312,7 @@ private:
     struct Free {
         void operator()(Entry* entries) const { std::free(entries); }
     };
-    static std::size_t place(u64 key) { return (keyed(key) >> 32) % (kDepartedMax / 2) * 2; }
+    static std::size_t place(u64 key) { return (keyed(key) >> 32) % (kRemovedBlocksMax / 2) * 2; }
 
     std::unique_ptr<Entry[], Free> entries_;
 };

@@ -1,4 +1,4 @@
-// The runs that wait for a name, oldest first. Everything is found in order, so that no choice of names makes it slow.
+// Runs that wait for a name. All searches use ordered trees, so that no choice of names makes them slow.
 #include "holder.hpp"
 
 namespace blockcast {
@@ -32,7 +32,7 @@ std::optional<ParkedRun> Parking::release(u64 name) {
     return take(runs_.find(at->second));
 }
 
-// The oldest waiting copy of the name goes.
+// Drop the oldest waiting copy of a name.
 bool Parking::cancel(u32 slot, u64 name) {
     const auto found = names_.lower_bound({slot, name, 0, 0});
     if (found == names_.end() || std::get<0>(*found) != slot || std::get<1>(*found) != name) return false;

@@ -84,7 +84,7 @@ public:
     explicit SegmentedTable(Pages& pages) : pages_(&pages) {}
     SegmentedTable(SegmentedTable&& other) noexcept : pages_(other.pages_) { swap(other); }
     SegmentedTable& operator=(SegmentedTable&& other) noexcept {
-        SegmentedTable gone(std::move(*this));
+        SegmentedTable find_removed(std::move(*this));
         swap(other);
         return *this;
     }
@@ -102,7 +102,7 @@ public:
     void prefetch(u32 hash) const {
         if (directory_.empty()) return;
         const Segment& segment = segments_[directory_[index(hash)]];
-        __builtin_prefetch(chunk_of(segment, home(scramble(hash), segment.size)));
+        __builtin_prefetch(chunk_of(segment, find_group(scramble(hash), segment.size)));
     }
 
     // Return the entry with this hash for which `equal` is true; null where there is none.
@@ -145,7 +145,7 @@ public:
         }
         const u32 hash = Traits::hash(*entry);
         Segment& segment = segments_[directory_[index(hash)]];
-        u32 at = home(scramble(hash), segment.size);
+        u32 at = find_group(scramble(hash), segment.size);
         Chunk* chunk = chunk_of(segment, at);
         while (entry < chunk->slots || entry >= chunk->slots + kSlots) {
             if (chunk->overflow != 255) --chunk->overflow;
@@ -203,7 +203,7 @@ private:
         const Segment& segment = segments_[directory_[index(hash)]];
         const u32 scrambled = scramble(hash);
         const u8 tag = tag_of(scrambled);
-        u32 at = home(scrambled, segment.size);
+        u32 at = find_group(scrambled, segment.size);
         for (u32 tried = 0; tried < segment.size; ++tried) {
             Chunk* chunk = chunk_of(segment, at);
             for (u32 hits = chunk->with_tag(tag); hits != 0; hits &= hits - 1) {
@@ -229,7 +229,7 @@ private:
     }
     std::size_t index(u32 hash) const { return depth_ == 0 ? 0 : hash >> (32 - depth_); }
     static u32 scramble(u32 hash) { return hash * 0x9E3779B1u; }
-    static u32 home(u32 scrambled, u32 size) { return static_cast<u32>((u64{scrambled} * size) >> 32); }
+    static u32 find_group(u32 scrambled, u32 size) { return static_cast<u32>((u64{scrambled} * size) >> 32); }
     static u8 tag_of(u32 scrambled) {
         const u8 low = static_cast<u8>(scrambled);
         return low == 0 ? 1 : low;
@@ -274,7 +274,7 @@ private:
 
     void place(Segment& segment, const Entry& entry, u32 hash) {
         const u32 scrambled = scramble(hash);
-        u32 at = home(scrambled, segment.size);
+        u32 at = find_group(scrambled, segment.size);
         Chunk* chunk = chunk_of(segment, at);
         u32 room = chunk->with_tag(0);
         while (room == 0) {
