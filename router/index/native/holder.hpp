@@ -138,7 +138,7 @@ struct PendingCleanup {
 std::string write_digests(u64 fingerprint, const Group& group, u32 tier, const std::vector<DigestRow>& rows);
 constexpr std::size_t kDumpedAtOnce = 4096;  // rows
 
-// Exclusive lock of a writer, which is released and taken again after every kTurnBlocks changed blocks, so that readers
+// Exclusive lock of a writer, which is released and taken again after every kBlocksPerLock changed blocks, so that readers
 // (requests, on the event loop) never wait longer. Readers may then see part of a batch. Other writers of names wait for
 // the whole batch (Index::ingest_mutex_).
 constexpr std::size_t kBlocksPerLock = 4096;  // a millisecond or two
