@@ -7,6 +7,7 @@ and nodes of the prefix tree. Refuses to know which sequence holds which block.
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -83,16 +84,13 @@ class AttentionWindows:
         because a sliding window and a recurrent state need no more from some length on. So the length is found by
         bisection.
         """
-        fitting_tokens = 0
-        too_many_tokens = (unit_count * blocks_per_unit[0] + 1) * self._block_size
-        while too_many_tokens - fitting_tokens > 1:
-            tokens = (fitting_tokens + too_many_tokens) // 2
+
+        def is_too_long(tokens: int) -> bool:
             counts = self.count_blocks_needed(ceil_div(tokens, self._block_size))
-            if sum(map(ceil_div, counts, blocks_per_unit)) <= unit_count:
-                fitting_tokens = tokens
-            else:
-                too_many_tokens = tokens
-        return fitting_tokens
+            return sum(map(ceil_div, counts, blocks_per_unit)) > unit_count
+
+        too_many_tokens = (unit_count * blocks_per_unit[0] + 1) * self._block_size
+        return bisect_left(range(1, too_many_tokens), True, key=is_too_long)
 
     def count_resumable_nodes(self, nodes: Sequence[PrefixBlocks]) -> int:
         """Return the largest number of leading nodes of a cached prefix after which a sequence can resume.

@@ -6,6 +6,7 @@ equal keys have the same KV (`events.hashing`).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
@@ -14,26 +15,12 @@ from engine.types import Sequence
 from events.hashing import hash_packed_blocks, make_hash_keys, make_wire_keys, pack_token_ids
 
 
-class ExtraKeys(NamedTuple):
-    """Keys that identify a block besides its tokens: as they are hashed, and as events announce them."""
-
-    hashed: tuple[str, ...]
-    announced: tuple[str, ...] | None
-
-
 class CommonPrefix(NamedTuple):
     """Leading blocks that two sequences have in common."""
 
     block_count: int
     hash: int
     """Hash of the last of these blocks; 0 without any."""
-
-
-def _make_extra_keys(lora_name: str | None, salt: str | None, *, first: bool) -> ExtraKeys:
-    return ExtraKeys(make_hash_keys(lora_name, salt, first), make_wire_keys(lora_name, salt, first))
-
-
-_NO_EXTRA_KEYS = _make_extra_keys(None, None, first=False)
 
 
 class BlockHasher:
@@ -53,19 +40,21 @@ class BlockHasher:
         hashed_count = len(keys)
         if count <= hashed_count:
             return keys
-        request, size = seq.request, self._block_size
+        size, lora_name, salt = self._block_size, seq.request.lora_name, seq.request.cache_salt
+        is_start = hashed_count == 0
         packed_tokens = pack_token_ids(seq.token_ids[hashed_count * size : count * size])
         packed_size = len(packed_tokens) // (count - hashed_count)
-        first_extra = later_extra = _NO_EXTRA_KEYS
-        if request.lora_name is not None or request.cache_salt is not None:
-            first_extra = _make_extra_keys(request.lora_name, request.cache_salt, first=hashed_count == 0)
-            later_extra = _make_extra_keys(request.lora_name, request.cache_salt, first=False)
-        parent_hash = keys[-1].hash if keys else None
-        hashes = hash_packed_blocks(parent_hash, packed_tokens, size, first_extra.hashed, later_extra.hashed)
+        hashes = hash_packed_blocks(
+            keys[-1].hash if keys else None,
+            packed_tokens,
+            size,
+            make_hash_keys(lora_name, salt, is_start),
+            make_hash_keys(lora_name, salt, False),
+        )
+        first_keys, later_keys = make_wire_keys(lora_name, salt, is_start), make_wire_keys(lora_name, salt, False)
         for index, hash_ in enumerate(hashes):
             block_tokens = packed_tokens[index * packed_size : (index + 1) * packed_size]
-            announced_keys = first_extra.announced if index == 0 else later_extra.announced
-            keys.append(BlockKey(hash_, block_tokens, announced_keys, request.lora_name))
+            keys.append(BlockKey(hash_, block_tokens, later_keys if index else first_keys, lora_name))
         return keys
 
     def find_common_prefix(self, seq: Sequence, other_seq: Sequence) -> CommonPrefix:
@@ -76,16 +65,8 @@ class BlockHasher:
         """
         max_blocks = min(len(seq.token_ids) - 1, len(other_seq.token_ids) - 1) // self._block_size
         keys, other_keys = self.compute_keys(seq, max_blocks), self.compute_keys(other_seq, max_blocks)
-        if not max_blocks or keys[0].hash != other_keys[0].hash:
-            return CommonPrefix(0, 0)
-        min_blocks = 1
-        while min_blocks < max_blocks:
-            middle = (min_blocks + max_blocks + 1) // 2
-            if keys[middle - 1].hash == other_keys[middle - 1].hash:
-                min_blocks = middle
-            else:
-                max_blocks = middle - 1
-        return CommonPrefix(min_blocks, keys[min_blocks - 1].hash)
+        block_count = bisect_left(range(max_blocks), True, key=lambda index: keys[index].hash != other_keys[index].hash)
+        return CommonPrefix(block_count, keys[block_count - 1].hash if block_count else 0)
 
     def get_computed_keys(self, seq: Sequence) -> Items[BlockKey]:
         """Return the keys of `seq` that earlier calls computed."""

@@ -7,7 +7,6 @@ A pool has one order. It reports every block that becomes cached or is used agai
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -27,8 +26,7 @@ class StateHeapEntry(NamedTuple):
     """A cached state in the heap of states, ordered by its stamp when it was pushed."""
 
     stamp: int
-    entry_id: int
-    """Number of the entry, different for each, so that states are never compared."""
+    """Different for each entry, so that states are never compared."""
     state: StateBlock
 
 
@@ -59,7 +57,6 @@ class LruOrder:
         """Cached blocks of each kind, oldest first."""
         self._state_heap: list[StateHeapEntry] = []
         """Cached states. Outdated entries are skipped when they come up."""
-        self._heap_entry_ids = itertools.count()
 
     def mark_cached(self, block: Block) -> None:
         """Record that no sequence holds a block of the prefix tree any more."""
@@ -69,7 +66,7 @@ class LruOrder:
         block.eviction_stamp = ((self._inflation_value + value) << _CLOCK_BITS) + self._release_count
         self._cached_blocks[kind][block] = None
         if isinstance(block, StateBlock):
-            heapq.heappush(self._state_heap, StateHeapEntry(block.eviction_stamp, next(self._heap_entry_ids), block))
+            heapq.heappush(self._state_heap, StateHeapEntry(block.eviction_stamp, block))
             if len(self._state_heap) > 2 * len(self._cached_blocks[kind]) + _HEAP_SLACK:
                 self._drop_outdated_states()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.cache.blocks import Node
@@ -53,16 +54,14 @@ class SupersededState(NamedTuple):
     """Clock of `ReuseStats` when it was superseded."""
 
 
+@dataclass(slots=True, eq=False)
 class CachedPath:
     """Cached blocks up to `leaf`, kept because the next turn after `turn` may reuse them."""
 
-    __slots__ = ("leaf", "queue_key", "turn")
-
-    def __init__(self, leaf: Node, turn: ConversationTurn) -> None:
-        self.leaf = leaf
-        self.turn = turn
-        self.queue_key: QueueKey | None = None
-        """None: the path is abandoned, because its conversation continues elsewhere."""
+    leaf: Node
+    turn: ConversationTurn
+    queue_key: QueueKey | None = None
+    """None: the path is abandoned, because its conversation continues elsewhere."""
 
 
 class EvictionQueue:

@@ -67,7 +67,7 @@ class HostTier:
         `order`: order in which host blocks are evicted. `block_copies`: copies that the next step does first, to which
         those between the memories are added.
         """
-        tree.lower_tier = self
+        tree.host_tier = self
         blocks_per_unit = spec.blocks_per_unit_by_kind()
         self._pool = UnitPool(unit_count, blocks_per_unit, spec.state_kind, order, self.evict)
         self._block_bytes_by_kind = spec.block_bytes_by_kind()

@@ -312,13 +312,11 @@ class KVCache:
         for block, old_id in self.pool.compact(kind):
             self._block_copies.append(BlockCopy(block.kind, old_id, block.id))
         for seq_blocks in self._blocks_by_sequence.values():
-            seq_blocks.increment_table_version()
             seq_blocks.rewrite_tables()
 
     def release(self, seq: Sequence) -> None:
         """Release all blocks of `seq`, the last block first, so that it is evicted first."""
         seq_blocks = self._blocks_by_sequence.pop(seq)
-        assert not seq_blocks.pending_merges
         self.states.release(seq)
         self._eviction.end_turn(seq)
         seq_blocks.release(self.pool)
@@ -385,7 +383,7 @@ class KVCache:
         for seq_blocks in self._blocks_by_sequence.values():
             self._steps.detach(seq_blocks)
             seq_blocks.nodes = []
-            seq_blocks.drop_merges(self.pool)
+        self._steps.cancel_merges()
 
     def reset_after_failure(self) -> None:
         """Empty the cache after a step has failed. The caller then releases all sequences.
@@ -402,7 +400,7 @@ class KVCache:
         self.tree.check_invariants()
         self.states.check_invariants()
         self.host_tier.check_invariants(self._steps.list_pinned_host_blocks())
-        references = self.states.list_references()
+        references = self.states.list_references() + self._steps.list_references()
         for seq_blocks in self._blocks_by_sequence.values():
             seq_blocks.check_invariants()
             references += seq_blocks.list_references()

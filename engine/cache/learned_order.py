@@ -188,7 +188,7 @@ class LearnedEviction(LruEviction):
         self.device_order = LearnedDeviceOrder(spec, self, self.device_queue)
         self.host_order = LearnedHostOrder(spec, self, self.host_queue)
         self._turn_by_sequence: dict[EngineSequence, ConversationTurn] = {}
-        self.last_turn = ConversationTurn(0, 0)
+        self.last_turn = ConversationTurn(0, 0, 0)
         """The turn that ended last: nodes that become cached next belong to its path."""
 
     def begin_turn(self, seq: EngineSequence, hasher: BlockHasher, hit_blocks: int) -> None:

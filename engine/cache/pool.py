@@ -61,7 +61,7 @@ class UnitPool:
         self._live_blocks = [0] * kind_count
         """Number of blocks of each kind that sequences hold."""
         self._idle_units = [0] * kind_count
-        """Number of units of each attention kind that hold cached blocks and no live one."""
+        """Number of units of each kind that hold cached blocks and no live one."""
         self._units_by_hole_count: list[list[dict[Unit, None]]] = [[{} for _ in range(n)] for n in blocks_per_unit]
         """[kind][number of unused blocks] -> the units with so many, as an ordered set."""
 
@@ -106,11 +106,8 @@ class UnitPool:
         """Add a reference to a live or cached block."""
         block.ref_count += 1
         if block.ref_count == 1:
-            unit, kind = block.unit, block.kind
             self._order.mark_used(block)
-            if unit.live_blocks == 0 and kind in self._attention_kinds:
-                self._idle_units[kind] -= 1
-            self._count_live(unit, kind, 1)
+            self._count_live(block.unit, block.kind, 1)
 
     def release(self, block: Block) -> None:
         """Remove one reference to a block.
@@ -122,27 +119,19 @@ class UnitPool:
         block.ref_count -= 1
         if block.ref_count:
             return
-        kind, unit = block.kind, block.unit
-        self._count_live(unit, kind, -1)
+        self._count_live(block.unit, block.kind, -1)
         if block.node is None:
             self._make_hole(block)
         else:
             assert not block.is_pending, f"{block!r}: the last reference to a block being computed was released"
             self._order.mark_cached(block)
-        is_unit_free = unit.kind is None  # `_make_hole` frees a unit that has only holes
-        is_unit_idle = unit.live_blocks == 0 and not is_unit_free
-        if is_unit_idle and kind in self._attention_kinds:
-            self._idle_units[kind] += 1
 
     def drop(self, block: Block) -> None:
         """Make a cached block unused, after the caller has taken it out of the prefix tree."""
         assert block.ref_count == 0
         assert block.node is None
-        kind, unit = block.kind, block.unit
         self._order.mark_freed(block)
         self._make_hole(block)
-        if unit.kind is None and kind in self._attention_kinds:  # its last cached block: the unit is free now
-            self._idle_units[kind] -= 1
 
     def _divide_free_unit(self, kind: int) -> Block:
         """Divide a free unit of memory into blocks of `kind`. Return the first; the others are unused (holes)."""
@@ -152,6 +141,7 @@ class UnitPool:
         unit.kind = kind
         unit.blocks = [block_class(unit, slot, blocks_per_unit) for slot in range(blocks_per_unit)]
         unit.holes = unit.blocks[::-1]
+        self._idle_units[kind] += 1
         block = unit.holes.pop()
         self._index_by_holes(unit, kind)
         return block
@@ -166,9 +156,11 @@ class UnitPool:
             del self._units_by_hole_count[kind][len(unit.holes)][unit]
 
     def _count_live(self, unit: Unit, kind: int, change: int) -> None:
-        """Add `change` to the number of live blocks of a unit, and of its kind."""
+        """Add `change`, 1 or -1, to the number of live blocks of a unit, and of its kind."""
+        was_idle = unit.live_blocks == 0
         self._live_blocks[kind] += change
         unit.live_blocks += change
+        self._idle_units[kind] += (unit.live_blocks == 0) - was_idle
 
     def _take_hole(self, kind: int) -> Block | None:
         """Take an unused block ("hole") from a unit of this kind; return None if no unit has one.
@@ -182,8 +174,6 @@ class UnitPool:
             unit, _ = units.popitem()
             block = unit.holes.pop()
             self._index_by_holes(unit, kind)
-            if unit.live_blocks == 0:  # the unit had cached blocks only, and is no longer idle
-                self._idle_units[kind] -= 1
             return block
         return None
 
@@ -193,11 +183,12 @@ class UnitPool:
         self._unindex_by_holes(unit, kind)
         unit.holes.append(block)
         if len(unit.holes) == self.blocks_per_unit[kind]:
-            self._free_unit(unit)
+            self._free_unit(unit, kind)
         else:
             self._index_by_holes(unit, kind)
 
-    def _free_unit(self, unit: Unit) -> None:
+    def _free_unit(self, unit: Unit, kind: int) -> None:
+        self._idle_units[kind] -= 1
         unit.kind = None
         unit.blocks, unit.holes = [], []
         self._free_units.append(unit)
@@ -264,7 +255,7 @@ class UnitPool:
             moves.append(BlockMove(block, block.id))
             self._swap_with_hole(block, slot, hole)
         assert source_unit.live_blocks == 0
-        self._free_unit(source_unit)
+        self._free_unit(source_unit, kind)
         return moves
 
     def _take_or_evict_hole(self, kind: int) -> Block | None:
@@ -280,13 +271,13 @@ class UnitPool:
 
     def _swap_with_hole(self, block: Block, slot: int, hole: Block) -> None:
         """Exchange the memory of a live block and an unused block in another unit. `slot`: of the live block."""
-        source_unit, target_unit = block.unit, hole.unit
+        source_unit, target_unit, kind = block.unit, hole.unit, block.kind
         target_unit.blocks[target_unit.blocks.index(hole)] = block
         source_unit.blocks[slot] = hole
         block.id, hole.id = hole.id, block.id
         block.unit, hole.unit = target_unit, source_unit
-        target_unit.live_blocks += 1
-        source_unit.live_blocks -= 1
+        self._count_live(target_unit, kind, 1)
+        self._count_live(source_unit, kind, -1)
         source_unit.holes.append(hole)
 
     def check_invariants(self) -> None:
@@ -308,8 +299,7 @@ class UnitPool:
         for kind, live_blocks in enumerate(self._live_blocks):
             units = [unit for unit in self.units if unit.kind == kind]
             assert live_blocks == sum(unit.live_blocks for unit in units)
-            if kind in self._attention_kinds:
-                assert self._idle_units[kind] == sum(unit.live_blocks == 0 for unit in units)
+            assert self._idle_units[kind] == sum(unit.live_blocks == 0 for unit in units)
             cached_blocks.append({block for unit in units for block in unit.blocks if _is_cached(block)})
         self._order.check_blocks(cached_blocks, len(self.units))
 

@@ -16,25 +16,15 @@ alternate.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from engine.cache.blocks import Block, BlockKey, Node
 from engine.cache.event_log import EventLog
 from engine.cache.eviction_order import LruEviction
 from engine.cache.spec import FULL_KIND, CacheSpec
 
-
-class LowerTier(Protocol):
-    """Interface of host memory, which takes blocks that the device evicts."""
-
-    def demote(self, block: Block, *, keep_on_host: bool) -> None:
-        """Take over a computed block that the device is about to evict, and announce that."""
-
-    def discard_duplicate(self, block: Block) -> None:
-        """Drop the copy of a block that the device has computed now, unless a step reads the copy."""
-
-    def forget_all(self) -> None:
-        """Take all host blocks out of the tree."""
+if TYPE_CHECKING:
+    from engine.cache.host_tier import HostTier
 
 
 class PrefixTree:
@@ -51,8 +41,8 @@ class PrefixTree:
         self._host_order = eviction.host_order
         self._return_to_pool = drop
         self.event_log = EventLog(spec)
-        self.lower_tier: LowerTier
-        """Set by `HostTier` before any block is attached."""
+        self.host_tier: HostTier
+        """Host memory, which takes blocks that the device evicts. Set by `HostTier` before any block is attached."""
 
     def __len__(self) -> int:
         return len(self._node_by_hash)
@@ -128,7 +118,7 @@ class PrefixTree:
         assert node.parent is None or node.parent.has_computed(FULL_KIND), "announced before its parent"
         block.is_pending = False
         self.event_log.record_stored(kind, node)
-        self.lower_tier.discard_duplicate(block)
+        self.host_tier.discard_duplicate(block)
 
     def evict(self, block: Block, *, keep_on_host: bool = True) -> None:
         """Evict a cached block from the device, and give its memory back to the pool.
@@ -143,7 +133,7 @@ class PrefixTree:
             node, kind = victim.node, victim.kind
             assert node is not None
             assert not victim.is_pending
-            self.lower_tier.demote(victim, keep_on_host=keep_on_host)
+            self.host_tier.demote(victim, keep_on_host=keep_on_host)
             self._unlink(victim)
             self._return_to_pool(victim)
             self._device_order.mark_evicted(node, kind)
@@ -152,12 +142,12 @@ class PrefixTree:
         """Take a computed state out of the tree, and leave its memory to the sequence that holds it."""
         assert block.kind != FULL_KIND
         assert not block.is_pending
-        self.lower_tier.demote(block, keep_on_host=True)
+        self.host_tier.demote(block, keep_on_host=True)
         self._unlink(block)
 
     def clear(self) -> list[Block]:
         """Empty the tree. Returns the blocks of the device that were in it; the caller frees those that are unused."""
-        self.lower_tier.forget_all()
+        self.host_tier.forget_all()
         blocks = [b for node in self._node_by_hash.values() for b in node.blocks if b is not None]
         for block in blocks:
             block.node = None

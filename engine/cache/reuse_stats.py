@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from options.bounded_dict import BoundedDict
@@ -48,43 +49,29 @@ class TurnClass(NamedTuple):
     """Step of the number of tokens that the last turn added: 0, 512, 2048, 8192 tokens, and so on."""
 
 
+@dataclass(slots=True, eq=False)
 class ConversationTurn:
-    """A request of a conversation. The prompt of the next turn begins with the prompt of this one.
+    """One request of a conversation: it repeats the prompt of the previous request, and adds to it.
 
-    The class also represents a prefix that several conversations share. Then `turn_count` is their number.
+    Also stands for a prefix that several conversations share, as a system prompt. Then `turn_count` is their number.
     """
 
-    __slots__ = (
-        "added_blocks",
-        "continuation_hash",
-        "end_clock",
-        "gap_blocks",
-        "is_shared_prefix",
-        "previous",
-        "prompt_blocks",
-        "shared_blocks",
-        "turn_count",
-    )
-
-    def __init__(self, prompt_blocks: int, shared_blocks: int, *, is_shared_prefix: bool = False) -> None:
-        """Make the first turn of a conversation, with a prompt of `prompt_blocks` blocks.
-
-        `shared_blocks`: number of its leading blocks that other conversations have, too.
-        """
-        self.prompt_blocks = prompt_blocks
-        self.shared_blocks = shared_blocks
-        self.is_shared_prefix = is_shared_prefix
-        self.turn_count = 1
-        """Number of turns of the conversation up to this one."""
-        self.added_blocks = prompt_blocks - shared_blocks
-        """Blocks of the prompt that the previous turn, or the shared prefix, did not have."""
-        self.gap_blocks: int | None = None
-        """Blocks of the prompts of all conversations between the previous turn and this one; None for a first turn."""
-        self.end_clock = 0
-        """Clock when the turn ended."""
-        self.continuation_hash: int | None = None
-        """Hash of a block by which the next turn is recognised; None if all blocks are shared."""
-        self.previous: ConversationTurn | None = None
+    prompt_blocks: int
+    """Number of blocks of the prompt."""
+    shared_blocks: int
+    """Number of leading blocks that other conversations have, too."""
+    added_blocks: int
+    """Number of blocks that neither the previous turn nor the shared prefix had."""
+    turn_count: int = 1
+    """Number of turns of the conversation up to this one."""
+    is_shared_prefix: bool = False
+    previous: ConversationTurn | None = None
+    gap_blocks: int | None = None
+    """Blocks in the prompts of all conversations between the previous turn and this one; None for a first turn."""
+    end_clock: int = 0
+    """Blocks in the prompts of all conversations until this turn ended."""
+    continuation_hash: int | None = None
+    """Hash of the block by which the next turn is recognised; None if all blocks are shared."""
 
 
 class ReuseCounts:
@@ -160,7 +147,7 @@ class ReuseStats:
         self.clock += prompt_blocks
         previous_turn = self._take_previous_turn(block_hashes)
         if previous_turn is None:
-            turn = ConversationTurn(prompt_blocks, hit_blocks)
+            turn = ConversationTurn(prompt_blocks, hit_blocks, added_blocks=prompt_blocks - hit_blocks)
             if hit_blocks:
                 self._record_shared_prefix(block_hashes[hit_blocks - 1], hit_blocks)
         else:
@@ -180,21 +167,24 @@ class ReuseStats:
 
     def _continue_turn(self, previous_turn: ConversationTurn, prompt_blocks: int) -> ConversationTurn:
         """Count that a turn has returned, and return the turn that follows it."""
-        turn = ConversationTurn(prompt_blocks, previous_turn.shared_blocks)
-        turn.turn_count = previous_turn.turn_count + 1
-        turn.added_blocks = max(0, prompt_blocks - previous_turn.prompt_blocks)
-        turn.gap_blocks = self.clock - previous_turn.end_clock
-        turn.previous = previous_turn
         previous_turn.previous = None
-        self.get_counts(previous_turn).record_return(turn.gap_blocks)
+        gap_blocks = self.clock - previous_turn.end_clock
+        self.get_counts(previous_turn).record_return(gap_blocks)
         self._count_turn(previous_turn)
-        return turn
+        return ConversationTurn(
+            prompt_blocks,
+            previous_turn.shared_blocks,
+            added_blocks=max(0, prompt_blocks - previous_turn.prompt_blocks),
+            turn_count=previous_turn.turn_count + 1,
+            previous=previous_turn,
+            gap_blocks=gap_blocks,
+        )
 
     def _record_shared_prefix(self, block_hash: int, prefix_blocks: int) -> None:
         """Record that a new conversation begins with a shared prefix. `block_hash`: hash of the prefix's last block."""
         prefix_turn = self._shared_prefixes.get(block_hash)
         if prefix_turn is None:
-            prefix_turn = ConversationTurn(prefix_blocks, 0, is_shared_prefix=True)
+            prefix_turn = ConversationTurn(prefix_blocks, 0, added_blocks=prefix_blocks, is_shared_prefix=True)
         else:
             prefix_turn.gap_blocks = self.clock - prefix_turn.end_clock
             self.get_counts(prefix_turn).record_return(prefix_turn.gap_blocks)

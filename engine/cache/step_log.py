@@ -16,30 +16,35 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.cache.block_hasher import BlockHasher
-from engine.cache.blocks import Block, Node
+from engine.cache.blocks import Block
 from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.pool import UnitPool
 from engine.cache.prefix_tree import PrefixTree
-from engine.cache.sequence_blocks import PendingMerge, SequenceBlocks
+from engine.cache.sequence_blocks import SequenceBlocks
 from engine.cache.spec import CacheSpec
 from engine.cache.state_checkpoints import NoStates, StateCheckpoints
 from engine.types import Chunk, Sequence
 
 
-class FinishedBlocks(NamedTuple):
-    """Blocks [start, end) of a sequence, which one step fills."""
+class PendingMerge(NamedTuple):
+    """A block of a sequence that is replaced by an identical block of the prefix tree when its step is committed."""
 
     seq_blocks: SequenceBlocks
-    start: int
-    end: int
+    group: int
+    block_index: int
+    """Index of the block in the table of its group."""
+    identical_block: Block
+    """Block of the prefix tree that replaces it. The sequence holds both until the commit."""
 
 
 @dataclass(slots=True)
 class PendingStep:
     """The blocks of one step, from its planning to its result."""
 
-    work: list[HostLoad | FinishedBlocks] = field(default_factory=list)
-    """Blocks that the step loads or fills, in the order of planning, so that parents come before children."""
+    work: list[HostLoad | Block] = field(default_factory=list)
+    """Blocks that the step loads from host memory or fills, in the order of planning: parents come before children."""
+    merges: list[PendingMerge] = field(default_factory=list)
+    """Blocks that the step fills, and that the prefix tree has already."""
     late_block_end_by_sequence: dict[SequenceBlocks, int] = field(default_factory=dict)
     """End, in tokens, of the block that the step fills, for sequences with a last token that is not sampled yet."""
     chunks: Items[Chunk] = field(default_factory=list)
@@ -76,8 +81,7 @@ class StepLog:
         nothing for a detached sequence.
         """
         full_count, remainder = divmod(end, self._block_size)
-        registered_count = len(seq_blocks.nodes)
-        if full_count <= registered_count or seq_blocks.is_detached:
+        if full_count <= len(seq_blocks.nodes) or seq_blocks.is_detached:
             return
         seq = seq_blocks.seq
         is_last_token_sampled = end <= len(seq.token_ids)
@@ -86,8 +90,7 @@ class StepLog:
                 self._planning_step.late_block_end_by_sequence[seq_blocks] = end
                 self._states.save_checkpoint(seq, None, end)
             return
-        self._add_nodes(seq_blocks, full_count)
-        self._planning_step.work.append(FinishedBlocks(seq_blocks, registered_count, len(seq_blocks.nodes)))
+        self._add_nodes(seq_blocks, full_count, self._planning_step)
         if not seq_blocks.is_detached:
             self._states.reserve_checkpoint(seq, seq_blocks.nodes, seq.computed_tokens, end)
 
@@ -115,11 +118,7 @@ class StepLog:
         """
         step = self._steps_in_flight.popleft()
         assert step.chunks is chunks
-        for item in step.work:
-            if isinstance(item, HostLoad):
-                self._host_tier.commit_load(item)
-            else:
-                self._commit_blocks(*item)
+        self._commit_blocks(step)
         for seq_blocks, end in step.late_block_end_by_sequence.items():
             if seq_blocks.seq not in ended_sequences and not seq_blocks.is_detached:
                 self._commit_late_block(seq_blocks, end)
@@ -129,11 +128,18 @@ class StepLog:
 
         When the step was planned, the block's last token was not sampled yet, so the block had no hash.
         """
-        start, full_count = len(seq_blocks.nodes), end // self._block_size
-        self._add_nodes(seq_blocks, full_count, is_computed=True)
+        full_count, late_blocks = end // self._block_size, PendingStep()
+        self._add_nodes(seq_blocks, full_count, late_blocks, is_computed=True)
         if len(seq_blocks.nodes) == full_count:
             self._states.attach_checkpoint(seq_blocks.seq, seq_blocks.nodes[-1], end)
-        self._commit_blocks(seq_blocks, start, len(seq_blocks.nodes))
+        self._commit_blocks(late_blocks)
+
+    def cancel_merges(self) -> None:
+        """Release the blocks that were to replace identical ones. The cache was reset, and sequences keep their own."""
+        for step in (*self._steps_in_flight, self._planning_step):
+            for merge in step.merges:
+                self._pool.release(merge.identical_block)
+            step.merges.clear()
 
     def drop_steps(self) -> None:
         """Forget the steps in flight, which were not computed. The cache was reset before."""
@@ -142,54 +148,62 @@ class StepLog:
         self._steps_in_flight.clear()
         self._states.drop_pending()
 
-    def _add_nodes(self, seq_blocks: SequenceBlocks, full_count: int, *, is_computed: bool = False) -> None:
+    def _add_nodes(
+        self, seq_blocks: SequenceBlocks, full_count: int, step: PendingStep, *, is_computed: bool = False
+    ) -> None:
         """Register the sequence's first `full_count` blocks, as far as they are not. Detach it on a hash collision.
 
-        `is_computed`: the blocks are computed already. They cannot be merged with a block that another step in flight
-        is still to compute, so registration stops there.
+        `step`: the step that fills the blocks. `is_computed`: the blocks are computed already. They cannot be merged
+        with a block that another step in flight is still to compute, so registration stops there.
         """
+        first_index, nodes = len(seq_blocks.nodes), seq_blocks.nodes
         keys = self._hasher.compute_keys(seq_blocks.seq, full_count)
-        for index in range(len(seq_blocks.nodes), full_count):
-            node = self._tree.get_or_create(keys[index], seq_blocks.nodes[-1] if seq_blocks.nodes else None)
+        for key in keys[first_index:full_count]:
+            node = self._tree.get_or_create(key, nodes[-1] if nodes else None)
             if node is None:
                 self.detach(seq_blocks)
-                return
+                break
             if is_computed and node.is_pending(self._groups):
-                return
-            seq_blocks.nodes.append(node)
-            for group in self._groups:
-                self._attach_block(seq_blocks, group, index, node)
+                break
+            nodes.append(node)
+        for group in self._groups:
+            for index in range(first_index, len(nodes)):
+                self._attach_block(seq_blocks, group, index, step)
 
-    def _attach_block(self, seq_blocks: SequenceBlocks, group: int, index: int, node: Node) -> None:
-        """Put a sequence's block at `index` into a node of the tree, where sequences with the same prefix find it.
+    def _attach_block(self, seq_blocks: SequenceBlocks, group: int, index: int, step: PendingStep) -> None:
+        """Put a sequence's block at `index` into its node of the tree, where sequences with the same prefix find it.
 
         If the node already has another block with the same content, the two are merged when the step is committed.
         """
+        node = seq_blocks.nodes[index]
         own_block, tree_block = seq_blocks.blocks_by_group[group][index], node.blocks[group]
         if own_block is None or own_block is tree_block:
             return
         if tree_block is None:
             self._tree.attach(node, own_block)
+            step.work.append(own_block)
         else:
             self._pool.acquire(tree_block)
-            seq_blocks.pending_merges.append(PendingMerge(group, index, tree_block))
+            step.merges.append(PendingMerge(seq_blocks, group, index, tree_block))
 
-    def _commit_blocks(self, seq_blocks: SequenceBlocks, start: int, end: int) -> None:
-        """Announce the blocks [start, end) of a sequence, which are computed now, and merge duplicates.
+    def _commit_blocks(self, step: PendingStep) -> None:
+        """Announce the blocks of a step, which are loaded and computed now, and merge duplicates.
 
-        If another sequence has put an identical block into the prefix tree first, this sequence's block table is
+        If another sequence has put an identical block into the prefix tree first, a sequence's block table is
         redirected to that block, and the sequence's own block is released.
         """
-        for block in seq_blocks.iter_pending_blocks(start, end):
-            self._tree.commit(block)
-        if not seq_blocks.pending_merges:
-            return
-        merges = seq_blocks.take_merges(end)
-        if merges:
-            seq_blocks.increment_table_version()
-        for group, index, tree_block in merges:
-            own_block = seq_blocks.replace(group, index, tree_block)
-            self._pool.release(own_block)
+        for item in step.work:
+            if isinstance(item, HostLoad):
+                self._host_tier.commit_load(item)
+            elif item.is_pending:  # not if the cache was reset meanwhile
+                self._tree.commit(item)
+        for seq_blocks, group, index, tree_block in step.merges:
+            self._pool.release(seq_blocks.replace(group, index, tree_block))
+
+    def list_references(self) -> list[Block]:
+        """Return the blocks that merges hold besides the sequences, one entry for each reference."""
+        steps = (*self._steps_in_flight, self._planning_step)
+        return [merge.identical_block for step in steps for merge in step.merges]
 
     def list_pinned_host_blocks(self) -> list[Block]:
         """Return the blocks of host memory that loads hold, one entry for each load."""

@@ -42,10 +42,11 @@ def ended_sequences_go_at_once(patch: Patch) -> None:
 def a_table_that_merged_is_not_sent_again(patch: Patch) -> None:
     real = StepLog._commit_blocks
 
-    def commit_blocks(self: StepLog, seq_blocks: Any, start: int, end: int) -> None:
-        table_version = seq_blocks.seq.table_version
-        real(self, seq_blocks, start, end)
-        seq_blocks.seq.table_version = table_version
+    def commit_blocks(self: StepLog, step: Any) -> None:
+        versions = [(merge.seq_blocks.seq, merge.seq_blocks.seq.table_version) for merge in step.merges]
+        real(self, step)
+        for seq, table_version in versions:
+            seq.table_version = table_version
 
     patch.setattr(StepLog, "_commit_blocks", commit_blocks)
 

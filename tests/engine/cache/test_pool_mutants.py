@@ -24,7 +24,7 @@ from engine.cache.prefix_tree import PrefixTree
 from engine.cache.sequence_blocks import UNREAD_BLOCK_ID, SequenceBlocks
 from engine.cache.spec import CacheSpec
 from engine.cache.state_checkpoints import StateCheckpoints, StateSource
-from engine.cache.step_log import StepLog
+from engine.cache.step_log import PendingStep, StepLog
 from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
 from events.hashing import unpack_token_ids
 
@@ -98,10 +98,11 @@ def merge_without_redirect(patch: Patch) -> None:
 def merge_that_leaks_the_duplicate(patch: Patch) -> None:
     real = StepLog._commit_blocks
 
-    def commit_blocks(self: StepLog, seq_blocks: SequenceBlocks, start: int, end: int) -> None:
-        for kind, index, identical_block in seq_blocks.take_merges(end):
+    def commit_blocks(self: StepLog, step: PendingStep) -> None:
+        for seq_blocks, kind, index, identical_block in step.merges:
             seq_blocks.replace(kind, index, identical_block)
-        real(self, seq_blocks, start, end)
+        step.merges.clear()
+        real(self, step)
 
     patch.setattr(StepLog, "_commit_blocks", commit_blocks)
 
