@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from engine.cache.kv_cache import KVCache
-from engine.cache.spec import MAMBA, CacheSpec
+from engine.cache.spec import CacheSpec
 from engine.config import EngineConfig
 from engine.core import EngineCore, Executor
 from engine.grammars import GrammarCompiler, GrammarVocabulary, find_unsupported_reason
@@ -27,7 +27,7 @@ from engine.transfer.service import KVTransfers
 from engine.transfer.start import start_transfers
 from events import Event
 from events.publisher import EventPublisher
-from events.sources import EventSource, GroupInfo
+from events.sources import EventSource
 from prompts import Tokenizer
 
 log = logging.getLogger("engine")
@@ -131,7 +131,7 @@ def _make_publisher(config: EngineConfig, model_name: str, spec: CacheSpec) -> E
     """Open the sockets for the cache's events; None if no events are published."""
     if not config.kv_events.is_enabled:
         return None
-    groups = tuple(make_group_infos(spec))
+    groups = tuple(spec.list_group_infos())
     return EventPublisher(config.kv_events, model=model_name, block_size=config.block_size, groups=groups)
 
 
@@ -148,7 +148,7 @@ def _describe_model(config: EngineConfig, name: str, folder: Path, executor: Exe
         vocab_size=executor.vocab_size,
         dtype=executor.dtype,
         device=executor.device,
-        groups=make_group_infos(executor.cache_spec),
+        groups=executor.cache_spec.list_group_infos(),
         event_sources=[],
         prefix_caching=config.enable_prefix_caching,
         prefill_order=config.prefill_order,
@@ -218,17 +218,6 @@ def _describe_source(publisher: EventPublisher, transfers: KVTransfers | None, b
     """Return this engine's entry in the response of `GET /kv_event_sources`, by which a router finds its sockets."""
     offer = None if transfers is None else transfers.describe(block_tokens)
     return msgspec.structs.replace(publisher.describe_source(), kv_transfer=offer)
-
-
-def make_group_infos(spec: CacheSpec) -> list[GroupInfo]:
-    """Return the response of /kv_cache/groups: attention groups, then recurrent state if the model has it."""
-    groups = [
-        GroupInfo(group_idx=i, kind=group.kind, block_size=spec.block_size, sliding_window=group.sliding_window)
-        for i, group in enumerate(spec.groups)
-    ]
-    if spec.state is not None:
-        groups.append(GroupInfo(group_idx=len(groups), kind=MAMBA, block_size=spec.block_size))
-    return groups
 
 
 def _discard(events: Collection[Event]) -> None:

@@ -31,23 +31,14 @@ class Change(NamedTuple):
     """Nodes of the blocks, as a list; for DEMOTED, a dict as an ordered set of (kind, node)."""
 
 
-class AnnouncedKind(NamedTuple):
-    """A kind of blocks in the words of the events."""
-
-    name: str
-    """The event's `kv_cache_spec_kind`."""
-    sliding_window: int | None
-
-
 class EventLog:
     """Records the changes of the cache in their order. Consecutive blocks of a prefix become one change."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self.block_size = spec.block_size
-        self.kinds = [AnnouncedKind(g.kind, g.sliding_window) for g in spec.groups]
-        if spec.state is not None:
-            self.kinds.append(AnnouncedKind(MAMBA, None))
-        self.joins_chains_by_kind = [kind.name != MAMBA for kind in self.kinds]
+        self.groups = spec.list_group_infos()
+        """How events describe each kind of blocks."""
+        self.joins_chains_by_kind = [group.kind != MAMBA for group in self.groups]
         """Whether consecutive blocks of a prefix go into one event, by kind."""
         self._changes: list[Change] = []
 
@@ -150,7 +141,7 @@ class StepEvents(Collection[Event]):
         First all blocks are announced as stored in host memory, then as removed from the device. A block is announced
         as stored after its parent, because readers link it to the parent. It left the device before its parent.
         """
-        nodes_by_kind: list[list[Node]] = [[] for _ in self._log.kinds]
+        nodes_by_kind: list[list[Node]] = [[] for _ in self._log.groups]
         for kind, node in demoted_nodes:
             nodes_by_kind[kind].append(node)
         for kind, nodes in enumerate(nodes_by_kind):
@@ -180,7 +171,7 @@ class StepEvents(Collection[Event]):
         token_ids = unpack_token_ids(b"".join([node.key.packed_tokens for node in nodes]))
         assert len(token_ids) == len(nodes) * self._log.block_size
         first_node = nodes[0]
-        announced_kind = self._log.kinds[kind]
+        group = self._log.groups[kind]
         return BlockStored(
             block_hashes=[node.hash for node in nodes],
             parent_block_hash=None if first_node.parent is None else first_node.parent.hash,
@@ -191,8 +182,8 @@ class StepEvents(Collection[Event]):
             lora_name=first_node.key.lora_name,
             extra_keys=[node.key.extra_keys for node in nodes],
             group_idx=kind,
-            kv_cache_spec_kind=announced_kind.name,
-            kv_cache_spec_sliding_window=announced_kind.sliding_window,
+            kv_cache_spec_kind=group.kind,
+            kv_cache_spec_sliding_window=group.sliding_window,
         )
 
 

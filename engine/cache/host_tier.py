@@ -185,11 +185,6 @@ class HostTier:
         else:
             self._drop(block)
 
-    def forget_all(self) -> None:
-        """Detach all host blocks from the tree. Blocks that steps read stay until they are unpinned."""
-        for host_block in self._tree.clear_host():
-            self._free_if_unpinned(host_block)
-
     def _drop_subtree(self, root: Node) -> None:
         """Drop the host blocks of a node and of its descendants, leaves first."""
         for node in reversed(list_subtree(root)):
@@ -201,14 +196,15 @@ class HostTier:
         node, kind = host_block.node, host_block.kind
         assert node is not None
         self._tree.detach_host(host_block)
-        self._free_if_unpinned(host_block)
+        self.free_unpinned([host_block])
         self._order.mark_evicted(node, kind)
         self._tree.remove_if_empty(node)
 
-    def _free_if_unpinned(self, host_block: Block) -> None:
-        """Free a block that has left the tree, unless a step reads it."""
-        if not host_block.ref_count:
-            self._pool.drop(host_block)
+    def free_unpinned(self, host_blocks: Sequence[Block]) -> None:
+        """Free blocks that have left the tree, but for those that steps read until they are unpinned."""
+        for host_block in host_blocks:
+            if not host_block.ref_count:
+                self._pool.drop(host_block)
 
     def check_invariants(self, pinned_blocks: Sequence[Block]) -> None:
         """Assert that the pool and the tree agree.

@@ -182,11 +182,13 @@ class KVCache:
 
     def _start_sequence(self, seq: Sequence, nodes: list[Node], block_counts: list[int]) -> None:
         """Give a sequence the cached blocks and the state of the prefix `nodes`. `block_counts`: blocks to allocate."""
-        # Hold all cached blocks and the source of the state first, because an allocation may evict others.
-        state_source = self.states.find_source(nodes, block_counts)
+        *kv_counts, last_count = block_counts
+        has_room_for_copy = self.pool.can_allocate([*kv_counts, last_count + 1])  # if the last kind is the state
         seq_blocks = SequenceBlocks(seq, len(self._groups), is_detached=not self._caches_prefixes)
+        # Hold all cached blocks and the checkpoint first, because an allocation may evict others.
         host_hits = self._acquire_prefix(seq_blocks, nodes)
-        state_loads = self.states.create_state(seq, state_source)
+        last_node = nodes[-1] if nodes else None
+        state_loads = self.states.create_state(seq, last_node, has_room_for_copy=has_room_for_copy)
         self._steps.plan_loads([*self._allocate_for_loads(seq_blocks, nodes, host_hits), *state_loads])
         seq_blocks.rewrite_tables()
         seq_blocks.nodes = nodes
@@ -377,7 +379,9 @@ class KVCache:
 
     def reset(self) -> None:
         """Empty the prefix cache. Running sequences keep their blocks, and register no further ones."""
-        for block in self.tree.clear():
+        blocks = self.tree.clear()
+        self.host_tier.free_unpinned(blocks.on_host)
+        for block in blocks.on_device:
             if block.ref_count == 0:
                 self.pool.drop(block)
         for seq_blocks in self._blocks_by_sequence.values():

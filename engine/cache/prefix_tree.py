@@ -16,7 +16,8 @@ alternate.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.cache.blocks import Block, BlockKey, Node
 from engine.cache.event_log import EventLog
@@ -25,6 +26,13 @@ from engine.cache.spec import FULL_KIND, CacheSpec
 
 if TYPE_CHECKING:
     from engine.cache.host_tier import HostTier
+
+
+class ClearedBlocks(NamedTuple):
+    """Blocks that a tree had before it was emptied."""
+
+    on_device: list[Block]
+    on_host: list[Block]
 
 
 class PrefixTree:
@@ -145,11 +153,14 @@ class PrefixTree:
         self.host_tier.demote(block, keep_on_host=True)
         self._unlink(block)
 
-    def clear(self) -> list[Block]:
-        """Empty the tree. Returns the blocks of the device that were in it; the caller frees those that are unused."""
-        self.host_tier.forget_all()
-        blocks = [b for node in self._node_by_hash.values() for b in node.blocks if b is not None]
-        for block in blocks:
+    def clear(self) -> ClearedBlocks:
+        """Empty the tree. The caller frees the blocks that are unused."""
+        nodes = self._node_by_hash.values()
+        blocks = ClearedBlocks(
+            [block for node in nodes for block in node.blocks if block is not None],
+            [block for node in nodes for block in node.host_blocks if block is not None],
+        )
+        for block in chain(*blocks):
             block.node = None
             block.is_pending = False
         self._node_by_hash.clear()
@@ -183,16 +194,6 @@ class PrefixTree:
         host_blocks = [None if k == kind else b for k, b in enumerate(node.host_blocks)]
         node.host_blocks = host_blocks if any(host_blocks) else self._no_blocks
         block.node = None
-
-    def clear_host(self) -> list[Block]:
-        """Take all host blocks out of the tree, without announcing it, and return them."""
-        blocks = []
-        for node in self._node_by_hash.values():
-            blocks += [block for block in node.host_blocks if block is not None]
-            node.host_blocks = self._no_blocks
-        for block in blocks:
-            block.node = None
-        return blocks
 
     def remove_if_empty(self, node: Node) -> None:
         """Remove a node that has no block in either memory."""

@@ -6,8 +6,9 @@ Pure arithmetic; knows no tensors. Group 0 is full attention, the others are sli
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+from events.sources import GroupInfo
 
 FULL_KIND = 0
 """The kind of the full-attention group. Every prefix has blocks of this kind."""
@@ -64,6 +65,16 @@ class CacheSpec:
         """Kind of the blocks that hold states: the number of groups. Models without state have no such block."""
         return len(self.groups)
 
+    def list_group_infos(self) -> list[GroupInfo]:
+        """Return the response of /kv_cache/groups: attention groups, then recurrent state if the model has it."""
+        windows = [(group.kind, group.sliding_window) for group in self.groups]
+        if self.state is not None:
+            windows.append((MAMBA, None))
+        return [
+            GroupInfo(group_idx=index, kind=kind, block_size=self.block_size, sliding_window=window)
+            for index, (kind, window) in enumerate(windows)
+        ]
+
     def block_bytes(self, group: int) -> int:
         return self.block_size * self.groups[group].token_bytes
 
@@ -75,8 +86,7 @@ class CacheSpec:
     @property
     def unit_bytes(self) -> int:
         """Bytes of one unit, chosen so that a state, or blocks of any group, fill it with little waste."""
-        block_sizes = tuple(self.block_bytes(g) for g in range(len(self.groups)))
-        return _choose_unit_bytes(block_sizes, self.state.state_bytes if self.state else 0)
+        return _choose_unit_bytes(self)
 
     def blocks_per_unit(self, group: int) -> int:
         return self.unit_bytes // self.block_bytes(group)
@@ -88,8 +98,14 @@ class CacheSpec:
     @property
     def padding_share(self) -> float:
         """Share of a unit, 0 .. 1, that the kind which fits worst leaves unused."""
-        block_sizes = [self.block_bytes(g) for g in range(len(self.groups))]
-        return _compute_padding_share(self.unit_bytes, block_sizes, self.state.state_bytes if self.state else 0)
+        return self.compute_padding_share(self.unit_bytes)
+
+    def compute_padding_share(self, unit_bytes: int) -> float:
+        """Return the share of a unit of `unit_bytes` bytes, 0 .. 1, that the kind which fits worst leaves unused."""
+        padding_bytes = [unit_bytes % self.block_bytes(g) for g in range(len(self.groups))]
+        if self.state is not None:  # a unit holds one state, never two
+            padding_bytes.append(unit_bytes - self.state.state_bytes)
+        return max(padding_bytes) / unit_bytes
 
 
 _UNIT_ALIGNMENT_BYTES = 256
@@ -99,26 +115,17 @@ _UNIT_GROWTH_MAX = 8
 
 
 @functools.lru_cache(maxsize=64)
-def _choose_unit_bytes(block_sizes: tuple[int, ...], state_bytes: int) -> int:
+def _choose_unit_bytes(spec: CacheSpec) -> int:
     """Return the smallest unit size at which the kind that fits worst wastes the smallest share of the unit.
 
-    `block_sizes`: bytes of a block of each group. `state_bytes`: bytes of a state; 0 if the model has none. With blocks
-    of 300 and 400 KB, a unit of 1200 KB wastes nothing. A unit holds one state, never two. So in a model with states,
-    a unit is no larger than needed for the state, in whole blocks of some group.
+    With blocks of 300 and 400 KB, a unit of 1200 KB wastes nothing. In a model with states, a unit is no larger than
+    needed for one state, in whole blocks of some group.
     """
-    largest_bytes = max(*block_sizes, state_bytes, 1)
-    growth_max = 1 if state_bytes else _UNIT_GROWTH_MAX
+    largest_bytes = max(spec.block_bytes_by_kind())
+    growth_max = 1 if spec.state else _UNIT_GROWTH_MAX
     unit_sizes = {largest_bytes}
-    for block_bytes in block_sizes:
+    for block_bytes in map(spec.block_bytes, range(len(spec.groups))):
         min_count = ceil_div(largest_bytes, block_bytes)
         unit_sizes.update(count * block_bytes for count in range(min_count, min_count * growth_max + 1))
     aligned_sizes = {ceil_div(size, _UNIT_ALIGNMENT_BYTES) * _UNIT_ALIGNMENT_BYTES for size in unit_sizes}
-    return min(sorted(aligned_sizes), key=lambda size: _compute_padding_share(size, block_sizes, state_bytes))
-
-
-def _compute_padding_share(unit_bytes: int, block_sizes: Sequence[int], state_bytes: int) -> float:
-    """Return the share of a unit that the kind of block which fits worst leaves unused. `state_bytes`: 0 for none."""
-    padding_bytes = [unit_bytes % block_bytes for block_bytes in block_sizes]
-    if state_bytes:
-        padding_bytes.append(unit_bytes - state_bytes)
-    return max(padding_bytes) / unit_bytes
+    return min(sorted(aligned_sizes), key=spec.compute_padding_share)

@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from engine.cache.blocks import Block, BlockKey, Node, StateBlock
 from engine.cache.host_tier import HostLoad, HostTier
@@ -50,17 +49,6 @@ _SUPERSEDED_DIVISOR = 16
 def compute_state_value(saved_blocks: int, *, is_superseded: bool) -> int:
     """Return the value of a state for eviction, in blocks. `saved_blocks`: blocks since the state before it."""
     return ceil_div(saved_blocks, _SUPERSEDED_DIVISOR) if is_superseded else saved_blocks
-
-
-class StateSource(NamedTuple):
-    """The checkpoint that a sequence resumes from, on the device or in host memory. Without one it starts from zero."""
-
-    checkpoint: StateBlock | None = None
-    """A checkpoint on the device."""
-    host_node: Node | None = None
-    """Node whose checkpoint is in host memory."""
-    should_copy: bool = True
-    """Whether the checkpoint is copied. If not, it becomes the sequence's own state, as nothing else holds it."""
 
 
 @dataclass(slots=True)
@@ -110,38 +98,26 @@ class StateCheckpoints:
         self._planned_copies: list[UnitCopy] = []
         """Copies of states to checkpoints that the step being planned makes."""
 
-    def find_source(self, nodes: list[Node], block_counts: list[int]) -> StateSource:
-        """Return the checkpoint from which a sequence resumes after the prefix `nodes`.
+    def create_state(self, seq: Sequence, node: Node | None, *, has_room_for_copy: bool) -> list[HostLoad]:
+        """Give `seq` a state, which the step being planned restores from a checkpoint, or zeroes. There must be room.
 
-        `block_counts`: blocks of every kind that the sequence needs besides. The sequence gets a copy of the
-        checkpoint, which is held until the first step has made the copy. Without room for both, the checkpoint itself
-        becomes the sequence's state.
+        `node`: last node of the cached prefix, which has a checkpoint on the device or in host memory; None: the
+        sequence starts from zero. A checkpoint on the device is held until the first step has copied it. Without
+        `has_room_for_copy`, an unused checkpoint itself becomes the sequence's state. Returns the copy from host memory
+        that restores the state: one, or none.
         """
-        if not nodes:
-            return StateSource()
-        checkpoint = nodes[-1].checkpoint
-        if checkpoint is None or not nodes[-1].can_resume():
-            return StateSource(host_node=nodes[-1])
-        *kv_counts, state_count = block_counts
-        has_room_for_copy = self._pool.can_allocate([*kv_counts, state_count + 1])
-        return StateSource(checkpoint, should_copy=checkpoint.ref_count > 0 or has_room_for_copy)
-
-    def create_state(self, seq: Sequence, source: StateSource) -> list[HostLoad]:
-        """Give `seq` a state, which the step being planned restores from `source`, or zeroes. There must be room.
-
-        Returns the copy from host memory that restores it: one, or none.
-        """
-        checkpoint = source.checkpoint
-        if checkpoint is not None:
+        checkpoint = host_block = None
+        if node is not None and node.can_resume():
+            checkpoint = node.checkpoint
+            assert checkpoint is not None
             self._pool.acquire(checkpoint)
             checkpoint.is_shared = True
-        if checkpoint is not None and not source.should_copy:
-            assert checkpoint.ref_count == 1
-            self._tree.detach(checkpoint)
-            self._set_state(seq, _SequenceState(checkpoint, None, needs_init=False))
-            return []
-        # Hold the host's block before the allocation, which may evict blocks of the host.
-        host_block = None if source.host_node is None else self._host_tier.pin(source.host_node, self._kind)
+            if checkpoint.ref_count == 1 and not has_room_for_copy:
+                self._tree.detach(checkpoint)
+                self._set_state(seq, _SequenceState(checkpoint, None, needs_init=False))
+                return []
+        elif node is not None:  # hold the host's block before the allocation, which may evict blocks of the host
+            host_block = self._host_tier.pin(node, self._kind)
         block = self._allocate(self._kind)
         assert isinstance(block, StateBlock), "admitted without room for its state"
         self._set_state(seq, _SequenceState(block, checkpoint, needs_init=host_block is None))
@@ -375,10 +351,7 @@ def _is_decode(seq: Sequence, start: int, end: int) -> bool:
 class NoStates:
     """Null object for a model without recurrent states."""
 
-    def find_source(self, nodes: list[Node], block_counts: list[int]) -> StateSource:
-        return StateSource()
-
-    def create_state(self, seq: Sequence, source: StateSource) -> list[HostLoad]:
+    def create_state(self, seq: Sequence, node: Node | None, *, has_room_for_copy: bool) -> list[HostLoad]:
         return []
 
     def has_planned_checkpoint(self, keys: Items[BlockKey], resumable_blocks: int) -> bool:

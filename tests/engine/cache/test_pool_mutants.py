@@ -20,10 +20,10 @@ from engine.cache.host_tier import HostLoad, HostTier
 from engine.cache.kv_cache import KVCache
 from engine.cache.learned_order import LearnedEviction
 from engine.cache.pool import UnitPool
-from engine.cache.prefix_tree import PrefixTree
+from engine.cache.prefix_tree import ClearedBlocks, PrefixTree
 from engine.cache.sequence_blocks import UNREAD_BLOCK_ID, SequenceBlocks
 from engine.cache.spec import CacheSpec
-from engine.cache.state_checkpoints import StateCheckpoints, StateSource
+from engine.cache.state_checkpoints import StateCheckpoints
 from engine.cache.step_log import PendingStep, StepLog
 from engine.types import Chunk, Request, SamplingParams, Sequence, StepPlan
 from events.hashing import unpack_token_ids
@@ -175,8 +175,8 @@ def checkpoint_of_the_block_before(patch: Patch) -> None:
 def checkpoint_unpinned_while_it_is_restored(patch: Patch) -> None:
     real = StateCheckpoints.create_state
 
-    def create_state(self: StateCheckpoints, seq: Any, source: StateSource) -> Any:
-        loads = real(self, seq, source)
+    def create_state(self: StateCheckpoints, seq: Any, node: Any, **options: bool) -> Any:
+        loads = real(self, seq, node, **options)
         self._release_source(self._state_by_sequence[seq])
         return loads
 
@@ -184,7 +184,7 @@ def checkpoint_unpinned_while_it_is_restored(patch: Patch) -> None:
 
 
 def failed_step_trusted(patch: Patch) -> None:
-    patch.setattr(PrefixTree, "clear", lambda self: [])
+    patch.setattr(PrefixTree, "clear", lambda self: ClearedBlocks([], []))
 
 
 def window_table_filler_released(patch: Patch) -> None:
@@ -343,8 +343,9 @@ def loaded_block_announced_when_planned(patch: Patch) -> None:
 def state_resumed_on_nothing(patch: Patch) -> None:
     real = StateCheckpoints.create_state
 
-    def create_state(self: StateCheckpoints, seq: Any, source: StateSource) -> Any:
-        return real(self, seq, source._replace(host_node=None))
+    def create_state(self: StateCheckpoints, seq: Any, node: Any, **options: bool) -> Any:
+        is_on_host = node is not None and not node.can_resume()
+        return real(self, seq, None if is_on_host else node, **options)
 
     patch.setattr(StateCheckpoints, "create_state", create_state)
 
