@@ -14,7 +14,7 @@ from engine.cache.kv_cache import KVCache
 from engine.prefill_queue import PrefillQueue
 from engine.request_entry import RequestEntry
 from engine.step_draft import StepInFlight
-from engine.types import FinishReason, Sequence, SequenceOutput, StepResult
+from engine.types import Sequence, SequenceOutput, StepResult
 
 
 @dataclass(slots=True)
@@ -22,17 +22,16 @@ class SchedulerTotals:
     """Counts what the scheduler has done since the start."""
 
     preemptions: int = 0
-    prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     host_hit_tokens: int = 0
     """Tokens of `prefix_hit_tokens` that came from host memory."""
     prompt_tokens: int = 0
+    """Tokens of all prompts that were admitted. All of them were looked up in the cache."""
     generated_tokens: int = 0
     finished_requests: int = 0
 
     def add_prompt(self, seq: Sequence) -> None:
         """Count a prompt that was admitted for the first time."""
-        self.prefix_queried_tokens += seq.prompt_len
         self.prefix_hit_tokens += seq.cached_tokens
         self.host_hit_tokens += seq.host_tokens
         self.prompt_tokens += seq.prompt_len
@@ -113,11 +112,8 @@ class ActiveRequests:
 
     def take_with_error(self, entry: RequestEntry, message: str, *, is_client_error: bool = False) -> SequenceOutput:
         """Remove a request from the requests by id, and return its last output, an error."""
-        request_id, reason = entry.request_id, FinishReason.ERROR
-        del self._entry_by_id[request_id]
-        return SequenceOutput(
-            request_id=request_id, token_ids=[], finish_reason=reason, error=message, is_client_error=is_client_error
-        )
+        del self._entry_by_id[entry.request_id]
+        return SequenceOutput.from_error(entry.request_id, message, is_client_error=is_client_error)
 
     def append_tokens(self, step: StepInFlight, result: StepResult) -> list[SequenceOutput]:
         """Append the tokens that a computed step sampled to their requests, and end the requests that are finished.

@@ -179,6 +179,10 @@ class _PreparingRequest(NamedTuple):
     arrival_s: float
     futures: list[Future[Any]]
 
+    @property
+    def is_prepared(self) -> bool:
+        return all(future.done() for future in self.futures)
+
 
 class _StepInFlight(NamedTuple):
     """A step that the runner has begun to compute."""
@@ -323,7 +327,8 @@ class EngineCore:
         prepared_ids = self._find_prepared_ids()
         has_other_work = self.scheduler.has_work or self.transfers.has_copies
         if not prepared_ids and not has_other_work:
-            self._wait_for_preparation()
+            futures = [future for entry in self._preparing_requests.values() for future in entry.futures]
+            wait([future for future in futures if not future.done()], PREPARATION_WAIT_S, FIRST_COMPLETED)
             prepared_ids = self._find_prepared_ids()
         outputs = (self._queue_prepared(request_id) for request_id in prepared_ids)
         return [output for output in outputs if output is not None]
@@ -333,34 +338,21 @@ class EngineCore:
         request, arrival_s, futures = self._preparing_requests.pop(request_id)
         self.transfers.stop_waiting(request_id)
         error = next((error for future in futures if (error := future.exception()) is not None), None)
-        if error is None:
-            return self._add_or_refuse(request, arrival_s)
-        if isinstance(error, ValueError):
-            return make_refusal(request_id, error)
-        log.error("a request could not be prepared", exc_info=error)  # such as a panic of llguidance, no Exception
-        return _make_preparation_failure(request_id, error)
-
-    def _add_or_refuse(self, request: Request, arrival_s: float) -> SequenceOutput | None:
-        """Queue a request; if it can never be served, return its last output instead."""
         try:
-            self.scheduler.add(request, arrival_s)
-        except ValueError as error:
-            return make_refusal(request.request_id, error)
-        return None
-
-    def _wait_for_preparation(self) -> None:
-        """Wait a moment for a grammar or for blocks of a peer."""
-        futures = [future for entry in self._preparing_requests.values() for future in entry.futures]
-        pending_futures = [future for future in futures if not future.done()]
-        wait(pending_futures, PREPARATION_WAIT_S, FIRST_COMPLETED)
+            if error is None:
+                self.scheduler.add(request, arrival_s)
+                return None
+        except ValueError as refusal:
+            error = refusal
+        if isinstance(error, ValueError):
+            return SequenceOutput.from_error(request_id, str(error), is_client_error=True)
+        log.error("a request could not be prepared", exc_info=error)  # such as a panic of llguidance, no Exception
+        message = f"the engine failed to prepare the request: {_describe_error(error)}"
+        return SequenceOutput.from_error(request_id, message)
 
     def _find_prepared_ids(self) -> list[str]:
         """Return the ids of the requests that are prepared: grammars are compiled, and blocks are pulled."""
-        return [
-            request_id
-            for request_id, entry in self._preparing_requests.items()
-            if all(future.done() for future in entry.futures)
-        ]
+        return [request_id for request_id, entry in self._preparing_requests.items() if entry.is_prepared]
 
     def _begin_step(self, plan: StepPlan) -> None:
         """Begin to compute a step. If that fails, the error is raised later, when the step is finished."""
@@ -462,7 +454,7 @@ class EngineCore:
             waiting_requests=self.scheduler.waiting_count + len(self._preparing_requests),
             kv_cache_usage=cache.used_share,
             token_limit=self.scheduler.token_limit,
-            prefix_cache_queries=totals.prefix_queried_tokens,
+            prefix_cache_queries=totals.prompt_tokens,
             prefix_cache_hits=totals.prefix_hit_tokens,
             host_cache_hits=totals.host_hit_tokens,
             host_cache_usage=host.used_share,
@@ -485,19 +477,6 @@ class EngineCore:
         events = self.scheduler.cache.take_events()
         if events is not None:
             self._publish_step_events(events)
-
-
-def make_refusal(request_id: str, error: ValueError) -> SequenceOutput:
-    """Return the last output of a request that can never be served. `error`: the reason, for the client."""
-    return SequenceOutput(
-        request_id=request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=str(error), is_client_error=True
-    )
-
-
-def _make_preparation_failure(request_id: str, error: BaseException) -> SequenceOutput:
-    """Return the last output of a request that could not be prepared for a reason which is not the client's."""
-    message = f"the engine failed to prepare the request: {_describe_error(error)}"
-    return SequenceOutput(request_id=request_id, token_ids=[], finish_reason=FinishReason.ERROR, error=message)
 
 
 def _raise(error: Exception) -> StepResult:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 GRAMMARS_MAX = 256
 GRAMMAR_CHARS_MAX = 16 << 20
-"""Most characters of all cached grammars; `GRAMMARS_MAX` bounds their number."""
+"""Most characters of all cached grammars, unless there is only one; `GRAMMARS_MAX` bounds their number."""
 _POSITION_PREFIX = re.compile(r"^at \d+\(\d+\): ")
 """Position in the generated grammar, which means nothing to a client."""
 _EXCERPT = re.compile(r"\s*(\d+ \||\^+\s*$|$)")
@@ -115,8 +115,6 @@ class GrammarCompiler:
         """Compilations that have not ended, or ended lately."""
         self._matcher_by_grammar: OrderedDict[str, LLMatcher] = OrderedDict()
         """Matchers of recent grammars, the least recently used first."""
-        self._text_chars = 0
-        """Characters of all cached grammars."""
 
     @cached_property
     def vocabulary(self) -> GrammarVocabulary:
@@ -151,18 +149,11 @@ class GrammarCompiler:
         matcher = self.vocabulary.compile(lark)
         matcher.compute_bitmask()  # the first one costs most: now, not in a step
         with self._lock:
-            if lark not in self._matcher_by_grammar:
-                self._matcher_by_grammar[lark] = matcher
-                self._text_chars += len(lark)
-            while self._is_over_capacity():
-                oldest_grammar, _ = self._matcher_by_grammar.popitem(last=False)
-                self._text_chars -= len(oldest_grammar)
+            grammars = self._matcher_by_grammar
+            grammars[lark] = matcher
+            while len(grammars) > GRAMMARS_MAX or (len(grammars) > 1 and sum(map(len, grammars)) > GRAMMAR_CHARS_MAX):
+                grammars.popitem(last=False)
         return matcher
-
-    def _is_over_capacity(self) -> bool:
-        """Return whether the cache holds too many grammars, or too much text. One grammar may have any length."""
-        count = len(self._matcher_by_grammar)
-        return count > GRAMMARS_MAX or (count > 1 and self._text_chars > GRAMMAR_CHARS_MAX)
 
 
 def check_grammar(vocabulary: GrammarVocabulary, grammar_text: str) -> str:

@@ -13,8 +13,7 @@ import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -75,24 +74,18 @@ class RequestOutput:
     finished: bool = True
 
 
-class _EncodedPrompt(NamedTuple):
-    """A prompt as token ids, with its text if there is one."""
+@dataclass(slots=True)
+class _PromptJob:
+    """A prompt while it is answered: its requests, one for each sample, and what they have produced so far."""
 
     text: str | None
+    """Text of the prompt; None if the caller gave token ids."""
     token_ids: list[int]
     salt: str | None = None
     """Prompts share cached blocks only with prompts of the same salt."""
     priority: int = 0
-
-
-@dataclass(slots=True)
-class _PromptJob:
-    """A prompt while it is computed: its requests, one for each sample, and what they have produced so far."""
-
-    request_id: str
-    prompt: str | None
-    token_ids: list[int]
-    requests: list[Request]
+    request_id: str = ""
+    requests: list[Request] = field(default_factory=list)
     choices: list[Choice] = field(default_factory=list)
 
     @property
@@ -135,9 +128,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception_info: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -170,14 +161,12 @@ class LLM:
         `sampling_params`: one for all prompts, or one for each. Raises RequestError, naming the prompt or parameter,
         before anything is computed.
         """
-        encoded_prompts = [
-            self._encode_prompt(prompt, number) for number, prompt in enumerate(_make_prompt_list(prompts))
-        ]
-        params = self._check_params_of_prompts(sampling_params, len(encoded_prompts))
+        jobs = [self._encode_prompt(prompt, number) for number, prompt in enumerate(_make_prompt_list(prompts))]
+        params = self._check_params_of_prompts(sampling_params, len(jobs))
         if priority is not None:
-            priorities = _check_priorities(priority, len(encoded_prompts))
-            encoded_prompts = [prompt._replace(priority=value) for prompt, value in zip(encoded_prompts, priorities)]
-        return self._run(encoded_prompts, params, use_tqdm)
+            for job, job_priority in zip(jobs, _check_priorities(priority, len(jobs))):
+                job.priority = job_priority
+        return self._run(jobs, params, use_tqdm)
 
     def chat(
         self,
@@ -196,7 +185,7 @@ class LLM:
         conversations: list[list[dict[str, Any]]] = [
             list(conversation) for conversation in ([messages] if is_one_conversation else messages)
         ]
-        encoded_prompts: list[_EncodedPrompt] = []
+        jobs: list[_PromptJob] = []
         for conversation in conversations:
             request = ChatRequest(
                 messages=conversation,
@@ -207,23 +196,22 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
             text = self._tokenizer.render_chat_text(request)
-            encoded_prompts.append(_EncodedPrompt(text, self._tokenizer.encode(text, add_special_tokens=False)))
-        params = self._check_params_of_prompts(sampling_params, len(encoded_prompts))
-        return self._run(encoded_prompts, params, use_tqdm)
+            jobs.append(_PromptJob(text, self._tokenizer.encode(text, add_special_tokens=False)))
+        return self._run(jobs, self._check_params_of_prompts(sampling_params, len(jobs)), use_tqdm)
 
-    def _encode_prompt(self, prompt: Prompt, prompt_index: int) -> _EncodedPrompt:
+    def _encode_prompt(self, prompt: Prompt, prompt_index: int) -> _PromptJob:
         """Return a prompt in any form as token ids. Raises RequestError."""
         param = f"prompts[{prompt_index}]"
         if isinstance(prompt, str):
-            return _EncodedPrompt(prompt, self._tokenizer.encode(prompt))
+            return _PromptJob(prompt, self._tokenizer.encode(prompt))
         if not isinstance(prompt, Mapping):
-            return _EncodedPrompt(None, _check_token_ids(prompt, param))
+            return _PromptJob(None, _check_token_ids(prompt, param))
         salt = _get_salt(prompt, prompt_index)
         if "prompt_token_ids" in prompt:
-            return _EncodedPrompt(prompt.get("prompt"), _check_token_ids(prompt["prompt_token_ids"], param), salt)
+            return _PromptJob(prompt.get("prompt"), _check_token_ids(prompt["prompt_token_ids"], param), salt)
         if not isinstance(prompt.get("prompt"), str):
             raise field_error(param, "expected the key prompt or prompt_token_ids")
-        return _EncodedPrompt(prompt["prompt"], self._tokenizer.encode(prompt["prompt"]), salt)
+        return _PromptJob(prompt["prompt"], self._tokenizer.encode(prompt["prompt"]), salt)
 
     def _check_params_of_prompts(
         self, params: SamplingParams | Sequence[SamplingParams] | None, prompt_count: int
@@ -252,14 +240,10 @@ class LLM:
             constraint = check_constraint(self._engine.grammars.vocabulary, constraint)
         return msgspec.structs.replace(params, structured_outputs=None, constraint=constraint)
 
-    def _run(
-        self, encoded_prompts: list[_EncodedPrompt], params: list[SamplingParams], use_tqdm: bool
-    ) -> list[RequestOutput]:
+    def _run(self, jobs: list[_PromptJob], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         """Compute the answers to all prompts, and return them in the prompts' order."""
-        jobs = [
-            self._make_job(number, prompt, prompt_params)
-            for number, (prompt, prompt_params) in enumerate(zip(encoded_prompts, params))
-        ]
+        for prompt_index, (job, prompt_params) in enumerate(zip(jobs, params)):
+            self._make_requests(job, prompt_params, prompt_index)
         job_and_sample_by_id = {
             request.request_id: (job, sample) for job in jobs for sample, request in enumerate(job.requests)
         }
@@ -287,24 +271,22 @@ class LLM:
         if choice_delta.finish_reason is not None and job.is_done:
             progress.count_prompt(job)
 
-    def _make_job(self, prompt_index: int, prompt: _EncodedPrompt, params: SamplingParams) -> _PromptJob:
+    def _make_requests(self, job: _PromptJob, params: SamplingParams, prompt_index: int) -> None:
         """Make the requests of a prompt, one for each sample. Raises RequestError."""
-        check_prompt(prompt.token_ids, self._limits, f"prompts[{prompt_index}]")
-        params = fit_max_tokens(params, self._limits, len(prompt.token_ids))
-        request_id = str(next(self._request_numbers))
+        check_prompt(job.token_ids, self._limits, f"prompts[{prompt_index}]")
+        job.request_id = str(next(self._request_numbers))
         request = Request(
-            request_id=request_id,
-            token_ids=prompt.token_ids,
-            params=params,
-            cache_salt=prompt.salt,
-            priority=prompt.priority,
+            request_id=job.request_id,
+            token_ids=job.token_ids,
+            params=fit_max_tokens(params, self._limits, len(job.token_ids)),
+            cache_salt=job.salt,
+            priority=job.priority,
         )
-        requests = make_sample_requests(request, request_id, 0)
-        choices = [
+        job.requests = make_sample_requests(request, job.request_id, 0)
+        job.choices = [
             make_choice(i, request.params, self._detokenizer_factory, keeps_text=True, keeps_logprobs=True)
-            for i, request in enumerate(requests)
+            for i, request in enumerate(job.requests)
         ]
-        return _PromptJob(request_id, prompt.text, prompt.token_ids, requests, choices)
 
     def _make_output(self, job: _PromptJob) -> RequestOutput:
         """Return the results of a job that is done."""
@@ -316,7 +298,7 @@ class LLM:
             ]
         return RequestOutput(
             request_id=job.request_id,
-            prompt=job.prompt,
+            prompt=job.text,
             prompt_token_ids=job.token_ids,
             prompt_logprobs=prompt_logprobs,
             outputs=[self._make_completion(choice) for choice in job.choices],

@@ -213,6 +213,14 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
     is_client_error: bool = False
     """Whether the request itself caused the error, such as by a grammar that cannot be followed."""
 
+    @classmethod
+    def from_error(cls, request_id: str, message: str, *, is_client_error: bool = False) -> SequenceOutput:
+        """Make the last output of a request that ends with an error. `message`: the reason, for the client."""
+        reason = FinishReason.ERROR
+        return cls(
+            request_id=request_id, token_ids=[], finish_reason=reason, error=message, is_client_error=is_client_error
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:

@@ -65,18 +65,7 @@ class SimCache:
         cached_block_ids, new_block_count = block_ids[:hit_blocks], block_count - hit_blocks
         if not force and not self._has_room(cached_block_ids, new_block_count):
             return False
-        loaded_blocks: list[int] = []
-        for block in cached_block_ids:
-            if block in self.idle_blocks:
-                del self.idle_blocks[block]
-                self.reference_count_by_block[block] = 1
-            elif block in self.host_blocks:
-                self._load_from_host(block, loaded_blocks)
-            else:
-                self.reference_count_by_block[block] += 1
-        self.last_loaded_blocks = len(loaded_blocks)
-        if loaded_blocks:
-            self._report_loaded(loaded_blocks)
+        self.last_loaded_blocks = self._reference(cached_block_ids)
         self.unnamed_blocks += new_block_count
         self.evict_excess()
         return True
@@ -108,15 +97,25 @@ class SimCache:
             self.on_move(blocks, True)
         return [self.host_blocks.popitem(last=False)[0] for _ in range(len(self.host_blocks) - self.host_capacity)]
 
-    def _load_from_host(self, block: int, loaded_blocks: list[int]) -> None:
-        """Move a block back from host memory for a request, and append it to `loaded_blocks`."""
-        del self.host_blocks[block]
-        self.reference_count_by_block[block] = 1
-        loaded_blocks.append(block)
-
-    def _report_loaded(self, loaded_blocks: list[int]) -> None:
-        if self.on_move is not None:
+    def _reference(self, cached_block_ids: list[int]) -> int:
+        """Add a reference to cached blocks. Returns how many of them came back from host memory for that."""
+        reference_counts, loaded_blocks = self.reference_count_by_block, []
+        for block in cached_block_ids:
+            if block in reference_counts:
+                reference_counts[block] += 1
+                continue
+            reference_counts[block] = 1
+            if block in self.host_blocks:
+                del self.host_blocks[block]
+                loaded_blocks.append(block)
+            else:
+                del self.idle_blocks[block]
+        if loaded_blocks and self.on_move is not None:
             self.on_move(loaded_blocks, False)
+        return len(loaded_blocks)
+
+    def _is_cached(self, block: int) -> bool:
+        return block in self.reference_count_by_block or block in self.idle_blocks or block in self.host_blocks
 
     def register(self, block_ids: list[int], start_block: int, end_block: int) -> None:
         """Give the reserved blocks [start, end) of a request their ids, now that they are computed.
@@ -124,22 +123,11 @@ class SimCache:
         A block that another request computed meanwhile is shared instead of stored again. `on_store` gets the new
         blocks, and the block before the first of them (None at the start of the prompt).
         """
-        new_blocks: list[int] = []
-        loaded_blocks: list[int] = []
-        for block in block_ids[start_block:end_block]:
-            self.unnamed_blocks -= 1
-            if block in self.reference_count_by_block:
-                self.reference_count_by_block[block] += 1
-            elif block in self.host_blocks:
-                self._load_from_host(block, loaded_blocks)
-            elif block in self.idle_blocks:
-                del self.idle_blocks[block]
-                self.reference_count_by_block[block] = 1
-            else:
-                new_blocks.append(block)
-                self.reference_count_by_block[block] = 1
-        if loaded_blocks:
-            self._report_loaded(loaded_blocks)
+        computed_blocks = block_ids[start_block:end_block]
+        new_blocks = [block for block in computed_blocks if not self._is_cached(block)]
+        self.unnamed_blocks -= len(computed_blocks)
+        self._reference([block for block in computed_blocks if self._is_cached(block)])
+        self.reference_count_by_block.update(dict.fromkeys(new_blocks, 1))
         if new_blocks and self.on_store is not None:
             first_index = block_ids.index(new_blocks[0])
             self.on_store(new_blocks, block_ids[first_index - 1] if first_index else None)

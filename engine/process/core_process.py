@@ -25,7 +25,6 @@ import msgspec
 
 from engine.assembly import AssembledEngine, assemble
 from engine.config import EngineConfig
-from engine.core import make_refusal
 from engine.messages import (
     AbortRequests,
     AddRequests,
@@ -211,7 +210,8 @@ class CoreLoop:
         try:
             self._core.add(request, time.monotonic())
         except ValueError as error:
-            self._rejected_outputs.append(make_refusal(request.request_id, error))
+            output = SequenceOutput.from_error(request.request_id, str(error), is_client_error=True)
+            self._rejected_outputs.append(output)
 
     def _execute_call(self, call: CallCore) -> str | None:
         """Execute an operation. Returns the reason why it failed; None: it did not."""
