@@ -196,8 +196,8 @@ def test_wrong_prompts_are_named(prompt, param, words):
         (b'{"messages": [} ]', "byte 14"),
         (b'{"model": "m", } ', "byte 15"),
         (b'{"model": "m", "user": "\xff\xfe"}', "invalid UTF-8 at byte 24"),
-        (b'{"x": ' + b"[" * 200_000, "nested too deeply"),
-        (b'{"x": ' + b'{"a":' * 200_000 + b"1" + b"}" * 200_001, "nested too deeply"),
+        (b'{"x": ' + b"[" * 1_000_000, "nested too deeply"),
+        (b'{"x": ' + b'{"a":' * 1_000_000 + b"1" + b"}" * 1_000_001, "nested too deeply"),
     ],
 )
 def test_what_is_not_json_is_said_with_its_position(data, words):

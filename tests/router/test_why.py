@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import runpy
+import sys
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -586,7 +587,9 @@ def test_a_chat_nested_too_deeply_to_be_digested_has_no_outline() -> None:
         chat = {"messages": [{"role": "assistant", "content": "a", "tool_calls": [call]}]}
         outlines.append(outline_chat(parse_routing("/v1/chat/completions", json.dumps(chat).encode())))
     assert outlines[0] is not None
-    assert None in outlines
+    # Later versions bound the depth by the size of the stack, which these arguments do not reach.
+    if sys.version_info < (3, 14):
+        assert None in outlines
 
 
 def test_a_message_without_a_role_is_more_than_its_text() -> None:
