@@ -79,60 +79,12 @@ def is_in_time(context: RenderContext, _: object) -> bool:
 
 
 class _CodeGenerator(jinja2.compiler.CodeGenerator):
-    """Compiles templates to Python that reads items of dictionaries and the state of a loop without a call.
-
-    A chat of 40 messages by Qwen3's template takes 0.41 ms instead of 0.59. Everything else still goes through the
-    sandbox. Constant expressions are not computed when a template is compiled, where no limit would hold for
-    `'%999999999d' % 1`.
-    """
+    """Compiles templates without computing constant expressions, where no limit would hold for `'%999999999d' % 1`."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: jinja2.compiler.Frame, finalize: Any) -> str:
         if not isinstance(node, (nodes.Const, nodes.TemplateData)):
             raise nodes.Impossible
         return super()._output_child_to_const(node, frame, finalize)
-
-    def visit_Getattr(self, node: nodes.Getattr, frame: jinja2.compiler.Frame) -> None:
-        """Write code for `owner.name`, with a fast path if the owner is a variable."""
-        owner = node.node
-        if isinstance(owner, nodes.Name) and owner.name == "loop" and node.attr in _LOOP_ATTRIBUTES:
-            is_loop = f"type({frame.symbols.ref(owner.name)}) is LoopContext"
-            self._write_fast_path(owner, frame, f".{node.attr}", is_loop)
-        elif isinstance(owner, nodes.Name) and node.attr not in _DICT_ATTRIBUTES:
-            self._write_item_lookup(owner, frame, node.attr)
-        else:
-            super().visit_Getattr(node, frame)
-            return
-        super().visit_Getattr(node, frame)
-        self.write(")")
-
-    def visit_Getitem(self, node: nodes.Getitem, frame: jinja2.compiler.Frame) -> None:
-        """Write code for `owner[key]`, with a fast path if the owner is a variable and the key a constant text."""
-        owner, key = node.node, node.arg
-        name = key.value if isinstance(key, nodes.Const) else None
-        if not isinstance(owner, nodes.Name) or type(name) is not str or name in _DICT_ATTRIBUTES:
-            super().visit_Getitem(node, frame)
-            return
-        self._write_item_lookup(owner, frame, name)
-        super().visit_Getitem(node, frame)
-        self.write(")")
-
-    def _write_item_lookup(self, owner: nodes.Name, frame: jinja2.compiler.Frame, item_name: str) -> None:
-        """Write code that looks up an item if the owner is a dictionary, or gives Jinja's undefined value without it.
-
-        The caller then writes the general expression, for other owners, and a closing bracket.
-        """
-        reference = frame.symbols.ref(owner.name)
-        is_dict = f"type({reference}) is dict"
-        self._write_fast_path(owner, frame, f"[{item_name!r}]", f"{is_dict} and {item_name!r} in {reference}")
-        self.write(f"undefined(obj={reference}, name={item_name!r}) if {is_dict} else ")
-
-    def _write_fast_path(
-        self, owner: nodes.Name, frame: jinja2.compiler.Frame, item_code: str, condition_code: str
-    ) -> None:
-        """Write `(owner<item> if <condition> else `. The caller writes the general expression and a closing bracket."""
-        self.write("(")
-        self.visit(owner, frame)
-        self.write(f"{item_code} if {condition_code} else ")
 
 
 class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -145,6 +97,23 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self, extensions: list[type[jinja2.ext.Extension]]) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions, optimized=False)
         self.tests["in_time"] = is_in_time
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return `obj.attribute`; items of dictionaries and the state of a loop without the sandbox's slow checks.
+
+        A chat of 40 messages by Qwen3's template takes 0.41 ms instead of 0.59.
+        """
+        if type(obj) is dict and attribute not in _DICT_ATTRIBUTES:
+            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+        if type(obj) is jinja2.runtime.LoopContext and attribute in _LOOP_ATTRIBUTES:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Return `obj[argument]`, which is an item of a dictionary more quickly than in the sandbox."""
+        if type(obj) is dict and type(argument) is str and argument not in _DICT_ATTRIBUTES:
+            return obj[argument] if argument in obj else self.undefined(obj=obj, name=argument)
+        return super().getitem(obj, argument)
 
     def compile_with_time_checks(self, source: str) -> tuple[nodes.Template, jinja2.Template]:
         """Return the syntax tree of a template, and the template with a check of the clock in loops, macros and blocks.
