@@ -162,7 +162,23 @@ def parse_messages(data: bytes) -> MessagesRequest:
     thinking = request.thinking
     if thinking is not None and thinking.type == "enabled" and (thinking.budget_tokens or 0) >= request.max_tokens:
         raise bad_value("thinking.budget_tokens", thinking.budget_tokens, f"below max_tokens ({request.max_tokens})")
+    if request.max_tokens == 0:
+        _check_caches_only(request)
     return request
+
+
+def _check_caches_only(request: MessagesRequest) -> None:
+    """Raise RequestError for a field that has no meaning without an answer, if `max_tokens` is 0, as Anthropic does."""
+    choice, config = request.tool_choice, request.output_config
+    is_present_by_param = {
+        "stream": request.stream,
+        "output_format": request.output_format is not None,
+        "output_config.format": config is not None and config.format is not None,
+        "tool_choice.type": choice is not None and choice.type in ("any", "tool"),
+    }
+    for param, is_present in is_present_by_param.items():
+        if is_present:
+            raise field_error(param, "expected it only with max_tokens of at least 1, as 0 only caches the prompt")
 
 
 def parse_count(data: bytes) -> CountRequest:
@@ -427,30 +443,35 @@ def _convert_result_block(block: dict[str, Any]) -> Message | None:
 def _convert_tools(request: CountRequest) -> list[Message] | None:
     """Return the tools that the model may call at the end of the conversation; None if the body has none.
 
-    System messages of the conversation may add and remove tools, with blocks `tool_addition` and `tool_removal`. Raises
-    RequestError for a change of an unknown tool, or to a malformed one.
+    Raises RequestError for a change of an unknown tool, or to a malformed one.
     """
-    change_blocks = [
-        block for turn in request.messages for block in turn.blocks if block.type in ("tool_addition", "tool_removal")
-    ]
-    if not change_blocks:
-        return None if request.tools is None else [_convert_function(tool) for tool in request.tools]
-    tools_by_name = {tool.name: tool for tool in request.tools or ()}
+    blocks = [block for turn in request.messages for block in turn.blocks]
+    changes = [block for block in blocks if block.type in ("tool_addition", "tool_removal")]
+    tools = _change_tools(request.tools or [], changes) if changes else request.tools
+    return None if tools is None else [_convert_function(tool) for tool in tools]
+
+
+def _change_tools(tools: list[MessagesTool], changes: list[MessageBlock]) -> list[MessagesTool]:
+    """Return the tools after the changes by blocks `tool_addition` and `tool_removal` of system messages.
+
+    A block defines a new tool, or names a known one: one that was removed, or that was deferred until it is added.
+    """
+    tools_by_name = {tool.name: tool for tool in tools}
     removed_names: set[str] = set()
-    for block in change_blocks:
+    for block in changes:
         assert block.tool is not None
         name = _get_changed_tool_name(block.tool)
         if block.tool.get("type") == "tool_definition":
             tools_by_name[name] = _read_tool_definition(block.tool["definition"])
         elif name not in tools_by_name:
             raise RequestError(f"{block.type} names the tool {name!r}, which is not in tools", param="tools")
-        elif block.type == "tool_addition":  # the tool was deferred: unknown to the model until it is added
+        elif block.type == "tool_addition":
             tools_by_name[name] = msgspec.structs.replace(tools_by_name[name], defer_loading=None)
         if block.type == "tool_removal":
             removed_names.add(name)
         else:
             removed_names.discard(name)
-    return [_convert_function(tool) for name, tool in tools_by_name.items() if name not in removed_names]
+    return [tool for name, tool in tools_by_name.items() if name not in removed_names]
 
 
 def _read_tool_definition(definition: Any) -> MessagesTool:

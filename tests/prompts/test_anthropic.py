@@ -36,6 +36,25 @@ def test_a_message_of_no_tokens_counts_as_one_of_one_token() -> None:
     assert parse_routing("/v1/messages", json.dumps(body).encode()).output_tokens_max == 1
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream": True}, "stream"),
+        ({"output_format": FORM}, "output_format"),
+        ({"output_config": {"format": FORM}}, "output_config.format"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "tool", "name": "a"}}, "tool_choice.type"),
+    ],
+)
+def test_an_answer_of_no_tokens_cannot_be_streamed_or_have_a_form(fields: dict[str, Any], param: str) -> None:
+    """As at Anthropic, where `max_tokens: 0` only caches the prompt."""
+    with pytest.raises(RequestError, match="expected it only with max_tokens of at least 1") as error_info:
+        chat(max_tokens=0, **fields)
+    assert error_info.value.param == param
+    assert chat(**fields)["max_tokens"] == 9
+    assert chat(max_tokens=0, stream=False, tool_choice={"type": "auto"})["max_tokens"] == 0
+
+
 def text(words: str) -> dict[str, str]:
     return {"type": "text", "text": words}
 
