@@ -131,8 +131,9 @@ class RequestDispatcher:
         if self.discover_model is None or context.is_done:
             return False
         assert context.body is not None
+        assert context.model is not None
         has_name = context.body.request.model is not None
-        return has_name and not self.proxy.core.registry.is_model_known(context.body.target.name)
+        return has_name and not self.proxy.core.registry.is_model_known(context.model.name)
 
     async def _discover_and_read(self, context: RequestContext) -> None:
         """Ask the workers for the model of a request, then read the request again, as the model is known now.
@@ -140,8 +141,8 @@ class RequestDispatcher:
         Raises RequestError with 503 while a worker that was never reached may serve the model: clients repeat that.
         """
         assert self.discover_model is not None
-        assert context.body is not None
-        model = context.body.target.name
+        assert context.model is not None
+        model = context.model.name
         unreached_count = await self.discover_model(model)
         await self.reader.read(context, context.request.path)
         if unreached_count and self._is_model_missing(context):

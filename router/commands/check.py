@@ -450,7 +450,7 @@ def _bind_endpoints(feed: EventFeed, silent_sources: Sequence[EventSource]) -> b
 def _tokenize(request: RoutingRequest, tokenizer: Tokenizer | None) -> Sequence[int] | None:
     """Return the token ids of a prompt as the router reads it; None if it cannot be read."""
     try:
-        return tokenize_prompt(request, tokenizer, None)[0].token_ids
+        return tokenize_prompt(request, tokenizer).token_ids
     except Exception:  # noqa: BLE001  a model's tokenizer or template may raise anything
         return None
 

@@ -20,7 +20,6 @@ from router.decide.messages import Decision, RouteRequest
 from router.decide.workers import CacheView
 from router.edge.proxy import Proxy
 from router.edge.request_context import RequestContext
-from router.edge.routing_headers import ResolvedModel
 from router.index.protocol import HolderId
 from router.miss_reasons.analyzer import AnalyzedRequest, MissAnalyzer
 from router.miss_reasons.attribution import BLOCK_TOKENS, Placement, RemovedPrefix, find_first_missing_token
@@ -180,9 +179,7 @@ class MissReasonsRecorder:
 
     # Inputs of the analyzer ------------------------------------------------------------------------------------------
 
-    def _make_prompt(
-        self, context: RequestContext, route: RouteRequest, body: ParsedBody[ResolvedModel]
-    ) -> AnalyzedPrompt:
+    def _make_prompt(self, context: RequestContext, route: RouteRequest, body: ParsedBody) -> AnalyzedPrompt:
         """Return a prompt in the form in which the analyzer finds and compares the prompts of a conversation.
 
         It holds digests in place of messages, which are large.
@@ -259,7 +256,7 @@ class FactsAdapter:
         return worker is not None and worker.spec.cache_view is CacheView.APPROXIMATE
 
 
-def _get_conversation_keys(route: RouteRequest, body: ParsedBody[ResolvedModel]) -> tuple[int, ...]:
+def _get_conversation_keys(route: RouteRequest, body: ParsedBody) -> tuple[int, ...]:
     """Return the keys of a request's conversation: of the session that started it, and its own.
 
     The key of a conversation without a name is the digest of its first message.

@@ -65,7 +65,7 @@ class RequestContext(msgspec.Struct, eq=False):
     """Routing headers; None until the body was read."""
     model: ResolvedModel | None = None
     """Model that the client names; None until the body was read."""
-    body: ParsedBody[ResolvedModel] | None = None
+    body: ParsedBody | None = None
     """Body of the request, from its reading until the request is placed."""
     charged_tokens: int | None = None
     """Prompt tokens counted in flight for the tenant; None while the request is not counted."""

@@ -117,8 +117,8 @@ class RequestReader:
         self, context: RequestContext, body_request: RoutingRequest, spans: FieldSpans | None = None
     ) -> None:
         """Set the body of a request without a prompt."""
-        model = self._resolve(context, body_request)
-        context.body = ParsedBody(body_request, model, TokenizedPrompt(None, 0.0), spans=spans)
+        self._resolve(context, body_request)
+        context.body = ParsedBody(body_request, TokenizedPrompt(), spans=spans)
 
     def rewrite_body(self, context: RequestContext, fields: dict[str, object]) -> None:
         """Set `fields` in the body of a request, and remove the fields by which routers direct workers.
@@ -191,7 +191,8 @@ class RequestReader:
         conversation = None if body is None else body.prompt.conversation
         if body is None or conversation is None:
             return
-        conversation.model, conversation.first_message_digest = body.target.base_model, body.digest_first_message()
+        assert context.model is not None
+        conversation.model, conversation.first_message_digest = context.model.base_model, body.digest_first_message()
         prompt_query = self._core.get_prompt_query(context.request_id)
         if prompt_query is None:
             conversation.prepared_prompt, conversation.prepared_prompt_bytes = None, 0
@@ -210,15 +211,16 @@ class RequestReader:
         Without token ids (an unknown tokenizer, media) the size of the prompt is estimated from its bytes. The scope
         says for which model, LoRA adapter and cache salt a cached prefix is valid.
         """
-        body, headers = context.body, context.headers
+        body, headers, model = context.body, context.headers, context.model
         assert body is not None
         assert headers is not None
-        body_request, model, token_ids = body.request, body.target, body.prompt.token_ids
+        assert model is not None
+        body_request, token_ids = body.request, body.prompt.token_ids
         if body_request.echoes_chat and not self._core.registry.is_blockcast(model.name):
             token_ids = None  # nothing cached can be reused
         size = body.prompt.size
         if token_ids is None or size is None or body.media is not None:
-            size = _estimate_prompt_size(context.request, body, None if token_ids is None else size)
+            size = _estimate_prompt_size(context.request, body, model, None if token_ids is None else size)
         session = SessionNames.make_session(headers.session, body_request)
         return RouteRequest(
             request_id=context.request_id,
@@ -255,7 +257,7 @@ class RequestReader:
         return ResolvedModel(name, served_model.base, served_model.lora, served_model.max_model_len, is_renamed)
 
 
-async def _await_body(context: RequestContext, reading: Coroutine[Any, Any, ParsedBody[ResolvedModel]]) -> None:
+async def _await_body(context: RequestContext, reading: Coroutine[Any, Any, ParsedBody]) -> None:
     context.body = await reading
 
 
@@ -269,7 +271,7 @@ def _estimate_tokens(request: HttpRequest, model: ResolvedModel) -> int:
 
 
 def _estimate_prompt_size(
-    request: HttpRequest, body: ParsedBody[ResolvedModel], counted_size: PromptSize | None
+    request: HttpRequest, body: ParsedBody, model: ResolvedModel, counted_size: PromptSize | None
 ) -> PromptSize:
     """Return the estimated size of a prompt that was not tokenised, or that has media, such as images.
 
@@ -277,10 +279,10 @@ def _estimate_prompt_size(
     that size, and at most the model's context.
     """
     if body.media is None:
-        tokens = _estimate_tokens(request, body.target)
+        tokens = _estimate_tokens(request, model)
         return PromptSize(tokens, tokens)
     counted_tokens = 0 if counted_size is None else counted_size.tokens
-    tokens_max = body.target.tokens_max or ESTIMATED_TOKENS_MAX
+    tokens_max = model.tokens_max or ESTIMATED_TOKENS_MAX
     tokens = max(counted_tokens, 1, min(body.media.estimated_tokens, tokens_max))
     return PromptSize(tokens, tokens, is_exact=False)
 

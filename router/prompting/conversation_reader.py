@@ -16,6 +16,7 @@ from prompts.tokenizer import ID_TYPE
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import BoundaryLocation, ConversationCache
 from router.prompting.conversation_reading import Continuation, continue_conversation, is_cacheable
+from router.prompting.encode import truncate_prompt
 
 log = logging.getLogger("router")
 
@@ -113,9 +114,10 @@ class ConversationReader:
         return True
 
     def compare(self, model: str, continuation: Continuation, token_ids: Sequence[int]) -> None:
-        """Compare a continued prompt with the ids of a full read. A difference ends the caching for the model."""
+        """Compare a continued prompt with the truncated ids of a full read; if they differ, read the model's whole."""
         self.check_count += 1
-        if array(ID_TYPE, token_ids) == continuation.token_ids:
+        continued_ids = truncate_prompt(continuation.token_ids, continuation.tail.request, None) or ()
+        if array(ID_TYPE, token_ids) == array(ID_TYPE, continued_ids):
             return
         message_count = continuation.boundary.message_count
         problem = f"a prompt that was continued behind its message {message_count} differed from the whole"

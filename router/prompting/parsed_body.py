@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import msgspec
 
 from prompts.routing import RoutingRequest
 from prompts.tokenizer import Tokenizer
+from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import CachedConversation
-from router.prompting.conversation_reading import Continuation
-from router.prompting.encode import (
-    PromptSize,
-    RenderedPrompt,
-    count_further_tokens,
-    measure_prompts,
-    read_prompt,
-    truncate_prompt,
-)
+from router.prompting.conversation_reading import Continuation, cache_conversation
+from router.prompting.encode import PromptSize, count_further_tokens, measure_prompts, read_prompt, truncate_prompt
 from router.prompting.fields import FieldSpans
 from router.prompting.media import MediaPrompt
 from router.prompting.outline import Outline, outline_chat
 from router.prompting.sessions import digest_first_user_message
-
-Target = TypeVar("Target", bound="PromptTarget")
 
 
 class TokenizedPrompt(msgspec.Struct, eq=False):
@@ -43,15 +35,29 @@ class TokenizedPrompt(msgspec.Struct, eq=False):
 
 
 def tokenize_prompt(
-    request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None
-) -> tuple[TokenizedPrompt, RenderedPrompt]:
-    """Return the truncated prompt for routing, and the prompt before truncation. Raises RequestError."""
+    request: RoutingRequest,
+    tokenizer: Tokenizer | None,
+    tokens_max: int | None = None,
+    *,
+    body: bytes = b"",
+    renderer: BoundaryRenderer | None = None,
+    makes_outline: bool = False,
+) -> TokenizedPrompt:
+    """Tokenise the prompt of a body for routing, truncated to what a worker would use. Raises RequestError.
+
+    `tokens_max`: most tokens that the model takes. With the `body` and the `renderer` of its model, a prompt that was
+    not truncated also has the entry by which the conversation cache finds the next turn.
+    """
     rendered = read_prompt(request, tokenizer, tokens_max)
+    prompt = TokenizedPrompt(outline=outline_chat(request) if makes_outline else None)
     if rendered.token_ids is None:  # then the prompts have no size, and the further ones need not be encoded
-        return TokenizedPrompt(), rendered
+        return prompt
     further_tokens = count_further_tokens(request, tokenizer)
-    size = measure_prompts(rendered.token_ids, request, tokens_max, further_tokens, is_exact=rendered.is_whole)
-    return TokenizedPrompt(truncate_prompt(rendered.token_ids, request, tokens_max), size=size), rendered
+    prompt.token_ids = truncate_prompt(rendered.token_ids, request, tokens_max)
+    prompt.size = measure_prompts(rendered.token_ids, request, tokens_max, further_tokens, is_exact=rendered.is_whole)
+    if renderer is not None and prompt.token_ids is rendered.token_ids:
+        prompt.conversation = cache_conversation(request, body, rendered, prompt.outline, renderer)
+    return prompt
 
 
 class RequestBody(Protocol):
@@ -77,8 +83,8 @@ class PromptTarget(Protocol):
         """Most tokens of a prompt, if known."""
 
 
-class ParsedBody(msgspec.Struct, Generic[Target], eq=False):
-    """A client's body after it was parsed: its request, the target that the caller chose, and its prompt.
+class ParsedBody(msgspec.Struct, eq=False):
+    """A client's body after it was parsed: its request and its prompt.
 
     It was parsed in one of three ways. Whole in this process: it has `fields`. By a worker process: it has `spans`, and
     its request has no prompt. Only after the messages of a cached conversation: it has a `continuation`.
@@ -86,8 +92,6 @@ class ParsedBody(msgspec.Struct, Generic[Target], eq=False):
 
     request: RoutingRequest
     """The request. If it continues a cached chat, its messages are unknown: `continuation` has the new ones."""
-    target: Target
-    """Target that the caller chose for `request`."""
     prompt: TokenizedPrompt
     body: bytes = b""
     """The whole body if `prompt.conversation` is to be cached, else empty."""

@@ -24,11 +24,10 @@ from prompts.tokenizer import ID_TYPE, Tokenizer, TokenizerError
 from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.config import PromptWorkerConfig
-from router.prompting.conversation_reading import cache_conversation, is_cacheable
+from router.prompting.conversation_reading import is_cacheable
 from router.prompting.encode import build_tokenize_request, count_further_tokens, is_within_bounds, read_large_request
 from router.prompting.fields import FieldSpans, locate_fields
 from router.prompting.media import MediaPrompt, read_media
-from router.prompting.outline import outline_chat
 from router.prompting.parsed_body import TokenizedPrompt, tokenize_prompt
 from router.prompting.sessions import digest_first_user_message
 from router.prompting.template_trial import find_trial_problem
@@ -73,31 +72,18 @@ class ReadResult(NamedTuple):
     """Conversation and size of a body with images or other media."""
     is_overdue: bool = False
     """Whether reading took too long."""
+    cpu_s: float = 0.0
+    problem: str | None = None
+    """Why the prompt could not be read; None if it was."""
 
 
-class BodyInspection(NamedTuple):
-    """Fields of a body by which its request is routed, as a worker process finds them before it reads the prompt."""
+class TaskOutcome(NamedTuple):
+    """A body as a worker process has read it: first the fields by which its request is routed, then the prompt."""
 
     request: RoutingRequest
     spans: FieldSpans
     """Places of all fields in the body."""
-
-
-class TaskOutcome(NamedTuple):
-    """A body that a worker process has read: the request, the spans of its fields, and the result of the task."""
-
-    request: RoutingRequest
-    spans: FieldSpans
     result: ReadResult
-
-
-class _TaskReport(NamedTuple):
-    """Answer of a worker process to a task."""
-
-    result: ReadResult
-    cpu_s: float
-    problem: str | None
-    """Why the prompt could not be read; None if it was."""
 
 
 class TemplateTrial(NamedTuple):
@@ -139,27 +125,26 @@ class PromptWorkerPool:
         """
         body_bytes = sum(map(len, body))
         self._check_capacity(tenant, body_bytes)
-        inspections: list[BodyInspection] = []
+        inspected: TaskOutcome | None = None
 
-        async def inspect_and_read(process: WorkerProcess) -> ReadResult:
+        async def inspect_and_read(process: WorkerProcess) -> TaskOutcome:
+            nonlocal inspected
             if not is_wanted():
                 raise _make_overload_error("the client left")
-            inspection = await self._inspect(process, body, kind)
-            inspections.append(inspection)  # serves even if the next step fails
-            return await self._run_task(process, make_task(inspection.request))
+            inspected = await self._inspect(process, body, kind)
+            return inspected._replace(result=await self._run_task(process, make_task(inspected.request)))
 
         self._add_waiting(tenant, body_bytes)
         try:
-            result = await self.processes.run(inspect_and_read, tenant)
+            return await self.processes.run(inspect_and_read, tenant)
         except WorkerProcessError as error:
             self.counts["failed"] += 1
             log.warning("a body of %d bytes could not be read: %s", body_bytes, error)
-            if not inspections:
+            if inspected is None:
                 raise _make_overload_error("the body could not be read in time") from None
-            result = ReadResult(TokenizedPrompt(), is_overdue=True)
+            return inspected._replace(result=ReadResult(TokenizedPrompt(), is_overdue=True))
         finally:
             self._add_waiting(tenant, -body_bytes)
-        return TaskOutcome(*inspections[0], result)
 
     async def try_template(self, folder: str, render_s_max: float) -> TemplateTrial:
         """Try the chat template of a tokenizer's folder in a process, whose time and memory are bounded.
@@ -203,26 +188,26 @@ class PromptWorkerPool:
         """End processes that were idle for `idle_s`. `now` is `time.monotonic()`."""
         self.processes.close_idle(now - self._config.idle_s)
 
-    async def _inspect(self, process: WorkerProcess, body: Sequence[bytes], kind: ApiKind | None) -> BodyInspection:
+    async def _inspect(self, process: WorkerProcess, body: Sequence[bytes], kind: ApiKind | None) -> TaskOutcome:
         """Have a process read what routing needs of a body. Raises RequestError, and WorkerProcessError."""
         try:
-            inspection: BodyInspection = await process.call(START_S_MAX, _inspect_body, body, kind)
+            inspected: TaskOutcome = await process.call(START_S_MAX, _inspect_body, body, kind)
         except RequestError:
             self.counts["refused"] += 1
             raise
-        return inspection
+        return inspected
 
     async def _run_task(self, process: WorkerProcess, task: ReadTask) -> ReadResult:
         """Have a process read the prompt of the body that it has inspected. Raises WorkerProcessError."""
         await process.call(START_S_MAX, _load_tokenizer, task.tokenizer_folder)
         seconds_max = min(self._config.seconds_max, task.seconds_max or math.inf)
-        report: _TaskReport = await process.call(seconds_max, _run_task, task)
-        self.cpu_s += report.cpu_s
+        result: ReadResult = await process.call(seconds_max, _run_task, task)
+        self.cpu_s += result.cpu_s
         self.counts["read"] += 1
-        if report.problem is not None:
+        if result.problem is not None:
             self.counts["unread"] += 1
-            log.debug("a large prompt left to the worker to judge: %s", report.problem)
-        return report.result
+            log.debug("a large prompt left to the worker to judge: %s", result.problem)
+        return result
 
 
 def _make_overload_error(message: str, status: int = 503) -> RequestError:
@@ -253,12 +238,12 @@ def _try_template(state: WorkerState, folder: str, render_s_max: float) -> Templ
     return TemplateTrial(template.is_bounded, problem)
 
 
-def _inspect_body(state: WorkerState, pieces: Sequence[bytes], kind: ApiKind | None) -> BodyInspection:
-    """Return what routing needs of a body, and keep the body for `_run_task`."""
+def _inspect_body(state: WorkerState, pieces: Sequence[bytes], kind: ApiKind | None) -> TaskOutcome:
+    """Return what routing needs of a body, without a prompt, and keep the body for `_run_task`."""
     body = b"".join(pieces)
-    inspection = BodyInspection(read_large_request(body, kind), locate_fields(body))
+    inspected = TaskOutcome(read_large_request(body, kind), locate_fields(body), ReadResult(TokenizedPrompt()))
     state.body = body
-    return inspection
+    return inspected
 
 
 def _load_tokenizer(state: WorkerState, folder: str | None) -> None:
@@ -270,17 +255,17 @@ def _load_tokenizer(state: WorkerState, folder: str | None) -> None:
         state.tokenizers[folder] = error
 
 
-def _run_task(state: WorkerState, task: ReadTask) -> _TaskReport:
+def _run_task(state: WorkerState, task: ReadTask) -> ReadResult:
     """Read the prompt of the body that `_inspect_body` has kept, and forget the body."""
     started_s = time.thread_time()
-    result, problem = ReadResult(TokenizedPrompt()), None
+    result = ReadResult(TokenizedPrompt())
     body, state.body = state.body, b""
     try:
         if task.kind != "other":
             result = _read_body(task, body, state.tokenizers.get(task.tokenizer_folder or ""))
     except (RequestError, TokenizerError, ValueError, RecursionError, MemoryError) as error:
-        problem = f"{type(error).__name__}: {error}"[:300]
-    return _TaskReport(result, time.thread_time() - started_s, problem)
+        result = result._replace(problem=f"{type(error).__name__}: {error}"[:300])
+    return result._replace(cpu_s=time.thread_time() - started_s)
 
 
 def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerError | None) -> ReadResult:
@@ -293,21 +278,20 @@ def _read_body(task: ReadTask, body: bytes, tokenizer: Tokenizer | TokenizerErro
     if not is_within_bounds(body):
         raise RequestError("more values than are read here", param=None)
     request = parse_routing_of_kind(task.kind, body)
+    renderer = None
     if tokenizer is not None and tokenizer.chat_template is not None:
         tokenizer.chat_template.keeps_messages_as_sent = task.as_sent
-    prompt, rendered = tokenize_prompt(request, tokenizer, task.tokens_max)
-    prompt.outline = outline_chat(request) if task.is_outlined else None
+        if task.is_cached and is_cacheable(request.kind, len(body)):
+            renderer = BoundaryRenderer(tokenizer)
+    prompt = tokenize_prompt(
+        request, tokenizer, task.tokens_max, body=body, renderer=renderer, makes_outline=task.is_outlined
+    )
     digest, media = digest_first_user_message(request), read_media(request, body)
     result = ReadResult(prompt, first_message_digest=digest, media=media)
-    if not prompt.token_ids and task.remote_model is not None:
+    if prompt.token_ids is None and task.remote_model is not None:
         tokenize_request = build_tokenize_request(request, task.remote_model)
         further_tokens = count_further_tokens(request, tokenizer)
         return result._replace(tokenize_request=tokenize_request, further_tokens=further_tokens)
-    if not prompt.token_ids:
-        return result
-    is_whole = prompt.token_ids is rendered.token_ids
-    if tokenizer is not None and task.is_cached and is_whole and is_cacheable(request.kind, len(body)):
-        prompt.conversation = cache_conversation(request, body, rendered, prompt.outline, BoundaryRenderer(tokenizer))
-    if not isinstance(prompt.token_ids, array):
+    if prompt.token_ids is not None and not isinstance(prompt.token_ids, array):
         prompt.token_ids = array(ID_TYPE, prompt.token_ids)  # which is sent in fewer bytes than a list
     return result

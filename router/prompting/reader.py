@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,11 +21,10 @@ from prompts.tokenizer import Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import BoundaryLocation
 from router.prompting.conversation_reader import INLINE_BYTES_MAX, ConversationReader, is_worth_caching
-from router.prompting.conversation_reading import Continuation, cache_conversation
+from router.prompting.conversation_reading import Continuation
 from router.prompting.encode import (
     CHARS_PER_TOKEN_MAX,
     TOKENS_MAX,
-    RenderedPrompt,
     build_tokenize_request,
     count_further_tokens,
     is_light,
@@ -34,9 +33,8 @@ from router.prompting.encode import (
 )
 from router.prompting.media import read_media
 from router.prompting.model_tokenizers import ModelTokenizers
-from router.prompting.outline import outline_chat
-from router.prompting.parsed_body import ParsedBody, RequestBody, Target, TokenizedPrompt, tokenize_prompt
-from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask
+from router.prompting.parsed_body import ParsedBody, PromptTarget, RequestBody, TokenizedPrompt, tokenize_prompt
+from router.prompting.prompt_worker_pool import PromptWorkerPool, ReadTask, TaskOutcome
 
 log = logging.getLogger("router")
 
@@ -59,12 +57,12 @@ def _may_take_long(request: RoutingRequest, tokenizer: Tokenizer | None) -> bool
     return is_chat and template is not None and not template.is_bounded
 
 
-class _BodyToRead(msgspec.Struct, Generic[Target], frozen=True, eq=False):
+class _BodyToRead(msgspec.Struct, frozen=True, eq=False):
     """A body that is to be read, with the arguments of `PromptReader.begin_read`."""
 
     body: RequestBody
     kind: ApiKind | None
-    make_target: Callable[[RoutingRequest], Target]
+    find_target: Callable[[RoutingRequest], PromptTarget]
     is_wanted: Callable[[], bool]
     tenant: str
 
@@ -101,31 +99,127 @@ class PromptReader:
         self.failure_count = 0
         """Prompts that raised an unexpected exception."""
 
-    async def read_in_worker(
-        self,
-        body: Sequence[bytes],
-        model: str,
-        task: ReadTask,
-        is_wanted: Callable[[], bool] = _always,
-        tenant: str = "",
-    ) -> TokenizedPrompt:
-        """Tokenise the prompt of a body in a worker process, because its template may take too long for this one.
+    # Bodies -----------------------------------------------------------------------------------------------------------
 
-        The token ids are None if the template takes too long, or did so TIMEOUTS_MAX times in a row, if the pool has no
-        room, or if the task only builds the request by which a worker tokenises. Raises nothing.
+    def begin_read(
+        self, body: RequestBody, kind: ApiKind | None, find_target: Callable[[RoutingRequest], PromptTarget],
+        is_wanted: Callable[[], bool] = _always, tenant: str = "", *, may_continue: bool = True,
+    ) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:  # fmt: skip
+        """Read a body at once and return it, if that is quick; else return a coroutine that reads it.
+
+        `kind` is the API of the body's path, None if the body decides. `find_target` finds the model of a request.
+        `is_wanted` tells whether the client is still connected. `may_continue` allows a cached conversation to be used.
+        Raises RequestError for a malformed body.
         """
+        body_to_read = _BodyToRead(body, kind, find_target, is_wanted, tenant)
+        if not may_continue or kind is None or not self.conversations.may_have(kind, body.body_bytes):
+            return self._begin_whole_read(body_to_read)
+        data = body.body
+        matches = self.conversations.find(kind, data)
+        if not matches:
+            return self._begin_whole_read(body_to_read)
+        if len(data) - matches[0].boundary.body_end > INLINE_BYTES_MAX:
+            return self._continue_in_thread(matches, body_to_read)
+        read = self._finish_continuation(*self._continue(matches, data), body_to_read)
+        return read or self._begin_whole_read(body_to_read)
+
+    def _begin_whole_read(self, body_to_read: _BodyToRead) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
+        """Read all of a body: at once if it is small, else by a coroutine.
+
+        The coroutine reads it in a thread, in a worker process, or with the help of a worker, which has the tokenizer.
+        """
+        pieces = body_to_read.body.pieces
+        if len(pieces) > 1 or not is_light(pieces[0]):
+            return self._read_large(body_to_read)
+        request, fields = parse_body(body_to_read.kind or "other", pieces[0])
+        if body_to_read.kind is None:
+            request = request.replace(kind="completion" if request.messages is None else "chat")
+        target = body_to_read.find_target(request)
+        read = ParsedBody(request, TokenizedPrompt(), fields=fields)
+        if request.kind == "other":
+            return read
+        read.media = read_media(request, pieces[0])
+        tokenizer = self.tokenizers.get(target.base_model)
+        if self.tokenizers.is_remote(target.base_model):
+            return self._begin_remote_read(read, target)
+        if _may_take_long(request, tokenizer):
+            return self._await_prompt(read, self._tokenize_in_process(request, target, body_to_read))
+        return self._begin_local_read(read, pieces[0], target, tokenizer)
+
+    def _begin_local_read(
+        self, read: ParsedBody, body: bytes, target: PromptTarget, tokenizer: Tokenizer | None
+    ) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
+        """Tokenise the prompt of a parsed body: at once, or by a coroutine in a thread if the body is long."""
+        renderer = self.conversations.get_renderer(target.base_model)
+        if renderer is not None and is_worth_caching(read.request, len(body)):
+            read.body = body
+        else:
+            renderer = None
+        tokenize = partial(self.tokenize, read.request, tokenizer, target.tokens_max, read.body, renderer)
+        if tokenizer is not None and len(body) > INLINE_BYTES_MAX:
+            return self._await_prompt(read, self.run_in_thread(tokenize))
+        read.prompt = tokenize()
+        return read
+
+    def _begin_remote_read(
+        self, read: ParsedBody, target: PromptTarget
+    ) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
+        """Complete a body for a model without a tokenizer here: ask a worker, unless the body has token ids."""
+        request = read.request
+        read.prompt = self.tokenize(request, None, target.tokens_max)
+        if read.prompt.token_ids is not None:
+            return read
+        tokenize_request = build_tokenize_request(request, target.base_model)
+        further_tokens = count_further_tokens(request, None)
+        return self._await_prompt(
+            read, self._ask_worker(read.prompt, tokenize_request, request, target, further_tokens)
+        )
+
+    @staticmethod
+    async def _await_prompt(read: ParsedBody, prompt: Awaitable[TokenizedPrompt]) -> ParsedBody:
+        read.prompt = await prompt
+        return read
+
+    async def _ask_worker(
+        self,
+        prompt: TokenizedPrompt,
+        tokenize_request: bytes | None,
+        request: RoutingRequest,
+        target: PromptTarget,
+        further_tokens: Sequence[int],
+    ) -> TokenizedPrompt:
+        """Complete a prompt by the ids that a worker gives for it.
+
+        `further_tokens`: number of tokens of each prompt of the body after the first.
+        """
+        started_s, remote, tokens_max = time.perf_counter(), self.tokenizers.remote, target.tokens_max
+        ids = None if remote is None else await remote.tokenize(tokenize_request, target.base_model)
+        prompt.token_ids = truncate_prompt(ids, request, tokens_max)
+        prompt.size = measure_prompts(ids, request, tokens_max, further_tokens)
+        prompt.seconds = time.perf_counter() - started_s
+        return prompt
+
+    async def _tokenize_in_process(
+        self, request: RoutingRequest, target: PromptTarget, body_to_read: _BodyToRead
+    ) -> TokenizedPrompt:
+        """Tokenise the prompt of a small body in a worker process, because its template may take too long for this one.
+
+        The prompt has no ids if the template takes too long, or did so TIMEOUTS_MAX times in a row, or if the pool has
+        no room. Raises nothing.
+        """
+        model = target.base_model
         timeout_count = self._timeouts.get(model, 0)
         if timeout_count >= TIMEOUTS_MAX:
             return TokenizedPrompt()
-        started_s = time.perf_counter()
+        started_s, prompt = time.perf_counter(), TokenizedPrompt()
+        task = self.make_task(model, request.kind, target.tokens_max)
         task.seconds_max = WORKER_RENDER_S_MAX
         try:
-            outcome = await self.worker_pool.read(body, task.kind, lambda request: task, is_wanted, tenant)
+            outcome = await self._read_in_process(body_to_read, task.kind, lambda _: task)
+            self._set_timeout_count(model, timeout_count + 1 if outcome.result.is_overdue else 0)
+            prompt = outcome.result.prompt
         except RequestError as error:  # too many bodies wait, or the client has left
             log.debug("a prompt was not read: %s", error.message)
-            return TokenizedPrompt(None, time.perf_counter() - started_s)
-        self._set_timeout_count(model, timeout_count + 1 if outcome.result.is_overdue else 0)
-        prompt = outcome.result.prompt
         prompt.seconds = time.perf_counter() - started_s
         return prompt
 
@@ -137,163 +231,36 @@ class PromptReader:
             self.tokenizers.problems[model] = problem
             log.warning("model %s: %s", model, problem)
 
-    async def _ask_worker(
-        self, tokenize_request: bytes | None, request: RoutingRequest, target: Target, further_tokens: Sequence[int]
-    ) -> TokenizedPrompt:
-        """Have a worker tokenise a prompt. `further_tokens`: tokens of each prompt of the body after the first."""
-        started_s, remote, tokens_max = time.perf_counter(), self.tokenizers.remote, target.tokens_max
-        ids = None if remote is None else await remote.tokenize(tokenize_request, target.base_model)
-        size = measure_prompts(ids, request, tokens_max, further_tokens)
-        return TokenizedPrompt(truncate_prompt(ids, request, tokens_max), time.perf_counter() - started_s, size=size)
-
-    def tokenize(
-        self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b"",
-        renderer: BoundaryRenderer | None = None,
-    ) -> TokenizedPrompt:  # fmt: skip
-        """Tokenise the prompt of a request for routing. For any thread.
-
-        With a `body` and the `renderer` of its model, also make the entry by which the conversation cache finds the
-        next turn. `tokens_max`: most tokens that the model takes; a longer prompt is truncated. Nothing is raised for a
-        prompt that cannot be tokenised: the token ids are None, and the worker reports the error to the client.
-        """
-        if _may_take_long(request, tokenizer):  # since another chat, while this one waited for its thread
-            return TokenizedPrompt()
-        result, read_s = self._run_timed(partial(tokenize_prompt, request, tokenizer, tokens_max))
-        if result is None:
-            return TokenizedPrompt(None, read_s)
-        tokenized, rendered = result
-        tokenized.seconds = read_s
-        if renderer is not None and body:
-            add_entry = partial(self._add_cache_entry, tokenized, request, body, rendered, renderer)
-            _, entry_s = self._run_timed(add_entry)
-            tokenized.seconds += entry_s
-        return tokenized
-
-    def _add_cache_entry(
-        self,
-        tokenized: TokenizedPrompt,
-        request: RoutingRequest,
-        body: bytes,
-        rendered: RenderedPrompt,
-        renderer: BoundaryRenderer,
-    ) -> None:
-        """Add to a prompt the outline of its messages, and the entry by which the next turn is continued."""
-        tokenized.outline = outline_chat(request) if self._makes_outlines else None
-        tokenized.conversation = cache_conversation(request, body, rendered, tokenized.outline, renderer)
-
-    # Bodies -----------------------------------------------------------------------------------------------------------
-
-    def begin_read(
-        self, body: RequestBody, kind: ApiKind | None, make_target: Callable[[RoutingRequest], Target],
-        is_wanted: Callable[[], bool] = _always, tenant: str = "", *, may_continue: bool = True,
-    ) -> ParsedBody[Target] | Coroutine[Any, Any, ParsedBody[Target]]:  # fmt: skip
-        """Read a body at once and return it, if that is quick; else return a coroutine that reads it.
-
-        `kind` is the API of the body's path, None if the body decides. `make_target` chooses the model of the request.
-        `is_wanted` tells whether the client is still connected. `may_continue` allows a cached conversation to be used.
-        Raises RequestError for a malformed body.
-        """
-        body_to_read = _BodyToRead(body, kind, make_target, is_wanted, tenant)
-        if not may_continue or kind is None or not self.conversations.may_have(kind, body.body_bytes):
-            return self._begin_whole_read(body_to_read)
-        data = body.body
-        matches = self.conversations.find(kind, data)
-        if not matches:
-            return self._begin_whole_read(body_to_read)
-        if len(data) - matches[0].boundary.body_end > INLINE_BYTES_MAX:
-            return self._continue_in_thread(matches, data, body_to_read)
-        read = self._finish_continuation(*self._continue(matches, data), data, make_target)
-        return read or self._begin_whole_read(body_to_read)
-
-    def _begin_whole_read(
-        self, body_to_read: _BodyToRead[Target]
-    ) -> ParsedBody[Target] | Coroutine[Any, Any, ParsedBody[Target]]:
-        """Read a body without the conversation cache: at once if that is quick, else by a coroutine.
-
-        The coroutine reads it in a thread, in a worker process, or with the help of a worker, which has the tokenizer.
-        """
-        pieces = body_to_read.body.pieces
-        if len(pieces) > 1 or not is_light(pieces[0]):
-            return self._read_large(body_to_read)
-        data = pieces[0]
-        request, fields = parse_body(body_to_read.kind or "other", data)
-        if body_to_read.kind is None:
-            request = request.replace(kind="completion" if request.messages is None else "chat")
-        target = body_to_read.make_target(request)
-        read = ParsedBody(request, target, TokenizedPrompt(), fields=fields)
-        if request.kind == "other":
-            return read
-        read.media = read_media(request, data)
-        if self.tokenizers.is_remote(target.base_model):
-            return self._begin_remote_read(read)
-        tokenizer = self.tokenizers.get(target.base_model)
-        if _may_take_long(request, tokenizer):
-            task = self.make_task(target.base_model, request.kind, target.tokens_max)
-            is_wanted, tenant = body_to_read.is_wanted, body_to_read.tenant
-            return self._await_prompt(read, self.read_in_worker(pieces, target.base_model, task, is_wanted, tenant))
-        renderer = self.conversations.get_renderer(target.base_model)
-        if renderer is not None and is_worth_caching(request, len(data)):
-            read.body = data
-        tokenize = partial(self.tokenize, request, tokenizer, target.tokens_max, read.body, renderer)
-        if tokenizer is not None and len(data) > INLINE_BYTES_MAX:
-            return self._await_prompt(read, self.run_in_thread(tokenize))
-        read.prompt = tokenize()
-        return read
-
-    def _begin_remote_read(
-        self, read: ParsedBody[Target]
-    ) -> ParsedBody[Target] | Coroutine[Any, Any, ParsedBody[Target]]:
-        """Complete a body for a model without a tokenizer here: ask a worker, unless the body has token ids."""
-        request, target = read.request, read.target
-        read.prompt = self.tokenize(request, None, target.tokens_max)
-        if read.prompt.token_ids is not None:
-            return read
-        tokenize_request = build_tokenize_request(request, target.base_model)
-        further_tokens = count_further_tokens(request, None)
-        return self._await_prompt(read, self._ask_worker(tokenize_request, request, target, further_tokens))
-
-    @staticmethod
-    async def _await_prompt(read: ParsedBody[Target], prompt: Awaitable[TokenizedPrompt]) -> ParsedBody[Target]:
-        read.prompt = await prompt
-        return read
-
-    async def _read_large(self, body_to_read: _BodyToRead[Target]) -> ParsedBody[Target]:
+    async def _read_large(self, body_to_read: _BodyToRead) -> ParsedBody:
         """Read a large body in a worker process; if a worker has the tokenizer, let it tokenise the prompt."""
-        body, make_target = body_to_read.body, body_to_read.make_target
-        targets: list[Target] = []
+        targets: list[PromptTarget] = []
 
         def make_task(request: RoutingRequest) -> ReadTask:
-            target = make_target(request)
+            target = body_to_read.find_target(request)
             targets.append(target)
             task = self.make_task(target.base_model, request.kind, target.tokens_max)
             task.is_cached = self.conversations.get_renderer(target.base_model) is not None
             return task
 
         started_s = time.perf_counter()
-        request, spans, result = await self.worker_pool.read(
-            body.pieces, body_to_read.kind, make_task, body_to_read.is_wanted, body_to_read.tenant
-        )
-        target = targets[-1] if targets else make_target(request)
-        prompt = result.prompt
+        request, spans, result = await self._read_in_process(body_to_read, body_to_read.kind, make_task)
         if result.tokenize_request is not None:
-            outline = prompt.outline
-            prompt = await self._ask_worker(result.tokenize_request, request, target, result.further_tokens)
-            prompt.outline = outline
-        prompt.seconds = time.perf_counter() - started_s
+            await self._ask_worker(result.prompt, result.tokenize_request, request, targets[0], result.further_tokens)
+        result.prompt.seconds = time.perf_counter() - started_s
         return ParsedBody(
             request=request,
-            target=target,
-            prompt=prompt,
-            body=b"" if prompt.conversation is None else body.body,
+            prompt=result.prompt,
+            body=b"" if result.prompt.conversation is None else body_to_read.body.body,
             media=result.media,
             spans=spans,
             first_message_digest=result.first_message_digest,
         )
 
-    def close(self) -> None:
-        """Cancel the background checks of continued prompts."""
-        for task in self._check_tasks:
-            task.cancel()
+    def _read_in_process(
+        self, body_to_read: _BodyToRead, kind: ApiKind | None, make_task: Callable[[RoutingRequest], ReadTask]
+    ) -> Coroutine[Any, Any, TaskOutcome]:
+        body = body_to_read.body
+        return self.worker_pool.read(body.pieces, kind, make_task, body_to_read.is_wanted, body_to_read.tenant)
 
     # Conversations that return ----------------------------------------------------------------------------------------
 
@@ -304,24 +271,15 @@ class PromptReader:
         """
         return self._run_timed(partial(self.conversations.read_continuation, matches, body))
 
-    async def _continue_in_thread(
-        self, matches: Sequence[BoundaryLocation], body: bytes, body_to_read: _BodyToRead[Target]
-    ) -> ParsedBody[Target]:
+    async def _continue_in_thread(self, matches: Sequence[BoundaryLocation], body_to_read: _BodyToRead) -> ParsedBody:
         """Continue a cached conversation in a thread, else read the body whole."""
-        continuation, read_s = await self.run_in_thread(partial(self._continue, matches, body))
-        read = self._finish_continuation(continuation, read_s, body, body_to_read.make_target)
-        if read is not None:
-            return read
-        whole = self._begin_whole_read(body_to_read)
-        return whole if isinstance(whole, ParsedBody) else await whole
+        continuation, read_s = await self.run_in_thread(partial(self._continue, matches, body_to_read.body.body))
+        read = self._finish_continuation(continuation, read_s, body_to_read) or self._begin_whole_read(body_to_read)
+        return read if isinstance(read, ParsedBody) else await read
 
     def _finish_continuation(
-        self,
-        continuation: Continuation | None,
-        read_s: float,
-        body: bytes,
-        make_target: Callable[[RoutingRequest], Target],
-    ) -> ParsedBody[Target] | None:
+        self, continuation: Continuation | None, read_s: float, body_to_read: _BodyToRead
+    ) -> ParsedBody | None:
         """Return a body as it was read from the end of its cached messages on.
 
         Return None if the body must be read whole: there is no continuation, its prompt is too long, or the client now
@@ -329,15 +287,17 @@ class PromptReader:
         """
         if continuation is None:
             return None
-        request, conversation = continuation.tail.request, continuation.conversation
-        target = make_target(request)
+        request, conversation, body = continuation.tail.request, continuation.conversation, body_to_read.body.body
+        target = body_to_read.find_target(request)
         tokens_max, token_ids = target.tokens_max, continuation.token_ids
         # With more characters than this, even the longest possible tokens would be more than the model takes.
         is_too_long = continuation.char_count > ((tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
         if target.base_model != conversation.model or is_too_long:
             return None
         if self.conversations.count_hit(continuation, len(body), time.monotonic()):
-            self._start_check(continuation, body)
+            task = asyncio.get_running_loop().create_task(self._check(continuation, body))
+            self._check_tasks.add(task)
+            task.add_done_callback(self._check_tasks.discard)
         prompt = TokenizedPrompt(
             token_ids=truncate_prompt(token_ids, request, tokens_max),
             seconds=read_s,
@@ -346,37 +306,50 @@ class PromptReader:
         )
         return ParsedBody(
             request,
-            target,
             prompt,
             b"" if continuation.successor is None else body,
             first_message_digest=conversation.first_message_digest,
             continuation=continuation,
         )
 
-    def _start_check(self, continuation: Continuation, body: bytes) -> None:
-        """Start a task that reads a body whole and compares its ids with those of the continued conversation."""
-        task = asyncio.get_running_loop().create_task(self._check(continuation, body))
-        self._check_tasks.add(task)
-        task.add_done_callback(self._check_tasks.discard)
-
     async def _check(self, continuation: Continuation, body: bytes) -> None:
         """Read the whole body in a thread or a worker process, and compare the ids with those of the continuation."""
         model, kind = continuation.conversation.model, continuation.conversation.kind
-        token_ids: Sequence[int] | None = None
         if is_light(body):
             tokenizer = self.tokenizers.get(model)
             prompt = await self.run_in_thread(lambda: self.tokenize(parse_routing_of_kind(kind, body), tokenizer))
-            token_ids = prompt.token_ids
         else:
             task = self.make_task(model, kind, None)
             try:
-                outcome = await self.worker_pool.read((body,), kind, lambda _: task, _always)
+                prompt = (await self.worker_pool.read((body,), kind, lambda _: task, _always)).result.prompt
             except RequestError as error:  # too many bodies wait
                 log.debug("a continued prompt was not checked: %s", error.message)
                 return
-            token_ids = outcome.result.prompt.token_ids
-        if token_ids is not None:
-            self.conversations.compare(model, continuation, token_ids)
+        if prompt.token_ids is not None:
+            self.conversations.compare(model, continuation, prompt.token_ids)
+
+    # Work that is timed -----------------------------------------------------------------------------------------------
+
+    def tokenize(
+        self, request: RoutingRequest, tokenizer: Tokenizer | None, tokens_max: int | None = None, body: bytes = b"",
+        renderer: BoundaryRenderer | None = None,
+    ) -> TokenizedPrompt:  # fmt: skip
+        """Tokenise the prompt of a request for routing, as `tokenize_prompt`. For any thread.
+
+        Nothing is raised for a prompt that cannot be tokenised: the token ids are None, and the worker reports the
+        error to the client.
+        """
+        if _may_take_long(request, tokenizer):  # since another chat, while this one waited for its thread
+            return TokenizedPrompt()
+        prompt, read_s = self._run_timed(
+            partial(
+                tokenize_prompt, request, tokenizer, tokens_max, body=body, renderer=renderer,
+                makes_outline=self._makes_outlines and renderer is not None,
+            )
+        )  # fmt: skip
+        prompt = prompt or TokenizedPrompt()
+        prompt.seconds = read_s
+        return prompt
 
     def _run_timed(self, work: Callable[[], T]) -> tuple[T | None, float]:
         """Return the result of `work`, or None if it raises, and the seconds that it took. Exceptions are logged."""
@@ -405,3 +378,8 @@ class PromptReader:
         if kind != "completion" and self._timeouts.get(model, 0) >= TIMEOUTS_MAX:
             folder = None
         return ReadTask(kind, folder, tokens_max, remote_model, as_sent, is_outlined=self._makes_outlines)
+
+    def close(self) -> None:
+        """Cancel the background checks of continued prompts."""
+        for task in self._check_tasks:
+            task.cancel()

@@ -291,6 +291,16 @@ def test_a_check_that_finds_a_difference_ends_the_caching(tokenizer: Tokenizer) 
     assert len(reader.cache) == 0
 
 
+def test_a_check_compares_what_a_worker_would_use_of_a_prompt(tokenizer: Tokenizer) -> None:
+    turns = Turns(tokenizer)
+    turns.read("chat", json.dumps({"messages": long_talk(6)}).encode())
+    body = json.dumps({"messages": [*long_talk(6), *long_talk(1, "new ")], "truncate_prompt_tokens": 9}).encode()
+    continuation = turns.read("chat", body)
+    assert continuation is not None
+    turns.reader.compare("", continuation, continuation.token_ids[-9:])
+    assert turns.reader.difference_count == 0
+
+
 def test_one_in_64_is_checked_within_a_number_of_bytes_a_second(tmp_path: Any) -> None:
     turns = Turns(load_tokenizer(tmp_path, chat_templates.CHATML))
     turns.read("chat", json.dumps({"messages": long_talk(6)}).encode())

@@ -178,7 +178,7 @@ def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: An
         shelf = WorkerState(None)
         _load_tokenizer(shelf, order.tokenizer_folder)
         shelf.body = json.dumps(asked).encode()
-        assert list(_run_task(shelf, order).result.prompt.token_ids or ()) == list(ids)
+        assert list(_run_task(shelf, order).prompt.token_ids or ()) == list(ids)
 
     edge.run(scenario())
 
