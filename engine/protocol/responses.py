@@ -1,7 +1,8 @@
 """Answers of `/v1/responses`: their JSON whole or as events in OpenAI's order. No I/O.
 
 The events are response.created and response.in_progress; response.output_item.added, parts, deltas and
-response.output_item.done of each item; response.completed with the whole response, or response.failed.
+response.output_item.done of each item; at last response.completed with the whole response, response.incomplete if a
+length limit ended the answer, or response.failed.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class ResponsesFormatter:
         """Return the bytes that follow the last piece."""
         self._is_finished = True
         events = b"".join(map(self._format_block_event, self._blocks.finish()))
-        return events + self._format_event("response.completed", response=self.make_final_response())
+        response = self.make_final_response()
+        return events + self._format_event(f"response.{response['status']}", response=response)
 
     def format_error(self, error: RequestError) -> bytes:
         """Return the bytes that end a stream that was cut off, perhaps before its first token."""

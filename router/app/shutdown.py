@@ -32,8 +32,11 @@ class Shutdown:
         self._abort_requested = asyncio.Event()
 
     def watch_signals(self) -> None:
-        """Let SIGTERM and SIGINT request the end."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        """Let SIGTERM, SIGINT and SIGHUP request the end, but keep a SIGHUP ignored where `nohup` ignores it."""
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
 
     def _on_signal(self) -> None:

@@ -85,6 +85,11 @@ class HeaderBlock:
         """Make a block of names and values. Raises ProtocolError if one is malformed."""
         return cls(b"".join([b"%b: %b\r\n" % pair for pair in pairs]))
 
+    def replace(self, name: bytes, value: bytes) -> HeaderBlock:
+        """Return these headers with one line of `name` (lower-case) in place of its lines."""
+        lines_by_name = {**self.lines_by_name, name: b"%b: %b\r\n" % (name, value)}
+        return HeaderBlock(b"".join(lines_by_name.values()))
+
     def get(self, name: bytes) -> bytes | None:
         """Return the first value of `name` (lower-case) without white space around it; None if there is none."""
         lines = self.lines_by_name.get(name)

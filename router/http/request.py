@@ -29,7 +29,11 @@ from router.http.headers import (
     wants_keep_alive,
 )
 
-_REQUEST_LINE_PATTERN = re.compile(rb"(?:\r\n)?(" + TOKEN_PATTERN + rb") (/[!-~]*|\*) HTTP/([0-9]\.[0-9])\r\n")
+_ABSOLUTE_FORM = rb"(?i:https?)://((?:\[[0-9A-Fa-f:.]+\]|[-!$%&'()*+,.;=~\w]+)(?::[0-9]*)?)((?:[/?][!-~]*)?)"
+"""Pattern of a target that is a whole URL, without a user name. Groups: its host and port, its path and query."""
+_REQUEST_LINE_PATTERN = re.compile(
+    rb"(?:\r\n)?(" + TOKEN_PATTERN + rb") (?:(/[!-~]*|\*)|" + _ABSOLUTE_FORM + rb") HTTP/([0-9]\.[0-9])\r\n"
+)
 _LINE_END = b"\r\n"
 _HEAD_END = b"\r\n\r\n"
 _FORBIDDEN_PATTERN = re.compile(rb"[^\t\r\n -~\x80-\xff]|(?<!\r)\n|\r(?!\n|\Z)")
@@ -51,7 +55,7 @@ class HttpRequest(msgspec.Struct, eq=False):
 
     method: str
     target: bytes
-    """Path and query as sent; forwarded unchanged."""
+    """Path and query as sent; forwarded unchanged. A whole URL is split: its host replaces the `Host` header."""
     path: str
     headers: HeaderBlock
     pieces: tuple[bytes, ...] = (b"",)
@@ -276,19 +280,23 @@ class RequestParser:
         if match is None:
             raise BadRequest(400, "malformed HTTP request: its head is none of HTTP/1.x")
         headers = HeaderBlock(raw_head[match.end() : -len(_LINE_END)])
-        if match[3] not in (b"1.1", b"1.0"):
-            raise BadRequest(505, f"HTTP/{match[3].decode()} is not spoken here")
-        if match[1] not in _METHODS:
+        method, target, host, path_and_query, version = match.groups()
+        if version not in (b"1.1", b"1.0"):
+            raise BadRequest(505, f"HTTP/{version.decode()} is not spoken here")
+        if method not in _METHODS:
             raise BadRequest(501, "a method that is not known here")
         if headers.raw.count(b"\n") > self._limits.headers_max:
             raise BadRequest(431, f"more than {self._limits.headers_max} headers")
-        path = match[2].partition(b"?")[0].decode("ascii")
-        is_http_1_0 = match[3] == b"1.0"
-        request = HttpRequest(match[1].decode(), match[2], path, headers, is_http_1_0=is_http_1_0)
-        request.keep_alive = wants_keep_alive(headers, is_http_1_0=is_http_1_0)
+        is_http_1_0 = version == b"1.0"
         host_count = headers.count(b"host")
         if host_count != 1 and not (is_http_1_0 and host_count == 0):
             raise BadRequest(400, "exactly one Host header is needed")
+        if target is None:
+            target = path_and_query if path_and_query.startswith(b"/") else b"/" + path_and_query
+            headers = headers.replace(b"host", host)
+        path = target.partition(b"?")[0].decode("ascii")
+        request = HttpRequest(method.decode(), target, path, headers, is_http_1_0=is_http_1_0)
+        request.keep_alive = wants_keep_alive(headers, is_http_1_0=is_http_1_0)
         if b"expect" in headers.lines_by_name:
             expectations = [expectation.lower() for expectation in headers.get_all(b"expect")]
             if expectations != [b"100-continue"] * len(expectations):

@@ -223,6 +223,7 @@ def test_calls_are_told_as_their_client_knows_the_tools(finish: str) -> None:
     }  # fmt: skip
     status = "incomplete" if finish == "length" else "completed"
     assert (message["status"], stream_events[-1]["response"]["status"]) == (status, status)
+    assert stream_events[-1]["type"] == f"response.{status}"
     last = [event["item"] for event in stream_events if event["type"] == "response.output_item.done"][-1]
     assert last["status"] == status
     deltas = [event["delta"] for event in stream_events if event["type"] == "response.custom_tool_call_input.delta"]

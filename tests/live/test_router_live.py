@@ -293,7 +293,8 @@ def test_drain_and_undrain(cluster: Cluster) -> None:
     assert call(f"{cluster.url}/workers/nobody/drain", b"")[0] == 404
 
 
-def test_graceful_shutdown_finishes_what_runs(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_graceful_shutdown_finishes_what_runs(cluster: Cluster, tmp_path: Path, number: signal.Signals) -> None:
     router = cluster.start_router(tmp_path / "r2.log", *(e.url for e in cluster.engines), "--policy", "round_robin")
     try:
         model = call(f"{router.url}/v1/models")[2]["data"][0]["id"]
@@ -306,7 +307,7 @@ def test_graceful_shutdown_finishes_what_runs(cluster: Cluster, tmp_path: Path) 
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             running = pool.submit(call, f"{router.url}/v1/chat/completions", body)
             wait_until(lambda: call(f"{router.url}/workers")[2]["in_flight"] == 1, "the request is in flight")
-            router.process.send_signal(signal.SIGTERM)
+            router.process.send_signal(number)
             status, _, answer = running.result(timeout=60)
         assert status == 200
         assert answer["usage"]["completion_tokens"] == 1500

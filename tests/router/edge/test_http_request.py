@@ -60,7 +60,12 @@ SMUGGLING = {
     "two hosts": b"POST /v1 HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
     "no host": b"POST /v1 HTTP/1.1\r\nX: a\r\n\r\n",
     "a space in the target": b"GET /a b HTTP/1.1\r\nHost: x\r\n\r\n",
-    "an absolute target": b"GET http://other/v1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an absolute target with a fragment for a host": b"GET http://#a/v1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an absolute target with a user": b"GET http://me@other/v1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an absolute target without a host": b"GET http:///v1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an absolute target of another scheme": b"GET ftp://other/v1 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an absolute target, no host header": b"GET http://other/v1 HTTP/1.1\r\n\r\n",
+    "an absolute target, two host headers": b"GET http://other/v1 HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
     "HTTP/2's preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "a tunnel": b"CONNECT a:1 HTTP/1.1\r\nHost: x\r\n\r\n",
     "a TLS hello": bytes.fromhex("16030100c8010000c4030300"),
@@ -150,6 +155,25 @@ def test_a_head_seen_before_tells_its_own_body() -> None:
     found = feed(b"".join(HEAD + b"Content-Length: %d\r\n\r\n" % length + b"abc"[:length] for length in lengths))
     assert [request.has_body for request in found] == [length > 0 for length in lengths]
     assert feed(HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")[0].has_body
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "target", "path"),
+    [
+        (b"http://other/v1/models?a=b", b"other", b"/v1/models?a=b", "/v1/models"),
+        (b"HTTP://Other:8000/v1", b"Other:8000", b"/v1", "/v1"),
+        (b"https://[::1]:80/", b"[::1]:80", b"/", "/"),
+        (b"http://other", b"other", b"/", "/"),
+        (b"http://other?a=/b", b"other", b"/?a=/b", "/"),
+    ],
+)
+def test_the_host_of_a_url_replaces_the_host_header(url: bytes, host: bytes, target: bytes, path: str) -> None:
+    """Clients of a forward proxy send URLs, and every server has to accept them (RFC 9112 section 3.2.2)."""
+    head = b"GET " + url + b" HTTP/1.1\r\nX-A: 1\r\nHost: x\r\nX-A: 2\r\nConnection: x-a\r\n"
+    for request in feed((head + b"Content-Length: 1\r\n\r\na") * 2, cuts=[3, 12, 30]):
+        assert (request.target, request.path, request.body) == (target, path, b"a")
+        assert request.headers.get_all(b"host") == [host]
+        assert request.headers.get_all(b"x-a") == [b"1", b"2"]
 
 
 def test_continue_is_wanted_once_and_only_before_the_body() -> None:

@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httptools
 import pytest
@@ -91,7 +92,12 @@ class Other:
     def on_message_complete(self) -> None:
         length = (b"content-length", b"%d" % len(self._body))
         headers = tuple(h if h[0] != length[0] else length for h in self._headers)
-        self.found.append((self._parser.get_method().decode(), self._target, headers, self._body))
+        target = self._target
+        if b"://" in target and not target.startswith(b"/"):  # RFC 9112 section 3.2.2: its host replaces the header's
+            host = urlsplit(target).netloc
+            headers = tuple((name, host if name == b"host" else value) for name, value in headers)
+            target = target.partition(host)[2] or b"/"
+        self.found.append((self._parser.get_method().decode(), target, headers, self._body))
 
 
 def agree(data: bytes) -> list[Read]:
