@@ -77,7 +77,6 @@ class SimSequence:
     """Number of sequences that were admitted before, plus one."""
     finish_step: int = 0
     """Number of the step that generates the last token."""
-    is_prefilled: bool = False
     has_first_token: bool = False
     """Whether the first token was seen."""
 
@@ -197,7 +196,7 @@ class SimWorker:
             self._finish_chunk(chunk.sequence, chunk.tokens, step_result)
         if self._chunks:
             self.prefilling_sequences = [
-                sequence for sequence in self.prefilling_sequences if not sequence.is_prefilled
+                sequence for sequence in self.prefilling_sequences if sequence.computed_tokens < sequence.prefill_tokens
             ]
         self._chunks = []
         self._start_step(now)
@@ -339,7 +338,6 @@ class SimWorker:
             sequence.hit_blocks = hit_blocks
         sequence.computed_tokens = max(hit_blocks * self.block_size, sequence.moved_tokens)
         sequence.reserved_blocks = needed_blocks
-        sequence.is_prefilled = False
         return True
 
     def _count_needed_blocks(self, sequence: SimSequence) -> int:
@@ -356,7 +354,6 @@ class SimWorker:
             self.cache.register(sequence.request.block_ids, sequence.registered_blocks, full_blocks)
             sequence.registered_blocks = full_blocks
         if sequence.computed_tokens == sequence.prefill_tokens:
-            sequence.is_prefilled = True
             if not sequence.has_first_token:
                 sequence.has_first_token = True
                 step_result.first_token_sequences.append(sequence)

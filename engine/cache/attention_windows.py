@@ -112,20 +112,12 @@ class AttentionWindows:
         A window with a missing block is cut before the block. That may open a gap in the window of an earlier group.
         """
         for group in self.sliding_groups:
-            while node_count:
-                last_missing_index = self._find_last_missing_block(nodes, node_count, group)
-                if last_missing_index is None:
-                    break
+            last_missing_index: int | None = node_count
+            while last_missing_index is not None:
                 node_count = last_missing_index
+                window = range(self.find_first_needed_block(group, node_count), node_count)
+                last_missing_index = next((i for i in reversed(window) if not nodes[i].has_block(group)), None)
         return node_count
-
-    def _find_last_missing_block(self, nodes: Sequence[PrefixBlocks], node_count: int, group: int) -> int | None:
-        """Return the last index at which a group's window at the end of `node_count` nodes has no block, or None."""
-        first_needed = self.find_first_needed_block(group, node_count)
-        for index in range(node_count - 1, first_needed - 1, -1):
-            if not nodes[index].has_block(group):
-                return index
-        return None
 
 
 def _has_cached_state(node: PrefixBlocks) -> bool:

@@ -10,24 +10,21 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 
 from engine.types import BlockId, UnitId
 
 
+@dataclass(slots=True, eq=False)
 class BlockKey:
     """Identity of one block of a prefix: its tokens and other keys. The hash also covers all blocks before it."""
 
-    __slots__ = ("extra_keys", "hash", "lora_name", "packed_tokens")
-
-    def __init__(
-        self, hash_: int, packed_tokens: bytes, extra_keys: tuple[str, ...] | None, lora_name: str | None
-    ) -> None:
-        self.hash = hash_
-        self.packed_tokens = packed_tokens
-        """Token ids as `events.pack_token_ids` writes them, which takes less memory than a tuple of ints."""
-        self.extra_keys = extra_keys
-        """LoRA name and cache salt as events announce them; None if the block has neither."""
-        self.lora_name = lora_name
+    hash: int
+    packed_tokens: bytes
+    """Token ids as `events.pack_token_ids` writes them, which takes less memory than a tuple of ints."""
+    extra_keys: tuple[str, ...] | None
+    """LoRA name and cache salt as events announce them; None if the block has neither."""
+    lora_name: str | None
 
     def equals(self, other: BlockKey) -> bool:
         """Return whether both keys have the same tokens and extra keys. Equal hashes do not prove that."""

@@ -6,10 +6,10 @@ A pool has one order. It reports every block that becomes cached or is used agai
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from operator import attrgetter
 
 from engine.cache.block_hasher import BlockHasher
 from engine.cache.blocks import Block, Node, StateBlock
@@ -18,16 +18,7 @@ from engine.types import Sequence as EngineSequence
 
 _CLOCK_BITS = 40
 """Low bits of a stamp, which count the releases of blocks: of blocks with equal worth, the oldest goes first."""
-_HEAP_SLACK = 64
-"""Entries that the heap of states may hold beyond twice the number of cached states."""
-
-
-class StateHeapEntry(NamedTuple):
-    """A cached state in the heap of states, ordered by its stamp when it was pushed."""
-
-    stamp: int
-    """Different for each entry, so that states are never compared."""
-    state: StateBlock
+_get_stamp = attrgetter("eviction_stamp")
 
 
 class LruOrder:
@@ -49,39 +40,37 @@ class LruOrder:
         """
         self._unit_value = blocks_per_unit[0]
         """Worth of a KV block: as many full-attention blocks as a unit has, because a state takes a whole unit."""
-        self._state_kind = state_kind
         self._release_count = 0
         self._inflation_value = 0
         """Value to which the worth of a released block is added for its stamp: the stamp of the last evicted block."""
-        self._cached_blocks: list[OrderedDict[Block, None]] = [OrderedDict() for _ in blocks_per_unit]
-        """Cached blocks of each kind, oldest first."""
-        self._state_heap: list[StateHeapEntry] = []
-        """Cached states. Outdated entries are skipped when they come up."""
+        self._cached_blocks: list[OrderedDict[Block, None]] = [OrderedDict() for _ in range(state_kind)]
+        """Cached blocks of each attention kind, oldest first."""
+        self._cached_states: list[StateBlock] = []
+        """Cached states by their stamps, the lowest first."""
 
     def mark_cached(self, block: Block) -> None:
         """Record that no sequence holds a block of the prefix tree any more."""
-        kind = block.kind
         value = block.value if isinstance(block, StateBlock) else self._unit_value
         self._release_count += 1
         block.eviction_stamp = ((self._inflation_value + value) << _CLOCK_BITS) + self._release_count
-        self._cached_blocks[kind][block] = None
         if isinstance(block, StateBlock):
-            heapq.heappush(self._state_heap, StateHeapEntry(block.eviction_stamp, block))
-            if len(self._state_heap) > 2 * len(self._cached_blocks[kind]) + _HEAP_SLACK:
-                self._drop_outdated_states()
-
-    def _drop_outdated_states(self) -> None:
-        """Rebuild the heap of states without the entries of states that were used or evicted since."""
-        self._state_heap = [entry for entry in self._state_heap if _is_current(entry)]
-        heapq.heapify(self._state_heap)
+            insort(self._cached_states, block, key=_get_stamp)
+        else:
+            self._cached_blocks[block.kind][block] = None
 
     def mark_used(self, block: Block) -> None:
         """Record that a sequence holds a cached block again."""
-        del self._cached_blocks[block.kind][block]
+        self._remove(block)
 
     def mark_freed(self, block: Block) -> None:
         """Record that a cached block has left the prefix tree, and its memory is free."""
-        del self._cached_blocks[block.kind][block]
+        self._remove(block)
+
+    def _remove(self, block: Block) -> None:
+        if isinstance(block, StateBlock):
+            del self._cached_states[bisect_left(self._cached_states, block.eviction_stamp, key=_get_stamp)]
+        else:
+            del self._cached_blocks[block.kind][block]
 
     def mark_evicted(self, node: Node, kind: int) -> None:
         """Record that this order's memory no longer has a block of `kind` at `node`. The order by age ignores this."""
@@ -108,47 +97,23 @@ class LruOrder:
 
     def peek_victim(self, useful_kinds: Sequence[int]) -> Block | None:
         """Return the block that `find_victim` would return, without changing any stamp."""
-        candidates: list[Block] = [next(iter(self._cached_blocks[k])) for k in useful_kinds if self._cached_blocks[k]]
-        oldest_state = self._find_oldest_state()
-        if oldest_state is not None:
-            candidates.insert(0, oldest_state)
-        return min(candidates, key=lambda block: block.eviction_stamp, default=None)
+        blocks: list[Block] = [next(iter(self._cached_blocks[k])) for k in useful_kinds if self._cached_blocks[k]]
+        blocks += self._cached_states[:1]
+        return min(blocks, key=_get_stamp, default=None)
 
     def find_oldest(self, kind: int) -> Block:
         """Return the cached block of an attention kind that was released before all others of the kind."""
         return next(iter(self._cached_blocks[kind]))
 
-    def _find_oldest_state(self) -> StateBlock | None:
-        """Return the cached state with the lowest stamp, after removing outdated entries before it."""
-        while self._state_heap:
-            if _is_current(self._state_heap[0]):
-                return self._state_heap[0].state
-            heapq.heappop(self._state_heap)
-        return None
-
     def check_nodes(self, nodes: Collection[Node]) -> None:
         """Assert that the order holds exactly the nodes of the tree that can be evicted."""
 
-    def check_blocks(self, cached_blocks: Sequence[set[Block]], unit_count: int) -> None:
-        """Assert that the order holds exactly `cached_blocks[k]`, for every kind k."""
-        assert len(self._state_heap) <= 2 * unit_count + _HEAP_SLACK
-        assert [set(blocks) for blocks in self._cached_blocks] == list(cached_blocks)
-        for kind, blocks in enumerate(self._cached_blocks):
+    def check_blocks(self, cached_blocks: Sequence[set[Block]]) -> None:
+        """Assert that the order holds exactly `cached_blocks[k]`, for every kind k, each once and by its stamp."""
+        for blocks, blocks_of_kind in zip([*self._cached_blocks, self._cached_states], cached_blocks):
             stamps = [block.eviction_stamp for block in blocks]
-            if kind < self._state_kind:
-                assert stamps == sorted(stamps)
-            else:
-                assert set(blocks) <= {entry.state for entry in self._state_heap if _has_present_stamp(entry)}
-
-
-def _is_current(entry: StateHeapEntry) -> bool:
-    """Return whether the state of a heap entry is cached, and was not used since the entry was pushed."""
-    is_cached = entry.state.ref_count == 0 and entry.state.node is not None
-    return is_cached and _has_present_stamp(entry)
-
-
-def _has_present_stamp(entry: StateHeapEntry) -> bool:
-    return entry.state.eviction_stamp == entry.stamp
+            assert set(blocks) == blocks_of_kind
+            assert stamps == sorted(set(stamps))
 
 
 class LruEviction:

@@ -301,7 +301,7 @@ class UnitPool:
             assert live_blocks == sum(unit.live_blocks for unit in units)
             assert self._idle_units[kind] == sum(unit.live_blocks == 0 for unit in units)
             cached_blocks.append({block for unit in units for block in unit.blocks if _is_cached(block)})
-        self._order.check_blocks(cached_blocks, len(self.units))
+        self._order.check_blocks(cached_blocks)
 
     def _check_divided_unit(self, unit: Unit, kind: int) -> None:
         """Assert that a unit with blocks of `kind` counts and lists its live and unused blocks rightly."""
