@@ -50,8 +50,6 @@ class ActiveRequests:
         self._steps_in_flight = steps_in_flight
         self.running: list[RequestEntry] = []
         """Ordered by (priority, arrival)."""
-        self.ended_sequences: set[Sequence] = set()
-        """Sequences of requests that have ended and still hold blocks."""
         self._entry_by_id: dict[str, RequestEntry] = {}
         """Request id -> request, of all that have not ended."""
 
@@ -96,13 +94,11 @@ class ActiveRequests:
         """Remove a request now, or mark it as ended if steps with it are in flight: the last step removes it."""
         if any(entry in step.entries for step in self._steps_in_flight):
             entry.has_ended = True
-            self.ended_sequences.add(entry.seq)
         else:
             self.remove(entry)
 
     def remove(self, entry: RequestEntry) -> None:
         """Remove a request from `running` or from the waiting queue, and release its blocks."""
-        self.ended_sequences.discard(entry.seq)
         if entry.seq in self._cache:
             self.running.remove(entry)
             self._cache.release(entry.seq)
@@ -156,9 +152,9 @@ class ActiveRequests:
 
     def check_invariants(self) -> None:
         assert self.running == sorted(self.running)
-        assert len(self.running) + len(self._waiting) == len(self._entry_by_id) + len(self.ended_sequences)
+        ended_count = sum(entry.has_ended for entry in self.running)
+        assert len(self.running) + len(self._waiting) == len(self._entry_by_id) + ended_count
         for entry in self.running:
             assert entry.seq in self._cache
-            assert (entry.seq in self.ended_sequences) == entry.has_ended
             steps_with_entry = sum(entry in step.entries for step in self._steps_in_flight)
             assert 0 <= entry.seq.computed_tokens < len(entry.seq.token_ids) + steps_with_entry + entry.has_ended

@@ -27,7 +27,7 @@ from engine.cache.kv_cache import KVCache
 from engine.prefill_queue import PrefillQueue
 from engine.request_entry import RequestEntry
 from engine.step_draft import SchedulerConfig, StepDraft, StepInFlight
-from engine.types import Chunk, FinishReason, Request, SequenceOutput, StepPlan, StepResult
+from engine.types import Chunk, FinishReason, Request, Sequence, SequenceOutput, StepPlan, StepResult
 
 __all__ = ["RequestRefusedError", "Scheduler", "SchedulerConfig"]
 
@@ -124,7 +124,7 @@ class Scheduler:
         """
         assert len(self._steps_in_flight) < 2, "schedule() with two steps in flight"
         self._share_prefixes_with_arrivals()
-        draft = StepDraft()
+        draft = StepDraft(self.config.max_num_batched_tokens)
         try:
             prefills = self._plan_decodes(draft)
             self._plan_prefills(prefills, draft)
@@ -166,9 +166,8 @@ class Scheduler:
                 prefills.append(entry)
             elif self._grow_or_preempt(entry, start + 1, draft):
                 token_on_device = start == token_count  # the step in flight samples the token
-                draft.chunk_by_entry[entry] = Chunk(seq, start, start + 1, True, token_on_device)
-                draft.unregistered_entries.append(entry)
-        draft.set_budget(self.config)
+                draft.add(entry, Chunk(seq, start, start + 1, True, token_on_device))
+        draft.end_decodes(self.config)
         return prefills
 
     def _grow_or_preempt(self, entry: RequestEntry, end: int, draft: StepDraft) -> bool:
@@ -207,15 +206,15 @@ class Scheduler:
 
     def _continue_prefill(self, entry: RequestEntry, draft: StepDraft) -> None:
         """Add a chunk of a prompt that was begun."""
-        seq = entry.seq
-        end = self._find_chunk_end(entry, draft)
-        if self._grow_or_preempt(entry, end, draft):
-            draft.add(entry, Chunk(seq, seq.computed_tokens, end, end == len(seq.token_ids)))
+        chunk = self._make_chunk(entry.seq, draft)
+        if self._grow_or_preempt(entry, chunk.end, draft):
+            draft.add(entry, chunk)
 
-    def _find_chunk_end(self, entry: RequestEntry, draft: StepDraft) -> int:
-        """Return the end of the next chunk of a prompt, which the step's budget and planned checkpoints bound."""
-        seq = entry.seq
-        return self.cache.clip_chunk_end(seq, min(len(seq.token_ids), seq.computed_tokens + draft.prefill_budget))
+    def _make_chunk(self, seq: Sequence, draft: StepDraft) -> Chunk:
+        """Return the next chunk of a prompt, of which the step's budget and planned checkpoints bound the end."""
+        start, token_count = seq.computed_tokens, len(seq.token_ids)
+        end = self.cache.clip_chunk_end(seq, min(token_count, start + draft.prefill_budget))
+        return Chunk(seq, start, end, should_sample=end == token_count)
 
     def _admit_waiting(self, draft: StepDraft, started_entry: RequestEntry | None = None) -> None:
         """Start waiting requests in the order of the queue, as far as the step's limits and memory allow.
@@ -267,16 +266,16 @@ class Scheduler:
         seq = entry.seq
         if self._uses_shared_prefixes:
             self._waiting_queue.discount_shared_prefix(seq, list(islice(self._waiting_queue, _WAITING_SCAN_MAX)))
-        end = self._find_chunk_end(entry, draft)
-        has_memory = self.cache.grow(seq, end)
+        chunk = self._make_chunk(seq, draft)
+        has_memory = self.cache.grow(seq, chunk.end)
         assert has_memory, "admitted without room for its tokens"
-        draft.add(entry, Chunk(seq, seq.computed_tokens, end, end == len(seq.token_ids)))
+        draft.add(entry, chunk)
 
     def _register_blocks(self, draft: StepDraft) -> None:
         """Put the blocks that planned chunks fill into the prefix tree: requests admitted from now on share them."""
-        entries, draft.unregistered_entries = draft.unregistered_entries, []
-        for entry in entries:
-            self.cache.register_full_blocks(entry.seq, draft.chunk_by_entry[entry].end)
+        for chunk in islice(draft.chunk_by_entry.values(), draft.registered_count, None):
+            self.cache.register_full_blocks(chunk.seq, chunk.end)
+        draft.registered_count = len(draft.chunk_by_entry)
 
     def _count_prefill_work(self, draft: StepDraft) -> None:
         """Report the step's prompt tokens to the queue, by which waiting requests age.
@@ -303,7 +302,7 @@ class Scheduler:
         step = self._steps_in_flight.popleft()
         assert plan is step.plan
         assert len(result.sampled_tokens) == len(plan.chunks)
-        self.cache.commit(plan.chunks, self._requests.ended_sequences)
+        self.cache.commit(plan.chunks, [entry.seq for entry in step.entries if entry.has_ended])
         outputs = self._requests.append_tokens(step, result)
         self.totals.generated_tokens += len(outputs) - len(result.failure_by_chunk)
         return outputs

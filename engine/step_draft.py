@@ -42,12 +42,12 @@ class SchedulerConfig:
 class StepDraft:
     """A step that is being planned. Decodes are added first, then prefills, as long as their budget lasts."""
 
+    prefill_budget: int
+    """Tokens that may still be added to the step."""
     chunk_by_entry: dict[RequestEntry, Chunk] = field(default_factory=dict)
-    unregistered_entries: list[RequestEntry] = field(default_factory=list)
-    """Requests of the chunks that fill blocks which are not in the prefix tree yet. They can still be preempted."""
+    registered_count: int = 0
+    """Number of leading chunks with blocks in the prefix tree. Requests of other chunks can still be preempted."""
     decode_count: int = 0
-    prefill_budget: int = 0
-    """Prompt tokens that may still be added to the step."""
     admission_min_tokens: int = 1
     """A waiting request is admitted only while `prefill_budget` is at least this."""
     skipped_count: int = 0
@@ -59,30 +59,26 @@ class StepDraft:
     is_admission_closed: bool = False
     """Whether no further waiting request may be admitted."""
 
-    def set_budget(self, config: SchedulerConfig) -> None:
-        """Set the budget of prompts: the step's tokens without those of the decodes, which are all planned.
+    def end_decodes(self, config: SchedulerConfig) -> None:
+        """Limit the prompts of the step, because its decodes are all planned.
 
         With 2048 tokens a step, 48 decodes and a target of 256 prompt tokens, the budget is 2000. A request is admitted
         while prompts have at most 255 of these tokens, that is, while at least 2000 - 255 = 1745 are left.
         """
         self.decode_count = len(self.chunk_by_entry)
-        self.prefill_budget = config.max_num_batched_tokens - self.decode_count
         if config.target_prefill_tokens is not None:
             self.admission_min_tokens = max(1, self.prefill_budget - config.target_prefill_tokens + 1)
 
     def add(self, entry: RequestEntry, chunk: Chunk) -> None:
-        """Add a chunk of a prompt."""
+        """Add a chunk of a request."""
         self.chunk_by_entry[entry] = chunk
         self.prefill_budget -= chunk.end - chunk.start
-        self.unregistered_entries.append(entry)
 
     def drop(self, entry: RequestEntry) -> None:
         """Undo `add` for a request that is preempted, if the step has a chunk of it."""
         chunk = self.chunk_by_entry.pop(entry, None)
         if chunk is not None:
             self.prefill_budget += chunk.end - chunk.start
-        if entry in self.unregistered_entries:
-            self.unregistered_entries.remove(entry)
 
 
 @dataclass(slots=True)

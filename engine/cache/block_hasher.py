@@ -8,19 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence as Items
-from typing import NamedTuple
 
 from engine.cache.blocks import BlockKey
 from engine.types import Sequence
 from events.hashing import hash_packed_blocks, make_hash_keys, make_wire_keys, pack_token_ids
-
-
-class CommonPrefix(NamedTuple):
-    """Leading blocks that two sequences have in common."""
-
-    block_count: int
-    hash: int
-    """Hash of the last of these blocks; 0 without any."""
 
 
 class BlockHasher:
@@ -57,16 +48,15 @@ class BlockHasher:
             keys.append(BlockKey(hash_, block_tokens, later_keys if index else first_keys, lora_name))
         return keys
 
-    def find_common_prefix(self, seq: Sequence, other_seq: Sequence) -> CommonPrefix:
-        """Return the leading blocks that both sequences have.
+    def count_common_blocks(self, seq: Sequence, other_seq: Sequence) -> int:
+        """Return the number of leading blocks that two sequences have in common.
 
         The last token of a sequence is left out, because it must be computed in any case. Equal hashes mean that all
         blocks before are equal, too, so the end of the common prefix is found by bisection.
         """
         max_blocks = min(len(seq.token_ids) - 1, len(other_seq.token_ids) - 1) // self._block_size
         keys, other_keys = self.compute_keys(seq, max_blocks), self.compute_keys(other_seq, max_blocks)
-        block_count = bisect_left(range(max_blocks), True, key=lambda index: keys[index].hash != other_keys[index].hash)
-        return CommonPrefix(block_count, keys[block_count - 1].hash if block_count else 0)
+        return bisect_left(range(max_blocks), True, key=lambda index: keys[index].hash != other_keys[index].hash)
 
     def get_computed_keys(self, seq: Sequence) -> Items[BlockKey]:
         """Return the keys of `seq` that earlier calls computed."""
@@ -75,13 +65,3 @@ class BlockHasher:
     def discard(self, seq: Sequence) -> None:
         """Forget the keys of a request that has ended."""
         self._keys_by_sequence.pop(seq, None)
-
-
-class NoBlockKeys(BlockHasher):
-    """Null object for a cache without prefix caching: no block has a key."""
-
-    def __init__(self) -> None:
-        super().__init__(block_size=1)
-
-    def compute_keys(self, seq: Sequence, count: int) -> list[BlockKey]:
-        return []

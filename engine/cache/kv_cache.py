@@ -11,7 +11,7 @@ has no owner: when the last of them releases it (`Block.ref_count`), it stays ca
 its memory is free.
 
 Owns the block tables. Refuses to know budgets, sampling and order of requests. Null objects stand for states in a model
-without them (`NoStates`), for host memory (a `HostTier` of no units) and for prefix caching (`NoBlockKeys`).
+without them (`NoStates`) and for host memory (a `HostTier` of no units).
 Invariant: a sequence that is not detached holds exactly the blocks of its nodes in the prefix tree. So a parent is
 never freed before a live child.
 """
@@ -23,7 +23,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Items
 
 from engine.cache.attention_windows import AttentionWindows
-from engine.cache.block_hasher import BlockHasher, NoBlockKeys
+from engine.cache.block_hasher import BlockHasher
 from engine.cache.blocks import Block, BlockKey, Node
 from engine.cache.event_log import StepEvents
 from engine.cache.eviction_order import LruEviction
@@ -62,7 +62,7 @@ class KVCache:
         self.block_size = spec.block_size
         self._groups = range(len(spec.groups))
         self._caches_prefixes = enable_prefix_caching
-        self._hasher = BlockHasher(spec.block_size) if enable_prefix_caching else NoBlockKeys()
+        self._hasher = BlockHasher(spec.block_size)
         self.windows = AttentionWindows(spec, step_tokens_max)
         if not enable_prefix_caching:
             host_unit_count, adaptive_eviction = 0, False
@@ -132,7 +132,7 @@ class KVCache:
 
         The last token must be computed in any case. If the request wants logprobs of its prompt, all tokens must.
         """
-        if seq.request.params.prompt_logprobs is not None:
+        if seq.request.params.prompt_logprobs is not None or not self._caches_prefixes:
             return []
         block_count = (len(seq.token_ids) - 1) // self.block_size
         return self._hasher.compute_keys(seq, block_count)[:block_count]
@@ -244,10 +244,10 @@ class KVCache:
 
         Other prompts may branch where the cached blocks end. A repetition or the next turn resumes at the last block.
         """
-        if self.has_states:
+        if self.has_states and self._caches_prefixes:
             full_block_count = (len(seq.token_ids) - 1) // self.block_size
             keys = self._hasher.compute_keys(seq, full_block_count)
-            for block_count in {matched_block_count, min(full_block_count, len(keys))} - {0}:
+            for block_count in {matched_block_count, full_block_count} - {0}:
                 self.states.plan_checkpoint(seq, block_count, keys[block_count - 1].hash)
 
     def plan_shared_prefix(self, seq: Sequence, waiting_seq: Sequence) -> int:
@@ -257,12 +257,12 @@ class KVCache:
         """
         if self._blocks_by_sequence[seq].is_detached:
             return 0
-        prefix = self._hasher.find_common_prefix(seq, waiting_seq)
-        if not prefix.block_count:
+        block_count = self._hasher.count_common_blocks(seq, waiting_seq)
+        if not block_count:
             return 0
-        self.states.plan_checkpoint(seq, prefix.block_count, prefix.hash)
+        self.states.plan_checkpoint(seq, block_count, self._hasher.get_computed_keys(seq)[block_count - 1].hash)
         needs_all_logits = waiting_seq.request.params.prompt_logprobs is not None  # then every token is computed
-        return 0 if needs_all_logits else prefix.block_count * self.block_size
+        return 0 if needs_all_logits else block_count * self.block_size
 
     def clip_chunk_end(self, seq: Sequence, end: int) -> int:
         """Return the end of a chunk of `seq`: `end`, or the next planned checkpoint if that comes first."""
