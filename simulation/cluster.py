@@ -151,7 +151,6 @@ class Cluster:
         self._scheduled_actions: list[tuple[float, int, Callable[[], None]]] = []
         """Heap of (time, number, action). Named tuples would take a twentieth of a run's instructions."""
         self._schedule_count = 0
-        self._scheduled_wake_s_by_worker: list[float | None] = [None] * len(self.workers)
         self._followers_by_request: dict[int, list[SimRequest]] = {}
         """Requests that arrive some time after the answer to another request, by the index of that request."""
         self._scheduled_tick_s_by_router: list[float | None] = [None] * len(routers)
@@ -304,18 +303,15 @@ class Cluster:
         self._schedule_wake(worker)
 
     def _schedule_wake(self, worker: SimWorker) -> None:
-        """Schedule the end of a worker's step, unless that is done."""
+        """Schedule the end of a worker's step."""
         wake_s = worker.wake_s
-        if wake_s is None or self._scheduled_wake_s_by_worker[worker.number] == wake_s:
-            return
-        self._scheduled_wake_s_by_worker[worker.number] = wake_s
-        self.schedule(wake_s, lambda: self._wake(worker, wake_s))
+        if wake_s is not None:
+            self.schedule(wake_s, lambda: self._wake(worker, wake_s))
 
     def _wake(self, worker: SimWorker, wake_s: float) -> None:
         """End a worker's step, and record which requests got their first token or finished with it."""
         if worker.wake_s != wake_s:
-            return  # the decode run was cut, and another wake-up is scheduled
-        self._scheduled_wake_s_by_worker[worker.number] = None
+            return  # the step has ended, or the decode run was cut and ends earlier
         step_result = worker.advance(self.now)
         self._schedule_wake(worker)
         for sequence in step_result.first_token_sequences:

@@ -46,9 +46,10 @@ class EngineLimits:
 
 @dataclass(slots=True)
 class SimSequence:
-    """State of a request in a simulated engine: it waits, its prompt is computed in chunks, then it decodes.
+    """A request in a simulated engine: it waits, its prompt is computed in chunks (prefill), then it decodes.
 
-    A preempted request loses its blocks and waits again. The tokens that it has generated then belong to its prompt.
+    A preempted request gives up its blocks and waits again, to be computed from the start. The tokens that it has
+    generated are then prefilled with its prompt.
     """
 
     request: SimRequest
@@ -59,26 +60,28 @@ class SimSequence:
     remaining_tokens: int = 0
     """Tokens to generate after the prefill."""
     computed_tokens: int = 0
-    """Computed tokens of the prefill; while the request waits, its cached tokens when it came."""
+    """Tokens of the prefill that are computed, or were cached; while the request waits, those that were cached when it
+    came."""
     computed_before_arrival: int = 0
     """Prompt tokens that the engine had computed, or could have computed, when the request came."""
     hit_blocks: int = 0
+    """Blocks of the prompt that were cached when the request was admitted first."""
     moved_tokens: int = 0
-    """Tokens of the prompt that came as KV from the worker that computed them."""
+    """Tokens of the prompt with KV that came from the worker which computed them."""
     on_prefilled: Callable[[], None] | None = None
-    """Called instead of reporting the sequence, where another worker computes the answer."""
+    """Called after the prefill in place of a report, if another worker computes the answer."""
     registered_blocks: int = 0
-    """Leading blocks of the prompt that the cache has by their ids: they were cached, or are computed to their end."""
+    """Leading blocks of the prompt that the cache has under their ids: cached, or computed to their end."""
     reserved_blocks: int = 0
-    """Blocks taken for the sequence, registered or not."""
+    """All blocks that the sequence holds, registered or not."""
     blocks_to_load: int = 0
     """Blocks that the next step brings back from host memory."""
     admission_order: int = 0
-    """Number of sequences that were admitted before, plus one."""
+    """Number of sequences that the engine admitted before this one, plus one: the highest is preempted first."""
     finish_step: int = 0
-    """Number of the step that generates the last token."""
+    """Number of the engine's step that generates the last token."""
     has_first_token: bool = False
-    """Whether the first token was seen."""
+    """Whether the first token was generated, perhaps before a preemption."""
 
     def __post_init__(self) -> None:
         self.prefill_tokens = self.request.prompt_tokens

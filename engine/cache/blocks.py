@@ -102,6 +102,11 @@ class StateBlock(Block):
         self.value = 0
         """Blocks of full attention that need not be computed again thanks to the checkpoint."""
 
+    @property
+    def is_evictable_alone(self) -> bool:
+        """Whether the checkpoint is in the prefix tree, and no other sequence has reached it or holds it."""
+        return self.node is not None and not self.is_shared and not self.ref_count
+
 
 class Unit:
     """One unit of a pool's memory: free, or cut into blocks of one kind."""

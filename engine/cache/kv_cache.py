@@ -51,11 +51,12 @@ class KVCache:
         adaptive_eviction: bool = False,
         host_unit_count: int = 0,
     ) -> None:
-        """Make an empty cache of at least one unit.
+        """Make an empty cache. A unit is a piece of memory that holds one or more blocks, all of one kind.
 
-        `step_tokens_max`: most tokens that one step adds to a sequence; None: no limit.
-        `adaptive_eviction`: learn which blocks are reused; only for models without sliding windows.
-        `host_unit_count`: units of host memory; ignored without prefix caching.
+        `spec`: sizes of the model's blocks. `unit_count`: units on the device, at least one. `host_unit_count`: units
+        of host memory, to which evicted blocks move; ignored without prefix caching. `step_tokens_max`: most tokens
+        that one step adds to a sequence; None: no limit. `adaptive_eviction`: learn which blocks are reused; without
+        it, and for models with sliding windows, the least recently used block is evicted first.
         """
         assert unit_count >= 1
         self.spec = spec
@@ -64,10 +65,10 @@ class KVCache:
         self._caches_prefixes = enable_prefix_caching
         self._hasher = BlockHasher(spec.block_size)
         self.windows = AttentionWindows(spec, step_tokens_max)
-        if not enable_prefix_caching:
-            host_unit_count, adaptive_eviction = 0, False
+        host_unit_count = host_unit_count if enable_prefix_caching else 0
+        can_learn = enable_prefix_caching and not self.windows.sliding_groups
         self._eviction = LruEviction(spec)
-        if adaptive_eviction and not self.windows.sliding_groups:
+        if adaptive_eviction and can_learn:
             self._eviction = LearnedEviction(spec, unit_count + host_unit_count)
         # Tree and pool need each other: the tree gives evicted blocks back to the pool, and the pool tells it to evict.
         self.tree = PrefixTree(spec, self._eviction, lambda block: self.pool.drop(block))

@@ -226,34 +226,27 @@ class StateCheckpoints:
     def commit(self, chunks: Items[Chunk]) -> None:
         """Record that a step with these chunks is computed."""
         for chunk in chunks:
-            self._commit_chunk(chunk.seq, chunk.start, chunk.end)
+            state = self._state_by_sequence[chunk.seq]
+            self._release_source(state)  # the step has copied the checkpoint that the sequence resumed from
+            checkpoint = state.pending_checkpoint_by_end.pop(chunk.end, None)
+            if checkpoint is not None:
+                self._commit_checkpoint(checkpoint, state, chunk)
 
-    def _commit_chunk(self, seq: Sequence, start: int, end: int) -> None:
-        """Record that the chunk [start, end) of a sequence is computed, and announce the checkpoint at `end`, if any.
+    def _commit_checkpoint(self, checkpoint: StateBlock, state: _SequenceState, chunk: Chunk) -> None:
+        """Announce the copy of a sequence's state that was taken at the end of a computed chunk, and cache it.
 
-        The checkpoint that the sequence resumed from is released, because the step has copied it. In decode, only the
-        last checkpoint is worth its memory, so the one before it (the rolling checkpoint so far) is evicted.
+        While a sequence decodes, only its last checkpoint is worth the memory, so the one before that is evicted.
         """
-        state = self._state_by_sequence[seq]
-        self._release_source(state)
-        checkpoint = state.pending_checkpoint_by_end.pop(end, None)
-        if checkpoint is None:
-            return
         if checkpoint.node is None:  # the cache was reset meanwhile, or the block that ends here is not in the tree
             self._pool.release(checkpoint)
             return
         self._tree.commit(checkpoint)
-        is_decode = _is_decode(seq, start, end)
-        if is_decode and state.rolling_checkpoint is not None:
-            self._evict_unless_used(state.rolling_checkpoint)
+        previous_checkpoint, state.rolling_checkpoint = state.rolling_checkpoint, None
+        if _is_decode(chunk.seq, chunk.start, chunk.end):
+            state.rolling_checkpoint = checkpoint
+            if previous_checkpoint is not None and previous_checkpoint.is_evictable_alone:
+                self._tree.evict(previous_checkpoint, keep_on_host=False)
         self.release_new_checkpoint(checkpoint)
-        state.rolling_checkpoint = checkpoint if is_decode else None
-
-    def _evict_unless_used(self, checkpoint: StateBlock) -> None:
-        """Evict a checkpoint, unless other sequences have reached it or hold it."""
-        is_used = checkpoint.is_shared or checkpoint.ref_count > 0
-        if checkpoint.node is not None and not is_used:
-            self._tree.evict(checkpoint, keep_on_host=False)
 
     def release_new_checkpoint(self, checkpoint: StateBlock) -> None:
         """Release a checkpoint that was just announced, so that it becomes cached. It supersedes the one before it."""

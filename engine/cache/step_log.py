@@ -62,7 +62,12 @@ class StepLog:
         states: StateCheckpoints | NoStates,
         host_tier: HostTier,
     ) -> None:
-        """Start with no step in flight. The arguments are parts of one `KVCache`, which the log changes."""
+        """Start with no step in flight.
+
+        The log changes these parts of a `KVCache`: `hasher` computes the keys under which blocks are registered in the
+        prefix `tree`, `pool` holds the blocks' memory, `states` takes checkpoints of recurrent states at the ends of
+        blocks, and `host_tier` has the blocks that steps load.
+        """
         self._block_size = spec.block_size
         self._groups = range(len(spec.groups))
         self._hasher = hasher

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,6 @@ class ConstrainedAnswers:
         self._eos_token_id = eos_token_id
         self._answer_length = DEFAULT_ANSWER_TOKENS if length is None else length
         self._tag_end_ids = tokenizer.hf_tokenizer.encode(TAG_END, add_special_tokens=False).ids
-        self._token_order: list[int] | None = None
         self._matcher_states: BoundedDict[str, _MatcherState] = BoundedDict(MAX_MATCHERS)
 
     def next_token(self, seq: Sequence, preferred_token: int) -> int:
@@ -100,7 +100,7 @@ class ConstrainedAnswers:
                 return tag_end_token
         if may_prefer and (may_end or not self._ends_with_word(answer_tokens)):
             return preferred_token
-        candidates = list(islice(filter(is_allowed, self._get_token_order()), MAX_CANDIDATES))
+        candidates = list(islice(filter(is_allowed, self._token_order), MAX_CANDIDATES))
         if not candidates:
             return self._eos_token_id
         if self._tokenizer.hf_tokenizer.decode([candidates[0]]) in CLOSING_TEXTS:
@@ -138,12 +138,10 @@ class ConstrainedAnswers:
     def _ends_with_word(self, answer_tokens: list[int]) -> bool:
         return bool(answer_tokens) and self._tokenizer.hf_tokenizer.decode(answer_tokens[-1:]).strip().isalpha()
 
-    def _get_token_order(self) -> list[int]:
-        """Return all token ids in the order of preference: closing texts, words, other texts, white space."""
-        if self._token_order is None:
-            token_ids = range(self._grammars.vocabulary.token_count)
-            self._token_order = sorted(token_ids, key=self._get_sort_key)
-        return self._token_order
+    @cached_property
+    def _token_order(self) -> list[int]:
+        """All token ids in the order of preference: closing texts, words, other texts, white space."""
+        return sorted(range(self._grammars.vocabulary.token_count), key=self._get_sort_key)
 
     def _get_sort_key(self, token: int) -> tuple[int, int]:
         text = self._tokenizer.hf_tokenizer.decode([token], skip_special_tokens=False)
