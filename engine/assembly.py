@@ -7,7 +7,6 @@ and must be closed. Torch is imported only to load a real model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,6 @@ from engine.model_files import ModelFiles, read_default_sampling
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.transfer.service import KVTransfers
 from engine.transfer.start import start_transfers
-from events import Event
 from events.publisher import EventPublisher
 from events.sources import EventSource
 from prompts import Tokenizer
@@ -94,14 +92,14 @@ def assemble(config: EngineConfig, tokenizer: Tokenizer | None = None) -> Assemb
     core = EngineCore(
         scheduler,
         runner,
-        _discard if publisher is None else publisher.publish,
+        (lambda events: None) if publisher is None else publisher.publish,
         overlaps_steps=executor.overlaps_steps,
         grammars=grammars,
         transfers=transfers,
         model=executor.model,
     )
     info = msgspec.structs.replace(
-        _describe_model(config, name, folder, executor, scheduler.token_limit),
+        _describe_model(config, name, folder, executor, scheduler),
         event_sources=[] if publisher is None else [_describe_source(publisher, transfers, config.block_size)],
         no_constraint_reason=no_constraint_reason,
         kv_transfer_port=None if transfers is None else transfers.port,
@@ -135,13 +133,15 @@ def _make_publisher(config: EngineConfig, model_name: str, spec: CacheSpec) -> E
     return EventPublisher(config.kv_events, model=model_name, block_size=config.block_size, groups=groups)
 
 
-def _describe_model(config: EngineConfig, name: str, folder: Path, executor: Executor, token_limit: int) -> CoreInfo:
-    """Return the facts about the loaded model and its cache. `token_limit`: the longest sequence that fits."""
+def _describe_model(
+    config: EngineConfig, name: str, folder: Path, executor: Executor, scheduler: Scheduler
+) -> CoreInfo:
+    """Return the facts about the loaded model, its cache and its steps."""
     blocks_per_unit = executor.cache_spec.blocks_per_unit(0)
     return CoreInfo(
         model_name=name,
         model_path=str(folder),
-        max_model_len=token_limit,
+        max_model_len=scheduler.token_limit,
         block_size=config.block_size,
         num_blocks=executor.unit_count * blocks_per_unit,
         num_host_blocks=executor.host_unit_count * blocks_per_unit,
@@ -152,16 +152,11 @@ def _describe_model(config: EngineConfig, name: str, folder: Path, executor: Exe
         event_sources=[],
         prefix_caching=config.enable_prefix_caching,
         prefill_order=config.prefill_order,
-        max_num_seqs=_count_sequences_max(config, executor),
+        max_num_seqs=scheduler.config.max_num_seqs,
         max_num_batched_tokens=executor.step_tokens_max,
         default_sampling=read_default_sampling(folder) if config.generation_config == "auto" else {},
         script=executor.script_turns,
     )
-
-
-def _count_sequences_max(config: EngineConfig, executor: Executor) -> int:
-    """Return the most sequences of one step, each of which needs a token."""
-    return min(config.max_num_seqs, executor.step_tokens_max)
 
 
 def _make_scheduler(config: EngineConfig, executor: Executor, eos_token_ids: frozenset[int]) -> Scheduler:
@@ -175,7 +170,7 @@ def _make_scheduler(config: EngineConfig, executor: Executor, eos_token_ids: fro
         host_unit_count=executor.host_unit_count,
     )
     scheduler_config = SchedulerConfig(
-        max_num_seqs=_count_sequences_max(config, executor),
+        max_num_seqs=min(config.max_num_seqs, executor.step_tokens_max),  # each sequence needs a token of a step
         max_num_batched_tokens=executor.step_tokens_max,
         max_model_len=executor.max_model_len,
         eos_token_ids=eos_token_ids,
@@ -218,7 +213,3 @@ def _describe_source(publisher: EventPublisher, transfers: KVTransfers | None, b
     """Return this engine's entry in the response of `GET /kv_event_sources`, by which a router finds its sockets."""
     offer = None if transfers is None else transfers.describe(block_tokens)
     return msgspec.structs.replace(publisher.describe_source(), kv_transfer=offer)
-
-
-def _discard(events: Collection[Event]) -> None:
-    """Discard events, of an engine that publishes none."""

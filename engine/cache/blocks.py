@@ -7,7 +7,6 @@ never change, so the publisher's thread may read them while the step's thread wo
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -35,21 +34,6 @@ class BlockKey:
         )
 
 
-class BlockState(enum.Enum):
-    """Use of a block of memory. docs/architecture.md has the table of its changes."""
-
-    HOLE = "hole"
-    """No sequence holds the block, and it is not in the prefix tree."""
-    PRIVATE = "private"
-    """A sequence holds the block, and it is not in the prefix tree."""
-    PENDING = "pending"
-    """Sequences hold the block. It is in the prefix tree, but not announced, because a step has yet to compute it."""
-    LIVE = "live"
-    """Sequences hold the block. It is in the prefix tree, computed and announced."""
-    CACHED = "cached"
-    """No sequence holds the block. It is in the prefix tree: a prompt can use it until it is evicted."""
-
-
 class Block:
     """A block of a unit's memory, and how it is used."""
 
@@ -72,15 +56,6 @@ class Block:
     def kind(self) -> int:
         assert self.unit.kind is not None
         return self.unit.kind
-
-    @property
-    def state(self) -> BlockState:
-        """Use of the block, from its references and its place in the prefix tree."""
-        if self.node is None:
-            return BlockState.PRIVATE if self.ref_count else BlockState.HOLE
-        if self.is_pending:
-            return BlockState.PENDING
-        return BlockState.LIVE if self.ref_count else BlockState.CACHED
 
     def __repr__(self) -> str:
         return f"Block({self.id}, kind={self.unit.kind}, refs={self.ref_count}, in_tree={self.node is not None})"

@@ -39,11 +39,6 @@ class QueueKey(NamedTuple):
     value_log2: int
     """log2 of the blocks that a path saves, for each block of memory that it takes."""
 
-    @property
-    def gap(self) -> float:
-        """Expected blocks of prompts before the turn returns."""
-        return math.pow(2.0, self.gap_step / _STEPS_PER_DOUBLING)
-
 
 class SupersededState(NamedTuple):
     """A recurrent state that a later state of the same path has superseded."""
@@ -221,7 +216,8 @@ class EvictionQueue:
         least_valuable, rank_min = None, (math.inf, 0)
         for key, queue in self._queues.items():
             path = next(iter(queue))
-            if not self._is_overdue(path, key.gap):
+            gap = math.pow(2.0, key.gap_step / _STEPS_PER_DOUBLING)
+            if not self._is_overdue(path, gap):
                 path = next(reversed(queue))
             rank = self._rank(path)
             if rank < rank_min:

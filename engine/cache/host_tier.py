@@ -15,7 +15,6 @@ reads it. Its parent's full-attention block is here or on the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import mul
 from typing import NamedTuple
 
 from engine.cache.blocks import Block, Node, StateBlock
@@ -68,16 +67,12 @@ class HostTier:
         those between the memories are added.
         """
         tree.host_tier = self
-        blocks_per_unit = spec.blocks_per_unit_by_kind()
-        self._pool = UnitPool(unit_count, blocks_per_unit, spec.state_kind, order, self.evict)
+        self._pool = UnitPool(unit_count, spec.blocks_per_unit_by_kind(), spec.state_kind, order, self.evict)
         self._block_bytes_by_kind = spec.block_bytes_by_kind()
         self._order = order
         self._tree = tree
         self._block_copies = block_copies
-        self._stored_blocks_by_kind = [0] * len(blocks_per_unit)
-        """Copies to host memory that were planned since the start, by kind of block."""
-        self._loaded_blocks_by_kind = [0] * len(blocks_per_unit)
-        """Copies to the device that were planned since the start, by kind of block."""
+        self._stored_bytes = self._loaded_bytes = 0
 
     def measure_usage(self) -> HostUsage:
         """Return the present use of the memory, and the bytes copied since the start. All is 0 without host memory."""
@@ -85,8 +80,8 @@ class HostTier:
             return HostUsage()
         return HostUsage(
             used_share=1 - self._pool.free_units / len(self._pool.units),
-            stored_bytes=sum(map(mul, self._stored_blocks_by_kind, self._block_bytes_by_kind)),
-            loaded_bytes=sum(map(mul, self._loaded_blocks_by_kind, self._block_bytes_by_kind)),
+            stored_bytes=self._stored_bytes,
+            loaded_bytes=self._loaded_bytes,
         )
 
     def demote(self, block: Block, *, keep_on_host: bool) -> None:
@@ -121,7 +116,7 @@ class HostTier:
             host_block.value = block.value
         self._pool.release(host_block)
         self._block_copies.append(BlockCopy(kind, block.id, host_block.id, CopyDirection.TO_HOST))
-        self._stored_blocks_by_kind[kind] += 1
+        self._stored_bytes += self._block_bytes_by_kind[kind]
         return True
 
     def pin(self, node: Node, kind: int) -> Block:
@@ -135,7 +130,7 @@ class HostTier:
         """Plan the copy of a pinned block to the device. The caller unpins the block later."""
         target, host_block = load
         self._block_copies.append(BlockCopy(host_block.kind, host_block.id, target.id, CopyDirection.FROM_HOST))
-        self._loaded_blocks_by_kind[host_block.kind] += 1
+        self._loaded_bytes += self._block_bytes_by_kind[host_block.kind]
 
     def commit_load(self, load: HostLoad) -> None:
         """Announce the block of a load that is done."""

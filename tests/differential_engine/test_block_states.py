@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +10,36 @@ from typing import Any
 
 from engine_history import EngineHistory
 
-from engine.cache.blocks import Block, BlockState
+from engine.cache.blocks import Block
 from engine.cache.kv_cache import KVCache
 from engine.cache.prefix_tree import list_blocks_leaves_first
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
 HISTORY_COUNT = 150
 OPERATIONS = ("allocate", "acquire", "attach", "commit", "detach", "release", "evict", "reset")
+
+
+class BlockState(enum.Enum):
+    """Use of a block of memory. docs/architecture.md has the table of its changes."""
+
+    HOLE = "hole"
+    """No sequence holds the block, and it is not in the prefix tree."""
+    PRIVATE = "private"
+    """A sequence holds the block, and it is not in the prefix tree."""
+    PENDING = "pending"
+    """Sequences hold the block. It is in the prefix tree, but not announced, because a step has yet to compute it."""
+    LIVE = "live"
+    """Sequences hold the block. It is in the prefix tree, computed and announced."""
+    CACHED = "cached"
+    """No sequence holds the block. It is in the prefix tree: a prompt can use it until it is evicted."""
+
+
+def get_state(block: Block) -> BlockState:
+    if block.node is None:
+        return BlockState.PRIVATE if block.ref_count else BlockState.HOLE
+    if block.is_pending:
+        return BlockState.PENDING
+    return BlockState.LIVE if block.ref_count else BlockState.CACHED
 
 
 class TransitionRecorder:
@@ -37,7 +61,7 @@ class TransitionRecorder:
         def record_allocate(kind: int) -> Block | None:
             block = allocate(kind)
             if block is not None:
-                self.next_states[BlockState.HOLE, "allocate"].add(block.state)
+                self.next_states[BlockState.HOLE, "allocate"].add(get_state(block))
             return block
 
         pool.allocate = record_allocate  # type: ignore[method-assign]
@@ -47,10 +71,10 @@ class TransitionRecorder:
         operation = getattr(owner, name)
 
         def record(*arguments: Any, **options: Any) -> Any:
-            states = [(block, block.state) for block in list_blocks(*arguments)]
+            states = [(block, get_state(block)) for block in list_blocks(*arguments)]
             result = operation(*arguments, **options)
             for block, state in states:
-                self.next_states[state, name].add(block.state)
+                self.next_states[state, name].add(get_state(block))
             return result
 
         setattr(owner, name, record)
