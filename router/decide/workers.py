@@ -188,7 +188,7 @@ class Worker:
         pause_s = self.avoided_until_s - now
         if pause_s <= 0 or self.state is not WorkerState.UP:
             return self.state_reason
-        return f"avoided for another {pause_s:.0f} s: refuses (429, 5xx) what others serve"
+        return f"avoided for another {math.ceil(pause_s)} s: refuses (429, 5xx) what others serve"
 
     @property
     def is_down(self) -> bool:

@@ -238,6 +238,7 @@ def test_a_worker_that_is_avoided_for_its_refusals_is_shown_with_the_reason() ->
     core.record_first_token("r", 0.0)
     reason = "avoided for another 1 s: refuses (429, 5xx) what others serve"
     assert [(row.state, row.state_reason) for row in core.snapshot(0.1).workers] == [("up", reason), ("up", "")]
+    assert core.snapshot(0.8).workers[0].state_reason == reason, "0.2 s are not shown as 0 s"
     assert [row.state_reason for row in core.snapshot(1.0).workers] == ["", ""]
     core.set_draining("a", 0.1)
     assert core.snapshot(0.1).workers[0].state_reason == "drained by an operator"
