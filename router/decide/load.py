@@ -178,25 +178,22 @@ def estimate_external_load(
 
 
 @dataclass(frozen=True, slots=True)
-class PeerPrefills:
-    """Prompts without a first token that others sent to a target. Times are on this router's clock."""
+class PeerLoad:
+    """Requests that others have in flight on a target: another router, or the sum of several.
+
+    *Prefills* are the prompts without a first token. Fields with `_at_s` or `_since_s` are moments on this router's
+    clock.
+    """
 
     prefill_s: float = 0.0
-    """Time to compute all of them."""
-    request_count: int = 0
+    """Time to compute all prefills."""
+    prefill_requests: int = 0
     oldest_prefill_s: float = 0.0
-    """Time to compute the oldest of them."""
+    """Time to compute the oldest prefill."""
     oldest_sent_at_s: float = 0.0
-    """When the oldest of them was sent."""
+    """When the oldest prefill was sent."""
     oldest_since_s: float = -math.inf
-    """When the target could begin with the oldest of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class PeerLoad:
-    """Requests that others have in flight on a target: another router, or the sum of several."""
-
-    prefills: PeerPrefills = field(default_factory=PeerPrefills)
+    """When the target could begin with the oldest prefill."""
     decode_requests: int = 0
     decode_context_tokens: int = 0
     utilisation: float = 0.0
@@ -206,7 +203,7 @@ class PeerLoad:
 
     @property
     def request_count(self) -> int:
-        return self.prefills.request_count + self.decode_requests
+        return self.prefill_requests + self.decode_requests
 
 
 NO_PEER_LOAD: Final = PeerLoad()
@@ -221,17 +218,14 @@ def merge_peer_loads(loads: Sequence[PeerLoad], prefill_rate: float) -> PeerLoad
     if not loads:
         return NO_PEER_LOAD
     scales = [prefill_rate / load.prefill_rate if load.prefill_rate else 1.0 for load in loads]
-    busy_loads = [(load.prefills, scale) for load, scale in zip(loads, scales) if load.prefills.prefill_s > 0.0]
-    oldest, oldest_scale = min(busy_loads, key=lambda pair: pair[0].oldest_sent_at_s, default=(loads[0].prefills, 1.0))
-    prefills = PeerPrefills(
-        prefill_s=sum(prefills.prefill_s * scale for prefills, scale in busy_loads),
-        request_count=sum(load.prefills.request_count for load in loads),
+    busy_loads = [(load, scale) for load, scale in zip(loads, scales) if load.prefill_s > 0.0]
+    oldest, oldest_scale = min(busy_loads, key=lambda pair: pair[0].oldest_sent_at_s, default=(loads[0], 1.0))
+    return PeerLoad(
+        prefill_s=sum(load.prefill_s * scale for load, scale in busy_loads),
+        prefill_requests=sum(load.prefill_requests for load in loads),
         oldest_prefill_s=oldest.oldest_prefill_s * oldest_scale,
         oldest_sent_at_s=oldest.oldest_sent_at_s,
-        oldest_since_s=max(load.prefills.oldest_since_s for load in loads),
-    )
-    return PeerLoad(
-        prefills,
+        oldest_since_s=max(load.oldest_since_s for load in loads),
         decode_requests=sum(load.decode_requests for load in loads),
         decode_context_tokens=sum(load.decode_context_tokens for load in loads),
         utilisation=sum(load.utilisation * scale for load, scale in zip(loads, scales)),

@@ -238,7 +238,7 @@ def _estimate_own_pause_s(target: Target, output_tokens: float, utilisation: flo
     The utilisation lags while load rises. But a server that is busy for a share u of its time has u / (1 - u) requests
     on average (M/M/1 queue), so the number of prompts there gives a lower bound of u.
     """
-    prompt_count = len(target.prefill_queue.requests) + target.peer_load.prefills.request_count
+    prompt_count = len(target.prefill_queue.requests) + target.peer_load.prefill_requests
     prefill_share = min(max(utilisation, prompt_count / (prompt_count + 1)), PREFILL_SHARE_MAX)
     return output_tokens * target.step_s * prefill_share / (1.0 - prefill_share)
 

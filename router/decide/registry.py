@@ -489,7 +489,7 @@ def make_worker_snapshot(
         cache_view=worker.spec.cache_view.value,
         prefilling=len(target.prefill_queue.requests),
         decoding=load.decode_request_count,
-        peer_prefilling=peer.prefills.request_count - external.waiting,
+        peer_prefilling=peer.prefill_requests - external.waiting,
         peer_decoding=peer.decode_requests - external.running,
         engine_load=external.report,
         external_requests=external.waiting + external.running,

@@ -25,7 +25,6 @@ from router.decide.load import (
     Capacity,
     Load,
     PeerLoad,
-    PeerPrefills,
     RoutedTotals,
 )
 from router.decide.speed import PoolSpeed, Speed, WorkTotals
@@ -287,11 +286,14 @@ class PrefillQueue:
                 shortest_request.prefill_done_s += done_s
         self.progress_recorded_at_s = now
 
-    def recompute(self, peer_prefills: PeerPrefills, step_prefill_s: float) -> None:
-        """Find the current prefill and recompute the sums, after the requests or `peer_prefills` have changed."""
+    def recompute(self, peer_load: PeerLoad, step_prefill_s: float) -> None:
+        """Find the current prefill and recompute the sums, after the requests or `peer_load` have changed.
+
+        `step_prefill_s`: seconds of prefill in a full step of the engine.
+        """
         self.total_prefill_s, self.order = self.own_prefill_s, _NO_ORDER
         prefill_s, sent_at_s = 0.0, math.inf
-        oldest_request = next(iter(self.requests), None)
+        oldest_request = self.get_oldest()
         if oldest_request is not None:
             prefill_s, sent_at_s = oldest_request.prefill_s, oldest_request.sent_at_s
         if self.is_shortest_first:
@@ -299,11 +301,11 @@ class PrefillQueue:
             self.total_prefill_s = self.order.estimate_total_s(self.own_prefill_s)
             if oldest_request is not None:  # the progress until now was subtracted from the shortest prompt
                 prefill_s, sent_at_s = self.order.cumulative_remaining_s[1], self.progress_recorded_at_s
-        if peer_prefills.prefill_s > 0.0:
-            self.total_prefill_s += peer_prefills.prefill_s
-            if peer_prefills.oldest_sent_at_s < sent_at_s:
-                prefill_s, sent_at_s = peer_prefills.oldest_prefill_s, peer_prefills.oldest_sent_at_s
-        self.busy_since_s = max(self.oldest_since_s, peer_prefills.oldest_since_s, sent_at_s)
+        if peer_load.prefill_s > 0.0:
+            self.total_prefill_s += peer_load.prefill_s
+            if peer_load.oldest_sent_at_s < sent_at_s:
+                prefill_s, sent_at_s = peer_load.oldest_prefill_s, peer_load.oldest_sent_at_s
+        self.busy_since_s = max(self.oldest_since_s, peer_load.oldest_since_s, sent_at_s)
         self.fixed_step_share = max(0.0, 1.0 - prefill_s / step_prefill_s)
         self.oldest_prefill_s = min(prefill_s, self.total_prefill_s)
 
@@ -359,11 +361,6 @@ class Target:
             self.speed.refresh()
             self.recompute()
 
-    def set_peer_load(self, peer_load: PeerLoad) -> None:
-        """Replace the load that others have on the target."""
-        self.peer_load = peer_load
-        self.recompute()
-
     def recompute(self) -> None:
         """Recompute everything that is derived, after a change of speed, loads, capacity or queue."""
         self.recompute_decode_load()
@@ -374,7 +371,7 @@ class Target:
         load, speed, peer_load, capacity = self.load, self.speed, self.peer_load, self.capacity
         decode_request_count = load.decode_request_count + peer_load.decode_requests
         context_tokens = load.decode_context_tokens + peer_load.decode_context_tokens
-        total_request_count = load.request_count + peer_load.prefills.request_count + peer_load.decode_requests
+        total_request_count = load.request_count + peer_load.request_count
         self.total_request_count = total_request_count
         self.step_s = (
             speed.step_s + speed.decode_request_s * decode_request_count + speed.decode_context_s * context_tokens
@@ -396,7 +393,7 @@ class Target:
 
     def recompute_queue(self) -> None:
         """Recompute what `estimate_queue_s` reads after the queue has changed."""
-        self.prefill_queue.recompute(self.peer_load.prefills, self.speed.step_prefill_s)
+        self.prefill_queue.recompute(self.peer_load, self.speed.step_prefill_s)
 
     def estimate_prefill_s(self, prompt_tokens: int, cached_tokens: int) -> float:
         """Return P, the time to compute the uncached part of a prompt here."""
@@ -437,14 +434,14 @@ class Target:
         The engine computes the shortest prompt first. The new prompt takes `prefill_s`; it goes behind
         `awaited_request`, which computes its prefix. `queued_s`: present result of `estimate_queue_s`.
         """
-        queue, peer_prefills = self.prefill_queue, self.peer_load.prefills
+        queue, peer_load = self.prefill_queue, self.peer_load
         order_s = prefill_s
         if awaited_request is not None:
             order_s = max(order_s, queue.order.order_s_by_request[awaited_request])
         wait_s, overtaken_count = queue.order.estimate_wait(order_s, queue.total_prefill_s - queued_s)
         # Only the sum of other prompts is known, so each of them is assumed to have the mean length.
         for total_s, count in (
-            (peer_prefills.prefill_s, peer_prefills.request_count),
+            (peer_load.prefill_s, peer_load.prefill_requests),
             (queue.arriving_prefill_s, self.load.incoming_transfers),
         ):
             if total_s <= order_s * count:
@@ -508,13 +505,14 @@ class Target:
         """Return `external_load` in the form of another router's load."""
         external = self.external_load
         prefill_s = self.estimate_prefill_s(_EXTERNAL_PROMPT_TOKENS, 0)
-        prefills = PeerPrefills(
+        return PeerLoad(
             prefill_s=external.waiting * prefill_s,
-            request_count=external.waiting,
+            prefill_requests=external.waiting,
             oldest_prefill_s=prefill_s,
             oldest_sent_at_s=math.inf,  # unknown: it makes no progress and is never overdue
+            decode_requests=external.running,
+            decode_context_tokens=external.kv_tokens,
         )
-        return PeerLoad(prefills, decode_requests=external.running, decode_context_tokens=external.kv_tokens)
 
     def advance_work_totals(self, now: float) -> None:
         """Add the time since the last call to the work totals, before the counts change."""

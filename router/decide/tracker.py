@@ -25,7 +25,6 @@ from router.decide.load import (
     EngineLoad,
     ExternalLoad,
     PeerLoad,
-    PeerPrefills,
     estimate_external_load,
     merge_peer_loads,
 )
@@ -417,14 +416,14 @@ class LoadTracker:
             return
         target, load = request.target, request.target.load
         is_in_turn = target.prefill_queue.record_first_token(request)
-        oldest_since_s = max(target.prefill_queue.oldest_since_s, target.peer_load.prefills.oldest_since_s)
+        oldest_since_s = max(target.prefill_queue.oldest_since_s, target.peer_load.oldest_since_s)
         interval = self._continue_interval(request, oldest_since_s, now, is_in_turn=is_in_turn)
         if interval is None:
             interval = target.speed.open_prefill_interval = PrefillInterval.begin(
                 request.sent_at_s, oldest_since_s, load.decode_request_count, load.decode_context_tokens, now
             )
             interval.is_usable = is_in_turn
-        has_unmeasured_work = target.peer_load.prefills.prefill_s > 0.0 or bool(target.external_load)
+        has_unmeasured_work = target.peer_load.prefill_s > 0.0 or bool(target.external_load)
         if has_unmeasured_work or request.source is not None:
             interval.is_usable = False
         interval.add_first_token(request.prompt_tokens, request.cached_tokens, request.tier_load_s, now)
@@ -523,15 +522,12 @@ class LoadTracker:
         """Return the load that this router has put on a target, as it tells other routers of the same workers."""
         load, prefill_queue = target.load, target.prefill_queue
         oldest_request = prefill_queue.get_oldest()
-        prefills = PeerPrefills(
+        return PeerLoad(
             prefill_s=prefill_queue.own_prefill_s,
-            request_count=load.request_count - load.decode_request_count,
+            prefill_requests=load.request_count - load.decode_request_count,
             oldest_prefill_s=oldest_request.prefill_s if oldest_request else 0.0,
             oldest_sent_at_s=oldest_request.sent_at_s if oldest_request else now,
             oldest_since_s=prefill_queue.oldest_since_s,
-        )
-        return PeerLoad(
-            prefills,
             decode_requests=load.decode_request_count,
             decode_context_tokens=load.decode_context_tokens,
             utilisation=load.utilisation_scaled * self.compute_utilisation_decay(now),
@@ -595,7 +591,8 @@ class LoadTracker:
         ]
         if target.external_load:
             loads.append(target.make_external_peer_load())
-        target.set_peer_load(merge_peer_loads(loads, target.speed.prefill_rate))
+        target.peer_load = merge_peer_loads(loads, target.speed.prefill_rate)
+        target.recompute()
         for order in self.load_orders:
             order.mark_changed(target)
 

@@ -24,7 +24,7 @@ import zmq
 from events.feed_sockets import notice_lost_hosts, receive_frames
 from events.frames import MAX_HANDSHAKE_MS, MAX_UNACKNOWLEDGED_MS
 from prompts.errors import RequestError
-from router.decide.load import PeerLoad, PeerPrefills
+from router.decide.load import PeerLoad
 from router.decide.tracker import LoadTracker
 
 log = logging.getLogger("router")
@@ -180,17 +180,16 @@ class PeerLoads:
     def _make_target_load(self, name: str, now: float) -> TargetLoad:
         """Return what this router has in flight at a target, for its peers: ages in place of times."""
         load = self._tracker.make_local_load(self._tracker.targets[name], now)
-        prefills = load.prefills
         return TargetLoad(
             target=name,
-            prefill_s=prefills.prefill_s,
-            oldest_prefill_s=prefills.oldest_prefill_s,
-            oldest_sent_age_s=now - prefills.oldest_sent_at_s,
-            oldest_since_age_s=now - prefills.oldest_since_s,
+            prefill_s=load.prefill_s,
+            oldest_prefill_s=load.oldest_prefill_s,
+            oldest_sent_age_s=now - load.oldest_sent_at_s,
+            oldest_since_age_s=now - load.oldest_since_s,
             decode_requests=load.decode_requests,
             decode_context_tokens=load.decode_context_tokens,
             utilisation=load.utilisation,
-            prefill_requests=prefills.request_count,
+            prefill_requests=load.prefill_requests,
             prefill_rate=load.prefill_rate,
         )
 
@@ -208,15 +207,12 @@ class PeerLoads:
 
 def _make_peer_load(load: TargetLoad, now: float) -> PeerLoad:
     """Return a peer's load on a target as received at `now`: its ages become times on this router's clock."""
-    prefills = PeerPrefills(
+    return PeerLoad(
         prefill_s=load.prefill_s,
-        request_count=load.prefill_requests,
+        prefill_requests=load.prefill_requests,
         oldest_prefill_s=load.oldest_prefill_s,
         oldest_sent_at_s=now - load.oldest_sent_age_s,
         oldest_since_s=now - load.oldest_since_age_s,
-    )
-    return PeerLoad(
-        prefills=prefills,
         decode_requests=load.decode_requests,
         decode_context_tokens=load.decode_context_tokens,
         utilisation=load.utilisation,

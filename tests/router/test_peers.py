@@ -194,7 +194,7 @@ def test_what_an_older_router_learned_of_speeds_is_left_out() -> None:
     message = [1, "old", "e", 1, True, [["w0", 3.0, 3.0, 1.0, 1.0, 0, 0, 0.5, 1]], [["", 1e-3, 20.0, 0.1, 5.0]]]
     loads.apply_message(msgspec.msgpack.encode(message), 1.0)
     assert (loads.counts["received"], targets[0].speed.service) == (1, before)
-    assert targets[0].peer_load.prefills.prefill_s == 3.0
+    assert targets[0].peer_load.prefill_s == 3.0
 
 
 def test_nothing_is_said_when_nothing_changed() -> None:
@@ -224,7 +224,7 @@ def test_over_real_sockets() -> None:
         second.exchange_loads(time.monotonic())
         time.sleep(0.01)
     assert second_targets[1].peer_load is not NO_PEER_LOAD
-    assert second_targets[1].peer_load.prefills.prefill_s == pytest.approx(targets[1].prefill_queue.own_prefill_s)
+    assert second_targets[1].peer_load.prefill_s == pytest.approx(targets[1].prefill_queue.own_prefill_s)
     first.close()
     second.close()
 

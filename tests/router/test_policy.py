@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from options import ConfigError
 from router.decide.config import CostConfig, LearnConfig
-from router.decide.load import NO_PEER_LOAD, PeerLoad, PeerPrefills
+from router.decide.load import NO_PEER_LOAD, PeerLoad
 from router.decide.messages import RouteRequest, Terms
 from router.decide.policy import (
     TIE_S,
@@ -268,9 +268,7 @@ def test_slower_tiers_cost_their_load() -> None:
 
 def test_another_routers_load_counts() -> None:
     tracker, targets = tracker_of(2)
-    load = PeerLoad(
-        PeerPrefills(3.0, oldest_prefill_s=1.0, oldest_sent_at_s=9.0, oldest_since_s=9.5), decode_requests=4
-    )
+    load = PeerLoad(3.0, oldest_prefill_s=1.0, oldest_sent_at_s=9.0, oldest_since_s=9.5, decode_requests=4)
     tracker.set_peer_loads("other", {"w0": load}, is_full=False)
     prices = price(tracker, targets, [0, 0], 1000, 10.0)
     assert prices[0].queue_s == pytest.approx(3.0 - 0.5 / targets[0].slowdown)
@@ -303,7 +301,7 @@ def test_least_requests_counts_what_is_in_flight() -> None:
     tracker, targets = tracker_of(3)
     tracker.add_request(targets[0], prompt_tokens=1, cached_tokens=0, is_streaming=True, now=0.0)
     assert {choose_least_requests(targets, r) for r in range(4)} == {1, 2}
-    tracker.set_peer_loads("other", {"w1": PeerLoad(PeerPrefills(1.0, 2))}, is_full=False)
+    tracker.set_peer_loads("other", {"w1": PeerLoad(1.0, 2)}, is_full=False)
     tracker.set_peer_loads("other", {"w2": PeerLoad(decode_requests=3)}, is_full=False)
     assert {choose_least_requests(targets, r) for r in range(4)} == {0}
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from options import ConfigError
 from router.decide.config import CoreConfig, CostConfig, LearnConfig, QueueConfig
 from router.decide.core import RouterCore
-from router.decide.load import PeerLoad, PeerPrefills
+from router.decide.load import PeerLoad
 from router.decide.messages import Enqueue, Forward, RouteRequest, Terms
 from router.decide.policy import choose_cheapest
 from router.decide.price import Candidate, RequestFacts, price_worker
@@ -138,7 +138,7 @@ def test_of_very_many_the_oldest_stand_for_all(count: int) -> None:
 
 def test_what_other_routers_sent_counts_by_its_mean() -> None:
     tracker, (target,) = tracker_of(1)
-    load = PeerLoad(PeerPrefills(6.0, 3, oldest_prefill_s=2.0))
+    load = PeerLoad(6.0, 3, oldest_prefill_s=2.0)
     tracker.set_peer_loads("other", {target.name: load})
     assert target.estimate_shortest_first_wait(1.0, None, target.estimate_queue_s(0.0)) == (0.0, 3)
     assert target.estimate_shortest_first_wait(2.5, None, target.estimate_queue_s(0.0)) == (6.0, 0)

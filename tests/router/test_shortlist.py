@@ -16,7 +16,7 @@ from events.types import BlockStored, EventBatch
 from router.decide import chooser
 from router.decide.config import CoreConfig, LearnConfig
 from router.decide.core import RouterCore
-from router.decide.load import PeerLoad, PeerPrefills
+from router.decide.load import PeerLoad
 from router.decide.messages import Decision, Forward, RouteRequest, Terms, Transfer, TransferKind
 from router.decide.price import Candidate, RequestFacts, TransferPlan, price_worker
 from router.decide.shortlist import RIVALS_MIN
@@ -208,7 +208,7 @@ def test_the_order_follows_loads_peers_and_time() -> None:
     core.route(make_request("first", 1, rng), 0.01)
     (order,) = core.tracker.load_orders
     order.check_invariants()
-    core.tracker.set_peer_loads("other", {"w7": PeerLoad(PeerPrefills(9.0, 1), utilisation=0.5)})
+    core.tracker.set_peer_loads("other", {"w7": PeerLoad(9.0, 1, utilisation=0.5)})
     core.abort_request("bg5", 0.02)
     core.route(make_request("second", 1, rng), 0.03)
     order.check_invariants()
