@@ -51,6 +51,8 @@ DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER = 1.0, 0.01
 """Shortest time between two searches for unknown models: the longer of a fixed one and one for each worker."""
 DISCOVERY_WAIT_S_MAX, DISCOVERY_POLL_S = 2.0, 0.02
 """Longest time that a client waits for such a search, and the pause between two looks at its result."""
+STARTING_S_MAX = 1800.0
+"""Time in which a new worker may load its model: as long as `fleet` gives a program to start."""
 CONCURRENT_POLLS_MAX = 32
 """Workers that are asked for their models at once."""
 REASON_CHARS_MAX = 300
@@ -71,6 +73,8 @@ class _Member:
     flag: WorkerFlag
     origins: set[str]
     """Lists that name the worker: `operator`, `file`, a host name or an object of Kubernetes."""
+    named_s: float = 0.0
+    """Time when the first of them named it with these settings."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have the worker checked now."""
     task: asyncio.Task[None] | None = None
@@ -94,6 +98,10 @@ class _Member:
     """Whether the worker has more event streams than can be followed."""
     restart_s: float = 0.0
     """Pause after the last fault of its task."""
+    unready_lists: set[str] = field(default_factory=set)
+    """Lists of Kubernetes that say that the worker is not ready."""
+    is_drained_as_unready: bool = False
+    """Whether the worker was drained because it is not ready, and no operator drained it or took it back since."""
 
     def cancel(self) -> None:
         """End the member's task. The reference to it goes too, because task and member would keep each other alive."""
@@ -145,10 +153,6 @@ class Fleet:
         """Other running tasks, kept here so that they are not collected."""
         self.failed_checks: Counter[str] = Counter()
         """Failed checks and probes by worker, for `/metrics`."""
-        self._unready_lists: dict[str, set[str]] = {}
-        """Worker id -> lists of Kubernetes that say that the worker is not ready."""
-        self._drained_as_unready: set[str] = set()
-        """Workers that were drained because they are not ready, and that no operator drained or took back since."""
 
     async def add(self, settings: dict[str, Any]) -> str:
         """Add a worker from a JSON object with the keys of `--worker` and return its id. Raises ConfigError."""
@@ -158,6 +162,7 @@ class Fleet:
 
     def watch(self, flag: WorkerFlag, *, origin: str) -> None:
         """Start to probe a worker. It replaces one with the same id and other settings."""
+        member = _Member(flag, {origin}, self._now())
         existing = self._members.get(flag.worker_id)
         if existing is not None:
             if existing.flag == flag:
@@ -169,7 +174,9 @@ class Fleet:
             existing.cancel()
             if existing.flag.url != flag.url:
                 self._tokenizers.remove_worker(existing.flag.url)
-        member = self._members[flag.worker_id] = _Member(flag, {origin})
+            member.unready_lists = existing.unready_lists
+            member.is_drained_as_unready = existing.is_drained_as_unready
+        self._members[flag.worker_id] = member
         member.task = asyncio.get_running_loop().create_task(self._watch_worker(member))
 
     def _record_problem(self, member: _Member, problem: str) -> None:
@@ -185,8 +192,6 @@ class Fleet:
             return
         member.cancel()
         self.failed_checks.pop(worker_id, None)
-        self._unready_lists.pop(worker_id, None)
-        self._drained_as_unready.discard(worker_id)
         self._tokenizers.remove_worker(member.flag.url)
         self._feed.forget(worker_id)
         self._perform(self._core.remove_worker(worker_id, self._now()))
@@ -194,8 +199,9 @@ class Fleet:
     async def discover_model(self, model: str) -> int:
         """Ask all workers for a model that none is known to serve, and wait for their answers.
 
-        Return the number of workers that were never reached, which may serve it. Clients that ask at the same time
-        share one search. After a search there is a pause, because clients may ask for any name.
+        Return the number of workers that may still load it: they were not reached yet, and are new. Of a router that
+        has reached no worker, all may. Clients that ask at the same time share one search. After a search there is a
+        pause, because clients may ask for any name.
         """
         discovery = self._discovery
         if discovery is None or discovery.done():
@@ -207,11 +213,15 @@ class Fleet:
             if self._now() >= deadline_s or self._core.registry.is_model_known(model):
                 break
             await asyncio.wait({discovery}, timeout=DISCOVERY_POLL_S)
-        return len(self._members.keys() - self._core.workers.keys())
+        reached = self._core.workers
+        unreached = [member for worker_id, member in self._members.items() if worker_id not in reached]
+        new = [member for member in unreached if self._now() - member.named_s <= STARTING_S_MAX]
+        return len(new if reached else unreached)
 
     async def drain(self, worker_id: str, *, is_draining: bool) -> None:
         """Stop or resume new requests to a known worker, as an operator says."""
-        self._drained_as_unready.discard(worker_id)
+        if worker_id in self._members:
+            self._members[worker_id].is_drained_as_unready = False
         self._perform(self._core.set_draining(worker_id, self._now(), is_draining=is_draining))
 
     def check_soon(self, worker_id: str) -> None:
@@ -298,26 +308,25 @@ class Fleet:
         for worker_id, member in self._members.items():
             is_leaving = not member.origins
             if worker_id in workers and not is_leaving:
-                self._record_readiness(worker_id, origin, is_ready=worker_id not in unready_ids)
+                self._record_readiness(member, origin, is_ready=worker_id not in unready_ids)
 
-    def _record_readiness(self, worker_id: str, origin: str, *, is_ready: bool) -> None:
-        """Drain a worker when a list first says that it is not ready, and take it back when none says so any more.
+    def _record_readiness(self, member: _Member, list_name: str, *, is_ready: bool) -> None:
+        """Record what one list of Kubernetes says about a worker: drain the worker while any list says "not ready".
 
-        A worker that an operator drained stays drained, and one that an operator took back is drained again only when
-        it has been ready meanwhile.
+        Only a change of that drains the worker or ends the drain. So an operator may drain a ready worker, or take back
+        one that is not ready, and the lists do not undo it.
         """
-        unready_lists = self._unready_lists.setdefault(worker_id, set())
-        was_ready = not unready_lists
+        was_ready = not member.unready_lists
         if is_ready:
-            unready_lists.discard(origin)
+            member.unready_lists.discard(list_name)
         else:
-            unready_lists.add(origin)
-        if was_ready and unready_lists and not self._core.workers[worker_id].is_drained:
-            self._drained_as_unready.add(worker_id)
-            self._perform(self._core.set_draining(worker_id, self._now(), is_draining=True))
-        elif not unready_lists and worker_id in self._drained_as_unready:
-            self._drained_as_unready.remove(worker_id)
-            self._perform(self._core.set_draining(worker_id, self._now(), is_draining=False))
+            member.unready_lists.add(list_name)
+        is_unready, worker_id = bool(member.unready_lists), member.flag.worker_id
+        begins_drain = is_unready and was_ready and not self._core.workers[worker_id].is_drained
+        ends_drain = member.is_drained_as_unready and not is_unready
+        if begins_drain or ends_drain:
+            member.is_drained_as_unready = is_unready
+            self._perform(self._core.set_draining(worker_id, self._now(), is_draining=is_unready))
 
     async def _watch_forever(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Call `watch` again and again, with a pause after each time it ends or fails."""

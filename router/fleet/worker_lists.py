@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from options import ConfigError
@@ -31,8 +30,17 @@ WorkerListCallback = Callable[[list[WorkerFlag]], None]
 def read_workers_file(path: Path) -> list[WorkerFlag]:
     """Read a file with one `--worker` value a line; `#` begins a comment. Raises ConfigError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--workers-file {path}: {error}") from error
+    return _parse_workers_file(path, content)
+
+
+def _parse_workers_file(path: Path, content: bytes) -> list[WorkerFlag]:
+    """Return the workers of a file. `path`: its name, for the ConfigError about a line that is wrong."""
+    try:
+        lines = content.decode().splitlines()
+    except UnicodeDecodeError as error:
         raise ConfigError(f"--workers-file {path}: {error}") from error
     flags = []
     for number, line in enumerate(lines, 1):
@@ -48,38 +56,31 @@ def read_workers_file(path: Path) -> list[WorkerFlag]:
 async def watch_file(path: Path, update: WorkerListCallback) -> None:
     """Call `update` with the workers of a file when it has changed and then stayed the same for FILE_POLL_S.
 
-    Before that it may be half written. An unreadable file changes nothing.
+    Before that it may be half written. A file that is missing or has no byte changes nothing, because a program that
+    failed while it wrote the file leaves such a one. A comment alone is a list without workers.
     """
-    signature: _FileSignature | None = None
-    applied_signature = signature
+    content = applied_content = b""
     while True:
         await asyncio.sleep(FILE_POLL_S)
-        previous_signature, signature = signature, _get_file_signature(path)
-        is_changing = signature != previous_signature
-        if is_changing or signature == applied_signature:
+        previous_content, content = content, _read_if_exists(path)
+        is_changing = content != previous_content
+        if is_changing or content == applied_content:
             continue
-        applied_signature = signature
+        applied_content = content
         try:
-            update(read_workers_file(path))
+            if not content:
+                raise ConfigError(f"{path} is missing or empty, so its workers stay; a comment in it removes them")
+            update(_parse_workers_file(path, content))
         except ConfigError as error:
             log.error("workers file not applied: %s", error)
 
 
-class _FileSignature(NamedTuple):
-    """Facts about a file. A change of the file changes at least one of them."""
-
-    modified_ns: int
-    size_bytes: int
-    inode: int
-
-
-def _get_file_signature(path: Path) -> _FileSignature | None:
-    """Return the signature of a file; None if there is no file."""
+def _read_if_exists(path: Path) -> bytes:
+    """Return the content of a file; empty if it cannot be read."""
     try:
-        status = path.stat()
+        return path.read_bytes()
     except OSError:
-        return None
-    return _FileSignature(status.st_mtime_ns, status.st_size, status.st_ino)
+        return b""
 
 
 async def watch_host_name(template: WorkerFlag, every_s: float, update: WorkerListCallback) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -802,8 +803,10 @@ def test_a_client_that_asks_for_an_unknown_model_has_workers_asked_but_not_every
             assert core.resolve_model("later") is not None
             await fleet.add({"url": "http://127.0.0.1:1"})
             assert await fleet.discover_model("nonsense") == 1, "it was never reached, and may serve it"
+            fleet._members["127.0.0.1:1"].named_s -= 3600.0
+            assert await fleet.discover_model("nonsense") == 0, "it does not start any more: the name is a mistake"
             await fleet.remove(name)
-            await fleet.discover_model("base")
+            assert await fleet.discover_model("base") == 1, "no worker was reached, so nobody knows the models"
             assert not core.workers
 
     asyncio.run(run())
@@ -995,6 +998,29 @@ def test_a_workers_file_counts_when_it_is_written_to_its_end(monkeypatch: Any, t
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(worker_lists.watch_file(path, lambda flags: lists.append([flag.worker_id for flag in flags])))
     assert lists == [["a:1", "b:1", "c:1"]]
+
+
+def test_an_emptied_workers_file_keeps_its_workers_and_a_comment_removes_them(monkeypatch: Any, tmp_path: Path) -> None:
+    """A script that fails after it has opened the file, or a full disk, leaves it empty."""
+    path = tmp_path / "workers"
+    path.write_text("http://a:1\n")
+    waits = itertools.count()
+    steps = iter(["http://a:1\n", "", None, "http://a:1\nhttp://b:1\n", "# none\n"])
+
+    async def take_steps(_: float) -> None:
+        if next(waits) % 3:
+            return  # each step is seen twice
+        try:
+            text = next(steps)
+        except StopIteration:
+            raise asyncio.CancelledError from None
+        path.unlink() if text is None else path.write_text(text)
+
+    lists: list[list[str]] = []
+    monkeypatch.setattr(worker_lists, "asyncio", SimpleNamespace(sleep=take_steps))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(worker_lists.watch_file(path, lambda flags: lists.append([flag.worker_id for flag in flags])))
+    assert lists == [["a:1"], ["a:1", "b:1"], []]
 
 
 def test_one_that_is_removed_while_it_is_looked_at_stays_away() -> None:
