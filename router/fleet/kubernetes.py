@@ -190,7 +190,11 @@ async def _watch_objects(
 
 
 def read_slice(endpoint_slice: ApiObject, port: str | None) -> EndpointReadiness:
-    """Return the addresses of an EndpointSlice at the port with this number or name; None: its first port."""
+    """Return the addresses of an EndpointSlice, each with whether it takes new requests.
+
+    An EndpointSlice lists endpoints that have the same ports. `port`: number or name of the port to use; None: the
+    first one. The result is empty if the slice has no such port, or lists host names in place of addresses.
+    """
     numbers = [
         slice_port["port"]
         for slice_port in endpoint_slice.get("ports") or ()
@@ -198,13 +202,17 @@ def read_slice(endpoint_slice: ApiObject, port: str | None) -> EndpointReadiness
     ]
     if not numbers or endpoint_slice.get("addressType") == "FQDN":
         return {}
-    addresses: EndpointReadiness = {}
-    for endpoint in endpoint_slice.get("endpoints") or ():
-        conditions = endpoint.get("conditions") or {}
-        is_ready = conditions.get("ready") is not False and not conditions.get("terminating")
-        for host in endpoint["addresses"][:1]:  # the others are the same endpoint
-            addresses[f"{bracket_host(host)}:{numbers[0]}"] = is_ready
-    return addresses
+    return {
+        f"{bracket_host(host)}:{numbers[0]}": _is_endpoint_ready(endpoint)
+        for endpoint in endpoint_slice.get("endpoints") or ()
+        for host in endpoint["addresses"][:1]  # the others are the same endpoint
+    }
+
+
+def _is_endpoint_ready(endpoint: ApiObject) -> bool:
+    """Return whether an endpoint takes new requests. One whose readiness is unknown does, as Kubernetes prescribes."""
+    conditions = endpoint.get("conditions") or {}
+    return conditions.get("ready") is not False and not conditions.get("terminating")
 
 
 def read_pod(pod: ApiObject, ports: Iterable[int]) -> EndpointReadiness:
