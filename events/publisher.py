@@ -12,7 +12,6 @@ Invariants: every published batch reaches the resident set, in order, even if it
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import os
@@ -76,37 +75,6 @@ class _SendOutcome(enum.Enum):
     REPLY_ENDED = enum.auto()
 
 
-class WakeupPipe:
-    """Pipe by which any thread can wake a thread that polls its descriptor `fd`.
-
-    Only the first notification before the next `clear` costs a system call. No notification may follow `close`.
-    """
-
-    def __init__(self) -> None:
-        self.fd, self._write_fd = os.pipe()
-        """`fd` is readable from `notify` until `clear`."""
-        os.set_blocking(self.fd, False)
-        os.set_blocking(self._write_fd, False)
-        self._is_notified = False
-
-    def notify(self) -> None:
-        if self._is_notified:
-            return
-        self._is_notified = True
-        with contextlib.suppress(BlockingIOError):  # a full pipe is readable too
-            os.write(self._write_fd, b"\0")
-
-    def clear(self) -> None:
-        """Reset the pipe, before looking for work: work that is added later notifies again."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 4096)
-        self._is_notified = False
-
-    def close(self) -> None:
-        os.close(self.fd)
-        os.close(self._write_fd)
-
-
 class EventPublisher:
     """One publisher stream of one data-parallel rank.
 
@@ -146,8 +114,10 @@ class EventPublisher:
 
         self._pending_replies: deque[Reply] = deque()
         self._is_closing = False
-        self._wakeup = WakeupPipe()
-        """Wakes the thread when there is a batch, or when the publisher closes."""
+        self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when there is a batch, or when the publisher closes: wakes the thread."""
+        self._is_woken = False
+        """Whether the thread was woken and has not looked for batches since; waking it again needs no system call."""
 
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open_sockets()
@@ -166,7 +136,7 @@ class EventPublisher:
                 raise RuntimeError("publish after close")
             self._unsent_entries.append(self._replay_buffer.append(now, events, self.dp_rank))
             self.stats.published_batch_count += 1
-            self._wakeup.notify()  # with the lock held, so that the pipe is still open
+            self._wake_thread()
 
     def describe_source(self) -> EventSource:
         """Return the entry of this stream in `GET /kv_event_sources`."""
@@ -189,21 +159,27 @@ class EventPublisher:
                 return
             self._is_closing = True
             self._linger_ms = int(linger_s * 1000)
-            self._wakeup.notify()
+            self._wake_thread()
         self._thread.join()
-        self._wakeup.close()
+        os.close(self._wakeup_fd)
         self._context.term()
+
+    def _wake_thread(self) -> None:
+        """Have the publisher's thread look for batches. Call it with the lock held, so that the file is still open."""
+        if not self._is_woken:
+            self._is_woken = True
+            os.eventfd_write(self._wakeup_fd, 1)
 
     # The publisher's thread
 
     def _run(self) -> None:
         """Send live batches and replies to replay requests, until `close` is called and no batch waits.
 
-        `notify` sets the wakeup when it adds a batch, which costs nothing if it is set already. So the wakeup is
-        cleared only once all batches are sent; a batch that was added just before is found by looking again.
+        The wakeup is cleared only once all batches are sent, as each wakeup costs a system call. A batch that was added
+        just before is found by looking again.
         """
         poller = zmq.Poller()
-        poller.register(self._wakeup.fd, zmq.POLLIN)
+        poller.register(self._wakeup_fd, zmq.POLLIN)
         replay_socket = self._replay_socket
         if replay_socket is not None:
             poller.register(replay_socket, zmq.POLLIN)
@@ -211,8 +187,9 @@ class EventPublisher:
         while True:
             ready_sockets = dict(poller.poll(wait_ms))
             has_more = self._send_live()
-            if not has_more and self._wakeup.fd in ready_sockets:
-                self._wakeup.clear()
+            if not has_more and self._wakeup_fd in ready_sockets:
+                os.eventfd_read(self._wakeup_fd)
+                self._is_woken = False
                 has_more = bool(self._unsent_entries)
             if self._is_closing and not self._unsent_entries:
                 break
@@ -347,7 +324,7 @@ class EventPublisher:
                 self._replay_endpoint = _bind_or_connect(self._replay_socket, endpoint, binds=True)
         except (zmq.ZMQError, ConfigError) as error:
             self._close_sockets()
-            self._wakeup.close()
+            os.close(self._wakeup_fd)
             self._context.term()
             if isinstance(error, ConfigError):
                 raise
