@@ -15,6 +15,7 @@ from events.stream import StreamState
 from events.stream_types import (
     Apply,
     Clear,
+    Connection,
     DroppedMessages,
     DuplicateBatch,
     Gap,
@@ -28,7 +29,7 @@ from events.stream_types import (
     StreamConfig,
     StreamPhase,
 )
-from events.subscriber import Connection, Message, Notice, Subscriber, discover
+from events.subscriber import Message, Notice, Subscriber, discover
 from events.types import (
     CPU,
     FULL_ATTENTION,

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -43,6 +43,7 @@ from events.stream import StreamState
 from events.stream_types import (
     Apply,
     Clear,
+    Connection,
     DroppedMessages,
     Instruction,
     MalformedMessage,
@@ -69,29 +70,22 @@ REOPEN_S = 10.0
 """Seconds after which a lost connection is opened anew: after a message that is too long ZeroMQ does not try again."""
 
 
-class FeedHandler(Protocol):
-    """Receives the batches and notices of a feed, on the feed's thread. It should not wait.
+InstructionHandler = Callable[[str, Instruction, bytes], SlicedWork | None]
+"""Function that handles an instruction of a stream, given the stream's id and the topic of its last message.
 
-    If it raises an exception, the feed resets the stream.
-    """
-
-    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> SlicedWork | None:
-        """Handle an Apply, a Clear or a notice of a stream, in order. The feed performs requests itself.
-
-        A handler with long work does a part of it, and returns the rest. The feed serves other streams between its
-        slices, and gives the handler nothing else of this stream before its end.
-        """
-
-    def on_connection_changed(self, stream_id: str, is_up: bool) -> None:
-        """Handle the connection or the loss of the subscription of a stream."""
+It gets the batches (`Apply`), the `Clear`s and the notices of each stream, in order, on the feed's thread, and should
+not wait. The feed performs requests itself. A handler with long work does a part of it, and returns the other part. The
+feed serves other streams between its slices, and gives the handler nothing else of this stream before its end. If the
+handler raises an exception, the feed resets the stream.
+"""
 
 
 class EventFeed:
     """Follows any number of streams. All public methods may be called from any thread."""
 
-    def __init__(self, handler: FeedHandler) -> None:
-        """Prepare a feed that gives its batches and notices to `handler`. `start` starts its thread."""
-        self._handler = handler
+    def __init__(self, handle: InstructionHandler) -> None:
+        """Prepare a feed that gives its batches and notices to `handle`. `start` starts its thread."""
+        self._handle = handle
         self._context: Context = zmq.Context()
         # As many sockets as ZeroMQ can have: the default of 1,023 is used up by 341 streams.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
@@ -291,9 +285,9 @@ class EventFeed:
         stream.reset(time.monotonic() + pause_s)
         # Each call is guarded by itself, because the handler may be what raised the exception.
         for instruction in (Clear(reason), MalformedMessage(reason)):
-            self._run_guarded(None, self._handler.handle, stream_id, instruction, stream.topic)
+            self._run_guarded(None, self._handle, stream_id, instruction, stream.topic)
         if stream.subscription is not None:
-            self._run_guarded(None, self._handler.on_connection_changed, stream_id, False)
+            self._run_guarded(None, self._handle, stream_id, Connection(False), stream.topic)
 
     def _add(self, source: StreamSource) -> None:
         """Follow a stream, in place of one with the same id."""
@@ -391,7 +385,7 @@ class EventFeed:
         stream.is_connected, stream.disconnected_at = True, None
         if stream.retry_at is not None:
             return  # the pause after a fault is not over
-        self._handler.on_connection_changed(stream.source.stream_id, True)
+        self._handle(stream.source.stream_id, Connection(True), stream.topic)
         self._enqueue_instructions(stream, stream.stream_state.on_connected(time.monotonic()))
 
     def _on_disconnected(self, stream: FollowedStream) -> None:
@@ -400,7 +394,7 @@ class EventFeed:
             return
         self._cancel_request(stream)
         self._enqueue_instructions(stream, stream.stream_state.on_disconnected())
-        self._handler.on_connection_changed(stream.source.stream_id, False)
+        self._handle(stream.source.stream_id, Connection(False), stream.topic)
 
     def _on_peer_disconnected(self, subscription: BoundSubscription, descriptor: int) -> None:
         for topic, topic_descriptor in list(subscription.descriptor_by_topic.items()):
@@ -464,7 +458,7 @@ class EventFeed:
         if stream is None:
             self.ignored_message_count += 1
         else:
-            self._handler.handle(stream.source.stream_id, MalformedMessage(str(error)), b"")
+            self._handle(stream.source.stream_id, MalformedMessage(str(error)), b"")
 
     def _get_topic_stream(
         self, subscription: BoundSubscription, topic: bytes, descriptor: int
@@ -545,7 +539,7 @@ class EventFeed:
         elif isinstance(instruction, RequestSnapshot):
             self._request_snapshot(stream, instruction.request_id)
         else:
-            remaining_work = self._handler.handle(stream.source.stream_id, instruction, stream.topic)
+            remaining_work = self._handle(stream.source.stream_id, instruction, stream.topic)
             if remaining_work is not None:
                 stream.pending_work.appendleft(remaining_work)
 
@@ -553,7 +547,7 @@ class EventFeed:
         dropped_count = stream.stream_state.dropped_message_count - stream.reported_drop_count
         if dropped_count:
             stream.reported_drop_count += dropped_count
-            self._handler.handle(stream.source.stream_id, DroppedMessages(dropped_count), stream.topic)
+            self._handle(stream.source.stream_id, DroppedMessages(dropped_count), stream.topic)
 
     def _request_snapshot(self, stream: FollowedStream, request_id: int) -> None:
         source = stream.source

@@ -1,7 +1,7 @@
 """Types of stream.py: start modes, phases, bounds, counters and instructions.
 
-`Apply` and `Clear` go to the holder of the state, in order; requests go to the shell that owns the replay sockets;
-`Gap`, `DuplicateBatch`, `PublisherRestarted` and `MalformedMessage` are notices that need no action.
+`Apply` and `Clear` go to the holder of the state, in order; requests go to the shell that owns the replay sockets. All
+others are notices that need no action.
 """
 
 from __future__ import annotations
@@ -141,6 +141,13 @@ class DroppedMessages:
     count: int
 
 
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Notice: the subscription was connected or lost; made by the shell."""
+
+    up: bool
+
+
 Instruction: TypeAlias = (
     Apply
     | Clear
@@ -151,4 +158,5 @@ Instruction: TypeAlias = (
     | PublisherRestarted
     | MalformedMessage
     | DroppedMessages
+    | Connection
 )

@@ -42,18 +42,11 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Connection:
-    """Notice: the subscription was connected or lost."""
-
-    up: bool
-
-
-@dataclass(frozen=True)
 class Notice:
     """Event of a stream other than a batch. After a Clear, earlier batches are void."""
 
     stream_id: str
-    content: Instruction | Connection
+    content: Instruction
 
 
 Item: TypeAlias = Message | Notice
@@ -63,9 +56,9 @@ class Subscriber:
     """Iterator over the items of streams, for ever or until `close`. Also a context manager."""
 
     def __init__(self, sources: Iterable[StreamSource], max_queued_items: int = 10_000) -> None:
-        self._queue: queue.Queue[tuple[str, Instruction | Connection, bytes]] = queue.Queue(max_queued_items)
+        self._queue: queue.Queue[tuple[str, Instruction, bytes]] = queue.Queue(max_queued_items)
         self._is_closed = False
-        self.feed = EventFeed(self)
+        self.feed = EventFeed(self.handle)
         self.feed.start()
         for source in sources:
             self.feed.add(source)
@@ -106,12 +99,6 @@ class Subscriber:
     # The feed's thread
 
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
-        self._put(stream_id, instruction, topic)
-
-    def on_connection_changed(self, stream_id: str, is_up: bool) -> None:
-        self._put(stream_id, Connection(is_up), b"")
-
-    def _put(self, stream_id: str, instruction: Instruction | Connection, topic: bytes) -> None:
         while not self._is_closed:
             with contextlib.suppress(queue.Full):
                 self._queue.put((stream_id, instruction, topic), timeout=0.1)

@@ -20,13 +20,13 @@ from typing import Any
 
 import msgspec
 
-from events.codec import decode_batch_rank
 from events.feed import EventFeed
 from events.feed_sockets import SlicedWork, StreamSource
 from events.sources import EventSource
 from events.stream_types import (
     Apply,
     Clear,
+    Connection,
     DroppedMessages,
     DuplicateBatch,
     Gap,
@@ -81,18 +81,26 @@ class IndexFeed:
         streams_max: int = 16_384,
         index_bytes_max: int = 8 << 30,
     ) -> None:
-        """`report` is called with each fact about a worker, in order, on the thread that learns it."""
-        self._streams_max = streams_max
-        self._index_bytes_max = index_bytes_max
-        self._blocks_since_measurement = 0
-        """Blocks stored since the memory of the index was last measured."""
+        """Prepare to follow streams; `start` starts the thread that reads them.
+
+        `index` gets the cached blocks that the streams announce. `report` is called with each fact about a worker, in
+        order, on the thread that learns it. `streams_max`: most streams of all workers, as `count_free_streams` tells.
+        `index_bytes_max`: memory of the index beyond which the blocks of the largest stream are dropped.
+        """
         self._index = index
         self._report = report
+        self._streams_max, self._index_bytes_max = streams_max, index_bytes_max
+        self._blocks_since_measurement = 0
+        """Blocks stored since the memory of the index was last measured."""
         self._lock = threading.Lock()
+        """Held while an instruction is handled, and while `_stream_by_id` changes."""
         self._stream_by_id: dict[str, WorkerStream] = {}
+        """Streams that are followed now, by the id that the events feed knows them by."""
         self._streams_by_worker: dict[str, list[WorkerStream]] = {}
+        """Streams of each worker, one for each data-parallel rank."""
         self._stream_generation = itertools.count()
-        self.events = EventFeed(self)
+        """Numbers that make the ids of streams unique."""
+        self.events = EventFeed(self.handle)
 
     # The caller's thread -------------------------------------------------------------------------------------------
     def start(self) -> None:
@@ -420,11 +428,8 @@ class IndexFeed:
         self._clear_and_report(stream)
 
     # The feed's thread ---------------------------------------------------------------------------------------------
-    def on_connection_changed(self, stream_id: str, is_up: bool) -> None:
+    def _record_connection(self, stream: WorkerStream, *, is_up: bool) -> None:
         """Record that a stream was connected or disconnected. A disconnected one is reported each time."""
-        stream = self._stream_by_id.get(stream_id)
-        if stream is None:
-            return
         if is_up:
             stream.down_since_s = None
             stream.has_warned = False
@@ -458,6 +463,8 @@ class IndexFeed:
                     stream.record_skipped([reason])
                 case DroppedMessages(count):
                     stream.counters["overflowed"] += count
+                case Connection(is_up):
+                    self._record_connection(stream, is_up=is_up)
         return None
 
     def _ingest(self, stream: WorkerStream, apply: Apply) -> SlicedWork | None:
@@ -487,19 +494,18 @@ class IndexFeed:
             self._record_applied(stream, apply, task.report)
         return False
 
-    def _record_applied(self, stream: WorkerStream, apply: Apply, report: IngestReport) -> None:
-        """Record what an applied batch tells about its stream: counts, capacity, and the position in the stream."""
-        if stream.last_seq is None and not stream.is_only_rank:
-            stream.record_batch_rank(decode_batch_rank(apply.payload))
-        stream.count_batch(len(apply.payload), report)
-        stream.record_origin(apply)
-        stream.record_skipped(report.malformed)
+    def _record_applied(self, stream: WorkerStream, batch: Apply, report: IngestReport) -> None:
+        """Update a stream's record after a batch was applied to the index, and report what the batch tells.
+
+        It may tell that the worker's cache was cleared, that it is full, or that the worker is another process. A
+        stream with more blocks than its limit loses them. `report`: effects of the batch on the index.
+        """
+        stream.record_batch(batch, report)
         if report.removed:  # a cache that has removed nothing may not be full
             self._observe_capacity(stream, report)
         if report.cleared:
             self._report_cleared(stream)
-        stream.record_position(apply, is_index_complete=apply.seq is None or report.cleared > 0)
-        if stream.detect_new_process(apply.origin):
+        if stream.detect_new_process(batch.origin):
             self._report(EngineRestarted(stream.worker_id, stream.rank))
         if report.stored:
             self._enforce_limits(stream, report.stored)

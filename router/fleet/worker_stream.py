@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from events.codec import read_batch_time
+from events.codec import decode_batch_rank, read_batch_time
 from events.feed_sockets import StreamSource
 from events.sources import EventSource
 from events.stream import StreamState
@@ -155,40 +155,39 @@ class WorkerStream:
             source.snapshot_endpoint,
         )
 
-    def record_batch_rank(self, batch_rank: int | None) -> None:
-        """Log an error if the first batch names another rank than the one it is followed for."""
-        expected = self.source.data_parallel_rank
-        if batch_rank not in (None, expected) and self.wrong_rank is None:
-            log.error(
-                "worker %s: events of rank %s come from the address of rank %d", self.worker_id, batch_rank, expected
-            )
-            self.wrong_rank = batch_rank
+    def record_batch(self, batch: Apply, report: IngestReport) -> None:
+        """Record a batch that was applied to the index: counts, the time of a live one, and the stream's position.
 
-    def count_batch(self, size: int, report: IngestReport) -> None:
-        """Count a batch of `size` bytes that was ingested."""
-        self.counters.update(batches=1, bytes=size, malformed=report.malformed_events)
+        `report`: effects of the batch on the index. After a snapshot or a clearing, the index has all blocks that the
+        worker caches.
+        """
+        if self.last_seq is None and not self.is_only_rank:
+            self._check_rank(decode_batch_rank(batch.payload))
+        self.counters.update(batches=1, bytes=len(batch.payload), malformed=report.malformed_events)
         for name in REPORTED_COUNTERS:
             self.counters[name] += getattr(report, name)
-
-    def record_origin(self, apply: Apply) -> None:
-        """Count a batch that was not live, or note when a live one was applied, and how late."""
-        if apply.origin is Origin.LIVE:
-            now_s, made_s = time.time(), read_batch_time(apply.payload)
+        if batch.origin is Origin.LIVE:
+            now_s, made_s = time.time(), read_batch_time(batch.payload)
             self.last_event = AppliedBatch(now_s, None if made_s is None else now_s - made_s)
-        elif apply.origin is Origin.REPLAY:
-            self.counters["replayed"] += 1
         else:
-            self.counters["snapshots"] += 1
-
-    def record_position(self, batch: Apply, *, is_index_complete: bool) -> None:
-        """Record that a batch was applied. `is_index_complete`: the index now has all blocks that the worker caches."""
-        if is_index_complete:
+            self.counters["replayed" if batch.origin is Origin.REPLAY else "snapshots"] += 1
+        self.record_skipped(report.malformed)
+        if batch.seq is None or report.cleared:
             self.complete_from = 0
         elif self.complete_from is None:
             self.complete_from = batch.seq
         if batch.seq is not None:
             self.last_seq = batch.seq
             self.position = StreamPosition(batch.seq, digest_payload(batch.payload))
+
+    def _check_rank(self, batch_rank: int | None) -> None:
+        """Log an error if the first batch names another data-parallel rank than the one it is followed for."""
+        expected = self.source.data_parallel_rank
+        if batch_rank not in (None, expected):
+            self.wrong_rank = batch_rank
+            log.error(
+                "worker %s: events of rank %s come from the address of rank %d", self.worker_id, batch_rank, expected
+            )
 
     def detect_new_process(self, origin: Origin) -> bool:
         """Return whether the last batch shows that a worker which died came back as a new process, and count that.

@@ -22,7 +22,7 @@ import router.app.process
 import router.fleet.feed
 from events.feed_sockets import StreamSource
 from events.stream import StreamState
-from events.stream_types import Instruction, RequestReplay, RequestSnapshot
+from events.stream_types import Connection, Instruction, RequestReplay, RequestSnapshot
 from router.index import make_index
 
 from .virtual_loop import Network, VirtualLoop
@@ -76,8 +76,8 @@ class EventFeedOnLoop:
     publisher_by_endpoint: dict[str, Publisher]
     ignored_message_count = fault_count = 0
 
-    def __init__(self, handler: Any) -> None:
-        self._handler = handler
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
         self._loop: Any = asyncio.get_running_loop()
         self._streams: dict[str, _Stream] = {}
         self._loop.event_feed = self
@@ -124,7 +124,7 @@ class EventFeedOnLoop:
             if is_up is stream.is_connected:
                 continue
             stream.is_connected = is_up
-            self._handler.on_connection_changed(stream_id, is_up)
+            self._handle(stream_id, Connection(is_up), b"")
             if is_up:
                 self._stimulate(stream_id, lambda state: state.on_connected(self._loop.time()))
             else:
@@ -149,7 +149,7 @@ class EventFeedOnLoop:
             elif isinstance(instruction, RequestSnapshot):
                 self._loop.call_soon(self._refuse, stream_id, instruction.request_id)
             else:
-                rest = self._handler.handle(stream_id, instruction, b"")
+                rest = self._handle(stream_id, instruction, b"")
                 while rest is not None and rest():
                     pass
 

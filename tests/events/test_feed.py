@@ -332,12 +332,9 @@ def test_nothing_of_a_new_connection_passes_for_the_old_one() -> None:
     """A restarted publisher is back with exactly the next seq before the feed's thread runs again."""
     handed_instructions: list[Instruction] = []
 
-    class Handler:
-        def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
+    def handle(stream_id: str, instruction: Instruction, topic: bytes) -> None:
+        if not isinstance(instruction, Connection):
             handed_instructions.append(instruction)
-
-        def on_connection_changed(self, stream_id: str, up: bool) -> None:
-            pass
 
     def read_live() -> None:
         feed._read_live(subscription)
@@ -345,7 +342,7 @@ def test_nothing_of_a_new_connection_passes_for_the_old_one() -> None:
             feed._process_stream(stream)
 
     context = zmq.Context()
-    feed = EventFeed(Handler())  # never started: the test takes the thread's steps
+    feed = EventFeed(handle)  # never started: the test takes the thread's steps
     try:
         first = context.socket(zmq.PUB)
         port = first.bind_to_random_port("tcp://127.0.0.1")

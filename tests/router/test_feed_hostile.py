@@ -32,6 +32,7 @@ from events.sources import EventSource, resolve_endpoint
 from events.stream_types import (
     Apply,
     Clear,
+    Connection,
     DroppedMessages,
     Gap,
     Instruction,
@@ -64,11 +65,9 @@ class Recorder:
         self.reply: Callable[[str, Instruction], Callable[[], bool] | None] = lambda stream_id, instruction: None
 
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> Callable[[], bool] | None:
-        self.instructions.append((stream_id, instruction))
+        if not isinstance(instruction, Connection):
+            self.instructions.append((stream_id, instruction))
         return self.reply(stream_id, instruction)
-
-    def on_connection_changed(self, stream_id: str, up: bool) -> None:
-        pass
 
     def count_applied(self, stream_id: str) -> int:
         return sum(
@@ -120,7 +119,7 @@ def start_feed() -> Iterator[Callable[[Any], EventFeed]]:
     feeds: list[EventFeed] = []
 
     def start(handler: Any) -> EventFeed:
-        feeds.append(EventFeed(handler))
+        feeds.append(EventFeed(handler.handle))
         feeds[-1].start()
         return feeds[-1]
 
