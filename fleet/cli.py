@@ -42,9 +42,9 @@ _wait_option = click.option("--wait/--no-wait", default=True, show_default=True,
 _timeout_option = click.option(
     "--timeout", type=float, default=1800.0, show_default=True, metavar="SECONDS", help="Longest that --wait takes."
 )
-_resource_option = partial(click.option, cls=SectionedOption, heading="Resources and simulation", position=1)
+_resource_option = partial(click.option, cls=SectionedOption, heading="Resources and simulation")
 _timeout_setting = partial(
-    click.option, cls=SectionedOption, heading="Timeouts of programs", position=2, show_default=True, metavar="SECONDS"
+    click.option, cls=SectionedOption, heading="Timeouts of programs", show_default=True, metavar="SECONDS"
 )
 
 

@@ -24,16 +24,16 @@ MAIN_HEADING: Final = "Options"
 class SectionedOption(click.Option):
     """A flag that `--help` shows under a heading of its own."""
 
-    def __init__(self, *args: Any, heading: str = "", position: int = 0, **attributes: Any) -> None:
+    def __init__(self, *args: Any, heading: str = "", **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self.heading = heading
-        self.position = position
 
 
 class NumberType(click.ParamType):  # type: ignore[type-arg]
-    """Number from `low` to `high`, both included, for options that are not settings.
+    """Type of a click option whose value is a number from `low` to `high`, both included.
 
-    Error messages match those for settings. The range types of click would say "'x' is not a valid integer range".
+    It is for options that are not settings. A wrong value gets the error of a setting, such as "got 'x', expected a
+    whole number from 1 to 9", where click's own range types would say "'x' is not a valid integer range".
     """
 
     def __init__(self, number_type: type[int] | type[float], low: float, high: float | None = None) -> None:
@@ -41,7 +41,11 @@ class NumberType(click.ParamType):  # type: ignore[type-arg]
         self._value_type: Any = Annotated[number_type, msgspec.Meta(ge=low, le=high)]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse the text of a command line. Defaults arrive as numbers already and are returned as they are."""
+        """Return the number that the text `value` of a command line means; click calls this for each option.
+
+        A default of the option is a number already, and is returned as it is. Text that is no number in the range ends
+        the program with a usage error, which `fail` raises.
+        """
         if not isinstance(value, str):
             return value
         try:
@@ -58,20 +62,16 @@ class SectionedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of `--help` under their headings; click calls this."""
-        rows_by_heading: dict[str, list[tuple[str, str] | None]] = {MAIN_HEADING: []}
+        rows_by_heading: dict[str, list[tuple[str, str]]] = {MAIN_HEADING: []}
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
-        sectioned_options = [option for option in options if isinstance(option, SectionedOption)]
-        for option in sorted(sectioned_options, key=lambda flag: flag.position):
-            rows_by_heading.setdefault(option.heading, []).append(option.get_help_record(ctx))
-        rows_by_heading[MAIN_HEADING] += [
-            option.get_help_record(ctx) for option in options if not isinstance(option, SectionedOption)
-        ]
+        for option in sorted(options, key=lambda option: not isinstance(option, SectionedOption)):
+            row = option.get_help_record(ctx)
+            if row is not None:  # None for a hidden flag
+                heading = option.heading if isinstance(option, SectionedOption) else MAIN_HEADING
+                rows_by_heading.setdefault(heading, []).append(row)
         for heading, rows in rows_by_heading.items():
-            shown_rows = [row for row in rows if row is not None]
-            if not shown_rows:
-                continue
             with formatter.section(heading):
-                formatter.write_dl(shown_rows)
+                formatter.write_dl(rows)
 
 
 class ProgramGroup(click.Group):
@@ -94,15 +94,11 @@ def add_flags(schema: Schema, shown_paths: Collection[str] | None = None) -> Cal
     shows the flags of `shown_paths`, or if that is None, all with a heading, in the order of `schema.help_sections`.
     """
     heading_by_path = {path: heading for heading, paths in schema.help_sections.items() for path in paths}
-    help_position_by_path = {
-        path: position
-        for position, path in enumerate(heading_by_path, start=1)
-        if shown_paths is None or path in shown_paths
-    }
+    shown_paths = [path for path in heading_by_path if shown_paths is None or path in shown_paths]
     flag_options = [
-        _make_click_option(setting, heading_by_path.get(path, MAIN_HEADING), help_position_by_path.get(path))
-        for path, setting in schema.setting_by_path.items()
-        if setting.flag is not None
+        _make_click_option(schema.setting_by_path[path], heading_by_path.get(path), is_shown=path in shown_paths)
+        for path in dict.fromkeys([*shown_paths, *schema.setting_by_path])
+        if schema.setting_by_path[path].flag is not None
     ]
     config_option = click.option(
         "--config",
@@ -134,12 +130,7 @@ def load_from_command_line(schema: Schema, parameters: dict[str, Any]) -> Loaded
     `parameters`: values by the names that `add_flags` gave; None or () for a flag that is not on the command line.
     Raises click.UsageError.
     """
-    value_by_path = {
-        path: parameters[_make_parameter_name(path)]
-        for path in schema.setting_by_path
-        if _make_parameter_name(path) in parameters
-    }
-    given_value_by_path = {path: value for path, value in value_by_path.items() if value is not None and value != ()}
+    value_by_path = {path: parameters.get(_make_parameter_name(path)) for path in schema.setting_by_path}
     config_path = parameters["config_file"]
     try:
         return load_config(
@@ -148,7 +139,7 @@ def load_from_command_line(schema: Schema, parameters: dict[str, Any]) -> Loaded
             file_name=str(config_path),
             environment=os.environ,
             settings=parameters["settings"],
-            flags=given_value_by_path,
+            flags={path: value for path, value in value_by_path.items() if value is not None and value != ()},
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
@@ -243,11 +234,8 @@ def _make_parameter_name(path: str) -> str:
     return path.replace(".", "__")
 
 
-def _make_click_option(setting: Setting, heading: str, position: int | None) -> Any:
-    """Return the click decorator that adds the flag of a setting.
-
-    `--help` shows the flag at `position` under `heading`, and hides a flag without a position.
-    """
+def _make_click_option(setting: Setting, heading: str | None, *, is_shown: bool) -> Any:
+    """Return the click decorator that adds the flag of a setting. `is_shown`: `--help` shows it, under `heading`."""
     flag = setting.flag
     assert flag is not None
     base_type, _ = split_annotated(setting.value_type)
@@ -256,10 +244,9 @@ def _make_click_option(setting: Setting, heading: str, position: int | None) -> 
         *setting.flag_names,
         _make_parameter_name(setting.path),
         cls=SectionedOption,
-        heading=heading,
-        position=position or 0,
+        heading=heading or MAIN_HEADING,
         help=_make_help_text(setting),
-        hidden=flag.is_hidden or position is None,
+        hidden=flag.is_hidden or not is_shown,
     )
     if base_type is bool:
         return make(default=None)  # None: the flag is not on the command line

@@ -22,23 +22,17 @@ def find_import_problem(names: tuple[str, ...]) -> str | None:
     packages_folder = Path(__file__).resolve().parent.parent
     for name in names:
         expected_path = packages_folder / name / "__init__.py"
-        try:
-            spec = importlib.util.find_spec(name)
-        except (ImportError, ValueError) as error:
-            return f"the package `{name}` cannot be imported: {error}; expected {expected_path}"
+        spec = importlib.util.find_spec(name)
         actual_path = Path(spec.origin).resolve() if spec is not None and spec.origin else None
         if actual_path is None:
             return f"the package `{name}` is missing: expected {expected_path}; reinstall blockcast"
+        problem = None
         if actual_path != expected_path:
-            return (
-                f"the package `{name}` is shadowed: {actual_path} is imported instead of {expected_path}; "
-                "install blockcast into an environment of its own"
-            )
-        if DISTRIBUTION_LINE not in expected_path.read_bytes().splitlines():
-            return (
-                f"the package `{name}` was overwritten: {expected_path} is another distribution's; "
-                "install blockcast into an environment of its own"
-            )
+            problem = f"is shadowed: {actual_path} is imported instead of {expected_path}"
+        elif DISTRIBUTION_LINE not in expected_path.read_bytes().splitlines():
+            problem = f"was overwritten: {expected_path} is another distribution's"
+        if problem is not None:
+            return f"the package `{name}` {problem}; install blockcast into an environment of its own"
     return None
 
 

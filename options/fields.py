@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import difflib
 import types
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, reduce
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -52,7 +53,8 @@ class Setting:
 
     path: str
     """Names of its sections and its own, separated by dots."""
-    name: str
+    attributes: tuple[str, ...]
+    """Names of the fields that lead from a configuration to the value; those of ROOT sections are no part of `path`."""
     value_type: Any
     """Type of the field, without None."""
     annotation_marks: tuple[str, ...]
@@ -67,9 +69,14 @@ class Setting:
     """Whether the field's type is a configuration class itself."""
     default: Any = None
 
-    def make_section_prefix(self, prefix: str) -> str:
-        """Return the beginning of the paths of a section's fields. `prefix`: the beginning of its own path."""
-        return prefix if ROOT in self.annotation_marks else f"{prefix}{self.name}."
+    def get_value(self, config: Any) -> Any:
+        """Return the value of this setting in a configuration."""
+        return reduce(getattr, self.attributes, config)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether it is a section whose fields' paths do not begin with its own."""
+        return ROOT in self.annotation_marks
 
     @property
     def flag_names(self) -> tuple[str, ...]:
@@ -77,7 +84,7 @@ class Setting:
         assert self.flag is not None
         if self.flag.names:
             return self.flag.names
-        name = self.name.replace("_", "-")
+        name = self.attributes[-1].replace("_", "-")
         return (f"--{name}/--no-{name}",) if self.value_type is bool else (f"--{name}",)
 
     @property
@@ -118,28 +125,17 @@ class Schema:
         self.program = program
         self.help_sections = help_sections or {}
         self.variable_prefix = f"BLOCKCAST_{program.upper()}_"
-        self.setting_by_path: dict[str, Setting] = {}
-        self.section_paths: set[str] = set()
-        self._add_class(config_class, config_class(), "")
+        settings, defaults = list_settings(config_class), config_class()
+        self.setting_by_path = {
+            setting.path: replace(setting, default=setting.get_value(defaults))
+            for setting in settings
+            if setting.help_text
+        }
+        self.section_paths = {setting.path for setting in settings if setting.is_section and not setting.is_root}
         self.path_by_variable = {self.make_variable_name(path): path for path in self.setting_by_path}
         for path, setting in self.setting_by_path.items():
-            flag = setting.flag
-            if flag is not None and flag.older_variable is not None:
-                self.path_by_variable[flag.older_variable] = path
-
-    def _add_class(self, config_class: type, defaults: Any, prefix: str) -> None:
-        """Add the settings of a class and of its sections, which are fields whose type is such a class.
-
-        `defaults`: an instance with the default values. `prefix`: beginning of the paths, such as "client_timeouts.".
-        """
-        for field in list_fields(config_class):
-            path, default = prefix + field.name, getattr(defaults, field.name)
-            if field.help_text:
-                self.setting_by_path[path] = replace(field, path=path, default=default)
-            if field.is_section:
-                if ROOT not in field.annotation_marks:
-                    self.section_paths.add(path)
-                self._add_class(field.value_type, default, field.make_section_prefix(prefix))
+            if setting.flag is not None and setting.flag.older_variable is not None:
+                self.path_by_variable[setting.flag.older_variable] = path
 
     def make_variable_name(self, path: str) -> str:
         return self.variable_prefix + path.upper().replace(".", "_")
@@ -160,54 +156,54 @@ class Schema:
         return ConfigError(f"{label}: no such setting{hint} (`{self.program} config` lists all)")
 
 
-def build_config(config_class: type, value_by_path: Mapping[str, Any], prefix: str = "") -> Any:
-    """Make a configuration with these values and defaults elsewhere. Raises ConfigError.
-
-    `prefix`: beginning of the paths of the class's fields.
-    """
-    argument_by_name: dict[str, Any] = {}
-    for field in list_fields(config_class):
-        path = prefix + field.name
-        if field.is_section:
-            section_prefix = field.make_section_prefix(prefix)
-            argument_by_name[field.name] = build_config(field.value_type, value_by_path, section_prefix)
-        elif path in value_by_path:
-            argument_by_name[field.name] = value_by_path[path]
-    return config_class(**argument_by_name)
+def build_config(config_class: type, value_by_path: Mapping[str, Any]) -> Any:
+    """Make a configuration with these values and defaults elsewhere. Raises ConfigError."""
+    settings = list_settings(config_class)
+    arguments_by_section: defaultdict[tuple[str, ...], dict[str, Any]] = defaultdict(dict)
+    for setting in reversed(settings):  # so that the fields of a section come before the section
+        *section, name = setting.attributes
+        if setting.is_section:
+            value = setting.value_type(**arguments_by_section[setting.attributes])
+            arguments_by_section[tuple(section)][name] = value
+        elif setting.path in value_by_path:
+            arguments_by_section[tuple(section)][name] = value_by_path[setting.path]
+    return config_class(**arguments_by_section[()])
 
 
-def collect_values(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Return the values of a configuration by path. `prefix`: beginning of the paths."""
-    value_by_path: dict[str, Any] = {}
-    for field in list_fields(config.__class__):
-        value, path = getattr(config, field.name), prefix + field.name
-        if field.is_section:
-            value_by_path |= collect_values(value, field.make_section_prefix(prefix))
-        else:
-            value_by_path[path] = value
-    return value_by_path
+def collect_values(config: Any) -> dict[str, Any]:
+    """Return the values of a configuration by path."""
+    settings = list_settings(config.__class__)
+    return {setting.path: setting.get_value(config) for setting in settings if not setting.is_section}
 
 
-def check_config(config: Any, prefix: str = "") -> None:
+def check_config(config: Any) -> None:
     """Check that every field has its type and is in its range. Raises ConfigError."""
-    for field in list_fields(config.__class__):
-        value = getattr(config, field.name)
-        if field.is_section:
-            check_config(value, field.make_section_prefix(prefix))
-        elif value is not None:
-            setting = replace(field, path=prefix + field.name)
+    for setting in list_settings(config.__class__):
+        value = setting.get_value(config)
+        if value is not None and not setting.is_section:
             setting.parse_value(setting.label, value)
 
 
 @cache
-def list_fields(config_class: type) -> tuple[Setting, ...]:
-    """Return the fields of a configuration class, in their order. The path of each is its name."""
+def list_settings(config_class: type, prefix: str = "") -> tuple[Setting, ...]:
+    """Return the fields of a configuration class in their order, each section followed by its own fields.
+
+    A section is a field whose type is such a class. `prefix`: beginning of the paths, such as "client_timeouts.".
+    """
     hints = get_type_hints(config_class, include_extras=True)
     names = getattr(config_class, "__struct_fields__", None) or [field.name for field in fields(config_class)]
-    return tuple(_make_setting(name, hints[name]) for name in names)
+    settings: list[Setting] = []
+    for name in names:
+        setting = _make_setting(prefix + name, name, hints[name])
+        settings.append(setting)
+        if setting.is_section:
+            section_prefix = prefix if setting.is_root else f"{setting.path}."
+            section_settings = list_settings(setting.value_type, section_prefix)
+            settings += [replace(field, attributes=(name, *field.attributes)) for field in section_settings]
+    return tuple(settings)
 
 
-def _make_setting(name: str, annotated_type: Any) -> Setting:
+def _make_setting(path: str, name: str, annotated_type: Any) -> Setting:
     """Return the setting of a type such as `Annotated[int | None, "Help.", "Details.", Meta(ge=1), Flag()]`.
 
     Of the annotations that are texts, some are marks (`_MARKS`); the first other one is the help, the second the
@@ -223,8 +219,8 @@ def _make_setting(name: str, annotated_type: Any) -> Setting:
         if not isinstance(annotation, (str, Flag)):
             field_type = Annotated[field_type, annotation]
     return Setting(
-        path=name,
-        name=name,
+        path=path,
+        attributes=(name,),
         value_type=field_type,
         annotation_marks=tuple(text for text in texts if text in _MARKS),
         help_text=help_texts[0] if help_texts else "",
