@@ -14,7 +14,8 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -41,6 +42,8 @@ EVENTS_TIMEOUT_S = 3.0
 """Longest wait for the events of an answered request, or for a replay."""
 MAX_ANSWER_S = 120.0
 MAX_ANSWER_BYTES = 4 << 20
+BOUND_PREFIX = "bound "
+"""Beginning of the names of streams for which the worker connects to an address where the check listens."""
 PROMPT_BLOCK_COUNT = 4
 """Length of the prompt in blocks of the worker, plus a part of one more."""
 SAMPLE_PROMPT = "Read  alike: naïve ☃ 1234\n\t end"
@@ -67,32 +70,12 @@ class Finding:
     text: str
 
 
-@dataclass(slots=True)
-class ReceivedEvents:
-    """Messages that came from a worker's event sockets."""
-
-    messages: list[Message] = field(default_factory=list)
-    has_worker_connected: bool = False
-    """Whether the worker connects to an address where we listen."""
-
-    def find_stores(self, prompt_ids: Sequence[int]) -> list[tuple[Message, BlockStored]]:
-        """Return the events by which the worker announces the first blocks of a prompt, each with its message."""
-        stores = []
-        for message in self.messages:
-            for event in message.decoded_batch.batch.events:
-                if isinstance(event, BlockStored) and event.parent_block_hash is None and event.token_ids:
-                    common_tokens = min(len(event.token_ids), len(prompt_ids))
-                    if list(prompt_ids[:common_tokens]) == event.token_ids[:common_tokens]:
-                        stores.append((message, event))
-        return stores
-
-
 class CompletionResult(NamedTuple):
     """Answer to one request of the check."""
 
     finding: Finding
-    usage: dict[str, Any]
-    """Token usage as the worker reports it; empty if it failed."""
+    cached_tokens: int | None
+    """Cached tokens of the prompt, as the worker reports them; None if it reports none."""
 
 
 class WorkerCheck:
@@ -111,8 +94,8 @@ class WorkerCheck:
         """Result of the first step."""
         self._model = ServedModel("", "")
         """Base model that the requests are for."""
-        self._received = ReceivedEvents()
-        """Events that came since the first request."""
+        self._messages: list[Message] = []
+        """Messages that came from the worker's event sockets since the first request."""
         self._salt = f"check-{random.SystemRandom().getrandbits(64):x}"
 
     async def run(self) -> AsyncIterator[Finding]:
@@ -135,7 +118,7 @@ class WorkerCheck:
         prompt_ids = await self._make_prompt()
         async for finding in self._check_requests(prompt_ids):
             yield finding
-        if self._facts.sources and self._received.find_stores(prompt_ids):
+        if self._facts.sources and self._find_stores(prompt_ids):
             yield await self._check_replay()
 
     async def _check_address(self) -> Finding:
@@ -162,21 +145,21 @@ class WorkerCheck:
         listening_sources = [source for source in self._facts.sources if await self._is_listening(source)]
         silent_sources = [source for source in self._facts.sources if source not in listening_sources]
         with Subscriber(self._make_stream_sources(listening_sources, StartMode.LIVE)) as subscriber:
-            is_bound = _bind_endpoints(subscriber.feed, silent_sources)
+            _bind_endpoints(subscriber.feed, silent_sources)
             await asyncio.sleep(0.5)  # a subscription takes a moment
             first_result = await self._request_completion("request", {"prompt": prompt_ids})
             yield first_result.finding
             if first_result.finding.is_ok is not True:
                 return
-            await self._collect_events(subscriber, prompt_ids, is_bound)
+            await self._collect_events(subscriber, prompt_ids)
             if self._facts.sources:
                 for finding in self._check_events(prompt_ids, silent_sources):
                     yield finding
-            second_result = await self._request_completion("again", {"prompt": prompt_ids})
-            yield self._check_cached(prompt_ids, second_result)
+            yield await self._check_cached(prompt_ids)
             yield await self._check_salt(prompt_ids)
-            async for finding in self._check_adapters(prompt_ids, subscriber, is_bound):
-                yield finding
+            adapter = next((model for model in self._facts.spec.models if model.lora is not None), None)
+            if adapter is not None:
+                yield await self._check_adapter(adapter.name, prompt_ids, subscriber)
 
     async def _is_router(self) -> bool:
         """Return whether the address is a router of ours, told by its /health."""
@@ -190,10 +173,11 @@ class WorkerCheck:
         return isinstance(health, dict) and "workers_up" in health
 
     async def _compare_tokens(self, step: str, path: str, fields: dict[str, Any]) -> Finding:
-        """Compare the router's tokens of a request with those that the worker's /tokenize returns.
+        """Check that the router encodes a sample request to the same token ids as the worker.
 
-        If they differ, the router would predict no cached tokens for such requests. `is_ok` of the finding is None if
-        they cannot be compared. `step`: name of the finding.
+        The router finds cached prompts by their token ids, so other ids would never be found in the worker's cache.
+        The worker is asked for its ids at `/tokenize`. `step`: "tokenizer" or "template", the name of the finding.
+        `path` and `fields`: the route and the body of the sample request.
         """
         request = parse_routing(path, msgspec.json.encode({"model": self._model.name, **fields}))
         tokenize_request = build_tokenize_request(request, self._model.name)
@@ -206,14 +190,14 @@ class WorkerCheck:
             return Finding(step, False if worker_ids is None else None, reason)
         if worker_ids is None:
             return Finding(step, None, f"cannot be compared: /tokenize says {_format_error(answer)}")
-        token_ids = _tokenize(request, tokenizer)
-        if token_ids is None:
+        router_ids = _tokenize(request, tokenizer)
+        if router_ids is None:
             return Finding(step, False, "the router cannot read this prompt: such requests are routed by load alone")
-        if list(token_ids) == worker_ids:
-            return Finding(step, True, f"{len(token_ids)} tokens, the same here and there")
-        position = _count_common_tokens(token_ids, worker_ids)
+        if list(router_ids) == worker_ids:
+            return Finding(step, True, f"{len(router_ids)} tokens, the same here and there")
+        position = _count_common_tokens(router_ids, worker_ids)
         flag = "--tokenizer" if step == "tokenizer" else "--chat-template (or --tokenizer)"
-        text = f"read otherwise from token {position} on ({len(token_ids)} tokens here, {len(worker_ids)} there)"
+        text = f"read otherwise from token {position} on ({len(router_ids)} tokens here, {len(worker_ids)} there)"
         return Finding(step, False, f"{text}: give the router the worker's, {flag}")
 
     def _report_no_source(self) -> Finding:
@@ -246,25 +230,30 @@ class WorkerCheck:
 
     def _make_stream_sources(self, sources: Sequence[EventSource], join: StartMode) -> list[StreamSource]:
         """Return the sources to follow, with all topics, so that a wrong topic is seen."""
+        config = StreamConfig(start_mode=join)
         return [
-            StreamSource(
-                str(source.data_parallel_rank),
-                source.endpoint,
-                source.replay_endpoint,
-                None,
-                StreamConfig(start_mode=join),
-            )
+            StreamSource(str(source.data_parallel_rank), source.endpoint, source.replay_endpoint, None, config)
             for source in sources
         ]
 
-    async def _collect_events(self, subscriber: Subscriber, ids: Sequence[int], is_bound: bool) -> None:
+    async def _collect_events(self, subscriber: Subscriber, prompt_ids: Sequence[int]) -> None:
         """Collect messages until the prompt's blocks were announced, or for EVENTS_TIMEOUT_S."""
         deadline_s = time.monotonic() + (EVENTS_TIMEOUT_S if self._facts.sources else 0.0)
-        while time.monotonic() < deadline_s and not self._received.find_stores(ids):
+        while time.monotonic() < deadline_s and not self._find_stores(prompt_ids):
             item = await asyncio.to_thread(subscriber.get, 0.1)
             if isinstance(item, Message):
-                self._received.messages.append(item)
-                self._received.has_worker_connected |= is_bound and item.stream_id.startswith("bound ")
+                self._messages.append(item)
+
+    def _find_stores(self, prompt_ids: Sequence[int]) -> list[tuple[Message, BlockStored]]:
+        """Return the events by which the worker announced the first blocks of a prompt, each with its message."""
+        stores = []
+        for message in self._messages:
+            for event in message.decoded_batch.batch.events:
+                if isinstance(event, BlockStored) and event.parent_block_hash is None and event.token_ids:
+                    prompt_beginning = list(prompt_ids[: len(event.token_ids)])
+                    if prompt_beginning == event.token_ids[: len(prompt_ids)]:
+                        stores.append((message, event))
+        return stores
 
     def _check_events(self, prompt_ids: Sequence[int], silent_sources: Sequence[EventSource]) -> list[Finding]:
         """Report whether the worker announced the blocks of the prompt that it computed.
@@ -272,8 +261,8 @@ class WorkerCheck:
         If it did, report also what differs from the worker's own description. `silent_sources`: addresses at which
         nobody listens.
         """
-        stores = self._received.find_stores(prompt_ids)
-        if self._received.has_worker_connected:
+        stores = self._find_stores(prompt_ids)
+        if any(message.stream_id.startswith(BOUND_PREFIX) for message in self._messages):
             text = f"the worker connects to {silent_sources[0].endpoint} instead of listening there"
             return [Finding("events", False, f"{text}: say tcp://*:5557 there, or let the router bind, --bind-events")]
         if not stores:
@@ -293,10 +282,9 @@ class WorkerCheck:
             text = f"nobody listens at {silent_sources[0].endpoint}"
             return Finding("events", False, f"{text}: {UNREACHABLE_HINT}")
         endpoints = ", ".join(source.endpoint for source in self._facts.sources)
-        if self._received.messages:
-            return Finding(
-                "events", False, f"{endpoints} announces other prompts than this one: it is another worker's address"
-            )
+        if self._messages:
+            text = f"{endpoints} announces other prompts than this one: it is another worker's address"
+            return Finding("events", False, text)
         text = f"a request was answered and {endpoints} said nothing for {EVENTS_TIMEOUT_S:g} s"
         return Finding("events", False, f"{text}: is prefix caching on, and is it this worker's address?")
 
@@ -312,28 +300,26 @@ class WorkerCheck:
                 item = await asyncio.to_thread(subscriber.get, 0.1)
                 if isinstance(item, Message) and item.origin is not Origin.LIVE:
                     return Finding("replay", True, f"answered by {sources[0].replay_endpoint}")
-        return Finding(
-            "replay", False, f"{sources[0].replay_endpoint} does not answer: lost events cannot be asked for again"
-        )
+        text = f"{sources[0].replay_endpoint} does not answer: lost events cannot be asked for again"
+        return Finding("replay", False, text)
 
-    def _check_cached(self, prompt_ids: Sequence[int], second_result: CompletionResult) -> Finding:
-        """Compare the cached tokens that a repeated prompt reports with those that a router predicts: all full blocks.
+    async def _check_cached(self, prompt_ids: Sequence[int]) -> Finding:
+        """Repeat the prompt; compare the cached tokens that are reported with those that a router predicts.
 
-        Without announced blocks, and with several groups of blocks, only the reported tokens are shown.
+        A router predicts all full blocks. Without announced blocks, and with several groups of blocks, only the
+        reported tokens are shown.
         """
-        finding, usage = second_result
+        finding, cached_tokens = await self._request_completion("again", {"prompt": prompt_ids})
         if finding.is_ok is not True:
             return finding
-        cached_tokens = _get_cached_tokens(usage)
         if cached_tokens is None:
             text = "the worker does not say how much was cached, so predictions cannot be checked"
             return Finding("reports", False, f"{text}; vLLM: --enable-prompt-tokens-details")
         if cached_tokens == 0:
-            return Finding(
-                "cached", False, "a repeated prompt was computed again: prefix caching is off, or the cache too small"
-            )
-        stores = self._received.find_stores(prompt_ids)
-        events = [event for message in self._received.messages for event in message.decoded_batch.batch.events]
+            text = "a repeated prompt was computed again: prefix caching is off, or the cache too small"
+            return Finding("cached", False, text)
+        stores = self._find_stores(prompt_ids)
+        events = [event for message in self._messages for event in message.decoded_batch.batch.events]
         has_several_groups = any(isinstance(event, BlockStored) and event.group_idx for event in events)
         if not stores or has_several_groups:
             return Finding("cached", True, f"{cached_tokens} of {len(prompt_ids)} tokens of a repeated prompt")
@@ -345,39 +331,32 @@ class WorkerCheck:
 
     async def _check_salt(self, prompt_ids: Sequence[int]) -> Finding:
         """Report whether prompts with another `cache_salt` share no blocks, so that tenants can be kept apart."""
-        finding, usage = await self._request_completion("salt", {"prompt": list(prompt_ids), "cache_salt": self._salt})
+        body = {"prompt": prompt_ids, "cache_salt": self._salt}
+        finding, cached_tokens = await self._request_completion("salt", body)
         if finding.is_ok is not True:
             return Finding("salt", None, f"not taken: {finding.text}")
-        if _get_cached_tokens(usage):
+        if cached_tokens:
             text = "a prompt with another `cache_salt` was answered from the cache: tenants share one"
             return Finding("salt", False, f"{text}, and hits are predicted too low")
         return Finding("salt", True, "a prompt with a `cache_salt` of its own shares nothing")
 
-    async def _check_adapters(
-        self, prompt_ids: Sequence[int], subscriber: Subscriber, is_bound: bool
-    ) -> AsyncIterator[Finding]:
-        """Check the first LoRA adapter, if there is one: its blocks must differ from the base model's.
+    async def _check_adapter(self, name: str, prompt_ids: Sequence[int], subscriber: Subscriber) -> Finding:
+        """Report whether the blocks of a LoRA adapter differ from the base model's.
 
-        Yields no or one finding. A second prompt is sent, whose events cannot be those of the base model's requests.
+        A second prompt is sent, whose events cannot be those of the base model's requests.
         """
-        adapter = next((model for model in self._facts.spec.models if model.lora is not None), None)
-        if adapter is None:
-            return
-        finding, usage = await self._request_completion("LoRA", {"prompt": list(prompt_ids), "model": adapter.name})
+        finding, cached_tokens = await self._request_completion("LoRA", {"prompt": prompt_ids, "model": name})
         if finding.is_ok is not True:
-            yield finding
-            return
+            return finding
         rotated_ids = [*prompt_ids[1:], prompt_ids[0]]
-        await self._request_completion("LoRA", {"prompt": rotated_ids, "model": adapter.name})
-        await self._collect_events(subscriber, rotated_ids, is_bound)
-        stores = self._received.find_stores(rotated_ids)
-        if _get_cached_tokens(usage) or not all(_belongs_to_adapter(event, adapter.name) for _, event in stores):
-            text = f"blocks of {adapter.name} pass for the base model's: their hits are mistaken"
-            yield Finding("LoRA", False, text)
-        elif self._facts.sources and not stores:
-            yield Finding("LoRA", False, f"blocks of {adapter.name} are not announced")
-        else:
-            yield Finding("LoRA", True, f"blocks of {adapter.name} are told from the base model's")
+        await self._request_completion("LoRA", {"prompt": rotated_ids, "model": name})
+        await self._collect_events(subscriber, rotated_ids)
+        stores = self._find_stores(rotated_ids)
+        if cached_tokens or not all(_belongs_to_adapter(event, name) for _, event in stores):
+            return Finding("LoRA", False, f"blocks of {name} pass for the base model's: their hits are mistaken")
+        if self._facts.sources and not stores:
+            return Finding("LoRA", False, f"blocks of {name} are not announced")
+        return Finding("LoRA", True, f"blocks of {name} are told from the base model's")
 
     async def _request_completion(self, step: str, fields: dict[str, Any]) -> CompletionResult:
         """Request a completion of one token. `fields`: further fields of the body, such as the prompt's token ids."""
@@ -385,12 +364,12 @@ class WorkerCheck:
         answer = await self._post("/v1/completions", msgspec.json.encode(body))
         usage = answer.get("usage")
         if not isinstance(usage, dict):
-            return CompletionResult(Finding(step, False, f"/v1/completions says {_format_error(answer)}"), {})
+            return CompletionResult(Finding(step, False, f"/v1/completions says {_format_error(answer)}"), None)
         sent_tokens, counted_tokens = len(fields["prompt"]), usage.get("prompt_tokens")
+        finding = Finding(step, True, f"answered, {counted_tokens} prompt tokens")
         if counted_tokens != sent_tokens:
-            text = f"{sent_tokens} token ids were sent, the worker counts {counted_tokens}"
-            return CompletionResult(Finding(step, False, text), usage)
-        return CompletionResult(Finding(step, True, f"answered, {counted_tokens} prompt tokens"), usage)
+            finding = Finding(step, False, f"{sent_tokens} token ids were sent, the worker counts {counted_tokens}")
+        return CompletionResult(finding, _get_cached_tokens(usage))
 
     async def _post(self, path: str, body: bytes) -> dict[str, Any]:
         """Send a POST; return the JSON answer, or {"error": reason}."""
@@ -429,22 +408,15 @@ def _find_differences(
         yield Finding("rank", False, f"{text}: the addresses are in the wrong order")
 
 
-def _bind_endpoints(feed: EventFeed, silent_sources: Sequence[EventSource]) -> bool:
-    """Listen at addresses where nobody does, as the worker may connect there; return whether one could be bound.
+def _bind_endpoints(feed: EventFeed, silent_sources: Sequence[EventSource]) -> None:
+    """Listen at addresses where nobody does, as the worker may connect there. Only this machine's can be bound."""
 
-    Only addresses of this machine can be bound.
-    """
-    is_bound = False
+    def make_source(topic: str | None) -> StreamSource:
+        return StreamSource(f"{BOUND_PREFIX}{topic}", "", None, topic, StreamConfig(start_mode=StartMode.LIVE))
+
     for source in silent_sources:
-        try:
-            feed.bind(
-                source.endpoint,
-                lambda topic: StreamSource(f"bound {topic}", "", None, topic, StreamConfig(start_mode=StartMode.LIVE)),
-            )
-        except zmq.ZMQError:
-            continue
-        is_bound = True
-    return is_bound
+        with suppress(zmq.ZMQError):
+            feed.bind(source.endpoint, make_source)
 
 
 def _tokenize(request: RoutingRequest, tokenizer: Tokenizer | None) -> Sequence[int] | None:
