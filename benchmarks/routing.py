@@ -42,6 +42,7 @@ from typing import Any
 import _path  # noqa: F401
 from harness.figures import describe_machine, format_facts, markdown_table, write_json
 from routing_sim import disaggregation, grid
+from routing_sim.fleet_router import KV_BYTES_PER_TOKEN
 from routing_sim.runs import (
     ABLATIONS,
     BOUNDS,
@@ -57,7 +58,6 @@ from routing_sim.runs import (
 )
 from routing_sim.traces import generate_tool_use, read_trace
 
-from router.shadow.core_router import KV_BYTES_PER_TOKEN
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
 from simulation.workload import Workload

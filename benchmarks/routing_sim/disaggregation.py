@@ -15,8 +15,8 @@ from typing import Any
 
 from router.decide.config import CoreConfig
 from router.decide.messages import TransferKind
-from router.shadow.core_router import KV_BYTES_PER_TOKEN, CoreRouter
 from routing_sim import peers, two_legs
+from routing_sim.fleet_router import KV_BYTES_PER_TOKEN, FleetRouter
 from routing_sim.runs import score
 from simulation.cluster import Cluster, ClusterConfig, Router, WorkerConfig
 from simulation.engine import EngineLimits
@@ -68,8 +68,8 @@ EQUAL: dict[str, Callable[[], Router]] = {
     "dynamo": lambda: peers.Dynamo(),
     "lmetric": lambda: peers.LMetric(),
     "llm_d": lambda: peers.LlmD(),
-    "blockcast": lambda: CoreRouter(CoreConfig(), transfer_kinds=frozenset()),
-    "blockcast, any role": lambda: CoreRouter(CoreConfig(), transfer_kinds=frozenset({TransferKind.PREFILL})),
+    "blockcast": lambda: FleetRouter(CoreConfig(), transfer_kinds=frozenset()),
+    "blockcast, any role": lambda: FleetRouter(CoreConfig(), transfer_kinds=frozenset({TransferKind.PREFILL})),
 }
 """Schemes for workers that all do both."""
 SPLIT: dict[str, Callable[[], Router]] = {

@@ -16,8 +16,8 @@ from router.decide.cache_state import CacheState
 from router.decide.config import CoreConfig, CostConfig, LearnConfig
 from router.decide.output_lengths import TOKENS_PRIOR, OutputLengths
 from router.decide.target import Target
-from router.shadow.core_router import KV_BYTES_PER_TOKEN, CoreRouter
 from routing_sim import peers
+from routing_sim.fleet_router import KV_BYTES_PER_TOKEN, FleetRouter
 from simulation.cluster import Cluster, ClusterConfig, Router, SimulationResult, WorkerConfig
 from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
@@ -100,11 +100,11 @@ POLICIES: dict[str, Factory] = {
     "dynamo_agentic": lambda o: peers.DynamoAgentic(o.seed),
     "lmetric": lambda o: peers.LMetric(o.seed),
     "llm_d": lambda o: peers.LlmD(o.seed),
-    "blockcast": lambda o: CoreRouter(CoreConfig(), seed=o.seed),
+    "blockcast": lambda o: FleetRouter(CoreConfig(), seed=o.seed),
 }
 EXTRA: dict[str, Factory] = {
     "oracle": lambda o: peers.Oracle(),
-    "blockcast_told": lambda o: CoreRouter(CoreConfig(), seed=o.seed, knows_constants=True),
+    "blockcast_told": lambda o: FleetRouter(CoreConfig(), seed=o.seed, knows_constants=True),
 }
 """Run only where asked for: what knows the lengths of the answers, and `blockcast` with the true constants told."""
 WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
@@ -123,7 +123,7 @@ _CONFIGS = {
 }
 ABLATIONS = {f"blockcast_without_{term}": term for term in (*WITHOUT, *_CONFIGS)}
 EXTRA |= {
-    name: lambda o, term=term: CoreRouter(_CONFIGS.get(term, CoreConfig()), seed=o.seed)  # type: ignore[misc]
+    name: lambda o, term=term: FleetRouter(_CONFIGS.get(term, CoreConfig()), seed=o.seed)  # type: ignore[misc]
     for name, term in ABLATIONS.items()
 }
 CHAT_POLICIES = [

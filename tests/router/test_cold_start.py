@@ -17,6 +17,7 @@ from simulation.engine import EngineLimits
 from simulation.steps import StepTimes
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))  # last: it has files named like modules
+from routing_sim.fleet_router import FleetRouter
 from routing_sim.traces import ChatShape, generate_chat
 
 SLOW_STEPS = StepTimes(3e-4, 50_000.0, 0.02, 1e-3, 2.5e-8)
@@ -43,7 +44,7 @@ def test_a_cold_fleet_serves_one_prompt_about_as_well_as_with_known_speeds(
     """Without the wait for prefixes that longer prompts compute, the first tokens took 2.5 times as long."""
     cold = compute_mean_times(CoreRouter(CoreConfig()), worker_count, shortest_first=shortest_first)
     informed = compute_mean_times(
-        CoreRouter(CoreConfig(), knows_constants=True), worker_count, shortest_first=shortest_first
+        FleetRouter(CoreConfig(), knows_constants=True), worker_count, shortest_first=shortest_first
     )
     assert cold[0] < 1.1 * informed[0]
     assert cold[1] < 1.05 * informed[1]

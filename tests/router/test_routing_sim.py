@@ -31,7 +31,7 @@ def sim() -> Any:
     rooms = {
         "simulation": ("cache", "engine", "cluster", "transfers", "workload"),
         "router.shadow": ("core_router",),
-        "routing_sim": ("peers", "runs", "grid", "two_legs", "disaggregation", "traces"),
+        "routing_sim": ("fleet_router", "peers", "runs", "grid", "two_legs", "disaggregation", "traces"),
     }
     modules = {name: importlib.import_module(f"{room}.{name}") for room, names in rooms.items() for name in names}
     yield SimpleNamespace(**modules)
@@ -238,7 +238,7 @@ def test_the_router_under_test_pulls_in_the_simulation(sim: Any) -> None:
     for is_moving in (False, True):
         link_times = sim.transfers.LinkTimes(1e6) if is_moving else None
         config = sim.cluster.ClusterConfig([sim.cluster.WorkerConfig(StepTimes(), 200)] * 4, link_times=link_times)
-        router = sim.core_router.CoreRouter(CoreConfig())
+        router = sim.fleet_router.FleetRouter(CoreConfig())
         results[is_moving] = sim.cluster.Cluster(config, sim.workload.Workload("t", requests, ""), [router]).run()
         router.core.check_invariants()
     assert results[False].moved_tokens == 0 < results[True].moved_tokens
@@ -394,7 +394,7 @@ def test_the_real_core_runs_in_the_simulation_and_leaks_nothing(sim: Any, queue:
     core_routers: list[Any] = []
 
     def factory(options: Any) -> Any:
-        core_routers.append(sim.runs.CoreRouter(config, seed=options.seed))
+        core_routers.append(sim.runs.FleetRouter(config, seed=options.seed))
         return core_routers[-1]
 
     setting = sim.runs.Setting("t", 3, 0.3, 1.0)
