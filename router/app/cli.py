@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -99,9 +100,7 @@ Chooses as `router run` does and takes its flags. Needs `pip install 'blockcast[
 def epp(urls: tuple[str, ...], **flags: Any) -> None:
     """Run an endpoint picker until SIGTERM or SIGINT."""
     try:
-        import grpc  # noqa: F401
-        import grpc_health  # noqa: F401
-        from envoy.service.ext_proc.v3 import external_processor_pb2  # noqa: F401
+        import router.picker.server  # noqa: F401
     except ImportError as error:
         raise click.ClickException(f"router epp needs more: pip install 'blockcast[epp]' ({error})") from None
     _run_or_exit(_load_config(EPP_SCHEMA, urls, flags), RouterProcess)
@@ -171,7 +170,7 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **flags: Any) -> None
     is_all_sound = asyncio.run(
         check_workers(
             worker_flags,
-            _print_finding_as_json if as_json else _print_finding,
+            partial(_print_finding, as_json=as_json),
             key=config.worker_api_key,
             tokenizer=config.tokenizer,
             chat_template=config.chat_template,
@@ -181,14 +180,12 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **flags: Any) -> None
     sys.exit(0 if is_all_sound else 1)
 
 
-def _print_finding(worker: str, finding: Finding) -> None:
-    mark = {True: "ok     ", False: "PROBLEM", None: "?      "}[finding.is_ok]
-    click.echo(f"{worker}  {mark} {finding.step}: {finding.text}")
-
-
-def _print_finding_as_json(worker: str, finding: Finding) -> None:
-    fields = {"worker": worker, "step": finding.step, "ok": finding.is_ok, "text": finding.text}
-    click.echo(json.dumps(fields))
+def _print_finding(worker: str, finding: Finding, *, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"worker": worker, "step": finding.step, "ok": finding.is_ok, "text": finding.text}))
+    else:
+        mark = {True: "ok     ", False: "PROBLEM", None: "?      "}[finding.is_ok]
+        click.echo(f"{worker}  {mark} {finding.step}: {finding.text}")
 
 
 cli.add_command(top)

@@ -32,12 +32,11 @@ class CopyDispatcher(RequestDispatcher):
     """
 
     def place(self, exchange: Exchange) -> None:
-        """Have the core choose a worker for a copy that was read."""
+        """Have the core choose a worker for a copy that was read. The copy keeps its body until its worker is found."""
         context = exchange.context
         assert context.body is not None
         self.proxy.metrics.tokenize_s.observe(context.body.prompt.seconds)
-        route = self.reader.build_route_request(context)
-        exchange.place(route)
+        exchange.place(self.reader.build_route_request(context))
         self.reader.store_conversation(context)
 
 

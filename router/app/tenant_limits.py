@@ -10,6 +10,7 @@ import hashlib
 import hmac
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from prompts.errors import RequestError
 from router.decide.messages import RouteRequest
@@ -23,6 +24,15 @@ _SALTED_PATHS = frozenset(("/v1/chat/completions", "/v1/completions", "/v1/messa
 """Routes with a `cache_salt` in the body."""
 
 
+class _KeySettings(NamedTuple):
+    """Settings of one API key."""
+
+    priority_min: int
+    share: float = 1.0
+    """Share of fair turns."""
+    salt: str | None = None
+
+
 class TenantLimits:
     """Limits the requests and tokens in flight of each API key, and applies the settings of keys to requests."""
 
@@ -31,20 +41,16 @@ class TenantLimits:
         self._metrics = metrics
         self._requests_max = config.key_requests_max
         self._tokens_max = config.key_tokens_max
-        self._priority_min = config.priority_min
-        self._priority_min_by_tenant: dict[str, int] = {}
-        self._share_by_tenant: dict[str, float] = {}
-        """Shares of fair turns, if they are not 1."""
-        self._salt_by_tenant: dict[str, str] = {}
         priority_min_by_key, share_by_key = config.floors, config.shares
-        for number, key in enumerate(config.api_keys):
-            tenant = make_key_name(number)
-            if key in priority_min_by_key:
-                self._priority_min_by_tenant[tenant] = priority_min_by_key[key]
-            if key in share_by_key:
-                self._share_by_tenant[tenant] = share_by_key[key]
-            if config.tenant_salts:
-                self._salt_by_tenant[tenant] = _make_salt(key)
+        self._default_settings = _KeySettings(config.priority_min)
+        self._settings_by_tenant = {
+            make_key_name(number): _KeySettings(
+                priority_min_by_key.get(key, config.priority_min),
+                share_by_key.get(key, 1.0),
+                _make_salt(key) if config.tenant_salts else None,
+            )
+            for number, key in enumerate(config.api_keys)
+        }
         self.requests_in_flight: Counter[str] = Counter()
         self.tokens_in_flight: Counter[str] = Counter()
         self._has_keys = bool(config.api_keys)
@@ -93,16 +99,14 @@ class TenantLimits:
         """
         tenant, body = context.tenant, context.body
         assert body is not None
-        route.tenant = tenant
-        route.share = self._share_by_tenant.get(tenant, 1.0)
+        priority_min, share, salt = self._settings_by_tenant.get(tenant, self._default_settings)
+        route.tenant, route.share = tenant, share
         if self._has_keys:
             route.session, route.parent, _ = Session(route.session, route.parent).add_tenant(tenant)
-        priority_min = self._priority_min_by_tenant.get(tenant, self._priority_min)
         body_fields: dict[str, object] = {}
         if body.request.priority < priority_min:
             body_fields["priority"] = priority_min
         route.priority = max(route.priority, priority_min)
-        salt = self._salt_by_tenant.get(tenant)
         if salt is not None and context.request.path in _SALTED_PATHS:
             if route.scope.salt is not None:  # the client's own
                 salt = f"{salt}:{route.scope.salt}"

@@ -34,8 +34,6 @@ class EndpointMap:
 
     def __init__(self, workers: Mapping[str, Worker]) -> None:
         self._workers = workers
-        self._checked_worker_ids: set[str] = set()
-        """Workers with URLs that were looked at for a path."""
         self._ip_by_host_name: dict[str, str] = {}
         self._next_lookup_at_s: dict[str, float] = {}
         """Time of the next resolution of each host name."""
@@ -63,17 +61,14 @@ class EndpointMap:
         return frozenset(worker_id for worker_id in self._workers if self.get_endpoint(worker_id) in listed_endpoints)
 
     def refresh(self, now: float) -> None:
-        """Resolve the host names of workers when it is time, and log URLs that Envoy cannot be given."""
+        """Resolve the host names of workers when it is time."""
         if now - self._refreshed_at_s < REFRESH_S:
             return
         self._refreshed_at_s = now
         for worker in self._workers.values():
-            if worker.worker_id not in self._checked_worker_ids:
-                _warn_of_path(worker)
             address = _parse_url(worker.spec.url)
             if address.endpoint is None and now >= self._next_lookup_at_s.get(address.host, now):
                 self._start_lookup(address.host, now)
-        self._checked_worker_ids = set(self._workers)
 
     def _start_lookup(self, host: str, now: float) -> None:
         """Resolve a host name in a task, so that no request waits for DNS."""
@@ -95,13 +90,6 @@ class EndpointMap:
             self._ip_by_host_name[host] = ips[0]
 
 
-def _warn_of_path(worker: Worker) -> None:
-    """Log that requests will miss the path in a worker's URL: Envoy is told an endpoint, which has no path."""
-    path = urlsplit(worker.spec.url).path
-    if path:
-        log.warning("worker %s: its URL ends with %s, which Envoy will not send", worker.worker_id, path)
-
-
 class _Address(NamedTuple):
     """Address in the URL of a worker."""
 
@@ -113,7 +101,10 @@ class _Address(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _parse_url(url: str) -> _Address:
+    """Return the address in the URL of a worker. Log, once, a URL with a path, which an endpoint cannot have."""
     parts = urlsplit(url)
+    if parts.path:
+        log.warning("worker %s: its URL ends with %s, which Envoy will not send", url, parts.path)
     host, port = parts.hostname or "", parts.port or get_default_port(parts.scheme)
     try:
         ipaddress.ip_address(host)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,8 +43,9 @@ class UnplacedRequest:
 
     observed: ObservedRequest
     context: RequestContext
-    """The copy, with its price on each worker."""
     route: RouteRequest
+    decision: Decision
+    """Decision of the router, with the price of each worker at the arrival."""
     full_block_tokens: int
     """Tokens of the prompt's full blocks, which will be in the cache of its worker."""
     cached_tokens_at_arrival: dict[str, int]
@@ -95,7 +96,7 @@ class Recorder:
         else:
             full_block_tokens = (route.prompt_tokens - 1) // self.block * self.block
             self._open[observed.serial] = UnplacedRequest(
-                observed, context, route, full_block_tokens, cached_tokens, self.now()
+                observed, context, route, decision, full_block_tokens, cached_tokens, self.now()
             )
 
     def place_open_requests(self, now: float) -> None:
@@ -170,16 +171,13 @@ class Recorder:
         such caches, the one that gained most tokens counts. Return None if there is none, or if two gained equally
         many. `cached_tokens`: tokens of the prompt that each target has now.
         """
-        workers_by_growth: dict[int, list[str]] = {}
+        workers_by_growth: defaultdict[int, list[str]] = defaultdict(list)
         for target in self.core.tracker.targets.values():
             tokens_before = request.cached_tokens_at_arrival.get(target.name, 0)
             tokens_now = min(cached_tokens.get(target.name, 0), request.observed.prompt_tokens)
-            has_got_all_blocks = tokens_now >= request.full_block_tokens > tokens_before
-            if request.full_block_tokens and has_got_all_blocks:
-                workers_by_growth.setdefault(tokens_now - tokens_before, []).append(target.worker_id)
-        if not workers_by_growth:
-            return None
-        workers = workers_by_growth[max(workers_by_growth)]
+            if tokens_now >= request.full_block_tokens > tokens_before:
+                workers_by_growth[tokens_now - tokens_before].append(target.worker_id)
+        workers = workers_by_growth[max(workers_by_growth, default=0)]
         return workers[0] if len(workers) == 1 else None
 
     def _find_full_cache(self, request: UnplacedRequest) -> str | None:
@@ -197,15 +195,14 @@ class Recorder:
 
     def _record_placed(self, request: UnplacedRequest, worker: str, now: float) -> None:
         """Record a copy for which a worker was found. Its first token counts as generated now."""
-        context, observed = request.context, request.observed
-        decision = None if context.decision is None else decision_for_worker(worker, context.decision)
+        observed, decision = request.observed, decision_for_worker(worker, request.decision)
         if decision is None:
             self.counts["unplaced"] += 1
             return
         observed.worker, observed.first_token_s = worker, now
         observed.cached_tokens = decision.predicted_cached_tokens
         self._store(observed)
-        self.on_placed(context, decision)
+        self.on_placed(request.context, decision)
 
     def _store(self, request: ObservedRequest) -> None:
         """Add a request to `requests`, and drop the oldest one if there are too many."""
