@@ -36,10 +36,15 @@ class _ConfigLayers:
     origin_by_path: dict[str, str] = field(default_factory=dict)
 
     def set_value(self, path: str, value: Any, label: str, origin: str) -> None:
-        """Set one value, or all values of a section. Raises ConfigError, which names the setting by `label`."""
+        """Set one value, or all values of a section. Raises ConfigError, which names the setting by `label`.
+
+        The keys of an unknown table are set too, so that the error names the unknown setting.
+        """
         setting = self.schema.setting_by_path.get(path)
-        if path in self.schema.section_paths:
-            self.origin_by_path[path] = origin
+        is_section = path in self.schema.section_paths
+        if is_section or (setting is None and isinstance(value, dict) and value):
+            if is_section:
+                self.origin_by_path[path] = origin
             for key, section_value in parse_section(label, value).items():
                 self.set_value(f"{path}.{key}", section_value, f"{label}.{key}", origin)
             return
@@ -64,7 +69,7 @@ def load_config(
     by the path of its setting, as text, several texts or bool. Raises ConfigError.
     """
     layers = _ConfigLayers(schema)
-    for path, value in iter_leaves(schema, table or {}):
+    for path, value in (table or {}).items():
         layers.set_value(path, value, f"{file_name}: {path}" if file_name else path, file_name)
     for variable, path in iter_variables(schema, environment or {}):
         layers.set_value(path, UntypedText((environment or {})[variable]), variable, variable)
@@ -87,20 +92,6 @@ def read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"--config {path}: {error.strerror}, expected a TOML file") from error
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise ConfigError(f"--config {path}: not TOML: {error}") from error
-
-
-def iter_leaves(schema: Schema, table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and value of each setting or section in nested tables: `{"a": {"b": 1}}` gives ("a.b", 1).
-
-    A known section is yielded whole. An unknown table yields its keys, so that an error names the unknown setting.
-    """
-    for key, value in table.items():
-        path = prefix + key
-        is_known = path in schema.section_paths or path in schema.setting_by_path
-        if isinstance(value, dict) and value and not is_known:
-            yield from iter_leaves(schema, value, f"{path}.")
-        else:
-            yield path, value
 
 
 def iter_variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Annotated
 
 from msgspec import Meta
@@ -60,14 +61,10 @@ def _check_duplicates(flag: str, rules: tuple[str, ...]) -> None:
 
 def _check_fallbacks(fallback_by_model: dict[str, str]) -> None:
     """Raise ConfigError if the fallbacks of a model lead back to one of its models."""
-    for first_model in fallback_by_model:
-        chain = [first_model]
-        fallback = fallback_by_model.get(first_model)
-        while fallback:
-            if fallback in chain:
-                raise ConfigError(f"--model-fallback: a circle: {' -> '.join([*chain, fallback])}")
-            chain.append(fallback)
-            fallback = fallback_by_model.get(fallback)
+    try:
+        TopologicalSorter({model: [fallback] for model, fallback in fallback_by_model.items()}).prepare()
+    except CycleError as error:
+        raise ConfigError(f"--model-fallback: a circle: {' -> '.join(reversed(error.args[1]))}") from None
 
 
 def parse_rules(rules: tuple[str, ...]) -> dict[str, str]:

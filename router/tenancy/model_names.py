@@ -5,8 +5,8 @@ A conversation gets the same canary every time and in every router, as only its 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import xxhash
 
@@ -23,9 +23,9 @@ class ModelNames:
         alias_rules = parse_rules(config.model_aliases)
         self.model_by_alias = {name: model for name, model in alias_rules.items() if "*" not in name}
         """Models by alias, for aliases without `*`, which can be listed."""
-        patterns = [_AliasPattern(name, model) for name, model in alias_rules.items() if "*" in name]
-        self._alias_patterns = sorted(patterns, key=lambda alias: len(alias.pattern), reverse=True)
-        """Aliases with `*`, the longest first, because it is the most specific."""
+        names_with_star = sorted((name for name in alias_rules if "*" in name), key=len, reverse=True)
+        self._model_by_pattern = {_compile_alias(name): alias_rules[name] for name in names_with_star}
+        """Models by alias, for aliases with `*`, the longest first, because it is the most specific."""
         self._fallback_by_model = parse_rules(config.model_fallbacks)
         self._canaries_by_model = parse_canaries(config.model_canaries)
         self.has_renames = bool(alias_rules or self._fallback_by_model or self._canaries_by_model)
@@ -58,9 +58,9 @@ class ModelNames:
         model = self.model_by_alias.get(requested_model)
         if model is not None:
             return model
-        for alias in self._alias_patterns:
-            if alias.matches(requested_model):
-                return requested_model if is_served(requested_model) else alias.model
+        for pattern, model in self._model_by_pattern.items():
+            if pattern.fullmatch(requested_model):
+                return requested_model if is_served(requested_model) else model
         return requested_model
 
     def _find_served_fallback(self, model: str, is_served: Callable[[str], bool]) -> str | None:
@@ -71,15 +71,9 @@ class ModelNames:
         return candidate
 
 
-class _AliasPattern(NamedTuple):
-    """Alias with one `*` that stands for any text."""
-
-    pattern: str
-    model: str
-
-    def matches(self, name: str) -> bool:
-        prefix, _, suffix = self.pattern.partition("*")
-        return len(name) >= len(prefix) + len(suffix) and name.startswith(prefix) and name.endswith(suffix)
+def _compile_alias(name: str) -> re.Pattern[str]:
+    """Return the pattern of the names that an alias matches: its `*` stands for any text."""
+    return re.compile(re.escape(name).replace(r"\*", ".*"), re.DOTALL)
 
 
 def assign_canary(model: str, conversation_key: str, canaries: CanaryShares) -> str | None:
