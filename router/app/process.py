@@ -27,7 +27,7 @@ from router.app.dispatch import RequestDispatcher
 from router.app.guard import ApiKeys, Guard
 from router.app.listen_addresses import bind_addresses
 from router.app.request_pipeline import RequestPipeline
-from router.app.server import FORWARDED_PATHS, RouterApp, WorkerRoutes
+from router.app.server import FORWARDED_PATHS, RouterApp
 from router.app.shutdown import Shutdown
 from router.app.system import (
     HeapTrimmer,
@@ -180,14 +180,10 @@ class RouterProcess:
             pipeline.proxy, pipeline.request_reader, pipeline.tenant_limits, pipeline.reasons, discover_model
         )
 
-    def _make_worker_routes(self) -> WorkerRoutes:
-        """Return the routes of requests for workers."""
-        is_forwarding = not isinstance(self._config, EppConfig)
-        return WorkerRoutes(self._dispatcher, self._local_routes, self._config.edge, is_enabled=is_forwarding)
-
     def _make_app(self, guard: Guard) -> RouterApp:
         """Return the HTTP application of one address."""
-        return RouterApp(self.pipeline.proxy, self._make_worker_routes(), self._local_routes, guard)
+        is_forwarding = not isinstance(self._config, EppConfig)
+        return RouterApp(self._dispatcher, self._local_routes, guard, is_forwarding=is_forwarding)
 
     def _make_timers(self) -> Timers:
         """Return the periodic work of the process: at each tick what is urgent, a few times a second the rest."""

@@ -11,9 +11,7 @@ from typing import Final
 from prompts.paths import make_unknown_path_error
 from router.app.dispatch import RequestDispatcher
 from router.app.guard import ApiKeys, Guard
-from router.edge.config import EdgeConfig
 from router.edge.exchange import Exchange
-from router.edge.proxy import Proxy
 from router.edge.request_reader import TOKENIZE_PATHS, is_worker_path
 from router.http.connection import ClientConnection
 from router.http.cors import CorsPolicy
@@ -38,114 +36,103 @@ FORWARDED_PATHS = {
 """Forwarded paths and their methods. Other routes under /v1 change a worker, or use data that only one worker has."""
 
 
-class WorkerRoutes:
-    """Routes of requests that are forwarded to workers."""
-
-    def __init__(
-        self, dispatcher: RequestDispatcher, local_routes: Routes, config: EdgeConfig, *, is_enabled: bool = True
-    ) -> None:
-        """`local_routes` answers the list of models. `is_enabled`: False if nothing else under /v1/ is served."""
-        self.dispatcher = dispatcher
-        self._local_routes = local_routes
-        self._keys = ApiKeys(config.api_keys)
-        forwarded_paths: dict[str, tuple[str, ...]] = {}
-        if is_enabled:
-            forwarded_paths = FORWARDED_PATHS | dict.fromkeys(config.pass_routes, FORWARDED_METHODS)
-        self.paths: dict[str, tuple[str, ...]] = LOCAL_PATHS | forwarded_paths
-        """Methods of each path."""
-        self._folders = [(path[:-1], methods) for path, methods in forwarded_paths.items() if path.endswith("/*")]
-        """(prefix, methods) of the path patterns that end in `*`."""
-
-    def get_methods(self, path: str) -> tuple[str, ...] | None:
-        """Return the methods of a path; None if the path is not served."""
-        if path.startswith(MODEL_PATH_PREFIX) and ".." not in path:
-            return LOCAL_PATHS["/v1/models"]
-        return self.paths.get(path) or self._get_folder_methods(path)
-
-    def _get_folder_methods(self, path: str) -> tuple[str, ...] | None:
-        """Return the methods of the path pattern under which a path is; None if there is none."""
-        if ".." in path or "%" in path:
-            return None
-        return next((methods for folder, methods in self._folders if path.startswith(folder) and path != folder), None)
-
-    def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
-        """Check the head of a request, and return its tenant. Raises RequestError if the request is refused."""
-        is_preflight = request.method == "OPTIONS"  # browsers send this request without the API key
-        tenant = connection.peer if is_preflight else self._keys.find_tenant(connection, request)
-        self._check_route(request, is_preflight=is_preflight)
-        return tenant
-
-    def _check_route(self, request: HttpRequest, *, is_preflight: bool) -> None:
-        """Raise RequestError for an unknown path, an upgrade, or a method that the path does not have."""
-        path = request.path
-        methods = self.get_methods(path)
-        if methods is None:
-            raise make_unknown_path_error(
-                path,
-                [*self.paths, *self._local_routes.list_paths()],
-                reason="this path is not forwarded to workers; --pass-route forwards it",
-            )
-        if b"websocket" in request.headers.lines_by_name.get(b"upgrade", b"").lower():
-            raise UpgradeRequired(path)
-        if request.method not in methods and not is_preflight:
-            raise MethodNotAllowed(request, methods)
-
-    def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Forward a request to a worker, unless the router itself has the answer. Raises RequestError."""
-        path = request.path
-        if request.method == "OPTIONS":
-            allowed_methods = ", ".join(sorted(["OPTIONS", *(self.get_methods(path) or ())]))
-            connection.respond(200, b"", headers=[(b"allow", allowed_methods.encode())])
-        elif path == "/v1/models" or path.startswith(MODEL_PATH_PREFIX):
-            self._local_routes.handle(connection, request)
-        else:
-            self.dispatcher.dispatch(connection, request, Exchange)
-
-
 class RouterApp:
-    """HTTP application of one address: passes requests on to the routes of workers, or to those of the router itself.
+    """HTTP application of one address: forwards requests to workers, or passes them to the routes of the router itself.
 
     Needs a running event loop.
     """
 
-    def __init__(self, proxy: Proxy, worker_routes: WorkerRoutes, local_routes: Routes, guard: Guard) -> None:
-        """`guard`: checks requests for local routes that are not public."""
-        self.limits = proxy.config.limits
+    def __init__(
+        self, dispatcher: RequestDispatcher, local_routes: Routes, guard: Guard, *, is_forwarding: bool = True
+    ) -> None:
+        """`local_routes`: those that the router answers itself. `guard`: checks requests for those that are not public.
+
+        `is_forwarding`: False if nothing is forwarded to workers.
+        """
+        proxy, config = dispatcher.proxy, dispatcher.proxy.config
+        self.limits = config.limits
         self.budget = proxy.budget
         self.scheduler = proxy.pool.scheduler
         self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
         self.is_ending = False
         self.now = proxy.now
+        self.dispatcher = dispatcher
         self._metrics = proxy.metrics
-        self._worker_routes = worker_routes
         self._local_routes = local_routes
         self._guard = guard
-        self._cors = CorsPolicy(proxy.config.cors_origins) if proxy.config.cors_origins else None
+        self._keys = ApiKeys(config.api_keys)
+        self._cors = CorsPolicy(config.cors_origins) if config.cors_origins else None
+        pass_routes = dict.fromkeys(config.pass_routes, FORWARDED_METHODS)
+        self._methods_by_path = LOCAL_PATHS | (FORWARDED_PATHS | pass_routes if is_forwarding else {})
+        """Methods of each path under `/v1/`, and of each other path that is forwarded. `*`: any end of a path."""
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
         """Return the tenant of a request, by its head. Raises RequestError if the request is refused."""
         path = request.path
         if is_worker_path(path):
-            return self._worker_routes.admit(connection, request)
+            return self.admit_worker_request(connection, request)
         if not self._local_routes.list_methods(path):
-            raise make_unknown_path_error(path, [*self._worker_routes.paths, *self._local_routes.list_paths()])
+            raise make_unknown_path_error(path, self._list_paths())
         if not self._local_routes.is_public(request):
             self._guard(connection, request)
         return connection.peer
 
+    def admit_worker_request(self, connection: ClientConnection, request: HttpRequest) -> str:
+        """Check the head of a request for a worker, and return its tenant.
+
+        Raises RequestError for a wrong key, an unknown path, an upgrade, or a method that the path does not have.
+        """
+        path, is_preflight = request.path, request.method == "OPTIONS"
+        # Browsers send a preflight request without the API key.
+        tenant = connection.peer if is_preflight else self._keys.find_tenant(connection, request)
+        methods = self._get_methods(path)
+        if methods is None:
+            reason = "this path is not forwarded to workers; --pass-route forwards it"
+            raise make_unknown_path_error(path, self._list_paths(), reason=reason)
+        if b"websocket" in request.headers.lines_by_name.get(b"upgrade", b"").lower():
+            raise UpgradeRequired(path)
+        if request.method not in methods and not is_preflight:
+            raise MethodNotAllowed(request, methods)
+        return tenant
+
+    def _list_paths(self) -> list[str]:
+        return [*self._methods_by_path, *self._local_routes.list_paths()]
+
+    def _get_methods(self, path: str) -> tuple[str, ...] | None:
+        """Return the methods of a path for workers; None if the path is not served."""
+        if path.startswith(MODEL_PATH_PREFIX) and ".." not in path:
+            return LOCAL_PATHS["/v1/models"]
+        methods = self._methods_by_path.get(path)
+        if methods is not None or ".." in path or "%" in path:
+            return methods
+        for pattern, pattern_methods in self._methods_by_path.items():
+            if pattern.endswith("/*") and path.startswith(pattern[:-1]) and path != pattern[:-1]:
+                return pattern_methods
+        return None
+
     def build_cors_headers(self, request: HttpRequest) -> bytes:
         """Return the CORS lines of any answer to a request: none on admin routes, which serve their own page only."""
-        path = request.path
-        if self._cors is None or not is_worker_path(path):
+        if self._cors is None or not is_worker_path(request.path):
             return b""
-        return self._cors.build_header_lines(request, self._worker_routes.get_methods(path) or ())
+        return self._cors.build_header_lines(request, self._get_methods(request.path) or ())
 
     def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer a request, now or later. Raises RequestError."""
         if is_worker_path(request.path):
-            self._worker_routes.handle(connection, request)
+            self.handle_worker_request(connection, request)
         else:
             self._local_routes.handle(connection, request)
+
+    def handle_worker_request(self, connection: ClientConnection, request: HttpRequest) -> None:
+        """Forward a request to a worker, unless the router itself has the answer. Raises RequestError."""
+        path = request.path
+        if request.method == "OPTIONS":
+            allowed_methods = ", ".join(sorted(["OPTIONS", *(self._get_methods(path) or ())]))
+            connection.respond(200, b"", headers=[(b"allow", allowed_methods.encode())])
+        elif path == "/v1/models" or path.startswith(MODEL_PATH_PREFIX):
+            self._local_routes.handle(connection, request)
+        else:
+            self.dispatcher.dispatch(connection, request, Exchange)
 
     def record_rejection(self, status: int) -> None:
         self._metrics.http_errors[str(status)] += 1

@@ -13,8 +13,9 @@ from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH
 from router.app.config import ShadowProcessConfig
 from router.app.dispatch import RequestDispatcher
+from router.app.guard import Guard
 from router.app.process import RouterProcess
-from router.app.server import WorkerRoutes
+from router.app.server import RouterApp
 from router.app.shadow_reporter import ShadowReporter
 from router.edge.mirrored_exchange import MirroredExchange
 from router.edge.proxy import Exchange
@@ -40,13 +41,13 @@ class CopyDispatcher(RequestDispatcher):
         self.reader.store_conversation(context)
 
 
-class CopiedRoutes(WorkerRoutes):
+class CopyingApp(RouterApp):
     """Takes copies of requests that another balancer mirrors to the router, and answers 204 to each."""
 
-    def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
+    def admit_worker_request(self, connection: ClientConnection, request: HttpRequest) -> str:
         return connection.peer
 
-    def handle(self, connection: ClientConnection, request: HttpRequest) -> None:
+    def handle_worker_request(self, connection: ClientConnection, request: HttpRequest) -> None:
         """Answer 204: when the copy was read and priced, or at once if it is no request for a model."""
         if request.path in API_KIND_BY_PATH and request.method == "POST":
             try:
@@ -56,7 +57,7 @@ class CopiedRoutes(WorkerRoutes):
                 pass  # the client hears of the error from the worker that answers the original request
         exchange = connection.responder
         if not isinstance(exchange, MirroredExchange):
-            context = RequestContext(request, connection.tenant, self.dispatcher.proxy.now())
+            context = RequestContext(request, connection.tenant, self.now())
             exchange = self.dispatcher.open(context, connection, MirroredExchange)
         assert isinstance(exchange, MirroredExchange)
         exchange.answer()
@@ -96,8 +97,8 @@ class ShadowProcess(RouterProcess):
     def _make_dispatcher(self) -> RequestDispatcher:
         return CopyDispatcher(self.pipeline.proxy, self.pipeline.request_reader, self.pipeline.tenant_limits)
 
-    def _make_worker_routes(self) -> WorkerRoutes:
-        return CopiedRoutes(self._dispatcher, self._local_routes, self._config.edge)
+    def _make_app(self, guard: Guard) -> RouterApp:
+        return CopyingApp(self._dispatcher, self._local_routes, guard)
 
     async def _replay_log(self, log_path: Path) -> None:
         """Record the requests of a log, then end the process. Raises ConfigError, and OSError for its file."""
