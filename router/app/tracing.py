@@ -7,7 +7,6 @@ other spans are made after the request's end, from the times in its context. A t
 from __future__ import annotations
 
 import random
-import re
 import time
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from router.decide.messages import Decision, Terms
 from router.edge.request_context import PrefillTimes, RequestContext, RequestSpan
 
 TERMS = tuple(name for name in Terms.__struct_fields__ if name not in ("worker", "transfer"))
-_TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})\Z")
 
 
 class _Trace(NamedTuple):
@@ -51,6 +49,7 @@ class Tracing:
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ModuleNotFoundError as missing:
             raise ConfigError(f"--otlp-endpoint: {missing}; install blockcast[otel]") from None
         except ImportError as error:
@@ -59,6 +58,7 @@ class Tracing:
                 "installed last: pip install --force-reinstall --no-deps opentelemetry-proto"
             ) from None
         self._api: Any = trace
+        self._propagator = TraceContextTextMapPropagator()
         self._share = share
         if not endpoint.endswith("/v1/traces"):
             endpoint = endpoint.rstrip("/") + "/v1/traces"
@@ -73,33 +73,24 @@ class Tracing:
         The client's `traceparent`, if there is one, decides that, and else chance. A header that ends in `-01` asks for
         the trace, and one that ends in `-00` forbids it.
         """
-        request = context.request
-        parent_context = None
-        traceparent_match = _TRACEPARENT.match(request.get_header(b"traceparent") or b"")
-        if traceparent_match is not None:
-            if not int(traceparent_match[3], 16) & 1:
-                return None  # the caller decided that the trace is not recorded
-            parent_context = self._make_parent_context(traceparent_match)
-        elif random.random() >= self._share:
+        request, parent_context = context.request, None
+        traceparent = request.get_header(b"traceparent")
+        if traceparent is not None:
+            # The SDK would log each longer one.
+            parent_context = self._propagator.extract({"traceparent": traceparent[:512].decode("latin-1")})
+        parent = self._api.get_current_span(parent_context).get_span_context()
+        if parent.is_valid and not parent.trace_flags.sampled:
+            return None  # the caller decided that the trace is not recorded
+        if not parent.is_valid and random.random() >= self._share:
             return None
         clock_zero_ns = time.time_ns() - int(now * 1e9)
         span = self._tracer.start_span(
             f"POST {request.path}", context=parent_context, kind=self._api.SpanKind.SERVER,
             start_time=clock_zero_ns + int(context.started_at_s * 1e9),
         )  # fmt: skip
-        span_context = span.get_span_context()
-        traceparent = b"00-%032x-%016x-01" % (span_context.trace_id, span_context.span_id)
-        return RequestSpan(span, clock_zero_ns, traceparent)
-
-    def _make_parent_context(self, traceparent_match: re.Match[bytes]) -> Any:
-        """Return the context in which a span continues the client's trace."""
-        span_context = self._api.SpanContext(
-            int(traceparent_match[1], 16),
-            int(traceparent_match[2], 16),
-            is_remote=True,
-            trace_flags=self._api.TraceFlags(1),
-        )
-        return self._api.set_span_in_context(self._api.NonRecordingSpan(span_context))
+        headers: dict[str, str] = {}
+        self._propagator.inject(headers, self._api.set_span_in_context(span))
+        return RequestSpan(span, clock_zero_ns, headers["traceparent"].encode())
 
     def end(self, context: RequestContext, now: float) -> None:
         """End the span of a request, with its outcome as attributes, and record its parts as spans of their own."""
