@@ -8,6 +8,7 @@ priority that is no integer. A body of 2 KB costs a few microseconds.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -89,25 +90,15 @@ class RoutingRequest(msgspec.Struct, frozen=True, eq=False):
         return msgspec.structs.replace(self, **changes)
 
 
-RoutingFields: Any = msgspec.defstruct(
-    "RoutingFields",
-    [
-        *((name, Any, None) for name in (
-            "model", "messages", "prompt", "tools", "documents", "chat_template", "chat_template_kwargs",
-            "add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort",
-            "truncate_prompt_tokens", "cache_salt", "priority", "stream", "max_tokens", "max_completion_tokens", "n",
-            "min_tokens", "ignore_eos", "stop", "stop_token_ids", "user", "prompt_cache_key", "metadata",
-            "prompt_logprobs", "echo", "logprobs",
-        )),
-        ("top_logprobs", Any, 0),
-    ],
-)  # fmt: skip
-"""Fields of a chat or completion as they were sent, of any type; the default stands for a field that was not sent.
-
-The types are not declared, because decoding would then refuse a body with a wrong type, and a worker may accept more
-than a router knows. `make_routing_request` takes the values that it can use.
-"""
-_fields_decoder = msgspec.json.Decoder(RoutingFields)
+_DECODED_FIELDS = frozenset((
+    "model", "messages", "prompt", "tools", "documents", "chat_template", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort",
+    "truncate_prompt_tokens", "cache_salt", "priority", "stream", "max_tokens", "max_completion_tokens", "n",
+    "min_tokens", "ignore_eos", "stop", "stop_token_ids", "user", "prompt_cache_key", "metadata", "prompt_logprobs",
+    "echo", "logprobs", "top_logprobs",
+))  # fmt: skip
+"""Fields of a chat or completion that `make_routing_request` reads."""
+_object_decoder = msgspec.json.Decoder(dict[str, Any])
 raw_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 """Decoder of a body's top-level fields as undecoded JSON."""
 
@@ -128,14 +119,14 @@ def parse_body(kind: ApiKind, data: bytes) -> tuple[RoutingRequest, dict[str, ms
     If a field comes twice, the last counts.
     """
     check_object(data)
-    request = _parse_body(kind, data)
     fields: dict[str, msgspec.Raw] = decode_json(raw_fields_decoder, data)
+    request = _parse_body(kind, data, fields)
     if may_have_worker_fields(fields):
         request = request.replace(has_worker_fields=True)
     return request, fields
 
 
-def _parse_body(kind: ApiKind, data: bytes) -> RoutingRequest:
+def _parse_body(kind: ApiKind, data: bytes, raw_fields: dict[str, msgspec.Raw]) -> RoutingRequest:
     if kind in ("messages", "responses"):
         try:
             source = parse_messages(data) if kind == "messages" else parse_responses_request(data)
@@ -145,41 +136,46 @@ def _parse_body(kind: ApiKind, data: bytes) -> RoutingRequest:
             return _make_from_messages(source)
         if source is not None:
             return _make_from_response(source)
-    return make_routing_request(kind, decode_json(_fields_decoder, data))
+    try:
+        fields = {name: msgspec.json.decode(raw) for name, raw in raw_fields.items() if name in _DECODED_FIELDS}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        fields = decode_json(_object_decoder, data)  # raises an error that names the place in the body
+    return make_routing_request(kind, fields)
 
 
-def make_routing_request(kind: ApiKind, fields: Any) -> RoutingRequest:
-    """Return the request of the RoutingFields of a chat or completion, without values of a wrong type.
+def make_routing_request(kind: ApiKind, fields: Mapping[str, Any]) -> RoutingRequest:
+    """Return the request of the decoded fields of a chat or completion, without values of a wrong type.
 
     Raises RequestError if the priority is no integer.
     """
-    messages = _as_objects(fields.messages)
+    get = fields.get
+    messages, template_kwargs = _as_objects(get("messages")), get("chat_template_kwargs")
     output_tokens_max, output_tokens_min = _read_output_limits(fields)
-    logprob_count = _as_int(fields.top_logprobs if messages else fields.logprobs)
-    echoes_with_logprobs = _as_bool(fields.echo) is True and logprob_count is not None
+    logprob_count = _as_int(get("top_logprobs", 0) if messages else get("logprobs"))
+    echoes_with_logprobs = _as_bool(get("echo")) is True and logprob_count is not None
     return RoutingRequest(
         kind=kind,
-        model=_as_string(fields.model),
+        model=_as_string(get("model")),
         messages=messages or None,
-        prompt=_as_prompt(fields.prompt),
-        tools=_as_objects(fields.tools),
-        documents=_as_objects(fields.documents),
-        chat_template=_as_string(fields.chat_template),
-        chat_template_kwargs=fields.chat_template_kwargs if isinstance(fields.chat_template_kwargs, dict) else None,
-        add_generation_prompt=_as_bool(fields.add_generation_prompt),
-        continue_final_message=_as_bool(fields.continue_final_message),
-        add_special_tokens=_as_bool(fields.add_special_tokens),
-        reasoning_effort=_as_string(fields.reasoning_effort),
-        truncate_prompt_tokens=_as_int(fields.truncate_prompt_tokens),
-        cache_salt=_as_string(fields.cache_salt) or None,
-        priority=read_priority(fields.priority),
-        stream=_as_bool(fields.stream) is True,
+        prompt=_as_prompt(get("prompt")),
+        tools=_as_objects(get("tools")),
+        documents=_as_objects(get("documents")),
+        chat_template=_as_string(get("chat_template")),
+        chat_template_kwargs=template_kwargs if isinstance(template_kwargs, dict) else None,
+        add_generation_prompt=_as_bool(get("add_generation_prompt")),
+        continue_final_message=_as_bool(get("continue_final_message")),
+        add_special_tokens=_as_bool(get("add_special_tokens")),
+        reasoning_effort=_as_string(get("reasoning_effort")),
+        truncate_prompt_tokens=_as_int(get("truncate_prompt_tokens")),
+        cache_salt=_as_string(get("cache_salt")) or None,
+        priority=read_priority(get("priority")),
+        stream=_as_bool(get("stream")) is True,
         output_tokens_max=output_tokens_max,
         output_tokens_min=output_tokens_min,
-        user=_as_string(fields.user),
-        prompt_cache_key=_as_string(fields.prompt_cache_key),
-        metadata_user_id=_read_user_id(fields.metadata),
-        scores_prompt=fields.prompt_logprobs is not None or (echoes_with_logprobs and not messages),
+        user=_as_string(get("user")),
+        prompt_cache_key=_as_string(get("prompt_cache_key")),
+        metadata_user_id=_read_user_id(get("metadata")),
+        scores_prompt=get("prompt_logprobs") is not None or (echoes_with_logprobs and not messages),
         echoes_chat=echoes_with_logprobs and bool(messages),
         has_media=has_media(messages),
     )
@@ -295,14 +291,16 @@ def read_priority(value: Any) -> int:
     return max(-_PRIORITY_MAX, min(number, _PRIORITY_MAX))
 
 
-def _read_output_limits(fields: Any) -> tuple[int, int]:
+def _read_output_limits(fields: Mapping[str, Any]) -> tuple[int, int]:
     """Return the most and the fewest tokens that all choices of a body can have; 0 for no limit."""
-    max_tokens = _as_int(fields.max_completion_tokens)
+    max_tokens = _as_int(fields.get("max_completion_tokens"))
     if max_tokens is None:
-        max_tokens = _as_int(fields.max_tokens)
-    choice_count = max(_as_int(fields.n) or 1, 1)
-    ends_at_limit = _as_bool(fields.ignore_eos) is True and not fields.stop and not fields.stop_token_ids
-    min_tokens = max_tokens if ends_at_limit else _as_int(fields.min_tokens)
+        max_tokens = _as_int(fields.get("max_tokens"))
+    choice_count = max(_as_int(fields.get("n")) or 1, 1)
+    ends_at_limit = (
+        _as_bool(fields.get("ignore_eos")) is True and not fields.get("stop") and not fields.get("stop_token_ids")
+    )
+    min_tokens = max_tokens if ends_at_limit else _as_int(fields.get("min_tokens"))
     return max(max_tokens or 0, 0) * choice_count, max(min_tokens or 0, 0) * choice_count
 
 

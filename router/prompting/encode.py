@@ -16,7 +16,6 @@ from prompts.errors import RequestError
 from prompts.responses import get_response_id_of_item
 from prompts.routing import (
     ApiKind,
-    RoutingFields,
     RoutingRequest,
     check_object,
     convert_source_to_chat,
@@ -81,7 +80,7 @@ _SMALL_FIELDS = (
     "model", "cache_salt", "priority", "stream", "user", "prompt_cache_key", "metadata", "truncate_prompt_tokens",
     "max_tokens", "max_completion_tokens", "n", "min_tokens", "ignore_eos", "stop", "stop_token_ids",
 )  # fmt: skip
-"""Fields of RoutingFields that `read_large_request` decodes."""
+"""Fields that `read_large_request` decodes."""
 _json_decoder = msgspec.json.Decoder()
 
 
@@ -274,9 +273,9 @@ def read_large_request(body: bytes, kind: ApiKind | None) -> RoutingRequest:
     """
     check_object(body)
     raw_fields = decode_json(raw_fields_decoder, body)
-    fields = RoutingFields(**{name: _decode_small_value(raw_fields.get(name)) for name in _SMALL_FIELDS})
-    if fields.max_tokens is None:
-        fields.max_tokens = _decode_small_value(raw_fields.get("max_output_tokens"))  # the name in the Responses API
+    fields = {name: _decode_small_value(raw_fields.get(name)) for name in _SMALL_FIELDS}
+    if fields["max_tokens"] is None:
+        fields["max_tokens"] = _decode_small_value(raw_fields.get("max_output_tokens"))  # the name in the Responses API
     if kind is None:
         has_message_list = memoryview(raw_fields.get("messages", b""))[:1].tobytes() == b"["
         kind = "chat" if has_message_list else "completion"
