@@ -30,7 +30,7 @@ ELSEWHERE = {
     "router/http/headers.py:KNOWN_LINE_BYTES_MAX": "longer header lines are read each time",
     "router/edge/upstream.py:JOIN_BYTES_MAX": "ours: what is joined before it is written",
     "router/prompting/conversation_reading.py:TAIL_BYTES_MAX": "what is longer is read as any other body",
-    "router/prompting/turn_memo.py:_CHARS_MAX": "what is longer is not remembered",
+    "router/prompting/turn_memo.py:CHARS_MAX": "what is longer is not remembered",
     "router/prompting/turn_memo.py:EDGE_CHARS_MAX": "messages with more white space are rendered by the template",
     "router/prompting/conversation_cache.py:BODY_BYTES_MAX": "longer ones are not cached",
     "router/fleet/peers.py:POLL_BYTES_MAX": "ours: read at one beat, the rest at the next",

@@ -27,8 +27,10 @@ from router.prompting.placeholder_messages import (
     find_template_markers,
     is_system_message,
 )
-from router.prompting.turn_memo import PlainTurn, TurnMemo, TurnPieces, read_plain_turn
+from router.prompting.turn_memo import PlainTurn, TurnKey, TurnPieces, find_pieces, read_plain_turn
 
+PIECES_MAX = 1024
+"""Most turns whose pieces are remembered; all are dropped when there are more."""
 _PLACEHOLDER_TOOLS: Final[list[Message]] = [
     {
         "type": "function",
@@ -54,7 +56,8 @@ class BoundaryRenderer:
         assert tokenizer.chat_template is not None
         self.tokenizer = tokenizer
         self.template: ChatTemplate = tokenizer.chat_template
-        self.memo = TurnMemo()
+        self._pieces_by_key: dict[TurnKey, TurnPieces | None] = {}
+        """Turn -> what the template writes around its texts; None if it changes these texts."""
 
     def render_new(
         self, rendered: RenderedPlaceholders, inputs: TemplateInputs, messages: list[Message]
@@ -66,13 +69,16 @@ class BoundaryRenderer:
         another way.
         """
         turn = None if rendered.has_late_system else self._read_plain_turn(rendered, inputs, messages)
-        pieces = None if turn is None else self.memo.find(turn)
+        pieces = None if turn is None else self._pieces_by_key.get(turn.key)
         if turn is not None and pieces is not None:
             text: str | None = pieces.fill(turn.texts)
         else:
             text = self._render_after(rendered, inputs, messages)
-            if turn is not None and text is not None:
-                pieces = self.memo.add(turn, text, partial(self._render_after, rendered, inputs))
+            if turn is not None and text is not None and turn.key not in self._pieces_by_key:
+                pieces = find_pieces(turn, text, partial(self._render_after, rendered, inputs))
+                if len(self._pieces_by_key) >= PIECES_MAX:
+                    self._pieces_by_key.clear()
+                self._pieces_by_key[turn.key] = pieces
         if text is None or not self.tokenizer.cut_tokens.starts_with_cut(text):
             return None
         return RenderedMessages(self, rendered, inputs, messages, text, turn, pieces)

@@ -67,31 +67,6 @@ class Boundary(msgspec.Struct, frozen=True, eq=False):
     """Messages after it in the body for which it was made."""
 
 
-class ChatFields(msgspec.Struct, frozen=True, eq=False):
-    """The fields of a chat's body besides its messages, so that they are not parsed again for its next turn.
-
-    A body that begins as the cached one and ends with the same bytes after its messages has the same fields. For
-    example, `{"model": "m", "messages": [...], "stream": true}` ends with `], "stream": true}`.
-    """
-
-    request: RoutingRequest
-    """The request without its messages."""
-    end_json: bytes
-    """The body after its messages, the closing bracket included."""
-    keeps_messages_as_sent: bool
-    """Whether the template got the messages as the client sent them (`ChatTemplate.keeps_messages_as_sent`)."""
-
-    @classmethod
-    def make(cls, chat: RoutingRequest, body: bytes, messages_end: int, *, keeps_messages_as_sent: bool) -> ChatFields:
-        """Make the fields of a body with the closing bracket of its messages at `messages_end`."""
-        return cls(chat.replace(messages=None), body[messages_end:], keeps_messages_as_sent)
-
-    def find_messages_end(self, body: bytes, start: int) -> int | None:
-        """Return where the messages of a body end if it has these fields, and its messages end after `start`."""
-        end = len(body) - len(self.end_json)
-        return end if start <= end and body.endswith(self.end_json) else None
-
-
 class CachedConversation(msgspec.Struct, eq=False):
     """Cache entry of one conversation: the token ids of its last prompt, and its boundaries.
 
@@ -113,8 +88,15 @@ class CachedConversation(msgspec.Struct, eq=False):
     """Boundaries in the order of their offsets."""
     token_ids: array[int]
     """Token ids of the prompt, at least up to the last boundary."""
-    chat_fields: ChatFields | None
-    """The body's other fields; None if the body is not a chat."""
+    chat: RoutingRequest | None
+    """The request without its messages; None if the body is not in OpenAI's format.
+
+    A body that begins as this one and has the same `end_json` has the same fields, so only its messages are parsed.
+    """
+    end_json: bytes = b""
+    """The body after its messages, their closing bracket included, such as `], "stream": true}`."""
+    keeps_messages_as_sent: bool = False
+    """Whether the template got the messages as the client sent them (`ChatTemplate.keeps_messages_as_sent`)."""
     model: str = ""
     """Base model whose tokenizer and template read the conversation."""
     first_message_digest: int | None = None
@@ -132,8 +114,8 @@ class CachedConversation(msgspec.Struct, eq=False):
         if self.outline is not None:
             size_bytes += len(self.outline.messages) + len(self.outline.tools)
         size_bytes += sum([_BOUNDARY_BYTES + 2 * len(boundary.rendered.text) for boundary in self.boundaries])
-        if self.chat_fields is not None:
-            end_bytes = len(self.chat_fields.end_json)
+        if self.chat is not None:
+            end_bytes = len(self.end_json)
             size_bytes += end_bytes + _DECODED_BYTES_PER_BYTE * (self.messages_start + end_bytes)
         return size_bytes + len(str(self.first_message.get("content")))
 

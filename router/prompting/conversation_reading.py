@@ -35,7 +35,6 @@ from router.prompting.conversation_cache import (
     BOUNDARIES_MAX,
     Boundary,
     CachedConversation,
-    ChatFields,
 )
 from router.prompting.encode import RenderedPrompt, has_more_objects
 from router.prompting.outline import FINGERPRINT_BYTES, Outline, fingerprint_messages
@@ -194,10 +193,7 @@ def cache_conversation(
     boundaries = _make_first_boundaries(request, messages_array.find_message_ends(), rendered, token_ids)
     if not boundaries:
         return None
-    chat_fields = None
-    if request.kind == "chat":
-        as_sent = renderer.template.keeps_messages_as_sent
-        chat_fields = ChatFields.make(chat, body, messages_array.end, keeps_messages_as_sent=as_sent)
+    is_chat = request.kind == "chat"
     return CachedConversation(
         kind=request.kind,
         messages_start=messages_array.start,
@@ -206,7 +202,9 @@ def cache_conversation(
         outline=_extend_outline(outline, boundaries[-1], []),
         boundaries=boundaries,
         token_ids=token_ids,
-        chat_fields=chat_fields,
+        chat=chat.replace(messages=None) if is_chat else None,
+        end_json=body[messages_array.end :] if is_chat else b"",
+        keeps_messages_as_sent=renderer.template.keeps_messages_as_sent,
     )
 
 
@@ -338,25 +336,15 @@ def _make_successor(continuation: Continuation, next_boundary: Boundary, body: b
     while len(boundaries) >= BOUNDARIES_MAX:
         _drop_boundary(boundaries)
     new_messages = tail.messages[: next_boundary.message_count - boundary.message_count]
-    return msgspec.structs.replace(
+    successor = msgspec.structs.replace(
         conversation,
         outline=_extend_outline(conversation.outline, boundary, new_messages),
         boundaries=[*boundaries, next_boundary],
         token_ids=continuation.token_ids,
-        chat_fields=_update_chat_fields(conversation.chat_fields, tail, body),
     )
-
-
-def _update_chat_fields(fields: ChatFields | None, tail: _BodyTail, body: bytes) -> ChatFields | None:
-    """Return the fields of a continued body besides its messages; None if it is no chat.
-
-    `fields`: those of the cached body. They stay if the tail was read by them, so that only its messages were parsed.
-    """
-    if fields is None or tail.chat is fields.request:
-        return fields
-    return ChatFields.make(
-        tail.chat, body, tail.messages_array.end, keeps_messages_as_sent=fields.keeps_messages_as_sent
-    )
+    if conversation.chat is not None and tail.chat is not conversation.chat:  # its other fields were parsed anew
+        successor.chat, successor.end_json = tail.chat.replace(messages=None), body[tail.messages_array.end :]
+    return successor
 
 
 def _drop_boundary(boundaries: list[Boundary]) -> None:
@@ -412,11 +400,11 @@ def _read_chat_tail(
     Return None if the body is no chat, if its other fields differ from the cached body's, or if its messages cannot be
     read here. For a request of 4 KB without tools, parsing the whole body costs a tenth more instructions.
     """
-    fields, start = conversation.chat_fields, boundary.body_end
-    if fields is None or template.keeps_messages_as_sent != fields.keeps_messages_as_sent:
+    chat, end_json, start = conversation.chat, conversation.end_json, boundary.body_end
+    if chat is None or template.keeps_messages_as_sent != conversation.keeps_messages_as_sent:
         return None
-    end = fields.find_messages_end(body, start)
-    if end is None or end - start > TAIL_BYTES_MAX:
+    end = len(body) - len(end_json)
+    if not start <= end <= start + TAIL_BYTES_MAX or not body.endswith(end_json):
         return None
     # The body has a comma after the boundary: an empty object before it completes the array.
     array_start = b"[{}"
@@ -430,8 +418,8 @@ def _read_chat_tail(
     if has_media(messages):
         return None
     return _BodyTail(
-        request=fields.request,
-        chat=fields.request,
+        request=chat,
+        chat=chat,
         messages=messages[1:],
         inputs_digest=conversation.inputs_digest,
         messages_array=_MessagesArray(start - len(array_start), array_json),

@@ -19,11 +19,10 @@ from prompts.chat_rendering import BILLING_LINE
 from prompts.schemas import Message
 from router.prompting.placeholder_messages import RenderedPlaceholders
 
-ENTRIES_MAX = 1024
-"""Most entries; all are dropped when there are more."""
 TURNS_MAX = 8
 """Most messages of a `PlainTurn`."""
-_CHARS_MAX = 1 << 16
+CHARS_MAX = 1 << 16
+"""Most characters that a template may write around the texts of a turn."""
 EDGE_CHARS_MAX = 16
 """Most characters of white space at one end of a message's text."""
 
@@ -98,57 +97,25 @@ class PieceCut(NamedTuple):
     """Placeholders for the conversation before it."""
 
 
-Render = Callable[[list[Message]], str | None]
-"""Renders other messages in the place of a turn's; returns None if the template refuses them."""
+def find_pieces(turn: PlainTurn, text: str, render: Callable[[list[Message]], str | None]) -> TurnPieces | None:
+    """Find what a template writes around the texts of a turn, by rendering random texts in their place.
 
-
-class TurnMemo:
-    """Memo of what one template writes around the texts of a few new messages, which saves rendering them.
-
-    For example, a question is written as `<|im_start|>user\\n`, its text and `<|im_end|>\\n`. If the next question
-    comes with the same key, its text is put between these two pieces. Bounded by ENTRIES_MAX.
+    If the random text `x7f3ax` becomes `<user>x7f3ax</user>`, the pieces are `<user>` and `</user>`. `text`: what the
+    template wrote for the turn. `render` renders other messages in its place, or returns None if the template refuses
+    them. Return None if the template does not write each text once and in order, or if the pieces do not give `text` or
+    are too long.
     """
-
-    def __init__(self) -> None:
-        self._pieces_by_key: dict[TurnKey, TurnPieces | None] = {}
-        """None: the template changes the texts of these messages."""
-
-    def find(self, turn: PlainTurn) -> TurnPieces | None:
-        """Return what the template writes around the texts of a turn; None if that is unknown."""
-        return self._pieces_by_key.get(turn.key)
-
-    def add(self, turn: PlainTurn, text: str, render: Render) -> TurnPieces | None:
-        """Find what the template writes around the texts of a turn; `text` is what it wrote for the turn.
-
-        Return None if the pieces do not give `text`: the turns with its key are then always rendered.
-        """
-        if turn.key in self._pieces_by_key or len(text) - sum(map(len, turn.texts)) > _CHARS_MAX:
-            return None
-        pieces = _find_pieces(turn.key, render)
-        if pieces is not None and pieces.fill(turn.texts) != text:
-            pieces = None
-        if len(self._pieces_by_key) >= ENTRIES_MAX:
-            self._pieces_by_key = {}
-        self._pieces_by_key[turn.key] = pieces
-        return pieces
-
-
-def _find_pieces(key: TurnKey, render: Render) -> TurnPieces | None:
-    """Return what a template writes around texts, found by rendering random texts.
-
-    If the random text `x7f3ax` becomes `<user>x7f3ax</user>`, the pieces are `<user>` and `</user>`. Return None if the
-    template refuses the texts, or does not write each of them once, in their order.
-    """
-    random_texts = [f"x{secrets.token_hex(8)}x" for _ in key.frames]
-    messages: list[Message] = [
-        {"role": frame.role, "content": frame.space_before + random_text + frame.space_after}
-        for random_text, frame in zip(random_texts, key.frames)
-    ]
-    rendered_text = render(messages)
-    if rendered_text is None:
+    if len(text) - sum(map(len, turn.texts)) > CHARS_MAX:
         return None
-    parts = re.split(f"({'|'.join(random_texts)})", rendered_text)
-    return TurnPieces(tuple(parts[::2]), {}) if parts[1::2] == random_texts else None
+    frames = turn.key.frames
+    random_texts = [f"x{secrets.token_hex(8)}x" for _ in frames]
+    rendered_text = render([
+        {"role": frame.role, "content": frame.space_before + random_text + frame.space_after}
+        for random_text, frame in zip(random_texts, frames)
+    ])  # fmt: skip
+    parts = re.split(f"({'|'.join(random_texts)})", rendered_text or "")
+    pieces = TurnPieces(tuple(parts[::2]), {})
+    return pieces if parts[1::2] == random_texts and pieces.fill(turn.texts) == text else None
 
 
 def read_plain_turn(
