@@ -34,24 +34,25 @@ class _LearnedOrder(LruOrder):
     def _get_blocks(self, node: Node) -> Sequence[Block | None]:
         """Return the blocks that this memory has at a node: full attention is the first kind, state the last."""
 
+    @abstractmethod
+    def _is_leaf(self, node: Node) -> bool:
+        """Return whether a path of cached blocks in this memory ends at a node."""
+
+    @abstractmethod
+    def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
+        """Return whether a state at `node` may be evicted before the attention blocks there."""
+
     def mark_cached(self, block: Block) -> None:
         """Record that no sequence holds a block any more: the end of a path, or a state, may be evicted now."""
         super().mark_cached(block)
         node = block.node
         assert node is not None
-        if not isinstance(block, StateBlock):
-            self._add_leaf(node)
-        elif self._is_evicted_alone(block, node):
-            blocks_per_state = self._unit_value
-            self._queue.add_superseded_state(node, block.value / blocks_per_state)
-
-    @abstractmethod
-    def _add_leaf(self, node: Node) -> None:
-        """Add the path that ends at `node` to the queue, if one does in this memory."""
-
-    @abstractmethod
-    def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
-        """Return whether a state at `node` may be evicted before the attention blocks there."""
+        if isinstance(block, StateBlock):
+            if self._is_evicted_alone(block, node):
+                blocks_per_state = self._unit_value
+                self._queue.add_superseded_state(node, block.value / blocks_per_state)
+        elif self._is_leaf(node):  # a path that leaves the device belongs to the same turn in host memory
+            self._queue.add(node, self._eviction.device_queue.find_turn(node) or self._eviction.last_turn)
 
     def mark_used(self, block: Block) -> None:
         super().mark_used(block)
@@ -74,6 +75,12 @@ class _LearnedOrder(LruOrder):
         node = self._queue.select_leaf()
         return super().find_victim(useful_kinds) if node is None else self._get_blocks(node)[FULL_KIND]
 
+    def check_nodes(self, nodes: Collection[Node]) -> None:
+        """Assert that the queue holds exactly the leaves, and states only of nodes that have one in this memory."""
+        state_blocks = {node: self._get_blocks(node)[-1] for node in nodes}
+        self._queue.check_invariants({node for node in nodes if self._is_leaf(node)})
+        self._queue.check_states({node for node, block in state_blocks.items() if block and not block.ref_count})
+
 
 class LearnedDeviceOrder(_LearnedOrder):
     """Decides which block leaves the device next: one of the conversation that is least likely to return.
@@ -85,9 +92,8 @@ class LearnedDeviceOrder(_LearnedOrder):
     def _get_blocks(self, node: Node) -> Sequence[Block | None]:
         return node.blocks
 
-    def _add_leaf(self, node: Node) -> None:
-        if not node.cached_child_count:
-            self._queue.add(node, self._eviction.last_turn)
+    def _is_leaf(self, node: Node) -> bool:
+        return node.is_cached(FULL_KIND) and not node.cached_child_count
 
     def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
         return state.is_superseded
@@ -98,15 +104,10 @@ class LearnedDeviceOrder(_LearnedOrder):
             self._eviction.requeue_state(node)
             return
         parent = node.parent
-        if parent is not None and _is_leaf_on_device(parent):
+        if parent is not None and self._is_leaf(parent):
             self._queue.shorten_path(node, parent)
         else:
             self._queue.remove(node)
-
-    def check_nodes(self, nodes: Collection[Node]) -> None:
-        """Assert that the queue holds exactly the cached nodes that have no cached child."""
-        self._queue.check_invariants({node for node in nodes if _is_leaf_on_device(node)})
-        self._queue.check_states({node for node in nodes if node.is_cached(-1)})
 
 
 class LearnedHostOrder(_LearnedOrder):
@@ -120,10 +121,8 @@ class LearnedHostOrder(_LearnedOrder):
     def _get_blocks(self, node: Node) -> Sequence[Block | None]:
         return node.host_blocks
 
-    def _add_leaf(self, node: Node) -> None:
-        """Add the path of a leaf to the queue. The path belongs to the same turn as on the device."""
-        if not node.children:
-            self._queue.add(node, self._eviction.device_queue.find_turn(node) or self._eviction.last_turn)
+    def _is_leaf(self, node: Node) -> bool:
+        return node.is_cached_on_host(FULL_KIND) and not node.children
 
     def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
         """Return whether a later state replaces this one, or the device has the node's attention block."""
@@ -143,28 +142,12 @@ class LearnedHostOrder(_LearnedOrder):
     def mark_node_removed(self, node: Node) -> None:
         """Record that `node` left the tree. Its path ends at its parent now, if host memory alone has that."""
         parent = node.parent
-        if parent is None or not _is_leaf_on_host(parent):
+        if parent is None or not self._is_leaf(parent):
             self._queue.remove(node)
         elif self._queue.find_turn(node) is not None:
             self._queue.shorten_path(node, parent)
         else:
             self._queue.add(parent, self._eviction.last_turn)
-
-    def check_nodes(self, nodes: Collection[Node]) -> None:
-        """Assert that the queue holds exactly the leaves, and states only of nodes that have one in host memory."""
-        state_kind = -1
-        self._queue.check_invariants({node for node in nodes if _is_leaf_on_host(node)})
-        self._queue.check_states({node for node in nodes if node.is_cached_on_host(state_kind)})
-
-
-def _is_leaf_on_device(node: Node) -> bool:
-    """Return whether a path of cached blocks on the device ends at a node."""
-    return node.is_cached(FULL_KIND) and not node.cached_child_count
-
-
-def _is_leaf_on_host(node: Node) -> bool:
-    """Return whether a path of cached blocks in host memory ends at a node."""
-    return node.is_cached_on_host(FULL_KIND) and not node.children
 
 
 class LearnedEviction(LruEviction):
