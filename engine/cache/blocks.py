@@ -57,6 +57,11 @@ class Block:
         assert self.unit.kind is not None
         return self.unit.kind
 
+    @property
+    def is_cached(self) -> bool:
+        """Whether the block is in the prefix tree, and no sequence or step holds it: it may be evicted."""
+        return self.node is not None and not self.ref_count
+
     def __repr__(self) -> str:
         return f"Block({self.id}, kind={self.unit.kind}, refs={self.ref_count}, in_tree={self.node is not None})"
 
@@ -76,11 +81,6 @@ class StateBlock(Block):
         """Whether a later checkpoint of the same prefix makes this one nearly useless."""
         self.value = 0
         """Blocks of full attention that need not be computed again thanks to the checkpoint."""
-
-    @property
-    def is_evictable_alone(self) -> bool:
-        """Whether the checkpoint is in the prefix tree, and no other sequence has reached it or holds it."""
-        return self.node is not None and not self.is_shared and not self.ref_count
 
 
 class Unit:
@@ -147,16 +147,6 @@ class Node:
         block = self.blocks[kind]
         return block is not None and block.ref_count > 0
 
-    def is_cached(self, kind: int) -> bool:
-        """Return whether the device has a block of `kind` that no sequence holds."""
-        block = self.blocks[kind]
-        return block is not None and not block.ref_count
-
-    def is_cached_on_host(self, kind: int) -> bool:
-        """Return whether host memory has a block of `kind` that no step reads."""
-        block = self.host_blocks[kind]
-        return block is not None and not block.ref_count
-
     @property
     def checkpoint(self) -> StateBlock | None:
         """State after this prefix on the device."""
@@ -171,7 +161,7 @@ class Node:
     def has_superseded_state(self) -> bool:
         """Return whether the state here is superseded, and no sequence holds it."""
         block = self.blocks[-1] or self.host_blocks[-1]
-        return isinstance(block, StateBlock) and block.is_superseded and not block.ref_count
+        return isinstance(block, StateBlock) and block.is_superseded and block.is_cached
 
     def count_saved_blocks(self, blocks_per_state: int) -> int | None:
         """Return how many blocks less must be computed with the state here than with the state before it.

@@ -72,12 +72,10 @@ class EvictionQueue:
         self._path_by_leaf: dict[Node, CachedPath] = {}
         """All paths, by the node at their end."""
         self._path_by_turn: dict[ConversationTurn, CachedPath] = {}
-        self._abandoned_paths: OrderedDict[CachedPath, None] = OrderedDict()
-        """Paths of conversations that continue elsewhere, oldest first. They are evicted before all others."""
         self._superseded_states: OrderedDict[Node, SupersededState] = OrderedDict()
         """Superseded states by their nodes, oldest first."""
-        self._queues: dict[QueueKey, OrderedDict[CachedPath, None]] = {}
-        """All paths that are not abandoned, oldest first in each queue."""
+        self._queues: dict[QueueKey | None, OrderedDict[CachedPath, None]] = {}
+        """All paths, oldest first in each queue. The abandoned ones, under None, are evicted before all others."""
         self._next_path: CachedPath | None = None
         """Path that is evicted next; None: it must be chosen again."""
 
@@ -169,7 +167,7 @@ class EvictionQueue:
         if path is not None:
             self._dequeue(path)
             path.queue_key = None
-            self._abandoned_paths[path] = None
+            self._queues.setdefault(None, OrderedDict())[path] = None
 
     def select_leaf(self) -> Node | None:
         """Return the node to evict next; None if the queue is empty."""
@@ -180,7 +178,6 @@ class EvictionQueue:
         """Forget all paths and states. What was learned stays in `ReuseStats`."""
         self._path_by_leaf.clear()
         self._path_by_turn.clear()
-        self._abandoned_paths.clear()
         self._superseded_states.clear()
         self._queues.clear()
         self._next_path = None
@@ -190,7 +187,7 @@ class EvictionQueue:
         paths = set(self._path_by_leaf.values())
         assert set(self._path_by_leaf) == leaves
         assert all(path.leaf is leaf for leaf, path in self._path_by_leaf.items())
-        queued_paths = [path for queue in (self._abandoned_paths, *self._queues.values()) for path in queue]
+        queued_paths = [path for queue in self._queues.values() for path in queue]
         assert set(queued_paths) == paths
         assert len(queued_paths) == len(paths)
         assert all(self._queues.values())
@@ -205,7 +202,7 @@ class EvictionQueue:
     def _select_path(self) -> CachedPath | None:
         """Return the path to evict from: the path of the last call, until it is gone or another path is added."""
         if self._next_path is None:
-            self._next_path = next(iter(self._abandoned_paths), None) or self._find_least_valuable()
+            self._next_path = next(iter(self._queues.get(None, ())), None) or self._find_least_valuable()
         return self._next_path
 
     def _find_least_valuable(self) -> CachedPath | None:
@@ -215,6 +212,7 @@ class EvictionQueue:
         """
         least_valuable, rank_min = None, (math.inf, 0)
         for key, queue in self._queues.items():
+            assert key is not None, "abandoned paths go first"
             path = next(iter(queue))
             gap = math.pow(2.0, key.gap_step / _STEPS_PER_DOUBLING)
             if not self._is_overdue(path, gap):
@@ -267,12 +265,9 @@ class EvictionQueue:
         self._queues.setdefault(key, OrderedDict())[path] = None
 
     def _dequeue(self, path: CachedPath) -> None:
-        """Take a path out of its queue, or out of the abandoned paths."""
+        """Take a path out of its queue."""
         if self._next_path is path:
             self._next_path = None
-        if path.queue_key is None:
-            del self._abandoned_paths[path]
-            return
         queue = self._queues[path.queue_key]
         del queue[path]
         if not queue:

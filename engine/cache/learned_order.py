@@ -35,8 +35,13 @@ class _LearnedOrder(LruOrder):
         """Return the blocks that this memory has at a node: full attention is the first kind, state the last."""
 
     @abstractmethod
+    def _count_children(self, node: Node) -> int:
+        """Return the number of children with blocks that must be evicted from this memory before the node's."""
+
     def _is_leaf(self, node: Node) -> bool:
         """Return whether a path of cached blocks in this memory ends at a node."""
+        block = self._get_blocks(node)[FULL_KIND]
+        return block is not None and block.is_cached and not self._count_children(node)
 
     @abstractmethod
     def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
@@ -77,9 +82,9 @@ class _LearnedOrder(LruOrder):
 
     def check_nodes(self, nodes: Collection[Node]) -> None:
         """Assert that the queue holds exactly the leaves, and states only of nodes that have one in this memory."""
-        state_blocks = {node: self._get_blocks(node)[-1] for node in nodes}
+        state_blocks = [self._get_blocks(node)[-1] for node in nodes]
         self._queue.check_invariants({node for node in nodes if self._is_leaf(node)})
-        self._queue.check_states({node for node, block in state_blocks.items() if block and not block.ref_count})
+        self._queue.check_states({block.node for block in state_blocks if block and block.is_cached and block.node})
 
 
 class LearnedDeviceOrder(_LearnedOrder):
@@ -92,8 +97,8 @@ class LearnedDeviceOrder(_LearnedOrder):
     def _get_blocks(self, node: Node) -> Sequence[Block | None]:
         return node.blocks
 
-    def _is_leaf(self, node: Node) -> bool:
-        return node.is_cached(FULL_KIND) and not node.cached_child_count
+    def _count_children(self, node: Node) -> int:
+        return node.cached_child_count
 
     def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
         return state.is_superseded
@@ -121,8 +126,8 @@ class LearnedHostOrder(_LearnedOrder):
     def _get_blocks(self, node: Node) -> Sequence[Block | None]:
         return node.host_blocks
 
-    def _is_leaf(self, node: Node) -> bool:
-        return node.is_cached_on_host(FULL_KIND) and not node.children
+    def _count_children(self, node: Node) -> int:
+        return len(node.children)
 
     def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
         """Return whether a later state replaces this one, or the device has the node's attention block."""

@@ -217,7 +217,7 @@ class UnitPool:
         if source_unit is None:
             return []
         for block in list(source_unit.blocks):
-            if _is_cached(block):
+            if block.is_cached:
                 self._evict_block(block)
         return [] if self._free_units else self._move_live_blocks(source_unit)
 
@@ -300,7 +300,7 @@ class UnitPool:
             units = [unit for unit in self.units if unit.kind == kind]
             assert live_blocks == sum(unit.live_blocks for unit in units)
             assert self._idle_units[kind] == sum(unit.live_blocks == 0 for unit in units)
-            cached_blocks.append({block for unit in units for block in unit.blocks if _is_cached(block)})
+            cached_blocks.append({block for unit in units for block in unit.blocks if block.is_cached})
         self._order.check_blocks(cached_blocks)
 
     def _check_divided_unit(self, unit: Unit, kind: int) -> None:
@@ -310,7 +310,3 @@ class UnitPool:
         assert set(unit.holes) == {block for block in unit.blocks if block.ref_count == 0 and block.node is None}
         if unit.holes:
             assert unit in self._units_by_hole_count[kind][len(unit.holes)]
-
-
-def _is_cached(block: Block) -> bool:
-    return block.ref_count == 0 and block.node is not None

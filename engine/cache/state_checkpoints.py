@@ -244,7 +244,7 @@ class StateCheckpoints:
         previous_checkpoint, state.rolling_checkpoint = state.rolling_checkpoint, None
         if _is_decode(chunk.seq, chunk.start, chunk.end):
             state.rolling_checkpoint = checkpoint
-            if previous_checkpoint is not None and previous_checkpoint.is_evictable_alone:
+            if previous_checkpoint is not None and previous_checkpoint.is_cached and not previous_checkpoint.is_shared:
                 self._tree.evict(previous_checkpoint, keep_on_host=False)
         self.release_new_checkpoint(checkpoint)
 
