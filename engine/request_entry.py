@@ -3,19 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from engine.types import FinishReason, Request, Sequence, SequenceOutput, TokenLogprobs
-
-
-class ArrivalOrder(NamedTuple):
-    """Place of a request among all requests, the first served first if nothing else is known of them."""
-
-    priority: int
-    """A lower number is served earlier."""
-    arrival_s: float
-    arrival_number: int
-    """Number of requests that came before."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,8 +12,8 @@ class RequestEntry:
     """A request inside the scheduler, from its arrival to its last output."""
 
     seq: Sequence
-    request_id: str
-    arrival_order: ArrivalOrder
+    arrival_number: int
+    """Number of requests that came before."""
     stop_token_ids: frozenset[int]
     """Token ids that end the answer."""
     length_max: int
@@ -60,12 +49,20 @@ class RequestEntry:
         length_max = token_limit if params.max_tokens is None else min(token_limit, prompt_len + params.max_tokens)
         return RequestEntry(
             seq=Sequence(request=request, token_ids=list(request.token_ids), prompt_len=prompt_len, arrival_s=now),
-            request_id=request.request_id,
-            arrival_order=ArrivalOrder(request.priority, now, arrival_number),
+            arrival_number=arrival_number,
             stop_token_ids=own_eos_ids.union(params.stop_token_ids),
             length_max=length_max,
             eos_token_ids=own_eos_ids,
         )
+
+    @property
+    def request_id(self) -> str:
+        return self.seq.request.request_id
+
+    @property
+    def arrival_order(self) -> tuple[int, float, int]:
+        """Priority, time and number of arrival: the lowest is served first if nothing else is known."""
+        return self.seq.request.priority, self.seq.arrival_s, self.arrival_number
 
     def __lt__(self, other: RequestEntry) -> bool:
         return self.arrival_order < other.arrival_order
