@@ -8,7 +8,6 @@ never change, so the publisher's thread may read them while the step's thread wo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from engine.types import BlockId, UnitId
@@ -109,14 +108,14 @@ class Node:
     def __init__(self, key: BlockKey, parent: Node | None, no_blocks: tuple[None, ...]) -> None:
         """Make a node without blocks. `parent`: node of the block before it; None for the first block of a prefix.
 
-        `no_blocks`: a tuple of None for every kind, which all nodes without host blocks share.
+        `no_blocks`: None for every kind.
         """
         self.key = key
         self.hash = key.hash
         self.parent = parent
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.blocks: list[Block | None] = list(no_blocks)
-        self.host_blocks: Items[Block | None] = no_blocks
+        self.host_blocks: list[Block | None] = list(no_blocks)
         self.cached_child_count = 0
         """Number of children with a full-attention block on the device."""
         self.children: dict[int, Node] = {}

@@ -188,9 +188,7 @@ class PrefixTree:
 
     def attach_host(self, node: Node, block: Block) -> None:
         """Add a host block, to which a step copies the device's block, to a node."""
-        host_blocks = list(node.host_blocks)
-        host_blocks[block.kind] = block
-        node.host_blocks = host_blocks
+        node.host_blocks[block.kind] = block
         block.node = node
 
     def detach_host(self, block: Block) -> None:
@@ -198,8 +196,7 @@ class PrefixTree:
         node, kind = block.node, block.kind
         assert node is not None
         self.event_log.record_host_removed(kind, node)
-        host_blocks = [None if k == kind else b for k, b in enumerate(node.host_blocks)]
-        node.host_blocks = host_blocks if any(host_blocks) else self._no_blocks
+        node.host_blocks[kind] = None
         block.node = None
 
     def remove_if_empty(self, node: Node) -> None:
