@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -50,32 +51,6 @@ class WorkerFlag:
     block_size: int | None = None
 
 
-class _ValueRule(NamedTuple):
-    """Texts that a key of `--worker` may have, and their description for error messages."""
-
-    pattern: re.Pattern[str]
-    expected: str
-
-
-_POSITIVE_NUMBER = _ValueRule(re.compile("(?=0*[1-9])[0-9]{1,15}"), "a positive number")
-_SWITCH = _ValueRule(re.compile("[01]"), "0 or 1")
-_KV_DIALECTS = tuple(dialect for dialect in KINDS_BY_DIALECT if dialect != BLOCKCAST)
-"""Values of `kv=`: dialects of engines that do not say themselves that they move KV."""
-_RULE_BY_KEY = {
-    "cache_tokens": _POSITIVE_NUMBER,
-    "max_num_seqs": _POSITIVE_NUMBER,
-    "block_size": _POSITIVE_NUMBER,
-    "reannounce": _SWITCH,
-    "send_key": _SWITCH,
-    "kv": _ValueRule(re.compile("|".join(_KV_DIALECTS)), " or ".join(_KV_DIALECTS)),
-    "prefill_order": _ValueRule(re.compile("arrival|shortest"), "arrival or shortest"),
-}
-_NUMBER_KEYS = tuple(key for key, rule in _RULE_BY_KEY.items() if rule in (_POSITIVE_NUMBER, _SWITCH))
-_TEXT_KEYS = (
-    "url", "events", "replay", "topic", "id", "roles", "kv", "bootstrap", "prefill_order", "model", "root",
-)  # fmt: skip
-_KEYS = (*_TEXT_KEYS, *_NUMBER_KEYS)
-"""All keys of `--worker`. `model`, `root` and `block_size` replace `url`."""
 _WORKER_ID_PATTERN = re.compile(r"[!-~\u00a1-\U0010ffff]{1,255}")
 """Characters of a worker's id, which stands in headers and metrics."""
 _BOOTSTRAP_PATTERN = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]{1,255}):(?P<port>[1-9][0-9]{0,4})")
@@ -122,39 +97,22 @@ def parse_worker_settings(settings: Mapping[str, Any]) -> WorkerFlag:
 def _make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
     """Make a WorkerFlag from the keys and values of `--worker url=...,id=...`. Raises ConfigError."""
     _check_keys(value_by_key)
-    _check_values(value_by_key)
+    no_events = value_by_key.get("events") == "none"
+    fields: dict[str, Any] = {"url": "", "no_events": no_events}
+    for key, value in value_by_key.items():
+        if not (key == "events" and no_events):
+            fields[_KEYS[key].field_name] = _KEYS[key].parse(key, value)
     _check_transfer_values(value_by_key)
-    get = value_by_key.get
-    has_url, no_events = "url" in value_by_key, get("events") == "none"
-    endpoints = () if no_events else _split_endpoints(get("events", ""))
-    replay_endpoints = _split_endpoints(get("replay", ""))
+    endpoints, replay_endpoints = fields.get("events", ()), fields.get("replay", ())
     if replay_endpoints and len(replay_endpoints) != len(endpoints):
         raise ConfigError(f"worker: {len(replay_endpoints)} replay endpoints for {len(endpoints)} event endpoints")
-    if not has_url and not endpoints:
-        raise ConfigError(f"worker: events={get('events')!r}, expected an endpoint where there is no url=")
-    url = normalise_url(value_by_key["url"]) if has_url else ""
-    worker_id = get("id") or derive_worker_id(url)
-    if _WORKER_ID_PATTERN.fullmatch(worker_id) is None:
-        raise ConfigError(f"worker: id={worker_id!r}, expected up to 255 printable characters without spaces")
-    return WorkerFlag(
-        url=url,
-        worker_id=worker_id,
-        events=endpoints,
-        replay=replay_endpoints,
-        topic=get("topic", ""),
-        no_events=no_events,
-        roles=frozenset(filter(None, get("roles", "").split(";"))),
-        kv=get("kv", ""),
-        bootstrap=get("bootstrap", ""),
-        cache_tokens=_read_number(value_by_key, "cache_tokens"),
-        max_num_seqs=_read_number(value_by_key, "max_num_seqs"),
-        is_shortest_first=get("prefill_order") == "shortest" if "prefill_order" in value_by_key else None,
-        reannounces=get("reannounce") == "1",
-        sends_api_key=get("send_key") != "0",
-        model=get("model", ""),
-        root=get("root", ""),
-        block_size=_read_number(value_by_key, "block_size"),
-    )
+    if not fields["url"] and not endpoints:
+        events = value_by_key["events"]
+        raise ConfigError(f"worker: events={events!r}, expected an endpoint where there is no url=")
+    fields["worker_id"] = fields.get("worker_id") or derive_worker_id(fields["url"])
+    if _WORKER_ID_PATTERN.fullmatch(fields["worker_id"]) is None:
+        raise ConfigError(f"worker: id={fields['worker_id']!r}, expected up to 255 printable characters without spaces")
+    return WorkerFlag(**fields)
 
 
 def _check_keys(value_by_key: Mapping[str, str]) -> None:
@@ -178,14 +136,6 @@ def _check_keys(value_by_key: Mapping[str, str]) -> None:
         raise ConfigError(f"worker: {missing_key}= is missing")
 
 
-def _check_values(value_by_key: Mapping[str, str]) -> None:
-    """Raise ConfigError for a value that breaks the rule of its key."""
-    for key, rule in _RULE_BY_KEY.items():
-        value = value_by_key.get(key)
-        if value is not None and rule.pattern.fullmatch(value) is None:
-            raise ConfigError(f"worker: {key}={value!r}, expected {rule.expected}")
-
-
 def _check_transfer_values(value_by_key: Mapping[str, str]) -> None:
     """Raise ConfigError if `kv`, `bootstrap` and `roles` do not fit together."""
     kv, bootstrap, roles = (value_by_key.get(key) for key in ("kv", "bootstrap", "roles"))
@@ -199,19 +149,6 @@ def _check_transfer_values(value_by_key: Mapping[str, str]) -> None:
     if kv == SGLANG and roles not in (PREFILL_ROLE, DECODE_ROLE):
         expected = f"roles={PREFILL_ROLE} or roles={DECODE_ROLE}"
         raise ConfigError(f"worker: kv={SGLANG} with roles={roles!r}, expected {expected}")
-
-
-def _read_number(value_by_key: Mapping[str, str], key: str) -> int | None:
-    return int(value_by_key[key]) if key in value_by_key else None
-
-
-def _split_endpoints(text: str) -> tuple[str, ...]:
-    """Return the ZeroMQ endpoints of all ranks, which `;` separates. Raises ConfigError."""
-    endpoints = tuple(text.split(";")) if text else ()
-    for endpoint in endpoints:
-        if not is_endpoint(endpoint):
-            raise ConfigError(f"worker: endpoint {endpoint!r}, expected one like tcp://host:5557")
-    return endpoints
 
 
 def normalise_url(url: str) -> str:
@@ -254,3 +191,61 @@ def derive_worker_id(url: str) -> str:
     parts = urlsplit(url)
     port = parts.port or get_default_port(parts.scheme)
     return f"{bracket_host(parts.hostname or '')}:{port}{parts.path}"
+
+
+def _split_endpoints(text: str) -> tuple[str, ...]:
+    """Return the ZeroMQ endpoints of all ranks, which `;` separates. Raises ConfigError."""
+    endpoints = tuple(text.split(";")) if text else ()
+    for endpoint in endpoints:
+        if not is_endpoint(endpoint):
+            raise ConfigError(f"worker: endpoint {endpoint!r}, expected one like tcp://host:5557")
+    return endpoints
+
+
+def _split_roles(text: str) -> frozenset[str]:
+    return frozenset(filter(None, text.split(";")))
+
+
+class _Key(NamedTuple):
+    """Key of `--worker`: the field of WorkerFlag that it sets, and the values that it may have."""
+
+    field_name: str
+    convert: Callable[[str], Any] = str
+    """Makes the field's value of the text. Raises ConfigError."""
+    pattern: str = r"[\s\S]*"
+    """Regular expression of the texts that the key may have."""
+    expected: str = ""
+    """Description of these texts for error messages."""
+
+    def parse(self, key: str, text: str) -> Any:
+        """Return the field's value. `key`: name of this key, for the ConfigError about a wrong text."""
+        if re.fullmatch(self.pattern, text) is None:
+            raise ConfigError(f"worker: {key}={text!r}, expected {self.expected}")
+        return self.convert(text)
+
+
+_make_number_key = partial(_Key, convert=int, pattern="(?=0*[1-9])[0-9]{1,15}", expected="a positive number")
+_make_switch_key = partial(_Key, convert="1".__eq__, pattern="[01]", expected="0 or 1")
+_KV_DIALECTS = tuple(dialect for dialect in KINDS_BY_DIALECT if dialect != BLOCKCAST)
+"""Values of `kv=`: dialects of engines that do not say themselves that they move KV."""
+_TEXT_KEYS = {
+    "url": _Key("url", normalise_url),
+    "events": _Key("events", _split_endpoints),
+    "replay": _Key("replay", _split_endpoints),
+    "topic": _Key("topic"),
+    "id": _Key("worker_id"),
+    "roles": _Key("roles", _split_roles),
+    "kv": _Key("kv", pattern="|".join(_KV_DIALECTS), expected=" or ".join(_KV_DIALECTS)),
+    "bootstrap": _Key("bootstrap"),
+    "prefill_order": _Key("is_shortest_first", "shortest".__eq__, "arrival|shortest", "arrival or shortest"),
+    "model": _Key("model"),
+    "root": _Key("root"),
+}
+_KEYS = _TEXT_KEYS | {
+    "cache_tokens": _make_number_key("cache_tokens"),
+    "max_num_seqs": _make_number_key("max_num_seqs"),
+    "block_size": _make_number_key("block_size"),
+    "reannounce": _make_switch_key("reannounces"),
+    "send_key": _make_switch_key("sends_api_key"),
+}
+"""All keys of `--worker`. `model`, `root` and `block_size` replace `url`."""
