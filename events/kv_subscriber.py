@@ -317,7 +317,7 @@ def command(
         for address in binds:
             subscriber.feed.bind(address, make_bound_source)
         try:
-            for item in receive_items(subscriber, position_file, ConnectionReport(sources, time.monotonic())):
+            for item in receive_items(subscriber, position_file, sources):
                 if not event_filter.matches_stream(item.stream_id):
                     continue
                 for line in format_lines(item):
@@ -340,34 +340,28 @@ def make_bound_source(topic: str) -> StreamSource:
 
 
 def receive_items(
-    subscriber: events.Subscriber, position_file: PositionFile, connection_report: ConnectionReport
+    subscriber: events.Subscriber, position_file: PositionFile, sources: list[StreamSource]
 ) -> Iterator[Message | Notice]:
-    """Yield batches and notices as they come; meanwhile, save positions and report missing connections."""
+    """Yield batches and notices as they come; meanwhile, save positions.
+
+    Streams that have sent nothing after CONNECT_PATIENCE_S are named on stderr, once.
+    """
+    endpoint_by_silent_stream = {source.stream_id: source.endpoint for source in sources}
+    report_at = time.monotonic() + CONNECT_PATIENCE_S
     while True:
         item = subscriber.get(SAVE_INTERVAL_S)
-        position_file.save_if_due(time.monotonic())
-        connection_report.update(item, time.monotonic())
+        now = time.monotonic()
+        position_file.save_if_due(now)
+        if item is not None:
+            endpoint_by_silent_stream.pop(item.stream_id, None)
+        if now >= report_at:
+            for endpoint in endpoint_by_silent_stream.values():
+                click.echo(
+                    f"{endpoint}: cannot connect yet: does a worker publish there (--kv-events-config)?", err=True
+                )
+            endpoint_by_silent_stream.clear()
         if item is not None:
             yield item
-
-
-class ConnectionReport:
-    """Tells the user on stderr which streams are not connected after CONNECT_PATIENCE_S. It does so once."""
-
-    def __init__(self, sources: list[StreamSource], now: float) -> None:
-        self._endpoint_by_stream = {source.stream_id: source.endpoint for source in sources}
-        """Streams that have sent nothing yet, with their endpoints."""
-        self._report_at = now + CONNECT_PATIENCE_S
-
-    def update(self, item: Message | Notice | None, now: float) -> None:
-        """Record that an item came, if one did; if it is time, report the streams without any."""
-        if item is not None:
-            self._endpoint_by_stream.pop(item.stream_id, None)
-        if now < self._report_at:
-            return
-        for endpoint in self._endpoint_by_stream.values():
-            click.echo(f"{endpoint}: cannot connect yet: does a worker publish there (--kv-events-config)?", err=True)
-        self._endpoint_by_stream.clear()
 
 
 def _handle_sigint(number: int, frame: object) -> None:

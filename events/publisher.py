@@ -284,11 +284,12 @@ class EventPublisher:
 
         The reply ends with its last message, if the peer left, or if the peer took nothing for REPLY_STALL_S.
         """
-        message = reply.peek()
-        if message is None:
+        if reply.next_message is None:
             return _SendOutcome.REPLY_ENDED
         try:
-            replay_socket.send_multipart(build_reply_frames(reply.identity, self._topic, *message), zmq.NOBLOCK)
+            replay_socket.send_multipart(
+                build_reply_frames(reply.identity, self._topic, *reply.next_message), zmq.NOBLOCK
+            )
         except zmq.Again:
             if time.monotonic() - reply.progress_at < REPLY_STALL_S:
                 return _SendOutcome.PEER_BUSY

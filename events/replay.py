@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 from events.codec import encode_batch
 from events.frames import END_SEQ, SNAPSHOT_SEQ
@@ -101,22 +102,23 @@ def iter_snapshot(
     yield END_SEQ, b""
 
 
+@dataclass(slots=True)
 class Reply:
-    """A reply that is being sent to one peer, message by message. `identity` is the peer's ZeroMQ routing id."""
+    """A reply that is being sent to one peer, message by message."""
 
-    __slots__ = ("_messages", "_next_message", "identity", "progress_at")
+    identity: bytes
+    """ZeroMQ routing id of the peer."""
+    messages: Iterator[SeqAndPayload]
+    """Messages after the next one."""
+    progress_at: float
+    """Time of the peer's last progress, in monotonic seconds."""
+    next_message: SeqAndPayload | None = None
+    """Message to send next; None at the end."""
 
-    def __init__(self, identity: bytes, messages: Iterator[SeqAndPayload], now: float) -> None:
-        self.identity = identity
-        self.progress_at = now
-        """Time of the peer's last progress, in monotonic seconds."""
-        self._messages = messages
-        self._next_message: SeqAndPayload | None = next(messages, None)
-
-    def peek(self) -> SeqAndPayload | None:
-        """Return the message to send next; None at the end."""
-        return self._next_message
+    def __post_init__(self) -> None:
+        self.next_message = next(self.messages, None)
 
     def advance(self, now: float) -> None:
-        self._next_message = next(self._messages, None)
+        """Record that the peer took the message."""
+        self.next_message = next(self.messages, None)
         self.progress_at = now

@@ -156,8 +156,15 @@ class PeerClient:
 
     async def _fetch_one(self, url: str, stream_name: str, first_batch_before: int | None) -> PeerSnapshot | None:
         """Return one router's snapshot of a stream and count the outcome; None if it has no usable one."""
-        body = await self._get(f"{url}/peer/{quote(stream_name, safe='')}")
-        if body is None:
+        path = f"/peer/{quote(stream_name, safe='')}"
+        try:
+            status, body = await fetch(
+                self._session, url + path, headers=self._headers, seconds=SNAPSHOT_S_MAX, bytes_max=SNAPSHOT_BYTES_MAX
+            )
+        except FetchError as error:
+            log.info("peer router: %s", error)
+            status, body = 0, b""
+        if status != 200:
             self.outcomes["snapshot_unanswered"] += 1
             return None
         try:
@@ -172,13 +179,3 @@ class PeerClient:
             return None
         self.outcomes["snapshot_taken"] += 1
         return snapshot
-
-    async def _get(self, url: str) -> bytes | None:
-        try:
-            status, body = await fetch(
-                self._session, url, headers=self._headers, seconds=SNAPSHOT_S_MAX, bytes_max=SNAPSHOT_BYTES_MAX
-            )
-        except FetchError as error:
-            log.info("peer router: %s", error)
-            return None
-        return body if status == 200 else None
