@@ -312,8 +312,7 @@ class KVCache:
         The plan being made copies the contents of moved blocks. A moved block has another id, so all block tables are
         written again.
         """
-        for block, old_id in self.pool.compact(kind):
-            self._block_copies.append(BlockCopy(block.kind, old_id, block.id))
+        self._block_copies += self.pool.compact(kind)
         for seq_blocks in self._blocks_by_sequence.values():
             seq_blocks.rewrite_tables()
 
@@ -341,14 +340,14 @@ class KVCache:
         for chunk in plan.chunks:
             chunk.seq.computed_tokens = chunk.end
         self.states.fill_plan(plan)
-        self._steps.begin_step(plan.chunks)
+        self._steps.begin_step()
 
     def commit(self, chunks: Items[Chunk], ended_sequences: Collection[Sequence] = ()) -> None:
         """Record that the oldest step in flight is computed: announce its blocks, release blocks before the windows.
 
         `ended_sequences`: sequences of finished requests, for which no further blocks are registered.
         """
-        self._steps.commit(chunks, ended_sequences)
+        self._steps.commit(ended_sequences)
         if self.windows.sliding_groups:
             for chunk in chunks:
                 self._release_outside_windows(self._blocks_by_sequence[chunk.seq], chunk.end)

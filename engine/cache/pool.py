@@ -16,19 +16,11 @@ with holes only is free; the order knows exactly the cached blocks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from engine.cache.blocks import Block, StateBlock, Unit
 from engine.cache.eviction_order import LruOrder
 from engine.cache.spec import ceil_div
-from engine.types import BlockId
-
-
-class BlockMove(NamedTuple):
-    """A live block that got other memory. Its contents must be copied from the block that had `old_id`."""
-
-    block: Block
-    old_id: BlockId
+from engine.types import BlockCopy
 
 
 class UnitPool:
@@ -206,12 +198,12 @@ class UnitPool:
         self._evict_block(victim)
         return True
 
-    def compact(self, kind: int) -> list[BlockMove]:
+    def compact(self, kind: int) -> list[BlockCopy]:
         """Free a unit of memory that another kind uses, so that `kind` can have it.
 
         Live blocks of that unit move to unused blocks in other units of their kind; cached blocks may be evicted. If
-        `can_allocate` was true before, a unit is free afterwards. Returns the moves in order. The blocks already have
-        their new ids; the caller must copy their contents.
+        `can_allocate` was true before, a unit is free afterwards. Returns the copies of contents that the caller
+        must do in order. The blocks already have their new ids.
         """
         source_unit = self._find_unit_to_empty(kind)
         if source_unit is None:
@@ -236,14 +228,14 @@ class UnitPool:
                 candidates += units
         return min(candidates, key=lambda unit: unit.live_blocks, default=None)
 
-    def _move_live_blocks(self, source_unit: Unit) -> list[BlockMove]:
+    def _move_live_blocks(self, source_unit: Unit) -> list[BlockCopy]:
         """Move the live blocks of a unit to unused blocks (holes) in other units of its kind, and free the unit.
 
         One free unit is enough. So if an eviction frees another unit meanwhile, the other blocks stay in `source_unit`.
         """
         kind = source_unit.kind
         assert kind is not None
-        moves: list[BlockMove] = []
+        moves: list[BlockCopy] = []
         self._unindex_by_holes(source_unit, kind)  # so that `_take_hole` finds holes of other units only
         for slot, block in enumerate(source_unit.blocks):
             if block.ref_count == 0:
@@ -252,7 +244,7 @@ class UnitPool:
             if hole is None:
                 self._index_by_holes(source_unit, kind)
                 return moves
-            moves.append(BlockMove(block, block.id))
+            moves.append(BlockCopy(kind, block.id, hole.id))
             self._swap_with_hole(block, slot, hole)
         assert source_unit.live_blocks == 0
         self._free_unit(source_unit, kind)

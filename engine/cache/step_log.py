@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable
-from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from engine.cache.prefix_tree import PrefixTree
 from engine.cache.sequence_blocks import SequenceBlocks
 from engine.cache.spec import CacheSpec
 from engine.cache.state_checkpoints import NoStates, StateCheckpoints
-from engine.types import Chunk, Sequence
+from engine.types import Sequence
 
 
 class PendingMerge(NamedTuple):
@@ -47,7 +46,6 @@ class PendingStep:
     """Blocks that the step fills, and that the prefix tree has already."""
     late_block_end_by_sequence: dict[SequenceBlocks, int] = field(default_factory=dict)
     """End, in tokens, of the block that the step fills, for sequences with a last token that is not sampled yet."""
-    chunks: Items[Chunk] = field(default_factory=list)
 
 
 class StepLog:
@@ -105,24 +103,22 @@ class StepLog:
             self._host_tier.plan_load_copy(load)
             self._planning_step.work.append(load)
 
-    def begin_step(self, chunks: Items[Chunk]) -> None:
+    def begin_step(self) -> None:
         """Record that planning of the step is complete, and that the step is in flight from now on."""
-        step, self._planning_step = self._planning_step, PendingStep()
-        step.chunks = chunks
-        self._steps_in_flight.append(step)
+        self._steps_in_flight.append(self._planning_step)
+        self._planning_step = PendingStep()
 
     def detach(self, seq_blocks: SequenceBlocks) -> None:
         """Keep further blocks of a sequence out of the prefix tree."""
         seq_blocks.is_detached = True
         self._states.cancel_planned(seq_blocks.seq)
 
-    def commit(self, chunks: Items[Chunk], ended_sequences: Collection[Sequence]) -> None:
+    def commit(self, ended_sequences: Collection[Sequence]) -> None:
         """Announce the blocks of the oldest step in flight, which is computed now, and merge identical blocks.
 
         `ended_sequences`: sequences of finished requests, for which late blocks are not registered any more.
         """
         step = self._steps_in_flight.popleft()
-        assert step.chunks is chunks
         self._commit_blocks(step)
         for seq_blocks, end in step.late_block_end_by_sequence.items():
             if seq_blocks.seq not in ended_sequences and not seq_blocks.is_detached:

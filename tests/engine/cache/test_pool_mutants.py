@@ -331,11 +331,11 @@ def checkpoint_leaked_by_a_failed_step(patch: Patch) -> None:
 def loaded_block_announced_when_planned(patch: Patch) -> None:
     real = StepLog.begin_step
 
-    def begin_step(self: StepLog, chunks: Any) -> None:
+    def begin_step(self: StepLog) -> None:
         for item in self._planning_step.work:
             if isinstance(item, HostLoad):
                 self._tree.event_log.record_stored(item.block.kind, item.host_block.node)  # type: ignore[arg-type]
-        real(self, chunks)
+        real(self)
 
     patch.setattr(StepLog, "begin_step", begin_step)
 
