@@ -11,7 +11,7 @@ import secrets
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -131,14 +131,6 @@ class BoundaryLocation(NamedTuple):
     """Digest of the bytes between that prefix and the boundary."""
 
 
-class _Entry(NamedTuple):
-    """A conversation in the cache, with what is to be undone when it is dropped."""
-
-    conversation: CachedConversation
-    size_bytes: int
-    locations: list[BoundaryLocation]
-
-
 class ConversationCache:
     """The conversations of one process, found by what their bodies begin with. The least recently used one goes first.
 
@@ -151,13 +143,13 @@ class ConversationCache:
         self._seed = secrets.randbits(64)
         self._locations_by_key: dict[int, list[BoundaryLocation]] = {}
         """Digest of the start of a body -> boundaries after it, the newest last."""
-        self._entries: OrderedDict[int, _Entry] = OrderedDict()
-        """`id` of a conversation -> its entry, the least recently used first."""
+        self._locations_by_conversation: OrderedDict[CachedConversation, list[BoundaryLocation]] = OrderedDict()
+        """Conversation -> its boundaries, the least recently used first."""
         self.used_bytes = 0
         self.hits = self.misses = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._locations_by_conversation)
 
     def find(self, kind: ApiKind, body: bytes) -> list[BoundaryLocation]:
         """Return boundaries up to which a cached body and this one have equal bytes, the furthest first.
@@ -195,8 +187,8 @@ class ConversationCache:
 
     def touch(self, conversation: CachedConversation) -> None:
         """Make a conversation the most recently used one."""
-        if id(conversation) in self._entries:
-            self._entries.move_to_end(id(conversation))
+        if conversation in self._locations_by_conversation:
+            self._locations_by_conversation.move_to_end(conversation)
 
     def store(
         self, conversation: CachedConversation, body: bytes, predecessor: CachedConversation | None = None
@@ -211,7 +203,7 @@ class ConversationCache:
         size_bytes, locations = conversation.memory_bytes, self._locate(conversation, body)
         if size_bytes > self.max_bytes // 4 or not locations:
             return
-        self._entries[id(conversation)] = _Entry(conversation, size_bytes, locations)
+        self._locations_by_conversation[conversation] = locations
         self.used_bytes += size_bytes
         for location in locations:
             neighbours = self._locations_by_key.setdefault(location.key, [])
@@ -219,13 +211,13 @@ class ConversationCache:
             if len(neighbours) > LOCATIONS_MAX:
                 self._drop(neighbours[0].conversation)
         while self.used_bytes > self.max_bytes:
-            self._drop(next(iter(self._entries.values())).conversation)
+            self._drop(next(iter(self._locations_by_conversation)))
 
     def clear(self, model: str) -> None:
         """Drop the conversations of a model."""
-        for entry in list(self._entries.values()):
-            if entry.conversation.model == model:
-                self._drop(entry.conversation)
+        for conversation in list(self._locations_by_conversation):
+            if conversation.model == model:
+                self._drop(conversation)
 
     def _locate(self, conversation: CachedConversation, body: bytes) -> list[BoundaryLocation]:
         """Return the boundaries of a conversation with the digests under which a look-up finds them."""
@@ -240,11 +232,11 @@ class ConversationCache:
 
     def _drop(self, conversation: CachedConversation) -> None:
         """Forget a conversation with its boundaries, if it is in the cache."""
-        entry = self._entries.pop(id(conversation), None)
-        if entry is None:
+        locations = self._locations_by_conversation.pop(conversation, None)
+        if locations is None:
             return
-        self.used_bytes -= entry.size_bytes
-        for key in {location.key for location in entry.locations}:
+        self.used_bytes -= conversation.memory_bytes
+        for key in {location.key for location in locations}:
             neighbours = self._locations_by_key[key]
             neighbours[:] = [location for location in neighbours if location.conversation is not conversation]
             if not neighbours:
@@ -252,12 +244,11 @@ class ConversationCache:
 
     def check_invariants(self) -> None:
         """Assert that the bytes are their sum and bounded, and that exactly the boundaries of entries have keys."""
-        assert self.used_bytes == sum(entry.size_bytes for entry in self._entries.values()) <= self.max_bytes
+        conversations = self._locations_by_conversation
+        assert self.used_bytes == sum(conversation.memory_bytes for conversation in conversations) <= self.max_bytes
         expected_ids: dict[int, set[int]] = {}
-        for entry in self._entries.values():
-            assert entry.size_bytes == entry.conversation.memory_bytes
-            for location in entry.locations:
-                expected_ids.setdefault(location.key, set()).add(id(location.boundary))
+        for location in chain(*conversations.values()):
+            expected_ids.setdefault(location.key, set()).add(id(location.boundary))
         assert expected_ids == {
             key: {id(location.boundary) for location in locations} for key, locations in self._locations_by_key.items()
         }

@@ -72,7 +72,7 @@ def test_a_wrong_prompt_ends_the_caching_and_is_told(
         conversations = await load(edge, tmp_path)
         talk = long_talk(9)
         await send(edge, make_post, talk[:5])
-        ((conversation, _, _),) = conversations.cache._entries.values()
+        (conversation,) = conversations.cache._locations_by_conversation
         conversation.token_ids[3] += 1
         await send(edge, make_post, talk[:7])
         assert conversations.get_renderer("tiny") is not None
@@ -97,7 +97,7 @@ def test_conversations_of_a_replaced_tokenizer_are_read_with_the_new_one(
     async def scenario() -> None:
         conversations = await load(edge, tmp_path)
         assert await send(edge, make_post, long_talk(7)) == 1
-        ((late_conversation, _, _),) = conversations.cache._entries.values()
+        (late_conversation,) = conversations.cache._locations_by_conversation
         upgraded = tmp_path / "upgraded"
         upgraded.mkdir()
         write_tokenizer(upgraded, 4096, 1 << 20)
