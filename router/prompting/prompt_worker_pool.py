@@ -102,12 +102,16 @@ class PromptWorkerPool:
         self._config = config
         setup = WorkerState, (chat_template,)
         self.processes = WorkerPool(setup, config.count, config.memory_mb << 20)
-        self.waiting_bytes = 0
-        self._tenant_bytes: dict[str, int] = {}
+        self._tenant_bytes: Counter[str] = Counter()
         """Tenant -> bytes of its bodies that wait or are being read."""
         self.cpu_s = 0.0
         self.counts: Counter[str] = Counter()
         """Outcome -> bodies: read, unread, refused (no JSON), full, full_for_tenant, failed."""
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the bodies that wait or are being read."""
+        return self._tenant_bytes.total()
 
     async def read(
         self,
@@ -165,7 +169,7 @@ class PromptWorkerPool:
         A tenant with a body already must leave at least as much room free as all of its bodies then take.
         """
         bytes_max = self._config.waiting_mb << 20
-        tenant_bytes = self._tenant_bytes.get(tenant, 0)
+        tenant_bytes = self._tenant_bytes[tenant]
         remaining_bytes = bytes_max - (self.waiting_bytes + body_bytes)
         if remaining_bytes < 0:
             self.counts["full"] += 1
@@ -175,13 +179,11 @@ class PromptWorkerPool:
             raise _make_overload_error("too many large bodies of this client wait to be read", status=429)
 
     def _add_waiting(self, tenant: str, size: int) -> None:
-        self.waiting_bytes += size
-        self._tenant_bytes[tenant] = self._tenant_bytes.get(tenant, 0) + size
+        self._tenant_bytes[tenant] += size
         if not self._tenant_bytes[tenant]:
             del self._tenant_bytes[tenant]
 
     def check_invariants(self) -> None:
-        assert self.waiting_bytes == sum(self._tenant_bytes.values())
         assert all(count > 0 for count in self._tenant_bytes.values())
 
     def close_idle(self, now: float) -> None:
