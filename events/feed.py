@@ -32,7 +32,7 @@ from events.feed_sockets import (
     receive_frames,
 )
 from events.frames import (
-    SNAPSHOT_REQUEST,
+    SNAPSHOT_REQUEST_FRAMES,
     SNAPSHOT_SEQ,
     build_replay_request,
     parse_live_message,
@@ -533,29 +533,24 @@ class EventFeed:
 
     def _perform(self, stream: FollowedStream, instruction: Instruction) -> None:
         """Send a request, or give another instruction to the handler."""
-        if isinstance(instruction, RequestReplay):
-            replay = build_replay_request(instruction.start_seq)
-            self._send_request(stream, instruction.request_id, stream.source.replay_endpoint, replay)
-        elif isinstance(instruction, RequestSnapshot):
-            self._request_snapshot(stream, instruction.request_id)
-        else:
-            remaining_work = self._handle(stream.source.stream_id, instruction, stream.topic)
-            if remaining_work is not None:
-                stream.pending_work.appendleft(remaining_work)
+        source = stream.source
+        match instruction:
+            case RequestReplay(request_id, start_seq):
+                self._send_request(stream, request_id, source.replay_endpoint, build_replay_request(start_seq))
+            case RequestSnapshot(request_id) if source.snapshot_endpoint is None:
+                self._send_request(stream, request_id, source.replay_endpoint, build_replay_request(SNAPSHOT_SEQ))
+            case RequestSnapshot(request_id):
+                self._send_request(stream, request_id, source.snapshot_endpoint, SNAPSHOT_REQUEST_FRAMES)
+            case _:
+                remaining_work = self._handle(source.stream_id, instruction, stream.topic)
+                if remaining_work is not None:
+                    stream.pending_work.appendleft(remaining_work)
 
     def _report_dropped_messages(self, stream: FollowedStream) -> None:
         dropped_count = stream.stream_state.dropped_message_count - stream.reported_drop_count
         if dropped_count:
             stream.reported_drop_count += dropped_count
             self._handle(stream.source.stream_id, DroppedMessages(dropped_count), stream.topic)
-
-    def _request_snapshot(self, stream: FollowedStream, request_id: int) -> None:
-        source = stream.source
-        if source.snapshot_endpoint is None:
-            self._send_request(stream, request_id, source.replay_endpoint, build_replay_request(SNAPSHOT_SEQ))
-        else:
-            self._send_request(stream, request_id, source.snapshot_endpoint, [b"", SNAPSHOT_REQUEST])
-            stream.awaits_snapshot = True
 
     def _send_request(
         self, stream: FollowedStream, request_id: int, endpoint: str | None, request: list[bytes]
@@ -566,7 +561,7 @@ class EventFeed:
         """
         self._cancel_request(stream)
         assert endpoint is not None
-        stream.awaits_snapshot = False
+        stream.awaits_snapshot = request == SNAPSHOT_REQUEST_FRAMES
         try:
             dealer = open_request_socket(self._context, endpoint, request)
         except zmq.ZMQError as error:

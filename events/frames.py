@@ -14,8 +14,8 @@ SEQ_BYTES = 8
 PUBLISHER_ID_BYTES = 16
 """Length of a publisher id, which may follow the sequence number (vLLM with snapshots): another id is another
 process."""
-SNAPSHOT_REQUEST = b"snapshot"
-"""Request to a socket that answers snapshots only."""
+SNAPSHOT_REQUEST_FRAMES = [b"", b"snapshot"]
+"""Request that a DEALER sends to a socket that answers snapshots only."""
 END_SEQ = 2**64 - 1
 """Sequence number of the marker that ends every reply; its payload is empty."""
 SNAPSHOT_SEQ = 2**64 - 2

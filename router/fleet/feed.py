@@ -9,7 +9,6 @@ stream are dropped.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import threading
 import time
@@ -98,8 +97,6 @@ class IndexFeed:
         """Streams that are followed now, by the id that the events feed knows them by."""
         self._streams_by_worker: dict[str, list[WorkerStream]] = {}
         """Streams of each worker, one for each data-parallel rank."""
-        self._stream_generation = itertools.count()
-        """Numbers that make the ids of streams unique."""
         self.events = EventFeed(self.handle)
 
     # The caller's thread -------------------------------------------------------------------------------------------
@@ -151,7 +148,6 @@ class IndexFeed:
                 rank=rank,
                 source=source,
                 holder=holder,
-                stream_id=self._make_stream_id(worker_id, rank),
                 counters=old_streams[rank].counters if rank < len(old_streams) else make_stream_counters(),
                 is_only_rank=len(targets) == 1,
                 blocks_max=blocks_max,
@@ -318,10 +314,6 @@ class IndexFeed:
         except KeyError:
             return []
 
-    def _make_stream_id(self, worker_id: str, rank: int) -> str:
-        """Return an id that no stream has had, so that late messages of a replaced stream are told apart."""
-        return f"{worker_id}#{rank}@{next(self._stream_generation)}"
-
     def _start_stream(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> WorkerStream:
         """Follow a new stream, from another router's snapshot if there is one."""
         self._declare_groups(stream)
@@ -333,7 +325,7 @@ class IndexFeed:
 
     def _replace_stream(self, old: WorkerStream, snapshot: PeerSnapshot | None = None) -> WorkerStream:
         """Follow the events of a stopped stream anew."""
-        return self._start_stream(old.make_successor(self._make_stream_id(old.worker_id, old.rank)), snapshot)
+        return self._start_stream(old.make_successor(), snapshot)
 
     def _apply_snapshot(self, stream: WorkerStream, snapshot: PeerSnapshot | None) -> StreamPosition | None:
         """Apply another router's snapshot; return the position that the worker has to confirm, if any."""

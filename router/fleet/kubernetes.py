@@ -96,14 +96,12 @@ async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) ->
         ) from error
     namespace = source.namespace or _read_own_namespace()
     async with client.ApiClient(configuration) as api:
-        follow = _follow_service if source.kind == "service" else _follow_pool
-        await follow(api, source, namespace, update)
-
-
-async def _follow_service(api: ApiClient, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
-    path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-    labels = f"kubernetes.io/service-name={source.name}"
-    await _follow_objects(api, path, labels, partial(read_slice, port=source.port), update)
+        if source.kind == "pool":
+            await _follow_pool(api, source, namespace, update)
+            return
+        path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        labels = f"kubernetes.io/service-name={source.name}"
+        await _follow_objects(api, path, labels, partial(read_slice, port=source.port), update)
 
 
 async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter
@@ -83,15 +84,18 @@ class AppliedBatch(NamedTuple):
     """Time from the making of the batch, by the worker's clock, until then; None if the batch does not tell it."""
 
 
+_STREAM_NUMBERS = itertools.count()
+"""Numbers of streams. No `stream_id` is used twice, so late messages of a replaced stream are told apart."""
+
+
 @dataclass(slots=True)
 class WorkerStream:
-    """One followed event stream. No `stream_id` is used twice, so a replaced stream is told from its successor."""
+    """Record of one followed event stream of a worker's data-parallel rank."""
 
     worker_id: str
     rank: int
     source: EventSource
     holder: HolderId
-    stream_id: str
     counters: Counter[str]
     is_only_rank: bool
     """Whether the worker has no other rank."""
@@ -112,6 +116,7 @@ class WorkerStream:
     """Data-parallel rank that the batches name, if it is not the one they are followed for."""
     last_event: AppliedBatch = field(default_factory=AppliedBatch)
     """Last live batch."""
+    stream_id: str = field(init=False)
     topic: str = field(init=False)
     """Topic under which the worker publishes, as its description or its first message says."""
     stored_since_counted: int = 0
@@ -120,14 +125,14 @@ class WorkerStream:
     problems: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.stream_id = f"{self.worker_id}#{self.rank}@{next(_STREAM_NUMBERS)}"
         self.topic = self.source.topic
 
-    def make_successor(self, stream_id: str) -> WorkerStream:
+    def make_successor(self) -> WorkerStream:
         """Return the record of a new stream of this rank. Only its counters go on from where they are."""
         return WorkerStream(
-            self.worker_id, self.rank, self.source, self.holder, stream_id, self.counters, self.is_only_rank,
-            self.blocks_max,
-        )  # fmt: skip
+            self.worker_id, self.rank, self.source, self.holder, self.counters, self.is_only_rank, self.blocks_max
+        )
 
     @property
     def is_up(self) -> bool:
