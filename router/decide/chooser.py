@@ -433,7 +433,9 @@ class Chooser:
 
 def _has_unknown_speed(targets: Sequence[Target]) -> bool:
     """Return whether no speed was measured yet in the pool that all targets share, and none has ended a request."""
-    return targets[0].speed.pool.is_silent and all(target.load.last_request_end_s == -math.inf for target in targets)
+    pool = targets[0].speed.pool
+    is_unmeasured = pool.is_enabled and not pool.observation_count
+    return is_unmeasured and all(target.load.last_request_end_s == -math.inf for target in targets)
 
 
 def _has_idle_target(targets: Sequence[Target]) -> bool:

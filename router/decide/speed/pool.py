@@ -12,11 +12,11 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from router.decide.config import LearnConfig
 from router.decide.speed.observations import Observation, PrefillInterval, WorkTotals
-from router.decide.speed.ratios import RATIO_MAX, IntervalTimes, TimeFactor, combine_ratios, fit_ratios, is_within
+from router.decide.speed.ratios import IntervalTimes, TimeFactor, combine_ratios, fit_ratios, is_within
 from simulation.steps import StepTimes
 
 _INTERVALS_MAX: Final = 192
@@ -40,15 +40,6 @@ _STEP_INTERVAL_EARLY_S, _STEP_INTERVAL_LATE_S = 0.5, 4.0
 """Time between two observations of a target's steps, while the pool has few and later."""
 
 
-class LearnedRatios(NamedTuple):
-    """Ratios of a pool as its last intervals show them. A weight is the number of intervals that show the ratio."""
-
-    prefill_ratio: float = 1.0
-    prefill_weight: float = 0.0
-    step_ratio: float = 1.0
-    step_weight: float = 0.0
-
-
 class PoolSpeed:
     """Speed of the targets that serve one model."""
 
@@ -61,9 +52,6 @@ class PoolSpeed:
         """Last intervals between first tokens."""
         self._steps: deque[IntervalTimes] = deque(maxlen=_INTERVALS_MAX)
         """Last intervals between tokens of an answer."""
-        self._learned = LearnedRatios()
-        self._prior_ratio = 1.0
-        """Factor of the prior's times, which is raised while no answer has come and prompts are overdue."""
         self._prefill_ratio = self._step_ratio = 1.0
         """Factors of the prior's times for prefill and for steps, by what was learned and by the prior."""
         self.members: list[Speed] = []
@@ -72,8 +60,6 @@ class PoolSpeed:
         """Intervals that were observed on all targets."""
         self.model = prior
         """Service model of a target without a factor of its own."""
-        self.is_silent = config.enabled
-        """Whether the pool is to be learned and nothing was observed yet."""
 
     @property
     def step_observation_interval_s(self) -> float:
@@ -85,7 +71,7 @@ class PoolSpeed:
         return self._prefill_ratio * times.prefill_s + self._step_ratio * times.steps_s
 
     def observe(self, times: IntervalTimes, *, is_decode: bool) -> bool:
-        """Learn from an interval of one target, and return whether the pool's model has changed.
+        """Learn from an interval of one target, and return whether the pool's model has changed by more than 2 %.
 
         After the first intervals, only every `_LEARN_EVERY`-th renews what was learned. `times.elapsed_s` is the time
         that the pool would have taken: half of the measured time if the target takes twice as long as its pool.
@@ -95,13 +81,19 @@ class PoolSpeed:
         self.observation_count += 1
         if len(intervals_of_kind) > _EARLY_INTERVALS and self.observation_count % _LEARN_EVERY:
             return False
-        self._learned = self._learn_ratios()
-        return self._refresh_model()
+        self._learn_ratios()
+        model = _scale_model(self.prior, self._prefill_ratio, self._step_ratio)
+        if _is_near(model, self.model):
+            return False
+        self.model = model
+        return True
 
-    def _learn_ratios(self) -> LearnedRatios:
-        """Return the ratios by which the last intervals are explained best.
+    def _learn_ratios(self) -> None:
+        """Set both ratios to the mean of 1.0, the prior, and the ratio that explains the last intervals best.
 
-        An interval that spends 70 % of its time in prefill has a weight of 0.7 for the prefill time, and 0.3 for steps.
+        An interval that spends 70 % of its time in prefill counts as 0.7 intervals for the ratio of prefills, and as
+        0.3 for that of steps. While no step is measured, steps have the ratio of prefills: a target with slow prefills
+        also writes slowly.
         """
         prefill_ratio, step_ratio = fit_ratios(
             [*self._take_middle_half(self._prefills), *self._take_middle_half(self._steps)]
@@ -110,7 +102,9 @@ class PoolSpeed:
         prefill_weight = sum(
             self._prefill_ratio * interval.prefill_s / self.predict_s(interval) for interval in intervals
         )
-        return LearnedRatios(prefill_ratio, prefill_weight, step_ratio, len(intervals) - prefill_weight)
+        self._step_ratio = self._prefill_ratio = combine_ratios(1.0, prefill_ratio, prefill_weight)
+        if self._prior_step_s > 0.0:
+            self._step_ratio = combine_ratios(self._prefill_ratio, step_ratio, len(intervals) - prefill_weight)
 
     def _take_middle_half(self, intervals: Iterable[IntervalTimes]) -> list[IntervalTimes]:
         """Return the intervals without the quarter that was fastest, and the quarter that was slowest.
@@ -120,30 +114,6 @@ class PoolSpeed:
         ordered = sorted(intervals, key=lambda times: times.elapsed_s / self.predict_s(times))
         trimmed_count = len(ordered) // 4
         return ordered[trimmed_count : len(ordered) - trimmed_count]
-
-    def raise_prior(self, ratio: float) -> bool:
-        """Multiply the prior by `ratio`, before anything was observed; return whether the model has changed."""
-        self._prior_ratio = min(self._prior_ratio * ratio, RATIO_MAX)
-        return self._refresh_model()
-
-    def _refresh_model(self) -> bool:
-        """Compute the speeds of the pool anew; return whether they have changed by more than 2 %.
-
-        Speeds are ratios to an assumed speed, the prior. A ratio is the mean of the prior's and the measured one. While
-        no decode step is measured, steps have the ratio of prefills: a target with slow prefills also writes slowly.
-        """
-        learned = self._learned
-        self.is_silent = self.is_enabled and not (learned.prefill_weight or learned.step_weight)
-        self._step_ratio = self._prefill_ratio = combine_ratios(
-            self._prior_ratio, learned.prefill_ratio, learned.prefill_weight
-        )
-        if self._prior_step_s > 0.0:
-            self._step_ratio = combine_ratios(self._prefill_ratio, learned.step_ratio, learned.step_weight)
-        model = _scale_model(self.prior, self._prefill_ratio, self._step_ratio)
-        if not self.is_enabled or _is_near(model, self.model):
-            return False
-        self.model = model
-        return True
 
 
 def predict_times(model: StepTimes, observation: Observation) -> IntervalTimes:
