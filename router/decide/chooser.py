@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -89,6 +88,15 @@ class RoutingChoice(msgspec.Struct, eq=False):
         )
 
 
+class Placement(NamedTuple):
+    """Target that a session or conversation was sent to last."""
+
+    target_name: str
+    prompt_tokens: int
+    """Length of the prompt that was sent there, estimated if it has media."""
+    placed_at_s: float
+
+
 class Chooser:
     """Chooses the worker for a request: the cheapest by its price, or the one that another policy names.
 
@@ -119,11 +127,10 @@ class Chooser:
         self.tie_rotation = 0
         """Number of choices that were committed; the next tie is won by the next candidate in turn."""
         self.custom_policy = CustomPolicy(config.policy_function) if config.policy_function is not None else None
-        self.session_placements: RecentPlacements[str] = RecentPlacements(config.session_ttl_s, config.sessions_max)
+        self._placement_ttl_s = config.session_ttl_s
+        self.session_placements: BoundedDict[str, Placement] = BoundedDict(config.sessions_max)
         """Last placement of each session, for session affinity."""
-        self.media_placements: RecentPlacements[tuple[int, Scope]] = RecentPlacements(
-            config.session_ttl_s, config.sessions_max
-        )
+        self.media_placements: BoundedDict[tuple[int, Scope], Placement] = BoundedDict(config.sessions_max)
         """Last placement of each conversation with media, by the digest of its first messages."""
 
     def choose(
@@ -319,7 +326,7 @@ class Chooser:
             candidates = self._cache_state.find_cache_hits(prompt, targets, matches, facts.now)
             self._cache_state.add_memory_costs(prompt, facts.output_tokens, candidates, facts.now)
             # While speeds are unknown and a worker is idle, no request waits for a prefix that is still being computed.
-            if self._chooses_by_price and _has_unknown_speed(targets) and _has_idle_target(targets):
+            if self._chooses_by_price and _has_unmeasured_idle_target(targets):
                 for candidate in candidates:
                     candidate.cached_tokens = candidate.resident_tokens
         if request.media_conversation is not None:
@@ -374,9 +381,9 @@ class Chooser:
         """Return the candidate that the session was sent to last, or else its parent session."""
         if request.session is None:
             return None
-        placement = self.session_placements.get(request.session, now)
+        placement = self._find_recent(self.session_placements, request.session, now)
         if placement is None and request.parent is not None:
-            placement = self.session_placements.get(request.parent, now)
+            placement = self._find_recent(self.session_placements, request.parent, now)
         if placement is None:
             return None
         return next((candidate for candidate in candidates if candidate.target.name == placement.target_name), None)
@@ -384,12 +391,17 @@ class Chooser:
     def _add_media_hits(self, request: RouteRequest, candidates: list[Candidate], now: float) -> None:
         """Assume that the last prompt of a conversation with media is cached at the target that got it."""
         assert request.media_conversation is not None
-        placement = self.media_placements.get((request.media_conversation, request.scope), now)
+        placement = self._find_recent(self.media_placements, (request.media_conversation, request.scope), now)
         if placement is None:
             return
         for candidate in candidates:
             if candidate.target.name == placement.target_name:
                 candidate.media_cached_tokens = min(placement.prompt_tokens, request.prompt_tokens)
+
+    def _find_recent(self, placements: BoundedDict[Key, Placement], key: Key, now: float) -> Placement | None:
+        """Return the placement under a key, unless it is older than `session_ttl_s`."""
+        placement = placements.get(key)
+        return placement if placement is not None and now - placement.placed_at_s <= self._placement_ttl_s else None
 
     def rechoose_behind_queue(self, choice: RoutingChoice, queued_ahead_s: Mapping[str, float]) -> None:
         """Price the candidates again and pick the cheapest, now that the request's place in the queue is known."""
@@ -431,54 +443,15 @@ class Chooser:
         return decision
 
 
-def _has_unknown_speed(targets: Sequence[Target]) -> bool:
-    """Return whether no speed was measured yet in the pool that all targets share, and none has ended a request."""
+def _has_unmeasured_idle_target(targets: Sequence[Target]) -> bool:
+    """Return whether a target has nothing to prefill, and nothing is known of the speed of the pool of all targets."""
     pool = targets[0].speed.pool
-    is_unmeasured = pool.is_enabled and not pool.observation_count
-    return is_unmeasured and all(target.load.last_request_end_s == -math.inf for target in targets)
-
-
-def _has_idle_target(targets: Sequence[Target]) -> bool:
-    return not all(target.prefill_queue.requests for target in targets)
+    if not pool.is_enabled or pool.observation_count:
+        return False
+    has_answered = any(target.load.last_request_end_s > -math.inf for target in targets)
+    return not has_answered and not all(target.prefill_queue.requests for target in targets)
 
 
 def _has_best_sources(load_order: LoadOrder | None, sources: Sequence[Target]) -> bool:
     """Return whether all sources are in a pool, whose longest cached prefixes were looked up for the shortlist."""
     return load_order is not None and all(source.holder in load_order.targets for source in sources)
-
-
-class Placement(NamedTuple):
-    """Target that a session or conversation was sent to last."""
-
-    target_name: str
-    prompt_tokens: int
-    """Length of the prompt that was sent there, estimated if it has media."""
-    placed_at_s: float
-
-
-@dataclass(slots=True)
-class RecentPlacements(Generic[Key]):
-    """Last placement of each session or conversation. If there are too many, the longest unused are forgotten."""
-
-    ttl_s: float
-    max_placements: int
-    _placements: BoundedDict[Key, Placement] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._placements = BoundedDict(self.max_placements)
-
-    def __len__(self) -> int:
-        return len(self._placements)
-
-    def get(self, key: Key, now: float) -> Placement | None:
-        """Return the last placement, unless it is older than `ttl_s`."""
-        placement = self._placements.get(key)
-        return placement if placement is not None and now - placement.placed_at_s <= self.ttl_s else None
-
-    def put(self, key: Key, placement: Placement) -> None:
-        """Record the placement of a request."""
-        self._placements[key] = placement
-
-    def forget(self, key: Key) -> None:
-        """Forget a session that is over."""
-        self._placements.pop(key, None)

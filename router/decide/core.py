@@ -216,14 +216,13 @@ class RouterCore:
         return list(dict.fromkeys(target.worker_id for target in sample))[:count]
 
     def record_first_token(self, request_id: str, now: float) -> list[Instruction]:
-        """Record that the content of a streamed answer has begun."""
+        """Record that the first token of a streamed answer has come, so its prompt is computed and its worker works."""
         attempt = self._get_attempt(request_id)
-        if attempt is None:
+        if attempt is None or attempt.has_first_token:
             return []
-        if attempt.decision.transfer is not None and not attempt.has_first_token:
-            self._placer.observe_transfer(attempt, now)
-        self._placer.end_prefill_leg(attempt, now, is_computed=True)
         attempt.has_first_token = True
+        self._placer.observe_transfer(attempt, now)
+        self._placer.end_prefill_leg(attempt, now, is_computed=True)
         if not self.tracker.record_first_token(attempt.in_flight, now):
             return []
         active_request = self._active_requests[request_id]

@@ -139,8 +139,11 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
     """Time of the transfer alone, without the prefill of the source."""
 
 
-class Price(msgspec.Struct, frozen=True, gc=False):
-    """Predicted cost in seconds of one request at one worker: six parts, and their sum. The lowest price wins."""
+class Terms(msgspec.Struct, frozen=True, gc=False):
+    """Price in seconds of one request at one worker: a sum of six parts, and the figures behind them.
+
+    The worker with the lowest price gets the request. docs/reference/price.md explains the figures.
+    """
 
     worker: str
     cost: float
@@ -157,11 +160,6 @@ class Price(msgspec.Struct, frozen=True, gc=False):
     """Discount for the part of the prefill that other requests will use."""
     tie_break_s: float = 0.0
     """Recent utilisation, times `cost.utilisation_weight`."""
-
-
-class Terms(Price, frozen=True, gc=False):
-    """Price of one request at one worker, and the figures behind the price. docs/reference/price.md explains them."""
-
     cached_tokens: int = 0
     """Length of the usable cached prefix, including blocks that running requests compute."""
     resident_tokens: int = 0

@@ -312,9 +312,9 @@ class RequestPlacer:
             return
         placement = Placement(target.name, request.prompt_tokens, now)
         if session is not None:
-            self.chooser.session_placements.put(session, placement)
+            self.chooser.session_placements[session] = placement
         if request.media_conversation is not None:
-            self.chooser.media_placements.put((request.media_conversation, request.scope), placement)
+            self.chooser.media_placements[request.media_conversation, request.scope] = placement
 
     def _start_prefill_leg(self, attempt: Attempt, choice: RoutingChoice, source: Target, now: float) -> None:
         """Count the prompt of a split attempt at `source`, the worker that computes its KV and then hands it over."""
@@ -424,7 +424,7 @@ class RequestPlacer:
     def end_session(self, request: RouteRequest) -> None:
         """Forget the session of a request, where the request says that it is the session's last."""
         if request.is_final and request.session is not None:
-            self.chooser.session_placements.forget(request.session)
+            self.chooser.session_placements.pop(request.session, None)
             self._output_lengths.forget_session(request)
 
     # The queue ---------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -63,15 +63,11 @@ class _RequestTimetable:
         heapq.heappush(self._entries, (at_s, self._entry_count, request))
         self._entry_count += 1
 
-    def pop_due(self, now: float) -> Sequence[tuple[float, InFlightRequest]]:
-        """Remove and return all times up to `now` with their requests, the earliest first."""
-        if not self._entries or self._entries[0][0] > now:
-            return ()
-        due_requests = []
+    def pop_due(self, now: float) -> Iterator[tuple[float, InFlightRequest]]:
+        """Remove and yield all times up to `now` with their requests, the earliest first."""
         while self._entries and self._entries[0][0] <= now:
             at_s, _, request = heapq.heappop(self._entries)
-            due_requests.append((at_s, request))
-        return due_requests
+            yield at_s, request
 
 
 class LoadTracker:

@@ -135,7 +135,7 @@ def test_a_sub_agent_goes_where_its_parent_is_and_an_ended_session_is_forgotten(
         assert send(core, f"sub{number}", [2] * 600, 1.0, session=f"sub{number}", parent="main") == home
     assert {send(core, f"other{number}", [3] * 600, 2.0, session=f"o{number}") for number in range(2)} == {"a", "b"}
     send(core, "last", [1] * 700, 3.0, session="main", is_final=True)
-    assert core._placer.chooser.session_placements.get("main", 3.0) is None
+    assert core._placer.chooser.session_placements.get("main") is None
 
 
 def test_what_only_an_ended_session_used_is_needed_no_more() -> None:
