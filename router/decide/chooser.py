@@ -1,6 +1,6 @@
 """Chooser: prices the eligible targets of a request and picks one by the configured policy.
 
-Choosing changes nothing but the random generator and the mean request of a large pool. The core commits the choice.
+Choosing changes nothing but the random generator. The core commits the choice.
 """
 
 from __future__ import annotations
@@ -185,8 +185,6 @@ class Chooser:
         plans = self._plan_transfers(choice, sources, best_sources, matches or {}) if sources else []
         self._add_plans(choice, plans)
         choice.winner = self._pick_winner(request, choice)
-        if load_order is not None:
-            load_order.record_request(facts, choice.winner.terms.cached_tokens)
         if explain and shortlist is not targets:  # the winner stays; the other targets only get a price
             explained_choice = self._price_targets(request, facts, prompt, targets, None, queued_ahead_s)
             self._add_plans(explained_choice, plans)

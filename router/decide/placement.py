@@ -429,15 +429,16 @@ class RequestPlacer:
 
     # The queue ---------------------------------------------------------------------------------------------------
     def _enqueue(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
-        """Put a request into the queue, or change its target if it is there already."""
-        request, config = active_request.request, self._config.queue
-        is_queued, position = request.request_id in self.queue.requests, active_request.queue_position
-        if not is_queued and self.queue.is_full(position):
+        """Put a request into the queue for the worker that was chosen, which changes if the request is there already.
+
+        The request waits for its turn until its own deadline, or else for the longest wait of the configuration.
+        """
+        request, position, config = active_request.request, active_request.queue_position, self._config.queue
+        is_new = request.request_id not in self.queue.requests
+        if is_new and self.queue.is_full(position):
             return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, max(1.0, choice.wait_s))
-        deadline_s = request.deadline_s
-        if deadline_s is None:
-            max_wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max
-            deadline_s = active_request.arrived_s + max_wait_s
+        max_wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max
+        deadline_s = active_request.arrived_s + max_wait_s if request.deadline_s is None else request.deadline_s
         self.queue.put(
             request.request_id,
             position,
@@ -447,7 +448,7 @@ class RequestPlacer:
             deadline_s=deadline_s,
             refuse_at_deadline=request.deadline_s is not None or not position.is_background,
         )
-        if not is_queued:
+        if is_new:
             self._counters["queued"] += 1
             if len(self.queue.requests) == 1:
                 self._next_queue_try_at_s = now + QUEUED_TRY_INTERVAL_S

@@ -1,9 +1,9 @@
 """Shortlist of a large pool: the few targets that may have the lowest price for a request.
 
 With it, a decision among 500 workers costs about as much as one among 8. `LoadOrder` sorts the targets by the price of
-a typical request, the mean of the earlier ones. If 8 (RIVALS_MIN) targets come before a target in that order and have
-at least as long a cached prefix, the target is not priced. The prefix index finds the others. So the lowest price may
-be missed. The chosen price is higher by at most the sum of
+a typical request: a prompt of 1024 tokens, none of them cached, and an answer of 256. If 8 (RIVALS_MIN) targets come
+before a target in that order and have at least as long a cached prefix, the target is not priced. The prefix index
+finds the others. So the lowest price may be missed. The chosen price is higher by at most the sum of
 
 * |(1 + congestion) * P - that of the typical request| * (largest slowdown in the pool - least)
 * the differences in `decode` and in the wait for KV memory between the request and the typical one
@@ -18,7 +18,6 @@ from __future__ import annotations
 import bisect
 from array import array
 from collections.abc import MutableSequence, Sequence
-from dataclasses import dataclass, replace
 from typing import Final, cast
 
 from router.decide.config import CostConfig
@@ -30,34 +29,10 @@ POOL_SIZE_MIN: Final = 33
 """Size of the smallest pool that has a shortlist; all targets of smaller pools are priced."""
 RIVALS_MIN: Final = 8
 """Number of targets which must be better in load and as good in prefix before a target is left out."""
-REQUESTS_AVERAGED: Final = 256.0
-"""Requests over which the typical request is averaged."""
-DRIFT_RATIO: Final = 1.5
-"""Factor by which the mean request may differ from the one that targets are sorted by, before they are sorted anew."""
+TYPICAL_PROMPT_TOKENS: Final = 1024
+TYPICAL_ANSWER_TOKENS: Final = 256.0
 REPOSITIONS_PER_UPDATE: Final = 2
 """Targets that are sorted anew at each decision without a known change, because answers grow as time passes."""
-
-
-@dataclass(slots=True)
-class TypicalRequest:
-    """Sizes of a mean request; its price at each target ranks a pool's targets."""
-
-    prompt_tokens: float = 1024.0
-    computed_tokens: float = 1024.0
-    """Prompt tokens that are not cached at the worker which is chosen."""
-    answer_tokens: float = 256.0
-
-    def is_near(self, other: TypicalRequest) -> bool:
-        """Return whether all sizes are within `DRIFT_RATIO` of the other request's."""
-        return (
-            _is_near(self.prompt_tokens, other.prompt_tokens)
-            and _is_near(self.computed_tokens, other.computed_tokens)
-            and _is_near(self.answer_tokens, other.answer_tokens)
-        )
-
-
-def _is_near(tokens: float, other_tokens: float) -> bool:
-    return tokens <= DRIFT_RATIO * other_tokens + 1.0 and other_tokens <= DRIFT_RATIO * tokens + 1.0
 
 
 class LoadOrder:
@@ -68,11 +43,6 @@ class LoadOrder:
         self.targets = {target.holder: target for target in targets}
         self._rotation = list(targets)
         self._rotation_index = 0
-        self.typical_request = TypicalRequest()
-        """The request that the targets are sorted by the price of."""
-        self._mean_request = TypicalRequest()
-        """Mean of the last requests."""
-        self._averaged_request_count = 0.0
         self.rebuild(now, utilisation_decay)
 
     def rebuild(self, now: float, utilisation_decay: float) -> None:
@@ -92,19 +62,8 @@ class LoadOrder:
         if target.holder in self.targets:
             self._changed_holders.add(target.holder)
 
-    def record_request(self, request: RequestFacts, cached_tokens: int) -> None:
-        """Add the sizes of a routed request to the mean. `cached_tokens`: those at the chosen target."""
-        self._averaged_request_count = min(self._averaged_request_count + 1.0, REQUESTS_AVERAGED)
-        mean, share = self._mean_request, 1.0 / self._averaged_request_count
-        mean.prompt_tokens += share * (request.prompt_tokens - mean.prompt_tokens)
-        mean.computed_tokens += share * (request.prompt_tokens - cached_tokens - mean.computed_tokens)
-        mean.answer_tokens += share * (request.output_tokens - mean.answer_tokens)
-
     def update(self, now: float, utilisation_decay: float) -> None:
         """Bring `holders` and `pool_load` up to date before they are read."""
-        if not self._mean_request.is_near(self.typical_request):
-            self.typical_request = replace(self._mean_request)
-            self.rebuild(now, utilisation_decay)
         for holder in self._changed_holders:
             self._reposition(holder, now, utilisation_decay)
         self._changed_holders.clear()
@@ -138,16 +97,11 @@ class LoadOrder:
         The price falls while the target computes a prompt. Here it falls no more once half of that prompt is done:
         otherwise the key would be out of date before it is read.
         """
-        typical, queue = self.typical_request, target.prefill_queue
-        prompt_tokens = int(typical.prompt_tokens)
-        half_done_at_s = queue.busy_since_s + 0.5 * queue.oldest_prefill_s * target.slowdown
-        request = RequestFacts(min(now, half_done_at_s), prompt_tokens, typical.answer_tokens, utilisation_decay)
-        candidate = Candidate(
-            target,
-            cached_tokens=prompt_tokens - int(typical.computed_tokens),
-            memory_wait_s=target.estimate_memory_wait_s(typical.prompt_tokens + typical.answer_tokens),
-        )
-        return price_worker(candidate, request, self._config).cost
+        queue = target.prefill_queue
+        read_at_s = min(now, queue.busy_since_s + 0.5 * queue.oldest_prefill_s * target.slowdown)
+        memory_wait_s = target.estimate_memory_wait_s(TYPICAL_PROMPT_TOKENS + TYPICAL_ANSWER_TOKENS)
+        request = RequestFacts(read_at_s, TYPICAL_PROMPT_TOKENS, TYPICAL_ANSWER_TOKENS, utilisation_decay)
+        return price_worker(Candidate(target, memory_wait_s=memory_wait_s), request, self._config).cost
 
     def check_invariants(self) -> None:
         """Assert that the order is sorted and complete, and that `pool_load` is the sum of all loads."""

@@ -19,7 +19,7 @@ from router.decide.core import RouterCore
 from router.decide.load import PeerLoad
 from router.decide.messages import Decision, Forward, RouteRequest, Terms, Transfer, TransferKind
 from router.decide.price import Candidate, RequestFacts, TransferPlan, price_worker
-from router.decide.shortlist import RIVALS_MIN
+from router.decide.shortlist import RIVALS_MIN, TYPICAL_ANSWER_TOKENS, TYPICAL_PROMPT_TOKENS
 from router.decide.target import Target
 from router.decide.workers import ServedModel, WorkerSpec
 from router.index import make_index
@@ -64,9 +64,8 @@ def bound(core: RouterCore, decision: Decision) -> float:
     terms = decision.terms
     length, expected = decision.prompt_tokens, terms.output_tokens
     slows = [target.slowdown for target in targets]
-    (order,) = core.tracker.load_orders
-    prompt, answer = int(order.typical_request.prompt_tokens), order.typical_request.answer_tokens
-    typical_s = targets[0].estimate_prefill_s(prompt, prompt - int(order.typical_request.computed_tokens))
+    prompt, answer = TYPICAL_PROMPT_TOKENS, TYPICAL_ANSWER_TOKENS
+    typical_s = targets[0].estimate_prefill_s(prompt, 0)
     weighed_s = (1.0 + terms.congestion_s / (terms.slowdown * terms.prefill_s)) * targets[0].estimate_prefill_s(
         length, 0
     )
