@@ -52,7 +52,7 @@ class RouterApp:
         proxy, config = dispatcher.proxy, dispatcher.proxy.config
         self.limits = config.limits
         self.budget = proxy.budget
-        self.scheduler = proxy.pool.scheduler
+        self.scheduler = FairScheduler()
         self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
         self.is_ending = False
         self.now = proxy.now

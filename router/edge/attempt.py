@@ -69,7 +69,29 @@ class Attempt(msgspec.Struct, eq=False):
             connection.user = self
             self._owner.on_attempt_connected(connection)
         else:
-            self._connecting = self._pool.open(target, self)
+            self._connecting = asyncio.get_running_loop().create_task(self._open(target))
+
+    async def _open(self, target: Endpoint) -> None:
+        """Open a connection and tell the owner the result, unless the attempt is closed meanwhile."""
+        connection, failure = None, None
+        try:
+            try:
+                connection = await self._pool.connect(target)
+            except (OSError, asyncio.TimeoutError, ValueError) as error:  # ValueError: a name that cannot be one
+                # Without its traceback, by whose frames the error refers to itself and to the request.
+                failure = error.with_traceback(None)
+            if self._connecting is None:  # closed, too late to stop the opening
+                if connection is not None:
+                    connection.close()
+                return
+            self._connecting = None
+            if connection is None or connection.transport is None:
+                self._owner.on_attempt_connect_failed(failure)
+            else:
+                self._connection, connection.user = connection, self
+                self._owner.on_attempt_connected(connection)
+        except Exception as error:  # noqa: BLE001  a boundary
+            self._owner.crash(error)
 
     def close(self) -> None:
         """Close the connection, which tells the worker to stop computing."""
@@ -105,29 +127,6 @@ class Attempt(msgspec.Struct, eq=False):
             self._connection.resume_reading()
 
     # From the connection ------------------------------------------------------------------------------------------
-
-    def on_connection_opened(self, connection: UpstreamConnection) -> None:
-        """Take the connection that was opened for this attempt."""
-        if self._connecting is None:  # the attempt was closed, too late to stop the opening
-            connection.close()
-            return
-        self._connecting = None
-        if connection.transport is None:
-            self._owner.on_attempt_connect_failed(None)
-        else:
-            self._connection, connection.user = connection, self
-            self._owner.on_attempt_connected(connection)
-
-    def on_connection_failed(self, error: Exception) -> None:
-        """Tell the owner that no connection could be opened, unless the attempt was closed."""
-        if self._connecting is None:
-            return
-        self._connecting = None
-        self._owner.on_attempt_connect_failed(error)
-
-    @property
-    def reads_in_slices(self) -> bool:
-        return self.head is None or self.head.is_chunked
 
     def on_data(self, data: bytes) -> None:
         """Take bytes from the worker."""

@@ -17,14 +17,13 @@ from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from options.addresses import get_default_port
-from router.http.fair_scheduler import FairScheduler
 
 JOIN_BYTES_MAX: Final = 64 * 1024
 """Size up to which copying a body is cheaper than a vectored write."""
 SILENT_S_MAX: Final = 30
 """Time after which connections to a machine that acknowledges nothing are broken."""
-SLICE_BYTES: Final = 16 * 1024
-"""Bytes of a read that are delivered in one turn of the loop, where they may be many chunks: 2,700 of one byte."""
+READ_BYTES: Final = 64 * 1024
+"""Most bytes of a worker that are read before other connections have their turn."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,32 +64,21 @@ UNANSWERED_S_MAX: Final = 10.0
 class UpstreamUser(Protocol):
     """Callbacks of the object that uses a connection."""
 
-    def on_connection_opened(self, connection: UpstreamConnection) -> None:
-        """Take a connection; one that is closed already has no transport."""
-
-    def on_connection_failed(self, error: Exception) -> None:
-        """Handle that no connection could be opened."""
-
     def on_data(self, data: bytes) -> None:
         """Take bytes from the worker."""
 
     def crash(self, error: Exception) -> None:
         """End the request, because a callback raised `error`."""
 
-    @property
-    def reads_in_slices(self) -> bool:
-        """Whether a long read is delivered in parts, between which other connections are served."""
-
     def on_connection_lost(self, reason: str) -> None:
         """Handle that the connection ended; it has no user any more."""
 
 
-class UpstreamConnection(asyncio.Protocol):
+class UpstreamConnection(asyncio.BufferedProtocol):
     """One TCP connection to a worker. An exception in one of its callbacks ends its user's request alone."""
 
     __slots__ = (
-        "_is_buffer_full", "_is_paused", "_is_send_scheduled", "_loss_reason", "_pool", "_unread_data",
-        "_unsent_pieces", "idle_since_s", "request_count", "target", "transport", "user",
+        "_is_buffer_full", "_pool", "_unsent_pieces", "idle_since_s", "request_count", "target", "transport", "user",
     )  # fmt: skip
 
     def __init__(self, pool: UpstreamPool, target: Endpoint) -> None:
@@ -102,60 +90,30 @@ class UpstreamConnection(asyncio.Protocol):
         self.user: UpstreamUser | None = None
         self.request_count = 0
         """Requests sent so far: a connection that breaks on a later request may just have been idle for too long."""
-        self._unread_data = b""
-        """Bytes of a long read that are not delivered yet. Meanwhile nothing more is read."""
-        self._is_paused = False
-        """Whether the user wants no more bytes for now."""
         self._unsent_pieces: deque[bytes] = deque()
         """Pieces of a long body that are not written yet."""
         self._is_buffer_full = False
         """Whether the worker has to read before more is written."""
-        self._is_send_scheduled = False
-        """Whether `_send_next_piece` is scheduled."""
-        self._loss_reason = ""
-        """Why the connection was lost."""
         self.idle_since_s = 0.0
         """Time at which the last request on the connection ended."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
 
-    def data_received(self, data: bytes) -> None:
-        """Give the next bytes of the worker to the request that uses the connection.
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the memory for the next read, which all connections share: each read is copied out at once."""
+        return self._pool.read_buffer
 
-        A long read is given in slices of SLICE_BYTES, with other requests served in between.
-        """
-        user = self.user
+    def buffer_updated(self, nbytes: int) -> None:
+        """Give the next bytes of the worker to the request that uses the connection."""
+        data, user = bytes(self._pool.read_buffer[:nbytes]), self.user
         if user is None:
             self.close()  # bytes without a request could be taken for the next answer
             return
-        if self._unread_data:  # a paused TLS transport may still deliver decrypted bytes
-            self._unread_data += data
-            return
         try:
-            if len(data) > SLICE_BYTES and user.reads_in_slices:
-                self._unread_data = data[SLICE_BYTES:]
-                if self.transport is not None:
-                    self.transport.pause_reading()
-                self._pool.scheduler.schedule(self._deliver_unread)
-                data = data[:SLICE_BYTES]
             user.on_data(data)
         except Exception as error:  # noqa: BLE001  a fault in one request must not close the router's other ones
             user.crash(error)
-
-    def _deliver_unread(self) -> None:
-        """Give the next slice of a long read to the user; after the last slice, read on or tell of the loss."""
-        data = self._unread_data
-        if not data or self._is_paused:
-            return
-        self._unread_data = b""
-        self.data_received(data)
-        if self._unread_data:
-            return
-        if self.transport is None:
-            self._notify_lost()
-        elif not self._is_paused:
-            self.resume_reading()
 
     def eof_received(self) -> bool:
         return False
@@ -164,21 +122,16 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = None
         self._unsent_pieces.clear()
         self._pool.discard(self)
-        self._loss_reason = str(exc) if exc else "closed by the worker"
-        if not self._unread_data:  # else the user gets these bytes first
-            self._notify_lost()
-
-    def _notify_lost(self) -> None:
         user, self.user = self.user, None
         if user is None:
             return
         try:
-            user.on_connection_lost(self._loss_reason)
+            user.on_connection_lost(str(exc) if exc else "closed by the worker")
         except Exception as error:  # noqa: BLE001  a boundary
             user.crash(error)
 
     def send(self, head: bytes, body: tuple[bytes, ...]) -> None:
-        """Write one request. A long body comes in pieces; each turn of the loop writes one piece."""
+        """Write one request. A long body comes in pieces, which are written as fast as the worker reads."""
         assert self.transport is not None
         self.request_count += 1
         if len(body) == 1 and len(body[0]) <= JOIN_BYTES_MAX:
@@ -186,45 +139,30 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self.transport.writelines((head, body[0]))
         self._unsent_pieces.extend(body[1:])
-        self._schedule_send()
+        self._write_pieces()
 
-    def _schedule_send(self) -> None:
-        if self._unsent_pieces and not self._is_send_scheduled and not self._is_buffer_full:
-            self._is_send_scheduled = True
-            self._pool.scheduler.schedule(self._send_next_piece)
+    def _write_pieces(self) -> None:
+        while self.transport is not None and self._unsent_pieces and not self._is_buffer_full:
+            self.transport.write(self._unsent_pieces.popleft())
 
-    def _send_next_piece(self) -> None:
-        self._is_send_scheduled = False
-        try:
-            if self.transport is not None and self._unsent_pieces and not self._is_buffer_full:
-                self.transport.write(self._unsent_pieces.popleft())
-                self._schedule_send()
-        except Exception as error:  # noqa: BLE001  a boundary
-            if self.user is not None:
-                self.user.crash(error)
+    @property
+    def has_unsent_bytes(self) -> bool:
+        """Whether a part of the last request is not written yet, so that the connection cannot be reused."""
+        return bool(self._unsent_pieces)
 
     def pause_writing(self) -> None:
         self._is_buffer_full = True
 
     def resume_writing(self) -> None:
         self._is_buffer_full = False
-        self._schedule_send()
-
-    @property
-    def has_unread(self) -> bool:
-        """Whether bytes are left that were not delivered or not sent: then the connection cannot be reused."""
-        return bool(self._unread_data or self._unsent_pieces)
+        self._write_pieces()
 
     def pause_reading(self) -> None:
-        self._is_paused = True
         if self.transport is not None and not self.transport.is_closing():
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
-        self._is_paused = False
-        if self._unread_data:
-            self._pool.scheduler.schedule(self._deliver_unread)
-        elif self.transport is not None and not self.transport.is_closing():
+        if self.transport is not None and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def close_after_answer(self) -> None:
@@ -235,7 +173,6 @@ class UpstreamConnection(asyncio.Protocol):
     def close(self) -> None:
         """Close the connection at once, which tells the worker to stop computing."""
         self.user = None
-        self._unread_data = b""
         self._unsent_pieces.clear()
         if self.transport is not None:
             self.transport.abort()
@@ -274,7 +211,7 @@ class UpstreamPool:
         self._idle_max = idle_max
         self._connect_s_max = connect_s_max
         self._ssl_context = tls if tls is not None else ssl.create_default_context()
-        self.scheduler = FairScheduler()
+        self.read_buffer = memoryview(bytearray(READ_BYTES))
 
     def acquire(self, target: Endpoint) -> UpstreamConnection | None:
         """Return the newest idle connection, which is no longer idle then; None if there is none."""
@@ -284,26 +221,6 @@ class UpstreamPool:
             if connection.transport is not None and not connection.transport.is_closing():
                 return connection
         return None
-
-    def open(self, target: Endpoint, user: UpstreamUser) -> asyncio.Task[None]:
-        """Open a connection in a task, and call `user` with the result."""
-        return asyncio.get_running_loop().create_task(self._open(target, user))
-
-    async def _open(self, target: Endpoint, user: UpstreamUser) -> None:
-        """Open a connection and call `user` with the result. If its callback raises, the connection is closed."""
-        connection: UpstreamConnection | None = None
-        try:
-            try:
-                connection = await self.connect(target)
-            except (OSError, asyncio.TimeoutError, ValueError) as failure:  # ValueError: a name that cannot be one
-                # Without its traceback, by whose frames the failure refers to itself and to the request of `user`.
-                user.on_connection_failed(failure.with_traceback(None))
-            else:
-                user.on_connection_opened(connection)
-        except Exception as error:  # noqa: BLE001  a boundary
-            if connection is not None and connection.user is None:
-                connection.close()
-            user.crash(error)
 
     async def connect(self, target: Endpoint) -> UpstreamConnection:
         """Open a connection. Raises OSError (also for TLS and name errors) or asyncio.TimeoutError."""
@@ -340,17 +257,14 @@ class UpstreamPool:
     def release(self, connection: UpstreamConnection, now: float) -> None:
         """Return a connection to the idle ones of its target after a complete answer.
 
-        The connection is closed instead if unread bytes remain, or if the target has enough idle connections.
+        The connection is closed instead if the request is not sent whole, or if the target has enough idle connections.
         """
         connection.user = None
         transport = connection.transport
         if transport is None or transport.is_closing():
             return
-        if connection.has_unread:
-            connection.close()
-            return
         idle_connections = self._idle_connections.setdefault(connection.target, [])
-        if len(idle_connections) >= self._idle_max:
+        if connection.has_unsent_bytes or len(idle_connections) >= self._idle_max:
             connection.close()
             return
         connection.idle_since_s = now

@@ -17,6 +17,7 @@ from router.edge.proxy import Proxy
 from router.http.budget import BufferCharge
 from router.http.connection import Client, Responder, cancel_responder
 from router.http.decoding import BodyDecoder, DecodingTask, get_body_coding
+from router.http.fair_scheduler import FairScheduler
 from router.http.local_replies import JSON, Header, build_refusal, iter_error_headers
 from router.http.request import HttpRequest
 from router.picker.config import PickerConfig
@@ -46,6 +47,7 @@ class Picker:
         self.find_tenant = find_tenant
         self.dispatch = dispatch
         self.priorities = config.priorities
+        self.scheduler = FairScheduler()
         self.in_flight_counts: Counter[str] = Counter()
         """Requests in flight by fairness id."""
 
@@ -133,8 +135,7 @@ class PickerClient:
             self.charge_body_bytes(encoded_bytes + decoded_bytes)
 
         tenant = self._charge.tenant or self._client_address()
-        scheduler = self.picker.proxy.pool.scheduler
-        self.responder = DecodingTask(request, decoder, scheduler, tenant, charge_decoded_bytes, on_decoded)
+        self.responder = DecodingTask(request, decoder, self.picker.scheduler, tenant, charge_decoded_bytes, on_decoded)
 
     def _dispatch(self, request: HttpRequest) -> None:
         """Have a worker picked, now or later. Raises RequestError."""

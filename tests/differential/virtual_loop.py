@@ -162,6 +162,18 @@ class Network:
         return FakeSocket(port)
 
 
+def _deliver(protocol: Any, data: bytes) -> None:
+    """Give received bytes to a protocol."""
+    if not isinstance(protocol, asyncio.BufferedProtocol):
+        protocol.data_received(data)
+        return
+    while data:
+        buffer: Any = protocol.get_buffer(-1)
+        part, data = data[: len(buffer)], data[len(buffer) :]
+        buffer[: len(part)] = part
+        protocol.buffer_updated(len(part))
+
+
 class MemoryTransport(asyncio.Transport):
     """One end of a connection. What is written is in the other end's protocol before the clock moves, unless that end
     does not read."""
@@ -256,7 +268,7 @@ class MemoryTransport(asyncio.Transport):
         """Hand over what waits while the other end reads."""
         peer = self.peer
         while self._outbox and peer.is_reading():
-            peer._protocol.data_received(self._outbox.popleft())
+            _deliver(peer._protocol, self._outbox.popleft())
         if peer._is_closing:
             self._outbox.clear()
         if self._is_writer_paused and not self._outbox:

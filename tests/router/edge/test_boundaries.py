@@ -22,7 +22,7 @@ from router.edge.exchange import Exchange
 from router.edge.proxy import Proxy
 from router.edge.response_filter import ResponseFilter
 from router.edge.response_progress import ResponseProgress
-from router.edge.upstream import JOIN_BYTES_MAX, SLICE_BYTES, Endpoint, UpstreamConnection, UpstreamPool
+from router.edge.upstream import JOIN_BYTES_MAX, READ_BYTES, Endpoint, UpstreamConnection, UpstreamPool
 from router.http.body_pieces import PIECE_BYTES
 from router.http.budget import BufferBudget
 from router.http.config import ClientTimeouts, HttpLimits
@@ -40,7 +40,8 @@ KINDS = (
 FINAL = """crash on_client_gone end end_crashed _notify_lost record_crash abort_response abort close
 _cancel_responder withdraw discard __init__ perform _notify refuse respond respond_error
 finish write _close count_connections check_invariants get_attempts is_background expire sweep tick
-_handle_requests _start_request connection_made connection_lost data_received eof_received record_failed_attempt
+_handle_requests _start_request connection_made connection_lost data_received get_buffer buffer_updated eof_received
+record_failed_attempt
 _execute _open"""
 """What the guards themselves stand on, and the callbacks that hold them; those have tests of their own below."""
 
@@ -383,23 +384,21 @@ def test_deep_nesting_is_an_answer(edge: Any, make_post: Any, tmp_path: Path, na
     edge.run(scenario())
 
 
-# Turns of long reads --------------------------------------------------------------------------------------------------
+# Reads of workers -----------------------------------------------------------------------------------------------------
 
 
 class Reader:
-    """Whoever a connection reads for: what it gets, and what else ran between."""
+    """Whoever a connection reads for, and what it gets."""
 
-    def __init__(self, in_turns: bool = True) -> None:
-        self.reads_in_slices = in_turns
-        self.got: list[bytes] = []
-        self.events: list[str] = []
+    def __init__(self) -> None:
+        self.reads: list[bytes] = []
+        self.ended = asyncio.Event()
 
     def on_data(self, data: bytes) -> None:
-        self.got.append(data)
-        self.events.append("data")
+        self.reads.append(data)
 
     def on_connection_lost(self, reason: str) -> None:
-        self.events.append("lost")
+        self.ended.set()
 
     def crash(self, error: Exception) -> None:
         raise error
@@ -441,143 +440,77 @@ class Transport:
         self.aborted = True
 
 
-LONG = bytes(range(256)) * (4 * SLICE_BYTES // 256) + b"end"
+def test_long_answers_are_read_in_bounded_parts_and_never_mixed() -> None:
+    """All connections read into the same memory. One that is paused in the middle loses nothing."""
+    bodies = [bytes([number]) * (16 * READ_BYTES + number) for number in range(6)]
 
-
-def reading(scenario: Any, **how: Any) -> None:
     async def run() -> None:
         pool = UpstreamPool()
-        reader, transport = Reader(**how), Transport()
-        connection = UpstreamConnection(pool, Endpoint.parse("http://127.0.0.1:1"))
-        connection.connection_made(transport)  # type: ignore[arg-type]
-        connection.user = reader
-        await scenario(pool, connection, reader, transport)
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(bodies[(await reader.read(1))[0]])
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        target = Endpoint.parse(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        readers = [Reader() for _ in bodies]
+        for number, reader in enumerate(readers):
+            connection = await pool.connect(target)
+            connection.user = reader
+            connection.send(bytes([number]), (b"",))
+            if number % 2:
+                connection.pause_reading()
+                asyncio.get_running_loop().call_later(0.01, connection.resume_reading)
+        for reader, body in zip(readers, bodies):
+            await asyncio.wait_for(reader.ended.wait(), 30)
+            assert b"".join(reader.reads) == body
+            assert max(map(len, reader.reads)) <= READ_BYTES
+        server.close()
 
     asyncio.run(run())
-
-
-def test_a_long_read_leaves_turns_to_others() -> None:
-    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
-        connection.data_received(LONG)
-        assert not transport.reads
-        while not transport.reads:
-            reader.events.append("others")
-            await asyncio.sleep(0)
-        assert b"".join(reader.got) == LONG
-        assert max(map(len, reader.got)) == SLICE_BYTES
-        assert all(reader.events[i] == "others" for i, event in enumerate(reader.events[:-1], 1) if event == "data")
-
-    reading(scenario)
-
-
-def test_what_costs_little_is_not_cut() -> None:
-    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
-        connection.data_received(LONG)
-        assert (reader.got, transport.reads) == ([LONG], True)
-
-    reading(scenario, in_turns=False)
-
-
-def test_a_client_that_is_slow_in_the_middle_of_a_long_read_loses_nothing() -> None:
-    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
-        connection.data_received(LONG)
-        connection.pause_reading()
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert (len(reader.got), transport.reads) == (1, False)
-        connection.resume_reading()
-        assert not transport.reads
-        while not transport.reads:
-            await asyncio.sleep(0)
-        assert b"".join(reader.got) == LONG
-
-    reading(scenario)
-
-
-@pytest.mark.parametrize("paused", [False, True])
-def test_a_worker_that_leaves_in_the_middle_of_a_long_read_is_heard_to_the_end_in_turns(paused: bool) -> None:
-    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
-        connection.data_received(LONG)
-        if paused:
-            connection.pause_reading()
-        connection.connection_lost(None)
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert (len(reader.got) == 1) == paused
-        connection.resume_reading()
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert b"".join(reader.got) == LONG
-        assert reader.events == ["data"] * 5 + ["lost"]
-        assert max(map(len, reader.got)) == SLICE_BYTES
-
-    reading(scenario)
-
-
-def test_a_worker_that_leaves_is_gone_for_whoever_gave_it_up_meanwhile() -> None:
-    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
-        connection.data_received(LONG)
-        connection.connection_lost(None)
-        connection.close()
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert reader.events == ["data"]
-
-    reading(scenario)
 
 
 # Turns of long bodies -------------------------------------------------------------------------------------------------
 
 
-def test_long_bodies_are_sent_in_turns() -> None:
-    """A loop writes on as long as a worker reads: what it is given at once keeps all others waiting."""
-
+def test_a_connection_is_not_used_again_before_its_request_is_sent_whole() -> None:
     async def run() -> None:
-        pool = UpstreamPool()
-        pieces = tuple(b"%d" % i * JOIN_BYTES_MAX for i in range(9))
-        transports = [Transport() for _ in range(3 * READS_PER_ITERATION)]
-        connections = []
-        for transport in transports:
+        pool, pieces = UpstreamPool(), (bytes(JOIN_BYTES_MAX),) * 9
+        for is_slow in (False, True):
+            transport = Transport()
             connection = UpstreamConnection(pool, Endpoint.parse("http://127.0.0.1:1"))
             connection.connection_made(transport)  # type: ignore[arg-type]
+            if is_slow:
+                connection.pause_writing()
             connection.send(b"head", pieces)
-            connections.append(connection)
-        slow, early = connections[0], connections[1]
-        slow.pause_writing()
-        sent, turns = 0, 0
-        while any(t.written != [b"head", *pieces] for t in transports[1:]):
-            now = sum(len(t.written) for t in transports)
-            assert now - sent <= (READS_PER_ITERATION if turns else 2 * len(transports))
-            sent, turns = now, turns + 1
-            await asyncio.sleep(0)
-        assert len(transports[0].written) <= 2
-        pool.release(early, 0.0)
-        assert not transports[1].aborted
-        pool.release(slow, 0.0)
-        assert transports[0].aborted, "answered before it was asked all"
-        slow.resume_writing()
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert len(transports[0].written) <= 2
+            assert len(transport.written) == (2 if is_slow else 1 + len(pieces))
+            pool.release(connection, 0.0)
+            assert transport.aborted == is_slow, "answered before it was asked all"
+            connection.resume_writing()
+            assert len(transport.written) == (2 if is_slow else 1 + len(pieces))
 
     asyncio.run(run())
 
 
 def test_a_worker_that_reads_slowly_is_sent_all_in_the_end() -> None:
-    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
-        pieces = tuple(b"%d" % i * JOIN_BYTES_MAX for i in range(9))
+    class SlowTransport(Transport):
+        def write(self, data: bytes) -> None:
+            super().write(data)
+            connection.pause_writing()
+
+    async def run() -> None:
+        nonlocal connection
+        transport, pieces = SlowTransport(), tuple(b"%d" % i * JOIN_BYTES_MAX for i in range(9))
+        connection = UpstreamConnection(UpstreamPool(), Endpoint.parse("http://127.0.0.1:1"))
+        connection.connection_made(transport)  # type: ignore[arg-type]
         connection.send(b"head", pieces)
         while transport.written != [b"head", *pieces]:
-            connection.pause_writing()
             before = len(transport.written)
-            for _ in range(5):
-                await asyncio.sleep(0)
-            assert len(transport.written) == before
             connection.resume_writing()
-            for _ in range(2):
-                await asyncio.sleep(0)
+            assert len(transport.written) == before + 1, "one piece each time that the worker has read"
 
-    reading(scenario)
+    connection: Any = None
+    asyncio.run(run())
 
 
 class App:
@@ -638,20 +571,6 @@ def test_long_bodies_are_read_in_turns(chunked: bool) -> None:
         assert app.taken == [reads * size] * clients
 
     asyncio.run(run())
-
-
-def test_what_was_read_beyond_an_answer_is_nobodys() -> None:
-    """The connection is not used again: the next one who asks would get it."""
-
-    async def scenario(pool: Any, connection: Any, reader: Any, transport: Any) -> None:
-        connection.data_received(LONG)
-        pool.release(connection, 0.0)
-        assert transport.aborted
-        assert pool.acquire(connection.target) is None
-        await asyncio.sleep(0)
-        assert len(reader.got) == 1
-
-    reading(scenario)
 
 
 @pytest.mark.parametrize("refused", [False, True])
