@@ -91,7 +91,7 @@ class WorkerListRoutes:
         """Remove the worker that the path names, or else the field `worker_id` or `url` of the body."""
         settings = {} if path_name else decode_object(request.body)
         name = path_name or str(settings.get("worker_id") or settings.get("url") or "")
-        worker_id = self._find_worker(name, *self._fleet.list_starting_reasons())
+        worker_id = self._find_worker(name)
         await self._fleet.remove(worker_id)
         log.info("admin: worker %s removed", worker_id)
         return Response(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
@@ -104,7 +104,7 @@ class WorkerListRoutes:
             raise bad_value("on", fields, 'a body with this field alone, such as {"on": false}')
         if not isinstance(is_draining, bool):
             raise bad_value("on", is_draining, "true or false")
-        worker_id = self._find_worker(name, *self._fleet.list_starting_reasons())
+        worker_id = self._find_worker(name)
         if worker_id not in self._core.workers:
             raise RequestError(
                 f"worker {worker_id!r}: was never reached, so it gets no requests; drain it once it is up, or remove "
@@ -114,11 +114,9 @@ class WorkerListRoutes:
         log.info("admin: worker %s %s", worker_id, "drained" if is_draining else "taken back")
         return Response(msgspec.json.encode({"worker_id": worker_id, "draining": is_draining}))
 
-    def _find_worker(self, name: str, *starting_ids: str) -> str:
-        """Return the id of the worker with this id or URL. Raises RequestError if there is none.
-
-        `starting_ids`: ids of workers that were never reached, which the core does not know.
-        """
+    def _find_worker(self, name: str) -> str:
+        """Return the id of the worker with this id or URL. Raises RequestError if there is none."""
+        starting_ids = self._fleet.list_starting_reasons()  # of workers that were never reached: the core has none
         for worker_id, worker in self._core.workers.items():
             if name and name in (worker_id, worker.spec.url):
                 return worker_id

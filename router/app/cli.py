@@ -16,7 +16,6 @@ import click
 from options import ConfigError, Schema
 from options.command import ProgramGroup, SectionedCommand, add_flags, load_from_command_line, make_config_command
 from options.logs import configure_logging
-from options.tls import make_client_context
 from router.app.config import EPP_SCHEMA, SCHEMA, SHADOW_SCHEMA, ProcessConfig
 from router.app.process import RouterProcess, run_process
 from router.commands.top import top
@@ -159,7 +158,7 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **flags: Any) -> None
     configure_logging("error", as_json=config.log_json)
     try:
         worker_flags = config.worker_flags
-        tls = make_client_context(config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls")
+        tls = config.make_worker_tls()
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     if not worker_flags:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -159,6 +160,10 @@ class ProcessConfig:
         """Return the key under which engines move KV; None if there is none. Raises ConfigError."""
         return read_fleet_key(self.kv_transfer_key_file, self.kv_transfer_key, "BLOCKCAST_ROUTER_KV_TRANSFER_KEY")
 
+    def make_worker_tls(self) -> ssl.SSLContext:
+        """Return the TLS context of connections to workers. Raises ConfigError."""
+        return make_client_context(self.worker_tls_cert, self.worker_tls_key, self.worker_tls_ca, "--worker-tls")
+
     @property
     def kv_dialects(self) -> frozenset[str]:
         """Dialects in which this router has workers move KV. Raises ConfigError."""
@@ -190,7 +195,7 @@ class ProcessConfig:
         """Check what only a start would check: TLS files, and each line of a workers file. Raises ConfigError."""
         config: ProcessConfig = loaded_config.config
         make_server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
-        make_client_context(config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls")
+        config.make_worker_tls()
         if config.workers_file is not None:
             read_workers_file(Path(config.workers_file))
         return config

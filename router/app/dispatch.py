@@ -10,7 +10,6 @@ from typing import Any, Final
 from prompts.errors import RequestError
 from prompts.worker_fields import has_worker_address
 from router.app.tenant_limits import TenantLimits
-from router.decide.messages import RouteRequest
 from router.edge.miss_reasons_recorder import MissReasonsRecorder
 from router.edge.proxy import Exchange, Proxy
 from router.edge.request_context import RequestContext
@@ -107,8 +106,12 @@ class RequestDispatcher:
         context = exchange.context
         body = context.body
         assert body is not None
+        assert context.model is not None
         route = self.reader.build_route_request(context)
-        self._apply_key_settings(context, route)
+        changed_fields = self._limits.apply_key_settings(context, route)
+        if context.model.is_renamed:
+            changed_fields["model"] = context.model.name
+        self.reader.rewrite_body(context, changed_fields)
         if body.request.kind != "other":
             self.proxy.metrics.tokenize_s.observe(body.prompt.seconds)
         self._limits.add_prompt_tokens(context, route.prompt_tokens)
@@ -117,14 +120,6 @@ class RequestDispatcher:
         if self.reasons is not None and not context.is_done:
             self.reasons.prepare_comparison(context)
         context.body = None  # its messages are large, and not needed any more
-
-    def _apply_key_settings(self, context: RequestContext, route: RouteRequest) -> None:
-        """Apply the settings of the client's API key to `route`, and to the body that is forwarded to the worker."""
-        assert context.model is not None
-        fields = self._limits.apply_key_settings(context, route)
-        if context.model.is_renamed:
-            fields["model"] = context.model.name
-        self.reader.rewrite_body(context, fields)
 
     def _is_model_missing(self, context: RequestContext) -> bool:
         """Return whether workers should be asked for the model that a request names, as none is known to serve it."""

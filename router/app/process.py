@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 from options import ConfigError
 from options.addresses import bracket_host
 from options.system import raise_file_limit, run_main
-from options.tls import make_client_context
 from router.admin.dashboard import Dashboard
 from router.admin.description import DescriptionRoutes, ModelRoutes
 from router.admin.explanations import ExplanationRoutes
@@ -74,9 +73,7 @@ class RouterProcess:
 
         seed, snapshot_urls = fetch_seed(config.snapshot_from, self._admin_key)
         index = make_index(seed)
-        worker_tls = make_client_context(
-            config.worker_tls_cert, config.worker_tls_key, config.worker_tls_ca, "--worker-tls"
-        )
+        worker_tls = config.make_worker_tls()
         # uvloop's own clock stands still within a turn of the loop.
         pipeline = self.pipeline = RequestPipeline(config, index, worker_tls, now=time.monotonic)
         self._resources.callback(pipeline.close)

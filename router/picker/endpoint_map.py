@@ -20,10 +20,8 @@ from router.decide.workers import Worker
 
 log = logging.getLogger("router")
 
-REFRESH_S = 1.0
-"""Time between two searches for host names to resolve."""
-RESOLVE_S = 10.0
-"""Time between two resolutions of a host name."""
+RESOLVE_S, RETRY_S = 10.0, 1.0
+"""Time between two resolutions of a host name, and after one that failed."""
 
 
 class EndpointMap:
@@ -37,7 +35,6 @@ class EndpointMap:
         self._ip_by_host_name: dict[str, str] = {}
         self._next_lookup_at_s: dict[str, float] = {}
         """Time of the next resolution of each host name."""
-        self._refreshed_at_s = -REFRESH_S
         self._lookups: set[asyncio.Task[None]] = set()
 
     def get_endpoint(self, worker_id: str) -> str | None:
@@ -62,9 +59,6 @@ class EndpointMap:
 
     def refresh(self, now: float) -> None:
         """Resolve the host names of workers when it is time."""
-        if now - self._refreshed_at_s < REFRESH_S:
-            return
-        self._refreshed_at_s = now
         for worker in self._workers.values():
             address = _parse_url(worker.spec.url)
             if address.endpoint is None and now >= self._next_lookup_at_s.get(address.host, now):
@@ -73,17 +67,20 @@ class EndpointMap:
     def _start_lookup(self, host: str, now: float) -> None:
         """Resolve a host name in a task, so that no request waits for DNS."""
         self._next_lookup_at_s[host] = now + RESOLVE_S
-        task = asyncio.get_running_loop().create_task(self._resolve(host))
+        task = asyncio.get_running_loop().create_task(self._resolve(host, now + RETRY_S))
         self._lookups.add(task)
         task.add_done_callback(self._lookups.discard)
 
-    async def _resolve(self, host: str) -> None:
-        """Look up the address of a host. An address that is still among its addresses is not replaced by another."""
+    async def _resolve(self, host: str, retry_at_s: float) -> None:
+        """Look up the address of a host; after a failure, again at `retry_at_s`.
+
+        An address that is still among the host's addresses is not replaced by another.
+        """
         try:
             address_infos = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             log.warning("%s: %s; its workers are not picked until it is found", host, error)
-            self._next_lookup_at_s[host] = self._refreshed_at_s + REFRESH_S
+            self._next_lookup_at_s[host] = retry_at_s
             return
         ips = sorted({str(info[4][0]) for info in address_infos}, key=lambda ip: (":" in ip, ip))  # IPv4 first
         if self._ip_by_host_name.get(host) not in ips:

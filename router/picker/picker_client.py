@@ -51,14 +51,6 @@ class Picker:
         self.in_flight_counts: Counter[str] = Counter()
         """Requests in flight by fairness id."""
 
-    def record_rejection(self, status: int) -> None:
-        """Count a request that was refused before it was placed."""
-        self.proxy.metrics.http_errors[str(status)] += 1
-
-    def record_crash(self, error: Exception) -> None:
-        """Count and log a fault of the router."""
-        self.proxy.metrics.record_crash("picker", error)
-
 
 class PickerClient:
     """Client side of one request, which Envoy describes in messages of a gRPC stream.
@@ -154,7 +146,7 @@ class PickerClient:
 
     def _refuse(self, error: RequestError) -> None:
         """Count and answer an error in the request itself."""
-        self.picker.record_rejection(error.status)
+        self.picker.proxy.metrics.http_errors[str(error.status)] += 1
         self._cancel_responder()
         self.respond_error(error)
 
@@ -204,7 +196,7 @@ class PickerClient:
         self.respond_error(*build_refusal(status, code, message, retry_after_s, param=param))
 
     def crash(self, error: Exception) -> None:
-        self.picker.record_crash(error)
+        self.picker.proxy.metrics.record_crash("picker", error)
         self._cancel_responder()
         self.refuse(500, "internal_error", "the router failed to answer; its log says why", None)
 

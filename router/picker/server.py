@@ -121,14 +121,14 @@ class PickerServer:
         try:
             await _answer_messages(client, context)
         except (UnexpectedMessage, DecodeError) as error:
-            self._picker.record_rejection(400)
+            self._picker.proxy.metrics.http_errors["400"] += 1
             if not self._has_warned:
                 self._has_warned = True
                 log.warning("the gateway sent an unexpected message: %s (only the first is logged)", error)
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
             context.set_details(str(error))
         except Exception as error:  # noqa: BLE001  a fault in one request must not end the server
-            self._picker.record_crash(error)
+            self._picker.proxy.metrics.record_crash("picker", error)
             context.set_code(grpc.StatusCode.INTERNAL)
         finally:
             self.open_stream_count -= 1
