@@ -23,8 +23,7 @@ from router.edge.proxy import Proxy
 from router.edge.request_context import RequestContext
 from router.http.connection import ClientConnection
 from router.http.local_replies import Header
-from router.http.request import HttpRequest
-from router.http.routes import Response, Routes, Stream
+from router.http.routes import Response, Routes
 from router.miss_reasons.explanation import NO_LOSS, MissExplanation
 
 UPDATE_INTERVAL_S: Final = 1.0
@@ -197,7 +196,8 @@ class Dashboard:
         self._get_explanation = get_explanation
         self._viewers: set[Viewer] = set()
         self._decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_MAX)
-        self._unsent_decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_MAX)
+        self._unsent_decision_count = 0
+        """Latest decisions that viewers have not seen."""
         self._points: deque[dict[str, float | None]] = deque(maxlen=POINTS_MAX)
         self._totals = _IntervalTotals()
         self._retry_count = 0
@@ -211,10 +211,7 @@ class Dashboard:
         page = PAGE_PATH.read_bytes()
         response = Response(page, content_type=HTML, headers=make_security_headers(page))
         routes.add("GET", "/dashboard", lambda *_: response, public=True)
-        routes.add("GET", "/dashboard/events", self._start_stream, public=False)
-
-    def _start_stream(self, request: HttpRequest, _: str) -> Stream:
-        return self.watch
+        routes.add("GET", "/dashboard/events", lambda *_: self.watch, public=False)
 
     def watch(self, connection: ClientConnection) -> Viewer:
         """Start a stream of events on `connection`."""
@@ -248,9 +245,10 @@ class Dashboard:
 
     def _send_update(self) -> None:
         events = [("state", self._encode_state())]
-        if self._unsent_decisions:
-            events.append(("decisions", self._encode_decisions(self._unsent_decisions)))
-            self._unsent_decisions.clear()
+        if self._unsent_decision_count:
+            unsent_decisions = list(self._decisions)[-self._unsent_decision_count :]
+            events.append(("decisions", self._encode_decisions(unsent_decisions)))
+            self._unsent_decision_count = 0
         if self._points:
             events.append(("point", msgspec.json.encode(self._points[-1])))
         for viewer in list(self._viewers):
@@ -277,7 +275,5 @@ class Dashboard:
         self._totals.add(context, cached_tokens, moved_bytes)
         if route is None or decision is None:
             return
-        row = make_decision_row(context, route, decision, cached_tokens)
-        self._decisions.append(row)
-        if self._viewers:
-            self._unsent_decisions.append(row)
+        self._decisions.append(make_decision_row(context, route, decision, cached_tokens))
+        self._unsent_decision_count += bool(self._viewers)

@@ -241,6 +241,9 @@ class ShadowProcessConfig(ProcessConfig):
             raise ConfigError("--reuse-port: not for `router shadow`, which decides nothing")
         if self.core.queue.fair:
             raise ConfigError("--fair: not for `router shadow`, which holds nothing")
+        report = self.shadow.report
+        if report is not None and not Path(report).parent.is_dir():  # only the first report would show it
+            raise ConfigError(f"--report: got {report!r}, expected a file in a folder that exists")
 
     @property
     def kv_dialects(self) -> frozenset[str]:

@@ -84,7 +84,6 @@ class ShadowProcess(RouterProcess):
 
     async def run(self) -> None:
         """Watch, then write the report. Raises OSError for an unusable address or file, and ConfigError."""
-        self._reporter.check_report_path()
         log_task = None if self._log_path is None else asyncio.ensure_future(self._replay_log(self._log_path))
         try:
             await super().run()

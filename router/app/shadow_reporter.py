@@ -14,7 +14,6 @@ from typing import Final
 
 import msgspec
 
-from options import ConfigError
 from router.admin.dashboard import HTML, make_security_headers
 from router.decide.config import CoreConfig
 from router.edge.proxy import Proxy
@@ -55,12 +54,6 @@ class ShadowReporter:
         self._compared_at_s = proxy.now()
         self._compare_process: concurrent.futures.ProcessPoolExecutor | None = None
         self._compare_task: asyncio.Task[None] | None = None
-
-    def check_report_path(self) -> None:
-        """Raise ConfigError if the file of `--report` is in no folder, which only the first report would show."""
-        path = self._config.report
-        if path is not None and not Path(path).parent.is_dir():
-            raise ConfigError(f"--report: got {path!r}, expected a file in a folder that exists")
 
     def register(self, routes: Routes) -> None:
         """Serve the report as JSON and as a page."""
