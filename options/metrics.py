@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -32,12 +33,8 @@ class Histogram:
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return (upper bound, cumulative count) pairs. The last bound is "+Inf"."""
-        buckets: list[tuple[str, float]] = []
-        running = 0
-        for bound, count in zip((*(str(float(bound)) for bound in self.bounds), "+Inf"), self.counts):
-            running += count
-            buckets.append((bound, float(running)))
-        return buckets
+        upper_bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
+        return list(zip(upper_bounds, map(float, accumulate(self.counts))))
 
 
 class Row(NamedTuple):

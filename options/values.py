@@ -32,11 +32,9 @@ _SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgtKMGT])([iI]?[bB])?|[bB])
 
 def split_annotated(annotated_type: Any) -> tuple[Any, list[Any]]:
     """Return a type without `Annotated`, and its annotations."""
-    return (
-        (annotated_type.__origin__, list(annotated_type.__metadata__))
-        if get_origin(annotated_type) is Annotated
-        else (annotated_type, [])
-    )
+    if get_origin(annotated_type) is Annotated:
+        return annotated_type.__origin__, list(annotated_type.__metadata__)
+    return annotated_type, []
 
 
 def parse_size(text: str, unit_bytes: int) -> int | None:
@@ -75,7 +73,11 @@ def parse_text(text: str, value_type: Any) -> Any:
 
 
 def convert_value(value: Any, value_type: Any) -> Any:
-    """Convert a value from a file or a program to a type, and check its range. Raises ValueError or MsgspecError."""
+    """Return a value from a file or a program as a type of a setting, such as `Annotated[int, Meta(ge=1)]`.
+
+    A text is a size with a unit where the type is marked `Size`. Raises ValueError or MsgspecError for a value of
+    another type, out of range, not finite, or not UTF-8.
+    """
     size = _find_size_annotation(split_annotated(value_type)[1])
     if size is not None and isinstance(value, str):
         value = parse_size(value, size.unit_bytes)
