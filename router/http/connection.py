@@ -7,7 +7,7 @@ Invariant: each request of a connection is answered before the next one is hande
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
 from functools import partial
 from typing import Any, Final, Protocol
 
@@ -16,7 +16,7 @@ import msgspec
 from prompts.errors import RequestError
 from router.http.budget import BufferBudget, BufferCharge
 from router.http.config import ClientTimeouts, HttpLimits
-from router.http.decoding import BodyDecoder, DecodingTask, get_body_coding
+from router.http.decoding import BodyDecoder, decode_in_turns, get_body_coding
 from router.http.fair_scheduler import FairScheduler
 from router.http.local_replies import JSON, Header, build_refusal, build_response_head, iter_error_headers
 from router.http.request import HttpRequest, RequestParser
@@ -43,6 +43,22 @@ class Responder(Protocol):
 
     def on_client_resumed(self) -> None:
         """Write again."""
+
+
+class TaskResponder:
+    """Runs a coroutine that prepares or sends an answer. The coroutine is cancelled if the client leaves."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._task = asyncio.get_running_loop().create_task(coroutine)
+
+    def on_client_gone(self) -> None:
+        self._task.cancel()
+
+    def on_client_paused(self) -> None:
+        """Nothing to pause, because such answers are small."""
+
+    def on_client_resumed(self) -> None:
+        """Nothing to resume."""
 
 
 class Client(Protocol):
@@ -442,42 +458,32 @@ class ClientConnection(asyncio.Protocol):
             if coding is None or not request.body_bytes:
                 self._app.handle(self, request)
             else:
-                self._start_decoding(request, BodyDecoder(request.pieces, coding, self._app.limits.body_bytes_max))
+                decoder = BodyDecoder(request.pieces, coding, self._app.limits.body_bytes_max)
+                self.responder = TaskResponder(self._decode(request, decoder))
         except RequestError as refused:
             self._refuse(refused)
         except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
             self.crash(error)
 
-    def _start_decoding(self, request: HttpRequest, decoder: BodyDecoder) -> None:
+    async def _decode(self, request: HttpRequest, decoder: BodyDecoder) -> None:
         """Decode the body of a request in turns of the event loop, then pass the request to the application."""
-        self.responder = DecodingTask(
-            request,
-            decoder,
-            self._app.scheduler,
-            self.tenant,
-            partial(self._charge_decoded_bytes, self._charge.request_bytes),
-            partial(self._handle_decoded, request),
-        )
+        charge_decoded_bytes = partial(self._charge_decoded_bytes, self._charge.request_bytes)
+        try:
+            await decode_in_turns(request, decoder, self._app.scheduler, self.tenant, charge_decoded_bytes)
+            self.responder = None
+            self._charge.request_bytes = request.body_bytes + len(request.headers.raw)
+            self._charge_buffered_bytes()
+            self._app.handle(self, request)
+        except RequestError as error:
+            self.responder = None
+            self._refuse(error)
+        except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
+            self.crash(error)
 
     def _charge_decoded_bytes(self, encoded_bytes: int, decoded_bytes: int) -> None:
         """Charge the part of the current body that is decoded, beside its encoded bytes. Raises RequestError."""
         self._charge.request_bytes = encoded_bytes + decoded_bytes
         self._charge_buffered_bytes()
-
-    def _handle_decoded(self, request: HttpRequest, decode_error: RequestError | None) -> None:
-        """Pass a request with its decoded body to the application, or refuse it if decoding failed."""
-        self.responder = None
-        self._charge.request_bytes = request.body_bytes + len(request.headers.raw)
-        if decode_error is not None:
-            self._refuse(decode_error)  # not raised: the error would refer to itself by this frame, and to the body
-            return
-        try:
-            self._charge_buffered_bytes()
-            self._app.handle(self, request)
-        except RequestError as error:
-            self._refuse(error)
-        except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
-            self.crash(error)
 
     def _refuse(self, error: RequestError) -> None:
         """Answer the current request with an error."""

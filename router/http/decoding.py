@@ -173,60 +173,23 @@ class BodyDecoder:
         return RequestError(f"the body is no {self._coding}, as content-encoding says: {reason}", param=None)
 
 
-class DecodingTask:
-    """Decodes a request's body in turns of the event loop, so that a large body does not hold others up.
+async def decode_in_turns(
+    request: HttpRequest,
+    decoder: BodyDecoder,
+    scheduler: FairScheduler,
+    tenant: str,
+    charge_bytes: Callable[[int], None],
+) -> None:
+    """Decode the body of a request in turns of the event loop, so that a large body does not hold others up.
 
-    It is the `Responder` of the connection meanwhile, and stops if the client leaves.
+    `charge_bytes` charges bytes to the tenant, or raises RequestError. Raises RequestError for a malformed body, too.
     """
-
-    def __init__(
-        self,
-        request: HttpRequest,
-        decoder: BodyDecoder,
-        scheduler: FairScheduler,
-        tenant: str,
-        charge_bytes: Callable[[int], None],
-        on_done: Callable[[RequestError | None], None],
-    ) -> None:
-        """`charge_bytes` charges bytes to the tenant, or raises RequestError.
-
-        `on_done` is called once, in a later turn, with the error or None.
-        """
-        self._request = request
-        self._decoder = decoder
-        self._scheduler = scheduler
-        self._tenant = tenant
-        self._charge_bytes = charge_bytes
-        self._on_done = on_done
-        self._is_active = True
-        scheduler.schedule(self._decode_next, tenant)
-
-    def _decode_next(self) -> None:
-        """Decode one slice and charge its bytes; then schedule the next slice, or end."""
-        if not self._is_active:
-            return
-        decoder = self._decoder
-        try:
-            is_done = decoder.decode_slice()
-            self._charge_bytes(decoder.decoded_bytes if is_done else decoder.buffered_bytes)
-        except RequestError as error:
-            self._on_done(error)
-            return
-        if is_done:
-            self._request.pieces = decoder.pieces
-            self._request.is_decoded = True
-            self._on_done(None)
-        else:
-            self._scheduler.schedule(self._decode_next, self._tenant)
-
-    def on_client_gone(self) -> None:
-        self._is_active = False
-
-    def on_client_paused(self) -> None:
-        """Nothing to pause: no byte of an answer is written yet."""
-
-    def on_client_resumed(self) -> None:
-        """Nothing to resume."""
+    is_done = False
+    while not is_done:
+        await scheduler.take_turn(tenant)
+        is_done = decoder.decode_slice()
+        charge_bytes(decoder.decoded_bytes if is_done else decoder.buffered_bytes)
+    request.pieces, request.is_decoded = decoder.pieces, True
 
 
 def _iter_slices(pieces: Sequence[bytes]) -> Iterator[bytes]:

@@ -52,6 +52,17 @@ class FairScheduler:
             queue = self._queue_by_tenant[tenant] = deque()
         queue.append(callback)
 
+    async def take_turn(self, tenant: str) -> None:
+        """Wait for a turn of `tenant`, as `schedule` gives it."""
+        turn = asyncio.get_running_loop().create_future()
+
+        def begin() -> None:
+            if not turn.done():
+                turn.set_result(None)
+
+        self.schedule(begin, tenant)
+        await turn
+
     def _run_batch(self) -> None:
         """Run the callbacks of one iteration. A tenant that still has some moves behind the other tenants."""
         loop, queue_by_tenant = asyncio.get_running_loop(), self._queue_by_tenant

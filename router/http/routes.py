@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from prompts.errors import RequestError
 from prompts.paths import make_unknown_path_error
-from router.http.connection import ClientConnection, Responder
+from router.http.connection import ClientConnection, Responder, TaskResponder
 from router.http.local_replies import JSON, Header, MethodNotAllowed
 from router.http.request import HttpRequest
 
@@ -45,32 +45,15 @@ class _Route(NamedTuple):
     """Whether anybody may send requests."""
 
 
-class _PendingResponse:
-    """Waits for an asynchronous handler, and answers with its result. The handler is cancelled if the client leaves."""
-
-    def __init__(self, connection: ClientConnection, answer: Coroutine[Any, Any, Response]) -> None:
-        self._connection = connection
-        self._task = asyncio.get_running_loop().create_task(self._respond(answer))
-
-    async def _respond(self, answer: Coroutine[Any, Any, Response]) -> None:
-        """Await the handler, and answer with its result or its exception."""
-        connection = self._connection
-        try:
-            response = await answer
-            connection.respond(response.status, response.body, response.content_type, response.headers)
-        except RequestError as error:
-            connection.respond_error(error)
-        except Exception as error:  # noqa: BLE001  a fault in one handler must not stop the others
-            connection.crash(error)
-
-    def on_client_gone(self) -> None:
-        self._task.cancel()
-
-    def on_client_paused(self) -> None:
-        """Nothing to pause, because answers are small."""
-
-    def on_client_resumed(self) -> None:
-        """Nothing to resume."""
+async def _respond_later(connection: ClientConnection, answer: Coroutine[Any, Any, Response]) -> None:
+    """Await an asynchronous handler, and answer with its result or its exception."""
+    try:
+        response = await answer
+        connection.respond(response.status, response.body, response.content_type, response.headers)
+    except RequestError as error:
+        connection.respond_error(error)
+    except Exception as error:  # noqa: BLE001  a fault in one handler must not stop the others
+        connection.crash(error)
 
 
 class CachedPage:
@@ -118,7 +101,7 @@ class Routes:
         if isinstance(response, Response):
             connection.respond(response.status, response.body, response.content_type, response.headers)
         elif asyncio.iscoroutine(response):
-            connection.responder = _PendingResponse(connection, response)
+            connection.responder = TaskResponder(_respond_later(connection, response))
         else:
             assert callable(response)
             connection.responder = response(connection)

@@ -15,8 +15,8 @@ import msgspec
 from prompts.errors import RequestError
 from router.edge.proxy import Proxy
 from router.http.budget import BufferCharge
-from router.http.connection import Client, Responder, cancel_responder
-from router.http.decoding import BodyDecoder, DecodingTask, get_body_coding
+from router.http.connection import Client, Responder, TaskResponder, cancel_responder
+from router.http.decoding import BodyDecoder, decode_in_turns, get_body_coding
 from router.http.fair_scheduler import FairScheduler
 from router.http.local_replies import JSON, Header, build_refusal, iter_error_headers
 from router.http.request import HttpRequest
@@ -109,25 +109,23 @@ class PickerClient:
                 self._dispatch(request)
             else:
                 limits = self.picker.proxy.config.limits
-                self._decode(request, BodyDecoder(request.pieces, coding, limits.body_bytes_max))
+                decoder = BodyDecoder(request.pieces, coding, limits.body_bytes_max)
+                self.responder = TaskResponder(self._decode(request, decoder))
 
-    def _decode(self, request: HttpRequest, decoder: BodyDecoder) -> None:
+    async def _decode(self, request: HttpRequest, decoder: BodyDecoder) -> None:
         """Decode a body in turns of the event loop, then have a worker picked. The decoded bytes are charged too."""
         encoded_bytes = request.body_bytes
-
-        def on_decoded(decode_error: RequestError | None) -> None:
-            self.responder = None
-            if decode_error is not None:
-                self._refuse(decode_error)  # not raised: the error would refer to itself by this frame
-                return
-            with self._answer_errors():
-                self._dispatch(request)
-
-        def charge_decoded_bytes(decoded_bytes: int) -> None:
-            self.charge_body_bytes(encoded_bytes + decoded_bytes)
-
         tenant = self._charge.tenant or self._client_address()
-        self.responder = DecodingTask(request, decoder, self.picker.scheduler, tenant, charge_decoded_bytes, on_decoded)
+        with self._answer_errors():
+            await decode_in_turns(
+                request,
+                decoder,
+                self.picker.scheduler,
+                tenant,
+                lambda decoded_bytes: self.charge_body_bytes(encoded_bytes + decoded_bytes),
+            )
+            self.responder = None
+            self._dispatch(request)
 
     def _dispatch(self, request: HttpRequest) -> None:
         """Have a worker picked, now or later. Raises RequestError."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gzip
 import inspect
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -27,6 +29,7 @@ from router.http.body_pieces import PIECE_BYTES
 from router.http.budget import BufferBudget
 from router.http.config import ClientTimeouts, HttpLimits
 from router.http.connection import LONG_READ_BYTES, ClientConnection
+from router.http.decoding import BodyDecoder
 from router.http.fair_scheduler import READS_PER_ITERATION, REQUESTS_PER_ITERATION, FairScheduler
 from router.metrics import Metrics
 
@@ -625,6 +628,32 @@ def test_what_is_sent_after_a_refusal_is_read_in_turns() -> None:
             await asyncio.sleep(0)
             before, reading = reading, sum(transport.reads for transport in transports)
             assert reading - before <= READS_PER_ITERATION
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fate", ["client leaves", "decoder crashes"])
+def test_a_decoding_that_is_not_finished_leaves_nothing(monkeypatch: pytest.MonkeyPatch, fate: str) -> None:
+    async def run() -> None:
+        app, crashes, transport = App(), [], Transport()
+        app.record_crash = lambda where, error: crashes.append(error)  # type: ignore[method-assign]
+        connection = ClientConnection(app, set())  # type: ignore[arg-type]
+        connection.connection_made(transport)  # type: ignore[arg-type]
+        body = gzip.compress(bytes(16 << 20))
+        head = b"POST / HTTP/1.1\r\nHost: r\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n"
+        connection.data_received(head % len(body) + body)
+        while app.budget._metrics.request_buffer_bytes < 1 << 20:
+            await asyncio.sleep(0)
+        if fate == "client leaves":
+            connection.connection_lost(None)
+        else:
+            monkeypatch.setattr(BodyDecoder, "decode_slice", Mock(side_effect=MemoryError))
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert (app.taken, app.budget._metrics.request_buffer_bytes) == ([], 0)
+        assert len(crashes) == (fate == "decoder crashes")
+        assert b"".join(transport.written).count(b"HTTP/1.1 500") == len(crashes)
+        assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(run())
 
