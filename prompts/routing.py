@@ -98,7 +98,7 @@ _DECODED_FIELDS = frozenset((
     "echo", "logprobs", "top_logprobs",
 ))  # fmt: skip
 """Fields of a chat or completion that `make_routing_request` reads."""
-_object_decoder = msgspec.json.Decoder(dict[str, Any])
+_value_decoder = msgspec.json.Decoder()
 raw_fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 """Decoder of a body's top-level fields as undecoded JSON."""
 
@@ -137,9 +137,9 @@ def _parse_body(kind: ApiKind, data: bytes, raw_fields: dict[str, msgspec.Raw]) 
         if source is not None:
             return _make_from_response(source)
     try:
-        fields = {name: msgspec.json.decode(raw) for name, raw in raw_fields.items() if name in _DECODED_FIELDS}
+        fields = {name: _value_decoder.decode(raw) for name, raw in raw_fields.items() if name in _DECODED_FIELDS}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        fields = decode_json(_object_decoder, data)  # raises an error that names the place in the body
+        fields = decode_json(_value_decoder, data)  # raises an error that names the place in the body
     return make_routing_request(kind, fields)
 
 
