@@ -468,33 +468,41 @@ class Exchange:
         return context.progress.last_byte_at_s if is_moving and not context.is_done else None
 
     def expire(self, now: float, timeouts: Timeouts) -> None:
-        """End or repeat a request that takes too long. Called a few times a second.
+        """End the request, or try another worker, if one of `timeouts` has passed. Called a few times a second.
 
-        A request without an attempt waits for a worker or a connection: deadlines of the core and the pool apply.
+        A request that waits for a worker or for a connection has only `total_s` here: the core limits its wait in the
+        queue, and the pool the opening of a connection.
         """
         progress = self.context.progress
         if self._prefill is not None and not self._has_answer_begun:
             self._prefill.expire(now)
         if now - self.context.started_at_s > timeouts.total_s:
-            message = f"no complete answer within {timeouts.total_s:g} s"
-            if self._response_head is not None:
-                self._abort_response(message, None)  # no failure: the worker still sends
-            else:
-                self._proxy.withdraw(self.context, None)
-                self.refuse(504, "timeout", message)
+            self._end_late_request(timeouts.total_s)
         elif progress.sent_at_s is None:
             return
         elif self._response_head is None:
             silent_s = now - progress.sent_at_s
             if silent_s > timeouts.first_byte_s:
-                self.close()
                 reason = f"no answer within {timeouts.first_byte_s:g} s"
                 self._handle_failed_attempt(FailureKind.TIMEOUT, reason, silent_s=silent_s)
         elif now - progress.last_byte_at_s > timeouts.idle_s:
-            if self._is_client_paused:
-                self._abort_response(f"its client read nothing for {timeouts.idle_s:g} s", None)
-            else:
-                self._handle_broken_response(f"no byte for {timeouts.idle_s:g} s", FailureKind.STALLED)
+            self._end_silent_answer(timeouts.idle_s)
+
+    def _end_late_request(self, total_s: float) -> None:
+        """End a request without a complete answer after `total_s`: with an error, or by cutting its answer off."""
+        message = f"no complete answer within {total_s:g} s"
+        if self._response_head is not None:
+            self._abort_response(message, None)  # no failure: the worker still sends
+        else:
+            self._proxy.withdraw(self.context, None)
+            self.refuse(504, "timeout", message)
+
+    def _end_silent_answer(self, idle_s: float) -> None:
+        """Handle a pause of `idle_s` within an answer: the client's, if it reads nothing, or else the worker's."""
+        if self._is_client_paused:
+            self._abort_response(f"its client read nothing for {idle_s:g} s", None)
+        else:
+            self._handle_broken_response(f"no byte for {idle_s:g} s", FailureKind.STALLED)
 
     def migrate(self, reason: str, *, is_stalled: bool = False) -> None:
         """Move the request away from a worker that is lost or stalled, if there is another one; else wait."""

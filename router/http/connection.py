@@ -172,7 +172,11 @@ class ClientConnection(asyncio.Protocol):
     )  # fmt: skip
 
     def __init__(self, app: Application, open_connections: set[ClientConnection]) -> None:
-        """`open_connections`: the connections of an address; this one adds itself, and leaves when it is closed."""
+        """Make the connection of a client, for which asyncio then calls `connection_made`.
+
+        `app` checks and answers the requests. `open_connections`: all connections of the listening address; this one
+        adds itself, and leaves when it is closed.
+        """
         self._app = app
         self._open_connections = open_connections
         self._parser = RequestParser(app.limits)
