@@ -19,7 +19,7 @@ import msgspec
 
 from engine.assembly import AssembledEngine, assemble, locate_model_files
 from engine.config import EngineConfig
-from engine.output.choice import Choice, make_choice
+from engine.output.choice import Choice
 from engine.output.detokenizer import DetokenizerFactory
 from engine.protocol.generation import make_sample_requests
 from engine.protocol.params import ModelLimits, check_params, check_prompt, fit_max_tokens
@@ -284,7 +284,7 @@ class LLM:
         )
         job.requests = make_sample_requests(request, job.request_id, 0)
         job.choices = [
-            make_choice(i, request.params, self._detokenizer_factory, keeps_text=True, keeps_logprobs=True)
+            Choice(i, request.params, self._detokenizer_factory, keeps_text=True, keeps_logprobs=True)
             for i, request in enumerate(job.requests)
         ]
 

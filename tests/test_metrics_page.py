@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from engine.http.metrics import MetricsPage, ServerMetrics
+from engine.http.metrics import ServerMetrics, collect_families
 from engine.transfer.settings import TransferStats
 from router.admin.metrics_page import NAME_PREFIX, build_page_families
 from router.decide.registry import CoreSnapshot
@@ -59,7 +59,7 @@ def declare_engine_metrics() -> list[Metric]:
     stats.transfers = TransferStats()  # type: ignore[attr-defined]
     core_report: Any = SimpleNamespace(stats=stats, publisher_stats=AnyValues(), simulation_lag=AnyValues())
     info: Any = AnyValues()
-    return list(MetricsPage(ServerMetrics(), core_report, info, "m").collect())
+    return list(collect_families(ServerMetrics(), core_report, info, "m"))
 
 
 def render_table(families: Iterable[Metric], *, prefix: str = "") -> str:

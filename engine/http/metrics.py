@@ -15,7 +15,7 @@ from engine.messages import CoreInfo
 from engine.process.client import EngineClient
 from engine.transfer.settings import TransferStats
 from events.publisher import PublisherStats
-from options.metrics import Family, Histogram, Row, build_families, make_total, render_metrics
+from options.metrics import Family, Histogram, Row, build_families, make_total
 
 # vLLM's buckets.
 _TTFT_BUCKETS = (
@@ -83,36 +83,26 @@ class RequestClock:
             metrics.time_per_output_token.observe((now_s - self._start_s) / completion_tokens)
 
 
-class MetricsPage:
-    """Renders `/metrics`: the counters of the HTTP process, and the core's last report."""
+def collect_families(metrics: ServerMetrics, client: EngineClient, info: CoreInfo, model_name: str) -> Iterator[Family]:
+    """Yield all metrics of `/metrics`: counters of the HTTP process, and those of the core's last report to `client`.
 
-    def __init__(self, metrics: ServerMetrics, client: EngineClient, info: CoreInfo, model_name: str) -> None:
-        """`client`: client of the core, which has the core's last reports."""
-        self._metrics = metrics
-        self._client = client
-        self._info = info
-        self._labels = {"model_name": model_name, "engine": "0"}
-
-    def render(self) -> bytes:
-        return render_metrics(self.collect())
-
-    def collect(self) -> Iterator[Family]:
-        """Yield all metrics. Those with vLLM's names have its labels too."""
-        client, stats, metrics = self._client, self._client.stats, self._metrics
-        if stats is not None:  # else the core has not reported yet
-            yield from build_families(GaugeMetricFamily, _list_core_gauges(stats), "vllm:", self._labels)
-            yield from build_families(GaugeMetricFamily, [_make_config_row(self._info)], "vllm:")
-            yield from build_families(CounterMetricFamily, _list_core_counters(stats), "vllm:", self._labels)
-            if stats.transfers is not None:
-                yield from build_families(CounterMetricFamily, _list_transfer_counters(stats.transfers), "engine:")
-            if client.publisher_stats is not None:
-                yield from build_families(CounterMetricFamily, _list_event_counters(client.publisher_stats), "engine:")
-            if client.simulation_lag is not None:
-                yield from _iter_lag_families(client.simulation_lag)
-        yield from build_families(CounterMetricFamily, _list_request_counters(metrics), "vllm:", self._labels)
-        errors = Row("http_errors", "HTTP requests answered with an error.", metrics.error_responses, ("status",))
-        yield from build_families(CounterMetricFamily, [errors], "engine:")
-        yield from build_families(HistogramMetricFamily, _list_request_histograms(metrics), "vllm:", self._labels)
+    Metrics with vLLM's names have its labels too.
+    """
+    labels, stats = {"model_name": model_name, "engine": "0"}, client.stats
+    if stats is not None:  # else the core has not reported yet
+        yield from build_families(GaugeMetricFamily, _list_core_gauges(stats), "vllm:", labels)
+        yield from build_families(GaugeMetricFamily, [_make_config_row(info)], "vllm:")
+        yield from build_families(CounterMetricFamily, _list_core_counters(stats), "vllm:", labels)
+        if stats.transfers is not None:
+            yield from build_families(CounterMetricFamily, _list_transfer_counters(stats.transfers), "engine:")
+        if client.publisher_stats is not None:
+            yield from build_families(CounterMetricFamily, _list_event_counters(client.publisher_stats), "engine:")
+        if client.simulation_lag is not None:
+            yield from _iter_lag_families(client.simulation_lag)
+    yield from build_families(CounterMetricFamily, _list_request_counters(metrics), "vllm:", labels)
+    errors = Row("http_errors", "HTTP requests answered with an error.", metrics.error_responses, ("status",))
+    yield from build_families(CounterMetricFamily, [errors], "engine:")
+    yield from build_families(HistogramMetricFamily, _list_request_histograms(metrics), "vllm:", labels)
 
 
 # fmt: off

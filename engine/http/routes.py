@@ -11,10 +11,11 @@ from aiohttp import web
 from engine.config import __version__
 from engine.http.body_workers import BodyParser
 from engine.http.generate import STATE
+from engine.http.metrics import collect_families
 from engine.protocol.parsed_request import read_count
 from engine.protocol.tokenize import read_detokenize, read_tokenize
 from events.sources import encode_sources
-from options.metrics import TEXT_FORMAT
+from options.metrics import TEXT_FORMAT, render_metrics
 from prompts import field_error
 
 _JSON = "application/json"
@@ -86,8 +87,9 @@ async def show_version(request: web.Request) -> web.Response:
 
 
 async def show_metrics(request: web.Request) -> web.Response:
-    page = request.app[STATE].metrics_page.render()
-    return web.Response(body=page, headers={"Content-Type": TEXT_FORMAT})
+    state = request.app[STATE]
+    families = collect_families(state.metrics, state.client, state.info, state.model_names[0])
+    return web.Response(body=render_metrics(families), headers={"Content-Type": TEXT_FORMAT})
 
 
 async def list_kv_event_sources(request: web.Request) -> web.Response:

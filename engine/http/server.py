@@ -239,7 +239,6 @@ class Server:
         self._config = config
         self._stop_reason: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         """Resolved when the server is to stop: to None by a signal, to an error message by the core's death."""
-        self._signal_count = 0
         self._stop_now = asyncio.Event()
         self._tls_context = make_server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
 
@@ -325,10 +324,9 @@ class Server:
 
     def _on_signal(self) -> None:
         """Begin to stop at the first signal; at the second one, stop without waiting for requests."""
-        self._signal_count += 1
-        if self._signal_count > 1:
+        if self._stop_reason.done():
             self._stop_now.set()
-        if not self._stop_reason.done():
+        else:
             self._stop_reason.set_result(None)
 
     def _on_death(self, reason: str) -> None:

@@ -13,7 +13,7 @@ from aiohttp import web
 from engine.config import ServerConfig
 from engine.http.api_keys import ApiKeys
 from engine.http.body_workers import BodyReader
-from engine.http.metrics import MetricsPage, ServerMetrics
+from engine.http.metrics import ServerMetrics
 from engine.http.response_store import ResponseStore
 from engine.messages import CoreInfo
 from engine.output.detokenizer import DetokenizerFactory
@@ -52,7 +52,6 @@ class ServerState:
         self.response_store = ResponseStore()
         self.reader = BodyReader(tokenizer, self.limits, folder, config.chat_template)
         self.metrics = ServerMetrics()
-        self.metrics_page = MetricsPage(self.metrics, client, info, self.model_names[0])
         self.start_time_s = int(time.time())
         self.is_draining = False
         self.is_asleep = False

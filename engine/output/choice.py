@@ -6,15 +6,16 @@ must be aborted, and the server does so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from engine.output.delta_builder import ChoiceDelta, ToolCallDelta
-from engine.output.detokenizer import Detokenizer, DetokenizerFactory
+from engine.output.detokenizer import DetokenizerFactory
 from engine.output.parser import OutputParser, OutputParserConfig
 from engine.types import FinishReason, SamplingParams, SequenceOutput, TokenLogprobs
 
+PLAIN_TEXT_CONFIG = OutputParserConfig()
 
-@dataclass(slots=True)
+
 class Choice:
     """One of the `n` answers to a prompt, while it grows.
 
@@ -22,26 +23,39 @@ class Choice:
     streamed, it also collects them.
     """
 
-    index: int
-    params: SamplingParams
-    detokenizer: Detokenizer
-    parser: OutputParser
-    keeps_text: bool
-    """Whether text, reasoning and token ids are collected, for an answer that is sent whole."""
-    keeps_logprobs: bool = False
-    """Whether `logprobs` and `prompt_logprobs` are collected, for `LLM`."""
-    completion_tokens: int = 0
-    reasoning_tokens: int = 0
-    cached_tokens: int = 0
-    texts: list[str] = field(default_factory=list)
-    reasoning_texts: list[str] = field(default_factory=list)
-    call_parts: list[tuple[ToolCallDelta, list[str]]] = field(default_factory=list)
-    """First delta of each call, and the arguments of its later deltas."""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
+    def __init__(
+        self,
+        index: int,
+        params: SamplingParams,
+        factory: DetokenizerFactory,
+        *,
+        keeps_text: bool,
+        keeps_logprobs: bool = False,
+        skip_special_tokens: bool = True,
+        parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG,
+    ) -> None:
+        """Begin before the first token. `index`: number of the choice in its request.
+
+        `keeps_text`: whether text, reasoning and token ids are collected, for an answer that is sent whole.
+        `keeps_logprobs`: whether `logprobs` and `prompt_logprobs` are collected, for `LLM`. `skip_special_tokens`:
+        whether special tokens become no text. `parser_config`: how the text is parsed.
+        """
+        self.index = index
+        self.params = params
+        self.detokenizer = factory.create(skip_special_tokens, parser_config.special_markers)
+        self.parser = OutputParser(parser_config, params)
+        self.keeps_text = keeps_text
+        self.keeps_logprobs = keeps_logprobs
+        self.completion_tokens = self.reasoning_tokens = self.cached_tokens = 0
+        self.texts: list[str] = []
+        self.reasoning_texts: list[str] = []
+        self.call_parts: list[tuple[ToolCallDelta, list[str]]] = []
+        """First delta of each call, and the arguments of its later deltas."""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
 
     @property
     def text(self) -> str:
@@ -138,27 +152,3 @@ class Choice:
         if is_stopped and output.token_ids and not self.params.include_stop_str_in_output:
             return output.token_ids[:-1]
         return output.token_ids
-
-
-PLAIN_TEXT_CONFIG = OutputParserConfig()
-
-
-def make_choice(
-    index: int,
-    params: SamplingParams,
-    factory: DetokenizerFactory,
-    *,
-    keeps_text: bool,
-    keeps_logprobs: bool = False,
-    skip_special_tokens: bool = True,
-    parser_config: OutputParserConfig = PLAIN_TEXT_CONFIG,
-) -> Choice:
-    """Return an empty choice. `parser_config`: how its text is parsed."""
-    return Choice(
-        index=index,
-        params=params,
-        detokenizer=factory.create(skip_special_tokens, parser_config.special_markers),
-        parser=OutputParser(parser_config, params),
-        keeps_text=keeps_text,
-        keeps_logprobs=keeps_logprobs,
-    )

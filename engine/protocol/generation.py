@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from engine.output.choice import Choice, make_choice
+from engine.output.choice import Choice
 from engine.output.detokenizer import DetokenizerFactory
 from engine.output.parser import OutputParserConfig
 from engine.protocol.params import ModelLimits, is_echo_only_request, make_sampling_params, read_answered_tokens
@@ -118,7 +118,7 @@ def make_generation(
     answered_tokens = read_answered_tokens(body, prompts)
     requests = _make_requests(parsed_request, answered_tokens, request_prefix, limits, kv_source)
     choices = [
-        make_choice(
+        Choice(
             index,
             request.params,
             factory,

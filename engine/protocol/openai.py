@@ -52,19 +52,25 @@ class OpenAIFormatter:
         factory: DetokenizerFactory,
         has_logprobs: bool,
     ) -> None:
-        """Read from `body` what the answer shows. `has_logprobs`: whether choices have logprobs."""
-        stream_options = body.stream_options
+        """Begin before the first token of an answer.
+
+        `generation`: the answer's choices, which grow meanwhile. `body`: the request. Its fields say what the
+        answer shows beside its text: token ids, usage, tokens as ids. `factory`: gives tokens their texts.
+        `has_logprobs`: whether the request asks for logprobs of the generated tokens.
+        """
         self._generation = generation
         self._common_fields = generation.make_common_fields()
         self._logprobs = LogprobFormatter(factory, bool(body.return_tokens_as_token_ids))
         self._includes_ids = bool(body.return_token_ids)
-        self._includes_usage = bool(stream_options and stream_options.include_usage)
-        self._has_continuous_usage = self._includes_usage and bool(
-            stream_options and stream_options.continuous_usage_stats
-        )
+        options = body.stream_options
+        self._includes_usage = options is not None and bool(options.include_usage)
+        """Whether the usage is sent after the last chunk of a stream."""
+        self._has_continuous_usage = self._includes_usage and bool(options and options.continuous_usage_stats)
+        """Whether each chunk has the usage so far."""
         self._is_text_only = not (has_logprobs or self._includes_ids or self._has_continuous_usage)
         """Whether chunks have text alone, so that none is sent while all text is held back."""
         self._begun_choices: set[int] = set()
+        """Indices of the choices of which a chunk was sent."""
         self._prompt_logprobs: defaultdict[int, list[bytes]] = defaultdict(list)
         """`prompt_logprobs` of each choice that shows any."""
 

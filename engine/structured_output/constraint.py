@@ -81,29 +81,29 @@ def parse_requested_constraint(
     tool_markup: str | None = None,
     grammars: Mapping[str, ClientTool] = MappingProxyType({}),
 ) -> RequestedConstraint | None:
-    """Return the format that the answer must match; None if any answer is allowed. Raises RequestError.
+    """Return the output format that a request asks for, such as a JSON schema; None if any answer is allowed.
 
-    - A required call (`tool_choice`) comes before a format of the text, as with OpenAI.
-    - With a format of the text (`response_format`) and optional calls, the answer is such a text, or calls.
-    - With optional calls alone, the text is free. Calls must match a format if a tool is strict or has a grammar.
+    - If a call is required (`tool_choice`), the answer is calls, as with OpenAI, whatever `response_format` says.
+    - If the text has a format (`response_format`) and tools may be called, the answer is such a text, or calls.
+    - If tools may be called and the text is free, only calls are held to a format, and only if a tool is strict or has
+      a grammar.
 
     `tool_markup`: name in MARKUPS of the markup in which the model writes calls; None: it writes none.
-    `grammars`: name of a custom tool -> the tool, for tools with a grammar of their input.
+    `grammars`: name of a custom tool -> the tool, for tools with a grammar of their input. Raises RequestError.
     """
     text_constraint = _parse_text_format(body)
     if not isinstance(body, ChatRequest):
         return text_constraint
-    selection = _select_tools(body)
-    tools = [tool._replace(grammar=grammars.get(tool.name)) for tool in selection.tools]
-    allows_several = body.parallel_tool_calls is not False
-    if selection.is_call_required:
-        if tool_markup is None:
-            raise bad_value("tool_choice", body.tool_choice, "none or auto: no --tool-call-parser fits this model")
-        allows_several = allows_several and not names_function(body)
-        return RequestedConstraint("tool_choice", _make_calls_format(MARKUPS[tool_markup], tools, allows_several))
-    if not tools or tool_markup is None:
+    is_call_required, tools = _select_tools(body)
+    if is_call_required and tool_markup is None:
+        raise bad_value("tool_choice", body.tool_choice, "none or auto: no --tool-call-parser fits this model")
+    if tool_markup is None or not (tools or is_call_required):
         return text_constraint
     markup = MARKUPS[tool_markup]
+    tools = [tool._replace(grammar=grammars.get(tool.name)) for tool in tools]
+    allows_several = body.parallel_tool_calls is not False and not names_function(body)
+    if is_call_required:
+        return RequestedConstraint("tool_choice", _make_calls_format(markup, tools, allows_several))
     if text_constraint is not None:
         calls_format = _make_calls_format(markup, tools, allows_several)
         either_format = {"type": "or", "elements": [text_constraint.format, calls_format]}

@@ -14,7 +14,7 @@ from msgspec import structs
 from engine.http import response_store
 from engine.http.generate import _store_response
 from engine.http.response_store import ResponseStore
-from engine.output.choice import Choice, make_choice
+from engine.output.choice import Choice
 from engine.output.content_blocks import ContentBlocks
 from engine.output.delta_builder import ChoiceDelta, ToolCallDelta
 from engine.output.parser import OutputParser, OutputParserConfig
@@ -53,7 +53,7 @@ class Factory:
 
 
 def generation() -> tuple[Generation, Choice]:
-    choice = make_choice(0, SamplingParams(), Factory(), keeps_text=True)  # type: ignore[arg-type]
+    choice = Choice(0, SamplingParams(), Factory(), keeps_text=True)  # type: ignore[arg-type]
     choice.reasoning_texts, choice.texts = ["I ", "think"], ["Let me", " see"]
     choice.call_parts = [(ToolCallDelta(0, '{"a": 1}', "f", "call_1"), []), (ToolCallDelta(1, "{}", "g", "call_2"), [])]
     choice.finish_reason, choice.cached_tokens, choice.completion_tokens, choice.reasoning_tokens = "stop", 2, 9, 4

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.config import ReasoningParserName, ToolCallParserName
-from engine.output.choice import Choice, make_choice
+from engine.output.choice import Choice
 from engine.output.detokenizer import _BYTE_BY_CHAR, DetokenizerFactory
 from engine.output.formats import (
     CALL_FORMATS,
@@ -268,7 +268,7 @@ def test_an_answer_goes_on_from_any_token(data: st.DataObject) -> None:
     )
 
     def choice() -> Choice:
-        return make_choice(0, SamplingParams(stop=stops), FACTORY, keeps_text=True, parser_config=plan)
+        return Choice(0, SamplingParams(stop=stops), FACTORY, keeps_text=True, parser_config=plan)
 
     def push_tokens(new_choice: Choice, tokens: list[int]) -> tuple[Any, ...]:
         for output in outputs(tokens, list(range(1, len(tokens))), FinishReason.LENGTH):
@@ -319,7 +319,7 @@ def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None
         ids = tokenizer.encode(text).ids
         plan = OutputParserConfig(reasoning_format="mistral", initial_state="before", call_format="mistral")
         for skips in (True, False):
-            new_choice = make_choice(
+            new_choice = Choice(
                 0, SamplingParams(), factory, keeps_text=True, skip_special_tokens=skips, parser_config=plan
             )
             for output in outputs(ids, list(range(1, len(ids))), FinishReason.LENGTH):
@@ -330,7 +330,7 @@ def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden() -> None
                 assert (new_choice.reasoning, new_choice.text) == ("why", "Well")
             else:
                 assert new_choice.text == "<s>[THINK]why[/THINK]Well<s>"
-        plain = make_choice(0, SamplingParams(), factory, keeps_text=True)
+        plain = Choice(0, SamplingParams(), factory, keeps_text=True)
         plain.push(outputs(ids, [], FinishReason.LENGTH)[0])
         assert plain.text == "whyWellnow{}"
 

@@ -24,7 +24,7 @@ from engine.http import server
 from engine.http.metrics import Histogram
 from engine.http.server import RequestLog
 from engine.messages import FrameReader, encode_frame
-from engine.output.choice import make_choice
+from engine.output.choice import Choice
 from engine.output.detokenizer import DetokenizerFactory
 from engine.process.client import merge_outputs
 from engine.protocol.params import ModelLimits, make_sampling_params
@@ -107,7 +107,7 @@ def test_a_choice_does_not_depend_on_how_its_tokens_arrive(
     params = SamplingParams(stop=tuple(stops), include_stop_str_in_output=include, min_tokens=min_tokens)
 
     def run(outputs: list[SequenceOutput]) -> tuple[Any, ...]:
-        choice = make_choice(0, params, FACTORY, keeps_text=True)
+        choice = Choice(0, params, FACTORY, keeps_text=True)
         for output in outputs:
             choice.push(output)
             if choice.finish_reason is not None:
@@ -129,7 +129,7 @@ def test_a_choice_does_not_depend_on_how_its_tokens_arrive(
 
 
 def test_a_stop_token_is_counted_and_not_spoken() -> None:
-    choice = make_choice(0, SamplingParams(stop_token_ids=(5,)), FACTORY, keeps_text=True)
+    choice = Choice(0, SamplingParams(stop_token_ids=(5,)), FACTORY, keeps_text=True)
     piece = choice.push(
         SequenceOutput(request_id="r", token_ids=[70, 5], finish_reason=FinishReason.STOP, stop_token_id=5)
     )
@@ -140,7 +140,7 @@ def test_a_stop_token_is_counted_and_not_spoken() -> None:
 def test_a_stop_string_may_begin_within_min_tokens() -> None:
     ids = FACTORY._tokenizer.encode("xyz").ids
     assert len(ids) == 3
-    choice = make_choice(0, SamplingParams(stop=("yz",), min_tokens=2), FACTORY, keeps_text=True)
+    choice = Choice(0, SamplingParams(stop=("yz",), min_tokens=2), FACTORY, keeps_text=True)
     choice.push(SequenceOutput(request_id="r", token_ids=ids))
     assert (choice.text, choice.stop_reason) == ("x", "yz")
 
