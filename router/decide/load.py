@@ -102,14 +102,6 @@ class Load:
     last_request_end_s: float = -math.inf
     """When a request here ended last."""
 
-    def remove_request(self, expected_output_tokens: float, now: float) -> None:
-        """Stop counting a request that ended. The caller removes its prompt and context from the other sums."""
-        self.request_count -= 1
-        self.last_request_end_s = now
-        self.remaining_output_tokens -= expected_output_tokens
-        if not self.request_count:
-            self.remaining_output_tokens = 0.0  # so that rounding never accumulates
-
 
 @dataclass(slots=True, eq=False)
 class RoutedTotals:

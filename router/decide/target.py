@@ -256,7 +256,7 @@ class PrefillQueue:
         """Remove a request; return whether it was the oldest."""
         was_oldest = self.get_oldest() is request
         del self.requests[request]
-        # Recomputed when empty, so that rounding never accumulates.
+        # Exactly zero when none is left, so that rounding never accumulates.
         self.own_prefill_s = self.own_prefill_s - request.prefill_s if self.requests else 0.0
         return was_oldest
 
@@ -314,9 +314,10 @@ class Target:
     """A worker, or one data-parallel rank of it, with all that its price depends on."""
 
     def __init__(self, worker_id: str, rank: int | None, holder: HolderId, pool: PoolSpeed) -> None:
-        """Make a target, a worker or one rank of it, without requests, as fast as those of its `pool` are on average.
+        """Make a target to which nothing was sent yet.
 
-        `rank`: None if the worker has one only. `holder`: its id in the prefix index.
+        `rank`: number of the worker's data-parallel rank; None if it has one only. `holder`: id of the rank's cache in
+        the prefix index. `pool`: learned speed of the workers with the same model, at which the target begins.
         """
         self.worker_id, self.rank, self.holder = worker_id, rank, holder
         self.name = worker_id if rank is None else f"{worker_id}#{rank}"

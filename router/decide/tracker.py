@@ -217,7 +217,11 @@ class LoadTracker:
         self._mark_changed(target)
         target.advance_work_totals(now)
         target.prefill_queue.record_progress(target.slowdown, now)
-        load.remove_request(request.expected_output_tokens, now)
+        load.request_count -= 1
+        load.last_request_end_s = now
+        # Exactly zero when none is left, so that rounding never accumulates.
+        remaining_output_tokens = load.remaining_output_tokens - request.expected_output_tokens
+        load.remaining_output_tokens = remaining_output_tokens if load.request_count else 0.0
         if request.has_no_first_token:
             self._remove_prefill(request, now)
         else:
@@ -262,7 +266,7 @@ class LoadTracker:
         if request.phase is RequestPhase.TRANSFER and request.source is not None:
             target.load.incoming_transfers -= 1
             request.source.load.outgoing_transfers -= 1
-            # Recomputed when empty, so that rounding never accumulates.
+            # Exactly zero when none is left, so that rounding never accumulates.
             arriving_prefill_s = target.prefill_queue.arriving_prefill_s - request.prefill_s
             target.prefill_queue.arriving_prefill_s = arriving_prefill_s if target.load.incoming_transfers else 0.0
         request.phase, request.sent_at_s = RequestPhase.PREFILL, now
