@@ -385,18 +385,14 @@ def _report_failure(message: str) -> int:
     return 1
 
 
-class _MalformedRequestFilter(logging.Filter):
-    """Drops log records of requests that are not HTTP: they are answered 400, and a traceback says no more."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        error = record.exc_info[1] if record.exc_info else None
-        return not isinstance(error, HttpProcessingError)
+def _should_log(record: logging.LogRecord) -> bool:
+    """Return False for a request that is not HTTP: it is answered 400, and a traceback says no more."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> int:
     """Serve until a signal comes or the core dies. Return the exit status."""
-
-    logging.getLogger("aiohttp.server").addFilter(_MalformedRequestFilter())
+    logging.getLogger("aiohttp.server").addFilter(_should_log)
 
     async def main() -> int:
         return await Server(engine_config, config).run()

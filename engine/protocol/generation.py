@@ -38,17 +38,6 @@ class Usage(Struct, frozen=True):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None) -> Usage:
-    """Return the usage of an answer. `reasoning_tokens`: None if reasoning is not parsed."""
-    return Usage(
-        prompt_tokens,
-        prompt_tokens + completion_tokens,
-        completion_tokens,
-        PromptTokensDetails(cached_tokens),
-        UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens),
-    )
-
-
 @dataclass(slots=True)
 class Generation:
     """One HTTP request that is being answered. A request of p prompts and n samples each gets p * n choices."""
@@ -81,20 +70,23 @@ class Generation:
     def get_choice_prompt(self, choice: Choice) -> list[int]:
         return self.prompts[choice.index // self.n]
 
-    def compute_usage(self) -> Usage:
-        """Return the usage of all choices so far. A prompt counts once, however many samples continue it."""
-        reasoning_tokens = None
-        if self.parser_config.reasoning_format:
-            reasoning_tokens = sum(choice.reasoning_tokens for choice in self.choices)
-        completion_tokens = sum(choice.completion_tokens for choice in self.choices)
-        cached_tokens = sum(choice.cached_tokens for choice in self.choices[:: self.n])
-        return make_usage(sum(map(len, self.prompts)), completion_tokens, cached_tokens, reasoning_tokens)
+    def compute_usage(self, choice: Choice | None = None) -> Usage:
+        """Return the usage so far, of all choices or of one alone.
 
-    def compute_choice_usage(self, choice: Choice) -> Usage:
-        """Return the usage of one choice so far, for `continuous_usage_stats`."""
-        reasoning_tokens = choice.reasoning_tokens if self.parser_config.reasoning_format else None
-        return make_usage(
-            len(self.get_choice_prompt(choice)), choice.completion_tokens, choice.cached_tokens, reasoning_tokens
+        A prompt counts once, however many samples continue it. Reasoning is counted if it is parsed.
+        """
+        choices = self.choices if choice is None else [choice]
+        prompt_tokens = sum(len(self.get_choice_prompt(first_sample)) for first_sample in choices[:: self.n])
+        completion_tokens = sum(choice.completion_tokens for choice in choices)
+        details: CompletionTokensDetails | UnsetType = UNSET
+        if self.parser_config.reasoning_format:
+            details = CompletionTokensDetails(sum(choice.reasoning_tokens for choice in choices))
+        return Usage(
+            prompt_tokens,
+            prompt_tokens + completion_tokens,
+            completion_tokens,
+            PromptTokensDetails(sum(first_sample.cached_tokens for first_sample in choices[:: self.n])),
+            details,
         )
 
 

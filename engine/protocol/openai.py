@@ -111,7 +111,7 @@ class OpenAIFormatter:
         return encode_sse(error.body()) + SSE_DONE
 
     def _format_chunk(self, choice: Choice, chunk_choice: Any, **fields: Any) -> bytes:
-        usage = self._generation.compute_choice_usage(choice) if self._has_continuous_usage else UNSET
+        usage = self._generation.compute_usage(choice) if self._has_continuous_usage else UNSET
         return encode_sse(self.chunk_type(**self._common_fields, choices=[chunk_choice], usage=usage, **fields))
 
     def _is_first_delta(self, choice: Choice) -> bool:
