@@ -26,7 +26,7 @@ from engine.scheduler import RequestRefusedError, Scheduler
 from engine.transfer.block_exchange import BlockMemory
 from engine.transfer.interface import Transfers
 from engine.transfer.settings import TransferStats
-from engine.transfer.simulated_link import SimulatedLinkSpec
+from engine.transfer.simulated_link import SimulatedLink
 from engine.types import FinishReason, Request, RunnerLostError, SequenceOutput, StepPlan, StepResult
 from events import Event
 from simulation.spec import ScriptTurn
@@ -124,7 +124,7 @@ class Executor:
     """A step with so many prompt tokens admits no further request; None: as many as the step has room for."""
     script_turns: tuple[ScriptTurn, ...] = ()
     """Answers of a simulation, turn by turn; empty: random text."""
-    simulated_link: SimulatedLinkSpec | None = None
+    simulated_link: SimulatedLink | None = None
     """The network over which a simulation moves blocks to peers; None for a real model."""
 
 

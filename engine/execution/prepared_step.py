@@ -27,8 +27,6 @@ class BatchState:
     """Indices of the chunks for which a token is drawn. `sequences` has the same indices."""
     rows: IntArray
     """[sequences]: row of each sequence in the per-sequence tables; see `RowAllocator`."""
-    device_rows: Tensor
-    """`rows` on the device."""
     sampled_rows: list[int]
     """Rows of the sampled sequences."""
     sampled_device_rows: Tensor

@@ -242,20 +242,16 @@ class ModelRunner:
         `sampled_chunks`: indices of the sequences for which a token is drawn. `rows`: the row of each sequence in the
         tables that are kept from step to step.
         """
-        device_rows = copy_to_device(rows, self.device)
-        sampled_rows, sampled_device_rows, sampling_batch = rows.tolist(), device_rows, None
-        if len(sampled_chunks) < len(sequences):
-            sampled_rows = rows[sampled_chunks].tolist()
-            sampled_device_rows = copy_to_device(rows[sampled_chunks], self.device)
+        table_rows = rows if len(sampled_chunks) == len(sequences) else rows[sampled_chunks]
+        sampled_rows, sampling_batch = table_rows.tolist(), None
         if sampled_chunks and self.model.samples_tokens:
             sampling_batch = self._sampler.make_batch([sequences[i] for i in sampled_chunks], sampled_rows)
         return BatchState(
             sequences=sequences,
             sampled_chunks=sampled_chunks,
             rows=rows,
-            device_rows=device_rows,
             sampled_rows=sampled_rows,
-            sampled_device_rows=sampled_device_rows,
+            sampled_device_rows=copy_to_device(table_rows, self.device),
             sampling_batch=sampling_batch,
             has_prompt_logprobs=any(seq.request.params.prompt_logprobs is not None for seq in sequences),
         )

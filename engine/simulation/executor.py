@@ -15,7 +15,7 @@ from engine.model_files import ModelFiles, locate_model
 from engine.simulation.constrained import ConstrainedAnswers
 from engine.simulation.runner import SimulatedAnswers, SimulatedRunner
 from engine.tiny.tokenizer import cached_tokenizer
-from engine.transfer.simulated_link import SimulatedBlockMemory, SimulatedLinkSpec
+from engine.transfer.simulated_link import SimulatedBlockMemory, SimulatedLink
 from options import ConfigError
 from prompts import Tokenizer
 from simulation.spec import SimulationSpec, read_spec
@@ -54,7 +54,7 @@ def load_executor(config: EngineConfig, folder: Path) -> Executor:
         dtype="simulated",
         device=spec.source,
         step_tokens_max=config.step_tokens_max,
-        simulated_link=_make_link_spec(config, spec),
+        simulated_link=_make_link(config, spec),
         script_turns=spec.script_turns,
     )
 
@@ -129,9 +129,9 @@ class SimulatedModel:
             locate_model(path, weights=False)
 
 
-def _make_link_spec(config: EngineConfig, spec: SimulationSpec) -> SimulatedLinkSpec:
+def _make_link(config: EngineConfig, spec: SimulationSpec) -> SimulatedLink:
     block_bytes = (spec.kv_bytes_per_token or 0) * config.block_size
-    return SimulatedLinkSpec(spec.transfer_gb_s * 1e9 / config.time_scale, block_bytes)
+    return SimulatedLink(spec.transfer_gb_s * 1e9 / config.time_scale, block_bytes)
 
 
 def _count_blocks(config: EngineConfig, spec: SimulationSpec) -> int:

@@ -5,16 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from engine.types import BlockCopy, BlockPlace
-
-
-class SimulatedLinkSpec(NamedTuple):
-    """Speed of a simulated network, and the size that a block without content is assumed to have."""
-
-    bytes_per_s: float
-    block_bytes: int
 
 
 class SimulatedBlockMemory:
@@ -36,8 +28,10 @@ class SimulatedBlockMemory:
 class SimulatedLink:
     """Network link of a simulated engine, which carries one transfer after the other."""
 
-    def __init__(self, bytes_per_s: float) -> None:
+    def __init__(self, bytes_per_s: float, block_bytes: int) -> None:
+        """Make an idle link. `block_bytes`: size that a block, which has no content here, is assumed to have."""
         self.bytes_per_s = bytes_per_s
+        self.block_bytes = block_bytes
         self._free_at_s = 0.0
 
     async def carry(self, byte_count: int) -> None:

@@ -1,4 +1,4 @@
-"""Starts the transfers of an engine, with settings from its config, its model and its cache."""
+"""Starts the exchange of cached blocks with other engines, with settings from the config, the model and the cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.transfer.block_exchange import BlockExchange, BlockMemory
 from engine.transfer.service import KVTransfers
 from engine.transfer.settings import CPU_GB_S, GB_S, TransferSettings
-from engine.transfer.simulated_link import SimulatedLink, SimulatedLinkSpec
+from engine.transfer.simulated_link import SimulatedLink
 from options import ConfigError
 
 DEFAULT_HOST = "127.0.0.1"
@@ -64,13 +64,15 @@ def start_transfers(
     *,
     dtype: str,
     device: str,
-    simulated_link: SimulatedLinkSpec | None,
+    simulated_link: SimulatedLink | None,
 ) -> KVTransfers:
-    """Listen for peers, and return the transfers. Raises ConfigError.
+    """Start to exchange cached KV blocks with other engines, which connect to this one's --kv-transfer port.
 
-    `folder`: folder of the model that was loaded. `block_memory`: access to the contents of its cache; None: a
-    simulation without contents. `dtype`, `device`: types in which the model is computed. `simulated_link`: speed of the
-    network in a simulation.
+    `folder`: checkpoint of the loaded model, computed in `dtype` on `device`: only engines with equal ones exchange
+    blocks. `block_memory`: reads and writes the contents of the blocks of `cache`; None if a simulation has no sizes of
+    blocks. `simulated_link`: network of a simulated engine; None: the engine is not simulated.
+
+    Raises ConfigError for settings that exclude each other, and for an address that cannot be used.
     """
     transfer_config = config.kv_transfer
     if not config.enable_prefix_caching:
@@ -83,27 +85,23 @@ def start_transfers(
     fingerprint = _ModelFingerprint(
         folder, (cache.spec, content_bytes, f"{dtype} on {device}", config.tensor_parallel_size, config.simulate)
     )
+    block_bytes, gb_s = content_bytes, CPU_GB_S if device == "cpu" else GB_S
+    if simulated_link is not None:
+        block_bytes, gb_s = (simulated_link.block_bytes,) * len(kinds), simulated_link.bytes_per_s / 1e9
     settings = TransferSettings(
         fleet_key=transfer_config.read_key(),
         timeout_s=transfer_config.timeout_s,
-        block_bytes_by_kind=content_bytes if simulated_link is None else (simulated_link.block_bytes,) * len(kinds),
+        block_bytes_by_kind=block_bytes,
         fingerprint=fingerprint.compute(None),
-        gb_s=_choose_gb_s(device, simulated_link),
+        gb_s=gb_s,
     )
     return KVTransfers(
         _listen(transfer_config.host or DEFAULT_HOST, transfer_config.port or 0),
         exchange,
         settings,
         compute_fingerprint=fingerprint.compute,
-        link=None if simulated_link is None else SimulatedLink(simulated_link.bytes_per_s),
+        link=simulated_link,
     )
-
-
-def _choose_gb_s(device: str, simulated_link: SimulatedLinkSpec | None) -> float:
-    """Return the rate at which peers get blocks from this engine, in 1e9 bytes a second."""
-    if simulated_link is not None:
-        return simulated_link.bytes_per_s / 1e9
-    return CPU_GB_S if device == "cpu" else GB_S
 
 
 def _listen(host: str, port: int) -> socket.socket:

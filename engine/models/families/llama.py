@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from engine.models.decoder import CausalLM, DecoderConfig, build_dense_decoder, read_attention_config
-from engine.models.hf_config import HfConfig, ModelError
+from engine.models.hf_config import HfConfig, read_layer_types
 from engine.models.layers import GatedMLP, Mixer
 from engine.models.moe import RoutedMLP, RoutedMLPConfig
 from engine.models.weights import WeightScope
@@ -84,10 +84,7 @@ def _read_window_by_layer(config: HfConfig, num_layers: int) -> list[int | None]
     window = _read_window(config)
     if window is None:
         return [None] * num_layers
-    kinds = config.get_strings("layer_types")
-    if kinds is None:
-        full_layers = config.get("max_window_layers", num_layers)
-        kinds = ["full_attention" if i < full_layers else "sliding_attention" for i in range(num_layers)]
-    if len(kinds) != num_layers:
-        raise ModelError(f"{config.source}: layer_types: expected {num_layers} entries, got {len(kinds)}")
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    full_layers = config.get("max_window_layers", num_layers)
+    default_types = ["full_attention" if i < full_layers else "sliding_attention" for i in range(num_layers)]
+    window_by_type = {"full_attention": None, "sliding_attention": window}
+    return read_layer_types(config, "layer_types", window_by_type, default_types)

@@ -84,6 +84,15 @@ def test_unknown_architecture_lists_what_is_supported(folder: Path) -> None:
             r"missing from the checkpoint: model.layers.2.input_layernorm.weight, .* and 3 more",
         ),
         ({"num_hidden_layers": 1}, r"tensors in the checkpoint that the model does not have: model.layers.1"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "use_sliding_window": True,
+                "sliding_window": 24,
+                "layer_types": ["chunked_attention", "full_attention"],
+            },
+            r"layer_types: 'chunked_attention' is not supported; expected full_attention, sliding_attention",
+        ),
     ],
 )
 def test_a_config_that_does_not_fit(folder: Path, changes: dict[str, object], message: str) -> None:
