@@ -59,6 +59,7 @@ class BlockExchange:
     """Reads blocks of the cache for peers, and stores blocks that peers have sent."""
 
     def __init__(self, cache: KVCache, memory: BlockMemory) -> None:
+        """Exchange the blocks of `cache`. `memory`: holds their contents, on the device and on the host."""
         self._cache = cache
         self._memory = memory
         self._kinds = range(len(cache.spec.block_bytes_by_kind()))

@@ -58,7 +58,11 @@ class BlockServer:
         self, listener: socket.socket, exchange: BlockExchange, jobs: StepJobs, settings: TransferSettings,
         stats: TransferStats,
     ) -> None:  # fmt: skip
-        """Make a server for a listening socket. `exchange`: the cache. `jobs`: work for the thread of the steps."""
+        """Make a server that is idle until `run`.
+
+        `listener`: socket to which other engines connect. `exchange`: finds and reads blocks of the cache. `jobs`: the
+        reads, which the step loop does between steps. `stats`: counters of sent blocks and refused connections.
+        """
         listener.setblocking(False)
         self._listener = listener
         self._exchange = exchange

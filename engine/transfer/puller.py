@@ -60,9 +60,11 @@ class Puller:
         self, exchange: BlockExchange, jobs: StepJobs, settings: TransferSettings, stats: TransferStats,
         link: SimulatedLink | None = None,
     ) -> None:  # fmt: skip
-        """Make a puller, to be used on one event loop. `exchange`: the cache. `jobs`: work for the thread of the steps.
+        """Make a puller, to be used on one event loop.
 
-        `link`: waits as long as the transfer of simulated contents would take; None for real contents.
+        `exchange`: finds missing blocks of the cache and stores received ones. `jobs`: queue of the stores, which the
+        step loop does between steps. `stats`: counters of pulls and failures. `link`: waits as long as the transfer of
+        simulated contents would take; None for real contents.
         """
         self._exchange = exchange
         self._jobs = jobs

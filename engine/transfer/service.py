@@ -56,8 +56,9 @@ class KVTransfers(Transfers):
     ) -> None:
         """Start the thread of the network.
 
-        `listener`: socket to which peers connect; closed by `close`. `compute_fingerprint`: returns a digest of the
-        weights in a folder (None: the last one) and of the cache's layout. Engines with equal digests exchange blocks.
+        `listener`: socket to which peers connect; closed by `close`. `exchange`: reads and stores blocks of the cache.
+        `compute_fingerprint`: returns a digest of the weights in a folder (None: the last one) and of the cache's
+        layout. Engines with equal digests exchange blocks. `link`: network of a simulated engine; None: not simulated.
         """
         self.stats = TransferStats()
         self._host, self.port = listener.getsockname()[:2]
