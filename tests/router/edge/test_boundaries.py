@@ -31,6 +31,8 @@ from router.http.config import ClientTimeouts, HttpLimits
 from router.http.connection import LONG_READ_BYTES, ClientConnection
 from router.http.decoding import BodyDecoder
 from router.http.fair_scheduler import READS_PER_ITERATION, REQUESTS_PER_ITERATION, FairScheduler
+from router.http.headers import HeaderBlock
+from router.http.request import HttpRequest
 from router.metrics import Metrics
 
 CHAT = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
@@ -748,13 +750,16 @@ def test_a_request_that_waits_for_its_turn_and_cannot_be_answered_ends_by_itself
     asyncio.run(run())
 
 
-def test_a_reading_cancelled_before_its_first_step_is_closed(edge: Any) -> None:
+def test_a_reading_cancelled_before_its_first_step_is_closed(edge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def read() -> None: ...
 
     async def scenario() -> None:
         await edge.start()
         reading = read()
-        edge.dispatcher._place_when_read(None, reading)
+        monkeypatch.setattr(edge.dispatcher.reader, "begin_read", lambda *_: reading)
+        request = HttpRequest("POST", b"/v1/completions", "/v1/completions", HeaderBlock(b""))
+        monkeypatch.setattr(edge.dispatcher, "open", lambda *_: Mock())
+        edge.dispatcher.dispatch(Mock(tenant=None), request, Mock())
         (task,) = edge.dispatcher._read_tasks
         task.cancel()
         await asyncio.wait([task])
