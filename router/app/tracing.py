@@ -90,6 +90,8 @@ class Tracing:
         )  # fmt: skip
         headers: dict[str, str] = {}
         self._propagator.inject(headers, self._api.set_span_in_context(span))
+        if not headers:
+            return None  # the variable OTEL_SDK_DISABLED is set: such a span has no id
         return RequestSpan(span, clock_zero_ns, headers["traceparent"].encode())
 
     def end(self, context: RequestContext, now: float) -> None:

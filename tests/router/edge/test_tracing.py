@@ -93,6 +93,25 @@ def test_what_is_traced(edge: Any, make_post: Any, share: float, header: bytes, 
     edge.run(scenario())
 
 
+def test_an_sdk_that_its_variable_disables_traces_nothing(
+    edge: Any, make_post: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+
+    async def scenario() -> None:
+        await edge.start()
+        worker = await edge.worker(edge.reply())
+        exporter = InMemorySpanExporter()
+        tracing = trace(edge, 1.0, exporter)
+        answer = await edge.exchange(make_post(CHAT))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert worker.received[-1].all(b"traceparent") == []
+        assert exporter.get_finished_spans() == ()
+        tracing.close()
+
+    edge.run(scenario())
+
+
 def test_spans_reach_a_collector(edge: Any, make_post: Any) -> None:
     payloads: list[ExportTraceServiceRequest] = []
 
