@@ -166,7 +166,7 @@ class WorkerStream:
         `report`: effects of the batch on the index. After a snapshot or a clearing, the index has all blocks that the
         worker caches.
         """
-        if self.last_seq is None and not self.is_only_rank:
+        if self.last_seq is None and self.wrong_rank is None and not self.is_only_rank:
             self._check_rank(decode_batch_rank(batch.payload))
         self.counters.update(batches=1, bytes=len(batch.payload), malformed=report.malformed_events)
         for name in REPORTED_COUNTERS:

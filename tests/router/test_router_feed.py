@@ -327,6 +327,16 @@ def test_events_of_another_rank_are_told(index: ReferenceIndex, feed: IndexFeed,
         pub.close()
 
 
+def test_a_snapshot_of_another_rank_is_told_once(index: ReferenceIndex, feed: IndexFeed, caplog: Any) -> None:
+    """A snapshot of a full cache has a thousand chunks, and each names its rank."""
+    feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")] * 2, [index.add_holder("m") for _ in range(2)])
+    stream_id = next(iter(feed._stream_by_id))
+    for first in range(3):
+        chunk = encode_batch(EventBatch(1.0, block_events(first, 1), 1))
+        feed.handle(stream_id, Apply(None, chunk, Origin.SNAPSHOT), b"")
+    assert caplog.text.count("events of rank 1 come from the address of rank 0") == 1
+
+
 def test_a_forgotten_worker_writes_nothing_more(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
     holder = index.add_holder("m")
