@@ -36,7 +36,7 @@ class RequestDispatcher:
         """`reasons`: records why prompts are not cached; None records nothing.
 
         `discover_model` asks all workers for a model that no worker is known to serve, and returns the number of
-        workers that were never reached; None asks none.
+        workers that may still load it; None asks none.
         """
         self.proxy = proxy
         self.reader = reader

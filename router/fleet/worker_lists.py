@@ -69,7 +69,8 @@ async def watch_file(path: Path, update: WorkerListCallback) -> None:
         applied_content = content
         try:
             if not content:
-                raise ConfigError(f"{path} is missing or empty, so its workers stay; a comment in it removes them")
+                read_workers_file(path)  # its error says why a file cannot be read
+                raise ConfigError(f"{path} is empty, so its workers stay; a comment in it removes them")
             update(_parse_workers_file(path, content))
         except ConfigError as error:
             log.error("workers file not applied: %s", error)

@@ -1000,6 +1000,32 @@ def test_a_workers_file_counts_when_it_is_written_to_its_end(monkeypatch: Any, t
     assert lists == [["a:1", "b:1", "c:1"]]
 
 
+@pytest.mark.parametrize("reason", ["No such file", "Is a directory", "is empty"])
+def test_the_log_says_why_a_workers_file_is_not_applied(
+    reason: str, monkeypatch: Any, tmp_path: Path, caplog: Any
+) -> None:
+    path = tmp_path / "workers"
+    path.write_text("http://a:1\n")
+    waits = itertools.count()
+
+    async def spoil(_: float) -> None:
+        wait = next(waits)
+        if wait == 3:
+            path.unlink()
+            if reason == "Is a directory":
+                path.mkdir()
+            elif reason == "is empty":
+                path.touch()
+        elif wait == 6:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(worker_lists, "asyncio", SimpleNamespace(sleep=spoil))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(worker_lists.watch_file(path, lambda flags: None))
+    (record,) = caplog.records
+    assert reason in record.getMessage()
+
+
 def test_an_emptied_workers_file_keeps_its_workers_and_a_comment_removes_them(monkeypatch: Any, tmp_path: Path) -> None:
     """A script that fails after it has opened the file, or a full disk, leaves it empty."""
     path = tmp_path / "workers"
