@@ -75,7 +75,7 @@ InstructionHandler = Callable[[str, Instruction, bytes], SlicedWork | None]
 
 It gets the batches (`Apply`), the `Clear`s and the notices of each stream, in order, on the feed's thread, and should
 not wait. The feed performs requests itself. A handler with long work does a part of it, and returns the other part. The
-feed serves other streams between its slices, and gives the handler nothing else of this stream before its end. If the
+feed serves other streams between its slices, and gives the handler no other batch of this stream before its end. If the
 handler raises an exception, the feed resets the stream.
 """
 
