@@ -22,7 +22,10 @@ def find_import_problem(names: tuple[str, ...]) -> str | None:
     packages_folder = Path(__file__).resolve().parent.parent
     for name in names:
         expected_path = packages_folder / name / "__init__.py"
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        except ValueError as error:  # a module without a spec, as of an old namespace package
+            return f"the package `{name}` cannot be imported: {error}; expected {expected_path}"
         actual_path = Path(spec.origin).resolve() if spec is not None and spec.origin else None
         if actual_path is None:
             return f"the package `{name}` is missing: expected {expected_path}; reinstall blockcast"

@@ -7,6 +7,7 @@ import re
 import sys
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -253,6 +254,14 @@ def test_a_shadowed_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert problem is not None
     assert str(foreign) in problem
     assert str(ROOT / "events") in problem
+
+
+def test_a_package_that_a_module_without_a_spec_hides_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old tools make the module of a namespace package when Python starts, without saying where it is."""
+    monkeypatch.setitem(sys.modules, "events", ModuleType("events"))
+    problem = find_import_problem(("options", "events"))
+    assert problem is not None
+    assert problem.startswith("the package `events` cannot be imported: events.__spec__ is None; expected")
 
 
 def test_a_package_that_another_distribution_overwrote_is_named(
