@@ -57,7 +57,7 @@ CONNECTIONS_EXPECTED: Final = 1_000
 class RouterProcess:
     """Process of `router run` and `router epp`: makes its parts, starts them, and ends them in order.
 
-    `await RouterProcess(config, version).run()` serves until SIGTERM or SIGINT.
+    `await RouterProcess(config, version).run()` serves until SIGTERM, SIGINT or SIGHUP.
     """
 
     def __init__(self, config: ProcessConfig, version: str) -> None:

@@ -66,7 +66,7 @@ class CopyingApp(RouterApp):
 class ShadowProcess(RouterProcess):
     """Process of `router shadow`: it takes copies of requests, or reads a log, and reports what switching would give.
 
-    `await ShadowProcess(config, version).run()` ends with SIGTERM or SIGINT, or at the end of the log.
+    `await ShadowProcess(config, version).run()` ends with a signal, or at the end of the log.
     """
 
     def __init__(self, config: ShadowProcessConfig, version: str) -> None:

@@ -20,7 +20,7 @@ POLL_S: Final = 0.02
 class Shutdown:
     """Ends the router's process after a signal, once the requests in flight are answered.
 
-    A second signal closes their connections at once.
+    A second SIGTERM or SIGINT closes their connections at once.
     """
 
     def __init__(self, config: EdgeConfig, proxy: Proxy, listeners: Sequence[Listener]) -> None:
@@ -32,12 +32,15 @@ class Shutdown:
         self._abort_requested = asyncio.Event()
 
     def watch_signals(self) -> None:
-        """Let SIGTERM, SIGINT and SIGHUP request the end, but keep a SIGHUP ignored where `nohup` ignores it."""
-        numbers = [signal.SIGTERM, signal.SIGINT]
+        """Let SIGTERM, SIGINT and SIGHUP request the end, but keep a SIGHUP ignored where `nohup` ignores it.
+
+        A second SIGHUP cuts nothing off: when a terminal closes, its shell sends one and the kernel another.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-            numbers.append(signal.SIGHUP)
-        for number in numbers:
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(signal.SIGHUP, self.end_requested.set)
 
     def _on_signal(self) -> None:
         """Request the end; at the second signal, close all connections."""
