@@ -77,7 +77,7 @@ class WorkerProcess:
         # A thread sends the arguments and receives the result, because both may be large.
         loop = asyncio.get_running_loop()
         task = (math.ceil(seconds_max) + ALARM_MARGIN_S, work, arguments)
-        future = loop.run_in_executor(self._executor, self._call, task, self._kill_count)
+        future = loop.run_in_executor(self._executor, self._send_and_receive, task, self._kill_count)
         try:
             rejection, result, is_reusable = await asyncio.wait_for(future, seconds_max)
         except asyncio.TimeoutError:
@@ -89,17 +89,23 @@ class WorkerProcess:
             raise RequestError(**rejection)
         return result
 
-    def _call(self, task: object, kill_count: int) -> _TaskResult:
-        """Send a task, and wait for its result. Raises EOFError if the call was given up, and another may follow."""
+    def _send_and_receive(self, task: object, kill_count_at_call: int) -> _TaskResult:
+        """Send a task to the child process, which is started if there is none, and wait for the result.
+
+        A child reads pickles from its socket: once the setup message, then tasks; it answers each task with a result.
+        Raises EOFError or OSError if the child ends. Raises EOFError if `kill` was called since `_kill_count` was
+        `kill_count_at_call`: this call was given up before its thread began, and the child may belong to the next call.
+        """
         with self._start_lock:
-            if kill_count != self._kill_count:
+            if self._kill_count != kill_count_at_call:
                 raise EOFError("killed before it was started")
-            old_stream, is_new = self._stream, self.child is None or self.child.poll() is not None
-            if is_new:
+            ended_stream, needs_child = self._stream, self.child is None or self.child.poll() is not None
+            if needs_child:
                 self._start()
             stream = self._stream
-        if is_new:
-            _close_stream(old_stream)
+        # Sockets are used without the lock: they may block until `kill`, which needs the lock, ends the child.
+        if needs_child:
+            _close_stream(ended_stream)
             pickle.dump(self._setup_message, stream)
         pickle.dump(task, stream)
         stream.flush()

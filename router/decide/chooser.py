@@ -263,21 +263,19 @@ class Chooser:
     def add_missing_source(
         self, request: RouteRequest, choice: RoutingChoice, excluded_sources: frozenset[str]
     ) -> bool:
-        """Have a source compute the prompt, as the chosen target cannot; return False if there is none.
+        """Choose a source, the target that computes the prompt for the chosen target, which cannot compute prompts.
 
-        Plans have sources already. But there are none for prompts that are unknown, with other policies than the price,
-        and after failures, when a source that failed serves again if there is no other one.
+        The winner of a choice usually has its source already. It has none if the prompt's tokens are unknown, if the
+        routing policy does not compare prices, or after a failure. Return False if no target can be the source.
+        Targets in `excluded_sources` failed before, and are used only if there is no other one.
         """
-        winner, now = choice.winner, choice.request_facts.now
-        sources = self._find_partners(request, winner.target, excluded_sources)
-        if not sources:
-            sources = self._find_partners(request, winner.target, frozenset())
-        working_sources = [
-            source for source in sources if not self._links.is_paused(source.name, winner.target.name, now)
-        ]
-        sources = find_least_busy(working_sources or sources, now)
-        planner = self._make_planner(choice)
-        plans = planner.plan_prefills([winner], self._price_prefills(choice, sources, {}), uses_paused_pairs=True)
+        winner, decoder, now = choice.winner, choice.winner.target, choice.request_facts.now
+        sources = self._find_partners(request, decoder, excluded_sources)
+        sources = sources or self._find_partners(request, decoder, frozenset())
+        working_sources = [source for source in sources if not self._links.is_paused(source.name, decoder.name, now)]
+        least_busy_sources = find_least_busy(working_sources or sources, now)
+        priced_sources = self._price_prefills(choice, least_busy_sources, matches={})
+        plans = self._make_planner(choice).plan_prefills([winner], priced_sources, uses_paused_pairs=True)
         if not plans:
             return False
         self._add_plans(choice, plans[:1])

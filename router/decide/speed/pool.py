@@ -88,6 +88,11 @@ class PoolSpeed:
         self.model = model
         return True
 
+    def forget_next_old_factor(self) -> list[Speed]:
+        """Check one member, each in turn, for a factor too old to trust; return the member if it lost its factor."""
+        member = self.members[self.observation_count % len(self.members)]
+        return [member] if member.forget_old_factor() else []
+
     def _learn_ratios(self) -> None:
         """Set both ratios to the mean of 1.0, the prior, and the ratio that explains the last intervals best.
 
@@ -200,7 +205,8 @@ class Speed:
         """Learn from one interval of this target; return the speeds that changed and need a call of `refresh`.
 
         For example, an interval took 0.6 s, and its work takes the pool 0.4 s. The ratio is 1.5, and the median of the
-        last such ratios is the factor of this target. The pool learns from the interval too.
+        last such ratios is the factor of this target. The pool learns from the interval too, and one other member may
+        lose an old factor. Nothing is learned from an interval without time or work.
         """
         pool = self.pool
         times = predict_times(pool.prior, observation)
@@ -208,18 +214,17 @@ class Speed:
             return []
         self._recent_ratios.append(times.elapsed_s / pool.predict_s(times))
         self.observation_count += 1
-        times_at_pool_speed = times._replace(elapsed_s=times.elapsed_s / max(self.factor, 1.0))
-        has_pool_changed = pool.observe(times_at_pool_speed, is_decode=observation.is_decode)
+        # Slow targets do not slow the pool: their times are scaled. Fast ones speed it up: their times are not.
+        slowdown = max(self.factor, 1.0)
+        pool_times = times._replace(elapsed_s=times.elapsed_s / slowdown)
+        has_pool_changed = pool.observe(pool_times, is_decode=observation.is_decode)
         self._last_observation_number = pool.observation_count
         previous_factor, self.factor = self.factor, self._choose_factor()
         changed_speeds = [self] if self.factor != previous_factor else []
-        # Members that are no longer observed are found by checking one member at each observation, all in turn.
-        checked_member = pool.members[pool.observation_count % len(pool.members)]
-        if checked_member._forget_old_factor():
-            changed_speeds.append(checked_member)
+        changed_speeds += pool.forget_next_old_factor()
         return pool.members if has_pool_changed else changed_speeds
 
-    def _forget_old_factor(self) -> bool:
+    def forget_old_factor(self) -> bool:
         """Take a target for as fast as its pool again if it was not observed for long; return whether that changed it.
 
         A target that is thought slow gets few requests, so it could not show that it is fast again. _PROBES new ratios
