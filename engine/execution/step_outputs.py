@@ -26,22 +26,22 @@ def build_result(step: PreparedStep, outputs: list[list[Any]], failures: Mapping
 
 
 def _add_samples(result: StepResult, step: PreparedStep, outputs: list[list[Any]], failures: Mapping[int, str]) -> None:
-    """Add the drawn tokens and their logprobs to the result, and remove both from the front of `outputs`.
+    """Add the drawn tokens, failures and logprobs to the result, and remove tokens and logprobs from `outputs`.
 
-    Results are listed in the order of the plan, but the step may have run its chunks in another order: the i-th token
-    belongs to chunk `plan_indices[i]` of the plan. A chunk that ends within a prompt draws no token.
+    A chunk that ends within a prompt draws no token. The other chunks have one draw each, numbered 0, 1, ... in the
+    order of the kernels. `failures` and the logprobs have that number; the result has the chunk's index in the plan.
     """
     assert step.sampling_inputs is not None
-    plan_indices = [step.order[chunk_index] for chunk_index in step.batch_state.sampled_chunks]
-    for plan_index, token in zip(plan_indices, outputs.pop(0), strict=True):
+    plan_index_by_draw = [step.order[chunk_index] for chunk_index in step.batch_state.sampled_chunks]
+    drawn_tokens = outputs.pop(0)
+    for plan_index, token in zip(plan_index_by_draw, drawn_tokens, strict=True):
         result.sampled_tokens[plan_index] = token
-    result.failure_by_chunk = {plan_indices[i]: reason for i, reason in failures.items()}
+    result.failure_by_chunk = {plan_index_by_draw[draw]: reason for draw, reason in failures.items()}
     logprob_rows = step.sampling_inputs.batch.logprobs
-    if logprob_rows is not None:
-        entries = _take_logprobs(outputs, logprob_rows.top_counts)
-        result.logprobs_by_chunk = {
-            plan_indices[row]: entry for row, entry in zip(logprob_rows.rows, entries, strict=True)
-        }
+    if logprob_rows is not None:  # some requests want logprobs
+        logprobs = _take_logprobs(outputs, logprob_rows.top_counts)
+        for draw, token_logprobs in zip(logprob_rows.rows, logprobs, strict=True):
+            result.logprobs_by_chunk[plan_index_by_draw[draw]] = token_logprobs
 
 
 def _take_logprobs(outputs: list[list[Any]], counts: list[int]) -> list[TokenLogprobs]:

@@ -96,9 +96,10 @@ class _XmlArguments:
         return marker
 
     def _read_parameters(self) -> Steps[str]:
-        """Take one parameter, and those that follow without an end marker between them.
+        """Read a parameter of a call, after its `<parameter=`; also those behind it, if `</parameter>` is missing.
 
-        Returns the marker that ended the last value; an empty string if the text has ended.
+        So `city>Rome</parameter>` is one parameter, and `city>Rome<parameter=days>3</parameter>` is two. Returns the
+        marker that ended the last value, `</parameter>` or `</function>`; an empty string if the text has ended.
         """
         name = yield from self._read_parameter_name()
         if name is None:
@@ -106,9 +107,13 @@ class _XmlArguments:
         value = self._open_value(name)
         while True:
             marker = yield from self._read_value_text(value)
+            if not marker:
+                return ""
             if marker == _PARAMETER_MARKER:
                 value = yield from self._read_next_parameter(value)
-            elif not marker or (yield from self._end_value_if_complete(marker, value)):
+                continue
+            has_ended = yield from self._end_value_if_complete(marker, value)
+            if has_ended:
                 return marker
 
     def _read_parameter_name(self) -> Steps[str | None]:

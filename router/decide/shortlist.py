@@ -72,16 +72,16 @@ class LoadOrder:
             self._rotation_index = (self._rotation_index + 1) % len(self._rotation)
 
     def _reposition(self, holder: HolderId, now: float, utilisation_decay: float) -> None:
-        """Move one target to its present place in the order, and add its present load to the sum.
+        """Sort one target anew, after its load or the price of a typical request there may have changed.
 
-        `_sorted_holders` has the sort keys too, for the search; `holders` has the same order as plain numbers, which
-        native code reads.
+        Two lists have the targets in ascending order of that price, and change together: `_sorted_holders` has
+        (price, holder) pairs, to be searched by bisection, and `holders` plain numbers, which native code reads.
         """
-        target, old_key = self.targets[holder], self._key_by_holder[holder]
-        load, old_load = sum_loads([target]), self._load_by_holder[holder]
-        self.pool_load = self.pool_load.add_change(load, old_load)
+        target = self.targets[holder]
+        load = sum_loads([target])
+        self.pool_load = self.pool_load.add_change(load, self._load_by_holder[holder])
         self._load_by_holder[holder] = load
-        key = self._compute_sort_key(target, now, utilisation_decay)
+        key, old_key = self._compute_sort_key(target, now, utilisation_decay), self._key_by_holder[holder]
         if key == old_key:
             return
         old_position = bisect.bisect_left(self._sorted_holders, (old_key, holder))
