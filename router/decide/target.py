@@ -167,6 +167,8 @@ class ShortestFirstOrder:
         remaining_s = map(InFlightRequest.estimate_remaining_prefill_s, self.order_s_by_request)
         self.cumulative_remaining_s = list(itertools.accumulate(remaining_s, initial=0.0))
         """Sums of the remaining prefill seconds of the first 0, 1, 2 ... prompts."""
+        self.shortest_remaining_s = self.cumulative_remaining_s[1] if order_s_by_request else 0.0
+        """Remaining prefill seconds of `shortest_request`."""
         self.waiting_per_sorted = len(awaited_by_request) / max(len(self.sorted_order_s), 1)
         """Number of waiting prompts for each sorted one: 1.0 unless the queue is long."""
 
@@ -188,9 +190,9 @@ class ShortestFirstOrder:
             return 0.0, 0
         # The shortest prompt is compared by its present remainder, the others as they were sorted: those before index
         # `end` are computed before the new prompt.
-        shortest_s = self.cumulative_remaining_s[1] - shortest_progress_s
+        shortest_s = self.shortest_remaining_s - shortest_progress_s
         end = bisect_right(self.sorted_order_s, order_s, 1)
-        wait_s = (self.cumulative_remaining_s[end] - self.cumulative_remaining_s[1]) * self.waiting_per_sorted
+        wait_s = (self.cumulative_remaining_s[end] - self.shortest_remaining_s) * self.waiting_per_sorted
         overtaken_count = round((len(self.sorted_order_s) - end) * self.waiting_per_sorted)
         if shortest_s <= order_s:
             return wait_s + max(shortest_s, 0.0), overtaken_count
@@ -287,27 +289,30 @@ class PrefillQueue:
         self.progress_recorded_at_s = now
 
     def recompute(self, peer_load: PeerLoad, step_prefill_s: float) -> None:
-        """Find the current prefill and recompute the sums, after the requests or `peer_load` have changed.
+        """Recompute the order and the total prefill of the queue, and which prompt the engine computes now.
 
-        `step_prefill_s`: seconds of prefill in a full step of the engine.
+        Called after `requests` or `peer_load`, the work that other routers sent to the target, has changed. The current
+        prompt is the shortest or the oldest of this router, unless a prompt of another router was sent earlier.
+        `step_prefill_s`: seconds that the prefill in one full step of the engine takes.
         """
-        self.total_prefill_s, self.order = self.own_prefill_s, _NO_ORDER
-        prefill_s, sent_at_s = 0.0, math.inf
-        oldest_request = self.get_oldest()
-        if oldest_request is not None:
-            prefill_s, sent_at_s = oldest_request.prefill_s, oldest_request.sent_at_s
+        self.order, self.total_prefill_s = _NO_ORDER, self.own_prefill_s
         if self.is_shortest_first:
             self.order = ShortestFirstOrder(self.requests)
             self.total_prefill_s = self.order.estimate_total_s(self.own_prefill_s)
-            if oldest_request is not None:  # the progress until now was subtracted from the shortest prompt
-                prefill_s, sent_at_s = self.order.cumulative_remaining_s[1], self.progress_recorded_at_s
+        oldest_request = self.get_oldest()
+        if oldest_request is None:
+            current_prefill_s, current_sent_at_s = 0.0, math.inf
+        elif self.is_shortest_first:  # what is left of the shortest prompt since its progress was last recorded
+            current_prefill_s, current_sent_at_s = self.order.shortest_remaining_s, self.progress_recorded_at_s
+        else:
+            current_prefill_s, current_sent_at_s = oldest_request.prefill_s, oldest_request.sent_at_s
         if peer_load.prefill_s > 0.0:
             self.total_prefill_s += peer_load.prefill_s
-            if peer_load.oldest_sent_at_s < sent_at_s:
-                prefill_s, sent_at_s = peer_load.oldest_prefill_s, peer_load.oldest_sent_at_s
-        self.busy_since_s = max(self.oldest_since_s, peer_load.oldest_since_s, sent_at_s)
-        self.fixed_step_share = max(0.0, 1.0 - prefill_s / step_prefill_s)
-        self.oldest_prefill_s = min(prefill_s, self.total_prefill_s)
+            if peer_load.oldest_sent_at_s < current_sent_at_s:
+                current_prefill_s, current_sent_at_s = peer_load.oldest_prefill_s, peer_load.oldest_sent_at_s
+        self.busy_since_s = max(self.oldest_since_s, peer_load.oldest_since_s, current_sent_at_s)
+        self.fixed_step_share = max(0.0, 1.0 - current_prefill_s / step_prefill_s)
+        self.oldest_prefill_s = min(current_prefill_s, self.total_prefill_s)
 
 
 class Target:
@@ -432,23 +437,26 @@ class Target:
     ) -> tuple[float, int]:
         """Return the wait of a new prompt in seconds, and the number of prompts that it overtakes.
 
-        The engine computes the shortest prompt first. The new prompt takes `prefill_s`; it goes behind
-        `awaited_request`, which computes its prefix. `queued_s`: present result of `estimate_queue_s`.
+        For an engine that computes the shortest prompt first. The prefill of the new prompt takes `prefill_s`. The
+        prompt cannot start before `awaited_request`, which computes its prefix, if there is one. `queued_s`: prefill
+        seconds that are left of all prompts here now, as `estimate_queue_s` returns them.
         """
         queue, peer_load = self.prefill_queue, self.peer_load
+        # A prompt goes before the new one if the seconds that it is sorted by are not more than these.
         order_s = prefill_s
         if awaited_request is not None:
             order_s = max(order_s, queue.order.order_s_by_request[awaited_request])
-        wait_s, overtaken_count = queue.order.estimate_wait(order_s, queue.total_prefill_s - queued_s)
-        # Only the sum of other prompts is known, so each of them is assumed to have the mean length.
-        for total_s, count in (
+        current_progress_s = queue.total_prefill_s - queued_s
+        wait_s, overtaken_count = queue.order.estimate_wait(order_s, current_progress_s)
+        # Of other routers' and arriving prompts, only the sum is known: each is assumed to have the mean length.
+        for group_prefill_s, prompt_count in (
             (peer_load.prefill_s, peer_load.prefill_requests),
             (queue.arriving_prefill_s, self.load.incoming_transfers),
         ):
-            if total_s <= order_s * count:
-                wait_s += total_s
+            if group_prefill_s <= order_s * prompt_count:
+                wait_s += group_prefill_s
             else:
-                overtaken_count += count
+                overtaken_count += prompt_count
         return wait_s, overtaken_count
 
     def estimate_prefilled_s(self, start: WorkTotals) -> float:
