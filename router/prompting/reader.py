@@ -120,7 +120,7 @@ class PromptReader:
             return self._begin_whole_read(body_to_read)
         if len(data) - matches[0].boundary.body_end > INLINE_BYTES_MAX:
             return self._continue_in_thread(matches, body_to_read)
-        read = self._finish_continuation(*self._continue(matches, data), body_to_read)
+        read = self._make_continued_body(*self._continue(matches, data), body_to_read)
         return read or self._begin_whole_read(body_to_read)
 
     def _begin_whole_read(self, body_to_read: _BodyToRead) -> ParsedBody | Coroutine[Any, Any, ParsedBody]:
@@ -274,43 +274,47 @@ class PromptReader:
     async def _continue_in_thread(self, matches: Sequence[BoundaryLocation], body_to_read: _BodyToRead) -> ParsedBody:
         """Continue a cached conversation in a thread, else read the body whole."""
         continuation, read_s = await self.run_in_thread(partial(self._continue, matches, body_to_read.body.body))
-        read = self._finish_continuation(continuation, read_s, body_to_read) or self._begin_whole_read(body_to_read)
+        read = self._make_continued_body(continuation, read_s, body_to_read) or self._begin_whole_read(body_to_read)
         return read if isinstance(read, ParsedBody) else await read
 
-    def _finish_continuation(
+    def _make_continued_body(
         self, continuation: Continuation | None, read_s: float, body_to_read: _BodyToRead
     ) -> ParsedBody | None:
-        """Return a body as it was read from the end of its cached messages on.
+        """Return the parsed body of a request that continues a cached conversation.
 
-        Return None if the body must be read whole: there is no continuation, its prompt is too long, or the client now
-        asks for another model. Now and then it is also read whole in the background, to check that the ids are equal.
+        Only the messages after the cached ones were read and tokenised, in `read_s` seconds. Return None if the whole
+        body must be read after all: there is no continuation, its prompt is too long, or its model is another one.
         """
         if continuation is None:
             return None
-        request, conversation, body = continuation.tail.request, continuation.conversation, body_to_read.body.body
+        request, conversation = continuation.tail.request, continuation.conversation
         target = body_to_read.find_target(request)
-        tokens_max, token_ids = target.tokens_max, continuation.token_ids
-        # With more characters than this, even the longest possible tokens would be more than the model takes.
-        is_too_long = continuation.char_count > ((tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
-        if target.base_model != conversation.model or is_too_long:
+        max_chars = ((target.tokens_max or TOKENS_MAX) + 1) * CHARS_PER_TOKEN_MAX
+        # A prompt of more characters has more tokens than the model takes, even if each token is as long as possible.
+        if target.base_model != conversation.model or continuation.char_count > max_chars:
             return None
+        body = body_to_read.body.body
+        self._begin_check_if_due(continuation, body)
+        prompt = TokenizedPrompt(
+            token_ids=truncate_prompt(continuation.token_ids, request, target.tokens_max),
+            seconds=read_s,
+            conversation=continuation.successor,
+            size=measure_prompts(continuation.token_ids, request, target.tokens_max),
+        )
+        return ParsedBody(
+            request=request,
+            prompt=prompt,
+            body=b"" if continuation.successor is None else body,
+            first_message_digest=conversation.first_message_digest,
+            continuation=continuation,
+        )
+
+    def _begin_check_if_due(self, continuation: Continuation, body: bytes) -> None:
+        """Count a continued prompt, and compare a sample of them in the background with the whole body's prompt."""
         if self.conversations.count_hit(continuation, len(body), time.monotonic()):
             task = asyncio.get_running_loop().create_task(self._check(continuation, body))
             self._check_tasks.add(task)
             task.add_done_callback(self._check_tasks.discard)
-        prompt = TokenizedPrompt(
-            token_ids=truncate_prompt(token_ids, request, tokens_max),
-            seconds=read_s,
-            conversation=continuation.successor,
-            size=measure_prompts(token_ids, request, tokens_max),
-        )
-        return ParsedBody(
-            request,
-            prompt,
-            b"" if continuation.successor is None else body,
-            first_message_digest=conversation.first_message_digest,
-            continuation=continuation,
-        )
 
     async def _check(self, continuation: Continuation, body: bytes) -> None:
         """Read the whole body in a thread or a worker process, and compare the ids with those of the continuation."""
