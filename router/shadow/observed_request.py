@@ -41,31 +41,36 @@ class PromptEnd(NamedTuple):
     """The end of a prompt that a later one may continue."""
 
     serial: int
+    """Number that identifies the prompt's request."""
     tokens: int
     digest: int
     """Digest of all tokens of the prompt."""
 
 
-class PrefixLinks:
-    """Finds the earlier request that a request continues, among those with the last `max_prompts` prompts."""
+class PromptEnds:
+    """Ends of the last `max_prompts` prompts, to find the earlier request that a new request continues."""
 
     def __init__(self, max_prompts: int) -> None:
         self._end_by_block: BoundedDict[int, PromptEnd] = BoundedDict(max_prompts)
-        """Each prompt by its last full block, the oldest first."""
+        """The latest prompt that ends after each last full block, by its digest; the oldest is dropped first."""
 
-    def follow(
-        self, end: PromptEnd, block_ids: Sequence[int], full_blocks: int, is_prefix: Callable[[PromptEnd], bool]
-    ) -> int | None:
-        """Add a prompt, and return the serial of the request that it continues; None if there is none.
+    def add(self, end: PromptEnd, block_ids: Sequence[int], full_block_count: int) -> None:
+        """Add the end of a prompt, unless it is shorter than a block.
 
-        `is_prefix` returns whether the prompt begins with all of an earlier one. Equal blocks do not show that, as an
-        earlier prompt may go on behind its last full block.
+        `block_ids`: digests of its blocks. The prompt fills the first `full_block_count` of them.
         """
-        earlier_ends = (self._end_by_block[block] for block in reversed(block_ids) if block in self._end_by_block)
-        continued_serial = next((earlier.serial for earlier in earlier_ends if is_prefix(earlier)), None)
-        if full_blocks:
-            self._end_by_block[block_ids[full_blocks - 1]] = end
-        return continued_serial
+        if full_block_count:
+            self._end_by_block[block_ids[full_block_count - 1]] = end
+
+    def find_continued(self, block_ids: Sequence[int], is_prefix: Callable[[PromptEnd], bool]) -> int | None:
+        """Return the serial number of the request with the longest prompt that begins a new one; None if none does.
+
+        `block_ids`: digests of the blocks of the new prompt. `is_prefix` returns whether the new prompt begins with all
+        tokens of an earlier one. A shared block does not prove that: the earlier prompt may have a partial block after
+        it, which differs.
+        """
+        candidates = (self._end_by_block[block] for block in reversed(block_ids) if block in self._end_by_block)
+        return next((earlier.serial for earlier in candidates if is_prefix(earlier)), None)
 
 
 def find_predecessors(requests: Sequence[ObservedRequest]) -> list[int | None]:

@@ -23,7 +23,7 @@ from router.decide.workers import WorkerSpec
 from router.edge.mirrored_exchange import MIRRORED
 from router.edge.request_context import RequestContext
 from router.shadow.config import ShadowConfig
-from router.shadow.observed_request import ObservedRequest, PrefixLinks, PromptEnd
+from router.shadow.observed_request import ObservedRequest, PromptEnd, PromptEnds
 from router.shadow.replay import ObservedEngine
 from router.shadow.request_log import LogLine
 
@@ -70,10 +70,10 @@ class Recorder:
     _open: dict[int, UnplacedRequest] = field(default_factory=dict)
     """Requests without a worker yet, by their serials."""
     _serials: count[int] = field(default_factory=count)
-    _links: PrefixLinks = field(init=False)
+    _prompt_ends: PromptEnds = field(init=False)
 
     def __post_init__(self) -> None:
-        self._links = PrefixLinks(self.config.requests_max)
+        self._prompt_ends = PromptEnds(self.config.requests_max)
 
     def record_copy(self, context: RequestContext) -> None:
         """Record the mirrored copy of a request, for which this router chose a worker but sent nothing.
@@ -226,7 +226,8 @@ class Recorder:
         prompt_end = PromptEnd(next(self._serials), len(token_ids), xxhash.xxh3_64_intdigest(token_ids.tobytes()))
         full_blocks, partial_block_tokens = divmod(len(token_ids), self.block)
         block_ids = array("Q", [*digests, prompt_end.digest] if partial_block_tokens else digests)
-        continued_serial = self._links.follow(prompt_end, block_ids, full_blocks, partial(_begins_with, token_ids))
+        continued_serial = self._prompt_ends.find_continued(block_ids, partial(_begins_with, token_ids))
+        self._prompt_ends.add(prompt_end, block_ids, full_blocks)
         return ObservedRequest(
             prompt_end.serial, at_s, block_ids, prompt_end.tokens, worker="", continues=continued_serial,
             user=route.session,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from router.shadow.observed_request import ObservedRequest, PrefixLinks, PromptEnd, find_predecessors
+from router.shadow.observed_request import ObservedRequest, PromptEnd, PromptEnds, find_predecessors
 from router.shadow.replay import ObservedEngine, compare, learn_step_times, make_workload
 
 
@@ -38,17 +38,21 @@ def observe(serial: int, at: float, ids: list[int], **fields: Any) -> ObservedRe
 
 
 def test_a_turn_goes_on_from_the_longest_prompt_that_it_begins_with() -> None:
-    links = PrefixLinks(max_prompts=2)
-    assert links.follow(PromptEnd(1, 0, 0), [10, 11], 2, lambda earlier: True) is None
-    assert links.follow(PromptEnd(2, 0, 0), [10, 11, 12], 3, lambda earlier: True) == 1
-    assert links.follow(PromptEnd(3, 0, 0), [10, 11, 12, 13], 4, lambda earlier: True) == 2
-    assert links.follow(PromptEnd(4, 0, 0), [10, 11, 12, 13, 14], 5, lambda earlier: earlier.serial != 3) == 2, (
-        "not what only looks alike"
-    )
-    assert links.follow(PromptEnd(5, 0, 0), [10, 11, 99], 3, lambda earlier: True) is None, "the oldest is forgotten"
-    assert links.follow(PromptEnd(6, 0, 0), [7], 0, lambda earlier: True) is None, (
-        "what fills no block ends nobody's prompt"
-    )
+    prompt_ends = PromptEnds(max_prompts=2)
+
+    def follow(
+        serial: int, block_ids: list[int], full_blocks: int, is_prefix: Callable[[PromptEnd], bool] = lambda _: True
+    ) -> int | None:
+        continued_serial = prompt_ends.find_continued(block_ids, is_prefix)
+        prompt_ends.add(PromptEnd(serial, 0, 0), block_ids, full_blocks)
+        return continued_serial
+
+    assert follow(1, [10, 11], 2) is None
+    assert follow(2, [10, 11, 12], 3) == 1
+    assert follow(3, [10, 11, 12, 13], 4) == 2
+    assert follow(4, [10, 11, 12, 13, 14], 5, lambda earlier: earlier.serial != 3) == 2, "not what only looks alike"
+    assert follow(5, [10, 11, 99], 3) is None, "the oldest is forgotten"
+    assert follow(6, [7], 0) is None, "what fills no block ends nobody's prompt"
 
 
 def test_who_waited_for_an_answer_waits_for_it_as_long() -> None:
