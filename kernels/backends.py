@@ -25,9 +25,11 @@ log = logging.getLogger(__name__)
 
 
 def select_kernels(device: torch.device | str, backend: str = "auto") -> ReferenceKernels:
-    """Return the kernels for a device. Raises ValueError for a backend that is unknown or cannot run there.
+    """Return the attention kernels of a backend for a device.
 
-    `auto`: the fastest that is installed, on CUDA `flash-attn` or `triton`, on a CPU `cpu`.
+    `auto` and `torch` stand for other backends. `auto` is the fastest of those installed on CUDA, `triton` or
+    `flash-attn`, and `torch` elsewhere. `torch` is `cpu` on a CPU if that is installed, else `reference`.
+    Raises ValueError if a backend is unknown, is not installed, or cannot run on the device.
     """
     device = torch.device(device)
     if backend not in BACKENDS:

@@ -41,7 +41,11 @@ async def fetch(
     headers: Mapping[str, str] | None = None,
     data: bytes | None = None,
 ) -> tuple[int, bytes]:
-    """(status, body). Raises FetchError, and nothing else."""
+    """Send one HTTP request without following redirects, and return the status and the body of the answer.
+
+    Raises FetchError if there is no answer, if the whole exchange takes longer than `seconds`, or if the body is longer
+    than `bytes_max`. Answers with an error status are returned, too.
+    """
     try:
         request = session.request(
             method,
@@ -58,7 +62,7 @@ async def fetch(
                 body += chunk
                 if len(body) > bytes_max:
                     raise FetchError(f"too large: the answer of {url} has more than {bytes_max} bytes")
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # so that a long body does not keep the event loop from other tasks
             return response.status, bytes(body)
     except asyncio.TimeoutError:
         raise FetchError(f"timeout: no answer of {url} within {seconds:g} s") from None

@@ -131,34 +131,23 @@ class Cluster:
     """
 
     def __init__(self, config: ClusterConfig, workload: Workload, routers: Sequence[Router]) -> None:
-        """Make idle workers with empty caches, and attach the routers."""
+        """Prepare a run at time 0 with idle workers and empty caches, and attach the routers, which choose workers."""
         self.config = config
         self.workload = workload
         self.routers = routers
-        shared_cache = _make_shared_cache(config.workers) if config.has_shared_cache else None
-        self.workers = [
-            SimWorker(
-                number,
-                worker.step_times,
-                shared_cache or SimCache(worker.cache_blocks, host_capacity=worker.host_blocks),
-                config.limits,
-                workload.block_size,
-            )
-            for number, worker in enumerate(config.workers)
-        ]
-        self.now = 0.0
         self.result = SimulationResult()
+        self.workers = _make_workers(config, workload.block_size)
+        if not config.has_shared_cache:  # a shared cache has the same blocks for every worker
+            self._publish_cache_changes()
+        self.now = 0.0
+        """Time of the simulated clock."""
         self._scheduled_actions: list[tuple[float, int, Callable[[], None]]] = []
         """Heap of (time, number, action). Named tuples would take a twentieth of a run's instructions."""
         self._schedule_count = 0
+        """Actions scheduled so far. Each has its number in that order, and of equal times, the lower one is first."""
+        self._is_tick_scheduled_by_router = [False] * len(routers)
         self._followers_by_request: dict[int, list[SimRequest]] = {}
         """Requests that arrive some time after the answer to another request, by the index of that request."""
-        self._scheduled_tick_s_by_router: list[float | None] = [None] * len(routers)
-        if not config.has_shared_cache:
-            for worker in self.workers:
-                worker.cache.on_store = partial(self._publish, "on_blocks_stored", worker.number)
-                worker.cache.on_remove = partial(self._publish, "on_blocks_removed", worker.number)
-                worker.cache.on_move = partial(self._publish, "on_blocks_moved", worker.number)
         self._links = Links(config.link_times.tokens_per_s if config.link_times is not None else 0.0)
         self._link_end_s = math.inf
         """Time for which the end of the next transfer is scheduled."""
@@ -348,17 +337,24 @@ class Cluster:
 
     # Ticks and events of routers ------------------------------------------------------------------------------------
     def _schedule_tick(self, router_index: int) -> None:
-        if self._scheduled_tick_s_by_router[router_index] is not None:
+        if self._is_tick_scheduled_by_router[router_index]:
             return
         delay_s = self.routers[router_index].tick_s()
         if delay_s is not None:
-            self._scheduled_tick_s_by_router[router_index] = self.now + delay_s
+            self._is_tick_scheduled_by_router[router_index] = True
             self.schedule(self.now + delay_s, lambda: self._tick(router_index))
 
     def _tick(self, router_index: int) -> None:
-        self._scheduled_tick_s_by_router[router_index] = None
+        self._is_tick_scheduled_by_router[router_index] = False
         self._forward(self.routers[router_index].tick(self.now))
         self._schedule_tick(router_index)
+
+    def _publish_cache_changes(self) -> None:
+        """Have every change of a worker's cache published to all routers."""
+        for worker in self.workers:
+            worker.cache.on_store = partial(self._publish, "on_blocks_stored", worker.number)
+            worker.cache.on_remove = partial(self._publish, "on_blocks_removed", worker.number)
+            worker.cache.on_move = partial(self._publish, "on_blocks_moved", worker.number)
 
     def _publish(self, method: str, worker: int, *arguments: object) -> None:
         """Call a method of every router after the delay of events."""
@@ -368,6 +364,21 @@ class Cluster:
                 getattr(router, method)(worker, *arguments, self.now)
 
         self.schedule(self.now + self.config.event_delay_s, deliver)
+
+
+def _make_workers(config: ClusterConfig, block_size: int) -> list[SimWorker]:
+    """Make the idle workers of a run, each with an empty cache of its own or all with a shared one."""
+    shared_cache = _make_shared_cache(config.workers) if config.has_shared_cache else None
+    return [
+        SimWorker(
+            number,
+            worker.step_times,
+            shared_cache or SimCache(worker.cache_blocks, host_capacity=worker.host_blocks),
+            config.limits,
+            block_size,
+        )
+        for number, worker in enumerate(config.workers)
+    ]
 
 
 def _make_shared_cache(workers: Sequence[WorkerConfig]) -> SimCache:
