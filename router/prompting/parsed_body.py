@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from router.prompting.fields import FieldSpans
 from router.prompting.media import MediaPrompt
 from router.prompting.outline import Outline, outline_chat
 from router.prompting.sessions import digest_first_user_message
+
+log = logging.getLogger("router")
 
 
 class TokenizedPrompt(msgspec.Struct, eq=False):
@@ -46,17 +49,19 @@ def tokenize_prompt(
     """Tokenise the prompt of a body for routing, truncated to what a worker would use. Raises RequestError.
 
     `tokens_max`: most tokens that the model takes. With the `body` and the `renderer` of its model, a prompt that was
-    not truncated also has the entry by which the conversation cache finds the next turn.
+    not truncated also has the entry by which the conversation cache finds the next turn. A fault there is only logged.
     """
-    rendered = read_prompt(request, tokenizer, tokens_max)
-    prompt = TokenizedPrompt(outline=outline_chat(request) if makes_outline else None)
-    if rendered.token_ids is None:  # then the prompts have no size, and the further ones need not be encoded
-        return prompt
-    further_tokens = count_further_tokens(request, tokenizer)
-    prompt.token_ids = truncate_prompt(rendered.token_ids, request, tokens_max)
-    prompt.size = measure_prompts(rendered.token_ids, request, tokens_max, further_tokens, is_exact=rendered.is_whole)
-    if renderer is not None and prompt.token_ids is rendered.token_ids:
-        prompt.conversation = cache_conversation(request, body, rendered, prompt.outline, renderer)
+    rendered, prompt = read_prompt(request, tokenizer, tokens_max), TokenizedPrompt()
+    if rendered.token_ids is not None:  # else the prompts have no size, and the further ones need not be encoded
+        further, is_exact = count_further_tokens(request, tokenizer), rendered.is_whole
+        prompt.token_ids = truncate_prompt(rendered.token_ids, request, tokens_max)
+        prompt.size = measure_prompts(rendered.token_ids, request, tokens_max, further, is_exact=is_exact)
+    try:
+        prompt.outline = outline_chat(request) if makes_outline else None
+        if renderer is not None and prompt.token_ids is rendered.token_ids:
+            prompt.conversation = cache_conversation(request, body, rendered, prompt.outline, renderer)
+    except Exception as error:  # noqa: BLE001  a boundary: the prompt is routed by its ids all the same
+        log.warning("a conversation could not be cached: %s: %s", type(error).__name__, error)
     return prompt
 
 

@@ -7,12 +7,14 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
+from prompts.routing import parse_routing_of_kind
 from router.admin.metrics_page import build_page_families, render_metrics
-from router.prompting import conversation_reader
+from router.prompting import conversation_reader, parsed_body
 from router.prompting.conversation_reader import ConversationReader
 from tests.router.conversation_bodies import long_talk
 
@@ -115,6 +117,27 @@ def test_conversations_of_a_replaced_tokenizer_are_read_with_the_new_one(
         assert conversations.problems == {}
 
     edge.run(scenario())
+
+
+def test_a_conversation_that_cannot_be_cached_is_still_routed_by_its_prompt(
+    edge: Any, make_post: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        await load(edge, tmp_path)
+        reader, body = edge.prompts, json.dumps({"messages": long_talk(7)}).encode()
+        arguments = parse_routing_of_kind("chat", body), reader.tokenizers.get("tiny"), None, body
+        renderer = reader.conversations.get_renderer("tiny")
+        expected_ids = reader.tokenize(*arguments, renderer).token_ids
+        with monkeypatch.context() as patch:
+            patch.setattr(parsed_body, "cache_conversation", Mock(side_effect=KeyError("fault")))
+            prompt = reader.tokenize(*arguments, renderer)
+        assert prompt.conversation is None
+        assert prompt.token_ids == expected_ids
+        assert prompt.token_ids
+        assert await send(edge, make_post, long_talk(7)) == 1, "the next one is cached"
+
+    edge.run(scenario())
+    assert "could not be cached: KeyError: 'fault'" in caplog.text
 
 
 def test_a_template_that_may_not_be_cut_is_told(edge: Any, tmp_path: Path) -> None:
