@@ -142,8 +142,9 @@ class UpstreamConnection(asyncio.BufferedProtocol):
         self._write_pieces()
 
     def _write_pieces(self) -> None:
-        while self.transport is not None and self._unsent_pieces and not self._is_buffer_full:
-            self.transport.write(self._unsent_pieces.popleft())
+        transport = self.transport
+        while self._unsent_pieces and not self._is_buffer_full and not transport.is_closing():  # as a write may find
+            transport.write(self._unsent_pieces.popleft())
 
     @property
     def has_unsent_bytes(self) -> bool:

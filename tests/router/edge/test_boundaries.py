@@ -518,6 +518,22 @@ def test_a_worker_that_reads_slowly_is_sent_all_in_the_end() -> None:
     asyncio.run(run())
 
 
+def test_nothing_more_is_written_once_a_worker_has_closed_its_connection() -> None:
+    class BrokenTransport(Transport):
+        def write(self, data: bytes) -> None:
+            super().write(data)
+            self.aborted = len(self.written) == 3
+
+    async def run() -> None:
+        transport = BrokenTransport()
+        connection = UpstreamConnection(UpstreamPool(), Endpoint.parse("http://127.0.0.1:1"))
+        connection.connection_made(transport)  # type: ignore[arg-type]
+        connection.send(b"head", (bytes(JOIN_BYTES_MAX),) * 9)
+        assert len(transport.written) == 3, "asyncio logs each further write as an error"
+
+    asyncio.run(run())
+
+
 class App:
     """What a client's connection is to know of."""
 

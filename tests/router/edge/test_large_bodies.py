@@ -296,6 +296,7 @@ def test_a_large_body_is_never_copied_as_a_whole(chunked: bool) -> None:
         assert max(map(len, request.pieces)) < bytes_max
         transport, pool = mock.Mock(), mock.Mock()
         connection = UpstreamConnection(pool, mock.Mock())
+        transport.is_closing.return_value = False
         connection.transport = transport
         assert allocated_bytes(lambda: connection.send(b"head", request.pieces)) < bytes_max
         sent = [*transport.writelines.call_args.args[0], *(call.args[0] for call in transport.write.call_args_list)]
