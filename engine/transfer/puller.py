@@ -150,18 +150,23 @@ class Puller:
     async def _fetch(self, connection: Connection, pull: Pull, items: list[PullItem]) -> int:
         """Fetch blocks of a prompt in order, and return how many were stored before the first that failed.
 
+        A batch passes through three queues: to be requested, requested, and being stored by the thread of the steps.
         Batches are requested while earlier ones arrive and are stored, so that neither network nor copies wait.
         """
         block_bytes = self._settings.block_bytes_by_kind
         batches = deque(split_into_batches(items, block_bytes, BATCH_BYTES_MAX, BATCH_BLOCKS_MAX))
         requested_batches: deque[list[PullItem]] = deque()
         storing_batches: deque[tuple[list[PullItem], Future[int]]] = deque()
-        bytes_ahead = stored_count = 0
+        stored_count = 0
+        unstored_bytes = 0  # of the batches in the last two queues
         try:
             while batches or requested_batches or storing_batches:
-                while batches and (not bytes_ahead or bytes_ahead + self._count_bytes(batches[0]) <= PULL_BYTES_MAX):
+                # Request as many batches as the limit on bytes allows, but at least one.
+                while batches and (
+                    not unstored_bytes or unstored_bytes + self._count_bytes(batches[0]) <= PULL_BYTES_MAX
+                ):
                     await _request_blocks(connection, pull, batches[0])
-                    bytes_ahead += self._count_bytes(batches[0])
+                    unstored_bytes += self._count_bytes(batches[0])
                     requested_batches.append(batches.popleft())
                 if requested_batches:
                     batch = requested_batches.popleft()
@@ -173,11 +178,12 @@ class Puller:
                     store = partial(self._store, pull, batch[:arrived_count], contents, is_last=is_last)
                     stored_future = self._jobs.submit(store, self._count_bytes(batch[:arrived_count]))
                     storing_batches.append((batch, stored_future))
+                # Count the batches stored by now. If no requested batch is left to receive, wait until they are stored.
                 while storing_batches and (not requested_batches or storing_batches[0][1].done()):
                     batch, stored_future = storing_batches.popleft()
                     batch_stored_count = await self._wait_stored(batch, stored_future)
                     stored_count += batch_stored_count
-                    bytes_ahead -= self._count_bytes(batch)
+                    unstored_bytes -= self._count_bytes(batch)
                     if batch_stored_count < len(batch):
                         return stored_count  # later blocks can only be used with those before
         finally:

@@ -219,10 +219,11 @@ class Exchange:
         return None if self._attempt is None else self._attempt.head
 
     def on_attempt_connected(self, connection: UpstreamConnection) -> None:
-        """Send the request over the connection of the attempt, or give the connection back if the client has gone.
+        """Send the request to the chosen worker, now that the attempt has a connection to that worker.
 
-        The answer is aborted if another worker began it, and the chosen worker has another engine, which cannot
-        continue it.
+        Nothing is sent in two cases. If the request is over, as its client has gone, the connection is free for other
+        requests. If another worker began the answer, and the engine of this one cannot continue it, the answer is
+        aborted.
         """
         proxy, context, attempt, decision = self._proxy, self.context, self._attempt, self.context.decision
         assert attempt is not None
@@ -230,12 +231,12 @@ class Exchange:
         if context.is_done:
             attempt.finish(proxy.now(), reusable=True)
             return
-        request = self._build_request(decision, connection.target)
-        if request is None:
+        head_and_body = self._build_request(decision, connection.target)
+        if head_and_body is None:
             self._abort_response("no worker of the same engine is left", None)
             return
         context.progress.sent_at_s = context.progress.last_byte_at_s = proxy.now()
-        connection.send(*request)
+        connection.send(*head_and_body)
         if self._is_client_paused:
             attempt.pause_reading()
 
