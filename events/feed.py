@@ -270,12 +270,15 @@ class EventFeed:
                 self._reset(stream, error)
 
     def _reset(self, stream: FollowedStream, error: Exception) -> None:
-        """Clear what a stream announced after an exception, and follow it again after a pause, which doubles.
+        """Begin a stream anew after an exception: have all of its blocks removed, and follow it again after a pause.
 
-        The state of the stream is unknown then, so the handler is told to remove all of its blocks.
+        It is unknown which events were handled before the exception, so the handler is told that the stream has no
+        blocks, that a message was malformed, and that the connection, if there is a subscription, is lost. Each pause
+        is twice as long as the one before, up to MAX_RETRY_S.
         """
         stream.fault_count += 1
-        pause_s = min(RETRY_S * 2 ** min(stream.fault_count - 1, 10), MAX_RETRY_S)
+        doublings = min(stream.fault_count - 1, 10)
+        pause_s = min(RETRY_S * 2**doublings, MAX_RETRY_S)
         reason = f"{type(error).__name__}: {error}"
         stream_id = stream.source.stream_id
         is_surprising = stream.fault_count == 1 and not isinstance(error, EventsError)

@@ -31,11 +31,15 @@ class RequestPipeline:
     def __init__(
         self, config: ProcessConfig, index: PrefixIndex, worker_tls: ssl.SSLContext | None, now: Callable[[], float]
     ) -> None:
-        """Make all parts. The functions in `proxy.on_end` run at the end of each request, in the order of this code."""
+        """Build the parts, and add their listeners to the proxy: functions that it calls with each request.
+
+        The proxy calls `on_first_byte` when an answer begins, and `on_end` when the request has ended. Listeners are
+        called in the order in which they are added here. `worker_tls`: how to connect to workers with https. `now`: the
+        clock, in seconds.
+        """
         self.proxy = _make_proxy(config, index, worker_tls, now)
-        self.executor = ThreadPoolExecutor(
-            config.tokenize_threads or min(8, os.cpu_count() or 1), thread_name_prefix="tokenize"
-        )
+        tokenize_threads = config.tokenize_threads or min(8, os.cpu_count() or 1)
+        self.executor = ThreadPoolExecutor(tokenize_threads, thread_name_prefix="tokenize")
         self.worker_pool = PromptWorkerPool(config.prompt_workers, chat_template=config.chat_template)
         self.prompt_reader = _make_prompt_reader(config, self.executor, self.worker_pool)
         self.request_reader = RequestReader(
@@ -46,8 +50,9 @@ class RequestPipeline:
         )
         model_names = ModelNames(config.tenancy)
         self.request_reader.model_names = model_names if model_names.has_renames else None
-        for listeners in (self.proxy.on_first_byte, self.proxy.on_end):
-            listeners.append(self.request_reader.stored_responses.record_answer)
+        record_answer = self.request_reader.stored_responses.record_answer
+        self.proxy.on_first_byte.append(record_answer)
+        self.proxy.on_end.append(record_answer)
         self.tenant_limits = TenantLimits(config.edge, self.proxy.metrics)
         self.reasons = MissReasonsRecorder(config.miss_reasons, self.proxy, self.prompt_reader)
         if config.edge.api_keys:

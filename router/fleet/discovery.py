@@ -358,10 +358,11 @@ class Prober:
         return served
 
     async def _find_sources(self, flag: WorkerFlag, known_sources: tuple[EventSource, ...]) -> tuple[EventSource, ...]:
-        """Return where a worker publishes its events, one source for each rank; none if it publishes nothing.
+        """Return where a worker publishes its events: one source for each rank, none if it publishes nothing.
 
-        The flag decides if it names events. Else the worker is asked, and if it does not know the question, vLLM's
-        default port is used if anything listens there.
+        Sources that the worker's flag names come first, then those that the worker reports. Without a report, events
+        come from vLLM's default port if something listens there. `known_sources`: result of the last call. It is
+        returned again while the worker does not answer.
         """
         if flag.no_events:
             return ()
@@ -373,11 +374,13 @@ class Prober:
             if not self._trusts_endpoints:
                 await self._check_hosts(flag, sources)
             return sources
-        host, is_listening = urlsplit(flag.url).hostname or "127.0.0.1", None
-        if status in NOT_OFFERED or not known_sources:
-            is_listening = await self.is_listening(host, DEFAULT_PORT)
-        if is_listening is None:
+        has_no_report = status in NOT_OFFERED
+        if known_sources and not has_no_report:
             return known_sources  # a worker that is busy or behind a busy proxy publishes where it did
+        host = urlsplit(flag.url).hostname or "127.0.0.1"
+        is_listening = await self.is_listening(host, DEFAULT_PORT)
+        if is_listening is None:  # no reply in time
+            return known_sources
         return (make_default_source(host, flag.topic),) if is_listening else ()
 
     async def _check_hosts(self, flag: WorkerFlag, sources: tuple[EventSource, ...]) -> None:
