@@ -207,19 +207,27 @@ class TritonKernels(ReferenceKernels):
     def _rotate(
         self, x: Tensor, weight: Tensor | None, eps: float, zero_centred: bool, cos: Tensor, signed_sin: Tensor
     ) -> Tensor:
-        """Launch `rows.rotate_rows`. `weight`: gains of a norm before the rotation; None: no norm."""
+        """Return x with rotary embedding, after a root mean square norm if `weight` is given. x: [tokens, heads, dim].
+
+        `weight`: gains of the norm, [dim] or [heads, dim]. `cos` and `signed_sin`: [tokens, rotated dims]; the other
+        dims of x are copied. `row_kernels.rotate_rows` computes it: a row is one head of one token.
+        """
         rows = lay_out_rows(x)
         half = cos.shape[-1] // 2
+        copied_dims = rows.dim - 2 * half
         block = round_up_to_power_of_two(half, 8)
-        tail_dims = rows.dim - 2 * half
+        block_copied = round_up_to_power_of_two(copied_dims, 8) if copied_dims else 0
+        has_norm = weight is not None
+        weight_or_unused = rows.tensor if weight is None else weight  # the kernel needs a pointer also without a norm
+        weight_head_stride = weight.stride(0) if weight is not None and weight.dim() == 2 else 0
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         rows_per_program = self._choose_rows_per_program(rows.row_count, 2 * block)
-        row_kernels.rotate_rows[(ceil_div(rows.row_count, rows_per_program),)](
-            rows.tensor, rows.tensor if weight is None else weight, cos, signed_sin, out, rows.row_count, rows.inner,
-            rows.outer_stride, rows.inner_stride, weight.stride(0) if weight is not None and weight.dim() == 2 else 0,
-            cos.stride(0), signed_sin.stride(0), eps,
-            DIM=rows.dim, HALF=half, NORM=weight is not None, ZERO_CENTRED=zero_centred, ROWS=rows_per_program,
-            BLOCK=block, BLOCK_COPIED=round_up_to_power_of_two(tail_dims, 8) if tail_dims else 0,
+        program_count = ceil_div(rows.row_count, rows_per_program)
+        row_kernels.rotate_rows[(program_count,)](
+            rows.tensor, weight_or_unused, cos, signed_sin, out, rows.row_count, rows.inner, rows.outer_stride,
+            rows.inner_stride, weight_head_stride, cos.stride(0), signed_sin.stride(0), eps,
+            DIM=rows.dim, HALF=half, NORM=has_norm, ZERO_CENTRED=zero_centred, ROWS=rows_per_program, BLOCK=block,
+            BLOCK_COPIED=block_copied,
         )  # fmt: skip
         return out
 
