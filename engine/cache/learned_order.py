@@ -116,11 +116,12 @@ class LearnedDeviceOrder(_LearnedOrder):
 
 
 class LearnedHostOrder(_LearnedOrder):
-    """Decides which block leaves host memory next: one of the conversation that is least likely to return.
+    """Chooses the block that is evicted from host memory next.
 
-    The learned queue holds the leaves of the prefix tree that only host memory has, each with the conversation's last
-    turn (request), and recurrent states that may go before the attention blocks at their node. If the queue is empty,
-    the oldest block goes.
+    The choice is the last block of the cached prefix that a conversation is least likely to use again. A prefix is a
+    path in a tree of blocks, so its last block is at a leaf. The learned queue holds the leaves with a block in host
+    memory, and recurrent states that may be evicted before the attention block of their node. If the queue is empty,
+    the least recently used block is evicted.
     """
 
     def _get_blocks(self, node: Node) -> Sequence[Block | None]:
@@ -130,22 +131,22 @@ class LearnedHostOrder(_LearnedOrder):
         return len(node.children)
 
     def _is_evicted_alone(self, state: StateBlock, node: Node) -> bool:
-        """Return whether a later state replaces this one, or the device has the node's attention block."""
+        """Return whether a later state of the conversation replaces this one, or the device has the attention block."""
         return state.is_superseded or node.blocks[FULL_KIND] is not None
 
     def mark_evicted(self, node: Node, kind: int) -> None:
-        """Update the queue after an eviction. A node that has no block on the device either leaves the tree next."""
+        """Update the queue after the block of a `kind`, such as full attention, was evicted from a node."""
         if kind != FULL_KIND:
             self._eviction.requeue_state(node)
-        elif any(node.blocks):
+        elif any(node.blocks):  # on the device; else the tree may remove the node, and calls `mark_node_removed`
             self._queue.remove(node)
 
     def mark_child_added(self, node: Node) -> None:
-        """Record that `node` is no leaf any more."""
+        """Record that `node` got a child, so it is not a leaf."""
         self._queue.remove(node)
 
     def mark_node_removed(self, node: Node) -> None:
-        """Record that `node` left the tree. Its path ends at its parent now, if host memory alone has that."""
+        """Record that `node` was removed from the tree: its parent is queued instead, if the parent is a leaf now."""
         parent = node.parent
         if parent is None or not self._is_leaf(parent):
             self._queue.remove(node)

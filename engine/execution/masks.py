@@ -99,11 +99,12 @@ class Masks:
     def make_request(
         self, logits_row: int, state_row: int, seq: Sequence, end: int, banned_tokens: list[int]
     ) -> MaskRequest:
-        """Collect the inputs of a row's mask: the tokens that the grammar of `seq` allows at position `end`.
+        """Collect what a mask is made from: which tokens the grammar of `seq` allows at position `end`.
 
-        `logits_row`: row of the sequence in this step. `state_row`: its row in the tables that are kept between steps.
-        The host may not know the token before `end` yet, because the previous step is still to draw it. The grammar
-        matcher reads that token later, but it counts as read.
+        `logits_row`: row of the sequence in the logits of this step. `state_row`: its row in the tables that are kept
+        between steps. `banned_tokens`: tokens that may not be drawn now. The grammar matcher reads the tokens before
+        `end` first. The host may not know the last of them, which the previous step draws on the device: the matcher
+        reads it when the mask is made, but `read_tokens` counts it here.
         """
         state = self._get_matcher_state(state_row, seq)
         host_end = min(end, len(seq.token_ids))

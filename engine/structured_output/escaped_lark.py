@@ -236,10 +236,11 @@ class _RegexParser:
 
 
 def _write(node: _RegexNode, following: Sequence[_RegexNode]) -> str:
-    """Return an expression in Lark that matches the escaped form of the texts that a node matches.
+    """Return a Lark expression for a part of a regular expression, to match its texts as JSON escapes them.
 
-    `following`: nodes that come after `node` in the regular expression. They decide whether a repeated class may be one
-    terminal, which is fast.
+    `following`: the nodes that may come after `node`. If none of them can begin with a character of a repeated class
+    such as `[a-z]+`, the repetition becomes one terminal `/[a-z]+/`, which is parsed faster than a terminal for each
+    character.
     """
     if isinstance(node, _CharSet):
         return _write_set(node, "")
@@ -248,10 +249,11 @@ def _write(node: _RegexNode, following: Sequence[_RegexNode]) -> str:
     if isinstance(node, _Sequence):
         parts = node.parts
         return " ".join(_write(part, (*parts[i + 1 :], *following)) for i, part in enumerate(parts)) or '""'
-    inner, is_run = node.inner, node.max_count is None and node.min_count <= 1
-    if isinstance(inner, _CharSet) and is_run and _is_disjoint(inner, following):
-        return _write_set(inner, "+") + _write_count(node)
-    return f"({_write(inner, (inner, *following))}){_write_count(node)}"
+    repeated, count = node.inner, _write_count(node)
+    is_star_or_plus = node.max_count is None and node.min_count <= 1
+    if isinstance(repeated, _CharSet) and is_star_or_plus and _is_disjoint(repeated, following):
+        return _write_set(repeated, "+") + count
+    return f"({_write(repeated, (repeated, *following))}){count}"
 
 
 def _write_count(node: _Repeat) -> str:
