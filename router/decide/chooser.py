@@ -441,8 +441,7 @@ class Chooser:
 
 def _has_unmeasured_idle_target(targets: Sequence[Target]) -> bool:
     """Return whether a target has nothing to prefill, and nothing is known of the speed of the pool of all targets."""
-    pool = targets[0].speed.pool
-    if not pool.is_enabled or pool.observation_count:
+    if not targets[0].speed.pool.is_unmeasured:
         return False
     has_answered = any(target.load.last_request_end_s > -math.inf for target in targets)
     return not has_answered and not all(target.prefill_queue.requests for target in targets)

@@ -465,6 +465,12 @@ class Target:
         prefill_s = speed.prefill_rate * (totals.uncached_tokens - start.uncached_tokens)
         return prefill_s + speed.quadratic_rate * (totals.quadratic_work - start.quadratic_work)
 
+    def compute_overdue_ratio(self, now: float) -> float:
+        """Return the time that the current prefill has taken so far, divided by its expected time."""
+        queue = self.prefill_queue
+        expected_s = self.slowdown * queue.oldest_prefill_s + queue.fixed_step_share * self.step_s
+        return (now - queue.busy_since_s) / expected_s
+
     def compute_free_share(self) -> float:
         """Return the free share of the KV memory times the free share of the sequence slots."""
         free_slots_share = 1.0 - self.total_request_count / self.capacity.max_num_seqs

@@ -221,7 +221,7 @@ def test_what_is_not_asked_for_costs_nothing(tmp_path: Path) -> None:
         process = RouterProcess(ProcessConfig(), "test")
         pipeline = process.pipeline
         assert pipeline.request_reader.model_names is None
-        assert not pipeline.tenant_limits._share_by_tenant
+        assert not pipeline.tenant_limits._settings_by_tenant
         core = pipeline.proxy.core
         assert not core._placer._queues_when_busy
         assert core._placer._background_priority == float("inf")

@@ -41,15 +41,12 @@ def compute_mean_times(router: CoreRouter, worker_count: int, *, shortest_first:
 def test_a_cold_fleet_serves_one_prompt_about_as_well_as_with_known_speeds(
     worker_count: int, shortest_first: bool
 ) -> None:
-    """Without the wait for prefixes that longer prompts compute, the first tokens took 2.5 times as long.
-
-    Nothing is learned before the first token: 16 workers take 1.16 times the TTFT where prompts go in order of arrival.
-    """
+    """Without the wait for prefixes that longer prompts compute, the first tokens took 2.5 times as long."""
     cold = compute_mean_times(CoreRouter(CoreConfig()), worker_count, shortest_first=shortest_first)
     informed = compute_mean_times(
         FleetRouter(CoreConfig(), knows_constants=True), worker_count, shortest_first=shortest_first
     )
-    assert cold[0] < 1.2 * informed[0]
+    assert cold[0] < 1.1 * informed[0]
     assert cold[1] < 1.05 * informed[1]
 
 

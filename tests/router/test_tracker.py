@@ -374,6 +374,28 @@ def test_how_long_steps_take_is_learned_while_the_first_answers_still_come() -> 
     assert sum(target.load.decode_request_count for target in targets) == 60
 
 
+def test_while_nothing_was_heard_the_wait_itself_tells_how_slow_a_pool_is() -> None:
+    """Three workers have begun a prompt each that by the prior takes 0.2 s; none has answered after 0.6 s."""
+    tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig())
+    targets = [tracker.add_target(f"w{i}", None, HolderId(i)) for i in range(4)]
+    r0, r1, r2 = (
+        tracker.add_request(targets[i], prompt_tokens=2000, cached_tokens=0, is_streaming=True, now=0.01 * i)
+        for i in range(3)
+    )
+    assert targets[3].estimate_prefill_s(2000, 0) < 0.21
+    tracker.advance(0.6)
+    assert targets[3].estimate_prefill_s(2000, 0) == pytest.approx(0.55, rel=0.1)
+    assert r0.prefill_s == targets[3].estimate_prefill_s(2000, 0)
+    assert targets[0].estimate_queue_s(0.6) >= 0.1, "it will take longer still"
+    tracker.record_first_token(r0, 0.7)
+    tracker.record_first_token(r1, 0.71)
+    tracker.close_interval(targets[0])
+    assert targets[3].estimate_prefill_s(2000, 0) == pytest.approx(0.63, rel=0.15)
+    tracker.advance(60.0)
+    assert targets[3].estimate_prefill_s(2000, 0) < 1.0, "one that stands still tells nothing of the others any more"
+    tracker.check_invariants([r0, r1, r2])
+
+
 def test_the_second_request_is_priced_by_the_first_one() -> None:
     """A prefill that no later step can extend is learned from at its first token."""
     tracker = LoadTracker(StepTimes(), CostConfig(), LearnConfig())

@@ -16,7 +16,7 @@ from typing import Final
 
 from router.decide.config import LearnConfig
 from router.decide.speed.observations import Observation, PrefillInterval, WorkTotals
-from router.decide.speed.ratios import IntervalTimes, TimeFactor, combine_ratios, fit_ratios, is_within
+from router.decide.speed.ratios import RATIO_MAX, IntervalTimes, TimeFactor, combine_ratios, fit_ratios, is_within
 from simulation.steps import StepTimes
 
 _INTERVALS_MAX: Final = 192
@@ -52,6 +52,8 @@ class PoolSpeed:
         """Last intervals between first tokens."""
         self._steps: deque[IntervalTimes] = deque(maxlen=_INTERVALS_MAX)
         """Last intervals between tokens of an answer."""
+        self._prior_ratio = 1.0
+        """Factor of the prior's times, which is raised while no answer has come and prompts are overdue."""
         self._prefill_ratio = self._step_ratio = 1.0
         """Factors of the prior's times for prefill and for steps, by what was learned and by the prior."""
         self.members: list[Speed] = []
@@ -60,6 +62,11 @@ class PoolSpeed:
         """Intervals that were observed on all targets."""
         self.model = prior
         """Service model of a target without a factor of its own."""
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """Whether the speed is to be learned and nothing was observed yet."""
+        return self.is_enabled and not self.observation_count
 
     @property
     def step_observation_interval_s(self) -> float:
@@ -82,6 +89,16 @@ class PoolSpeed:
         if len(intervals_of_kind) > _EARLY_INTERVALS and self.observation_count % _LEARN_EVERY:
             return False
         self._learn_ratios()
+        return self._update_model()
+
+    def raise_prior(self, ratio: float) -> bool:
+        """Multiply the prior by `ratio`, before anything was observed; return whether the pool's model has changed."""
+        self._prior_ratio = min(self._prior_ratio * ratio, RATIO_MAX)
+        self._prefill_ratio = self._step_ratio = self._prior_ratio
+        return self._update_model()
+
+    def _update_model(self) -> bool:
+        """Use the two ratios from now on, unless they change the model by at most 2 %; return whether it changed."""
         model = _scale_model(self.prior, self._prefill_ratio, self._step_ratio)
         if _is_near(model, self.model):
             return False
@@ -94,7 +111,7 @@ class PoolSpeed:
         return [member] if member.forget_old_factor() else []
 
     def _learn_ratios(self) -> None:
-        """Set both ratios to the mean of 1.0, the prior, and the ratio that explains the last intervals best.
+        """Set both ratios to the mean of the prior's ratio and the one that explains the last intervals best.
 
         An interval that spends 70 % of its time in prefill counts as 0.7 intervals for the ratio of prefills, and as
         0.3 for that of steps. While no step is measured, steps have the ratio of prefills: a target with slow prefills
@@ -107,7 +124,7 @@ class PoolSpeed:
         prefill_weight = sum(
             self._prefill_ratio * interval.prefill_s / self.predict_s(interval) for interval in intervals
         )
-        self._step_ratio = self._prefill_ratio = combine_ratios(1.0, prefill_ratio, prefill_weight)
+        self._step_ratio = self._prefill_ratio = combine_ratios(self._prior_ratio, prefill_ratio, prefill_weight)
         if self._prior_step_s > 0.0:
             self._step_ratio = combine_ratios(self._prefill_ratio, step_ratio, len(intervals) - prefill_weight)
 
