@@ -98,7 +98,7 @@ class PoolSpeed:
         return self._update_model()
 
     def _update_model(self) -> bool:
-        """Use the two ratios from now on, unless they change the model by at most 2 %; return whether it changed."""
+        """Scale the prior by both ratios, unless the model stays within 2 %; return whether the model has changed."""
         model = _scale_model(self.prior, self._prefill_ratio, self._step_ratio)
         if _is_near(model, self.model):
             return False
