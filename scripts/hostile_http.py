@@ -50,6 +50,7 @@ def valid_requests() -> Iterator[Variant]:
     yield Variant("a trailer", chunked_request(BODY, end=b"0\r\nX-After: yes\r\n\r\n"), 1)
     yield Variant("a trailer that is a length", chunked_request(BODY, end=b"0\r\nContent-Length: 9\r\n\r\n"), None)
     yield Variant("a sound one, then noise", valid_request(is_last=False) + b"\x00\x01\x02\r\n\r\n", 1)
+    yield Variant("a whole URL as target", valid_request(start=b"GET http://h/health HTTP/1.1"), 1)
     yield Variant("HTTP/1.0", valid_request(start=b"POST /v1/chat/completions HTTP/1.0"), 1)
     yield Variant(
         "a head answered without a body", request_head(b"Connection: close", start=b"HEAD /health HTTP/1.1"), 1
@@ -61,7 +62,7 @@ def request_lines() -> Iterator[Variant]:
         yield Variant(f"method {method[:8]!r}", valid_request(start=method + b" /health HTTP/1.1"))
     for method in (b"CONNECT", b"TRACE", b"OPTIONS", b"PRI", b"post", b"FOO", b"DELETE", b"PUT"):
         yield Variant(f"method {method!r}", valid_request(start=method + b" /v1/models HTTP/1.1"), None)
-    for target in (b"", b"health", b"http://h/health", b"h:80", b"/a b", b"/\x00", b"/\xff", b"/" + b"%ff" * 30_000):
+    for target in (b"", b"health", b"h:80", b"/a b", b"/\x00", b"/\xff", b"/" + b"%ff" * 30_000):
         yield Variant(f"target {target[:12]!r}", valid_request(start=b"GET " + target + b" HTTP/1.1"))
     for target in (b"*", b"//health", b"/../workers", b"/v1/../workers", b"/v1/%2e%2e/workers", b"/health#x", b"/%00",
                    b"/v1//chat/completions", b"/v1/chat%2fcompletions", b"/?", b"/v1;/x"):  # fmt: skip

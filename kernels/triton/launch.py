@@ -15,6 +15,8 @@ from kernels.triton.plan import INTERPRETED
 ALIGNMENT = 16
 """Bytes. Triton compiles other code for a tensor that does not begin at a multiple of it."""
 
+MAX_INT32 = 2**31 - 1
+
 
 class CachedKernel:
     """A Triton kernel whose compiled variants are found by a short key.
@@ -28,10 +30,11 @@ class CachedKernel:
         """Wrap a function that `triton.jit` has returned."""
         self._kernel = kernel
         self._tensor_count = sum(name.endswith("_ptr") for name in kernel.arg_names)
-        self._key_numbers = [
-            p.num for p in kernel.params[self._tensor_count :] if not (p.is_constexpr or p.do_not_specialize)
-        ]
+        numbers = [p for p in kernel.params[self._tensor_count :] if not p.is_constexpr]
+        self._key_numbers = [p.num for p in numbers if not p.do_not_specialize]
         """Positions of the numbers for whose values Triton may compile other code."""
+        self._other_numbers = [p.num for p in numbers if p.do_not_specialize]
+        """Positions of the numbers for which it compiles other code only where they need 64 bits."""
         self._variants: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
         """Compiled kernel, and its constants in the order of the parameters, by the key of a launch."""
 
@@ -48,6 +51,7 @@ class CachedKernel:
             *[x.dtype for x in tensors],
             *[x.data_ptr() % ALIGNMENT for x in tensors],
             *[arguments[i] for i in self._key_numbers],
+            *[arguments[i] > MAX_INT32 for i in self._other_numbers],
             *constants,
             *constants.values(),
         )

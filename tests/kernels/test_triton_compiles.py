@@ -44,10 +44,12 @@ def test_kernels_compile_for_hopper(dtype, tmp_path):
         assert max(facts.get("stack_bytes", 0) for facts in found) <= SPILLS_MAX
 
 
-def test_cached_launch_runs_what_triton_would():
+@pytest.mark.parametrize("seed", [3700020242, None])  # with the first, a number that is not specialized needs 64 bits
+def test_cached_launch_runs_what_triton_would(seed):
     """A wrong variant computes something else, or reads past alignment: no error tells."""
-    seed = random.randrange(2**32)
-    print("seed", seed)
+    if seed is None:
+        seed = random.randrange(2**32)
+        print("seed", seed)
     done = run_without_interpreter("check_launches.py", str(seed))
     assert int(done.stdout) >= 8
 
