@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
@@ -34,6 +34,10 @@ log = logging.getLogger("prompts")
 
 ID_TYPE: Final = "I"
 """Type code of arrays of token ids."""
+_FILE_NAMES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+    "generation_config.json", "config.json",
+)  # fmt: skip
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -335,6 +339,32 @@ def _read_eos_ids(hf_tokenizer: HfTokenizer, folder: Path, named_tokens: dict[st
             eos_ids += value if isinstance(value, list) else [value]
             break
     return tuple(dict.fromkeys(token_id for token_id in eos_ids if type(token_id) is int))
+
+
+class Checkpoint(NamedTuple):
+    """The files that a tokenizer is loaded from, as they are at one time."""
+
+    folder: str
+    file_stamps: tuple[tuple[int, int], ...] = ()
+    """Time of the last change, in ns, and size of each file."""
+
+
+def find_checkpoint(name: str) -> Checkpoint | None:
+    """Return the checkpoint with this path, or this name in the Hugging Face cache; None if it is not here."""
+    folder = find_checkpoint_folder(name)
+    if folder is None:
+        return None
+    paths = [folder / name for name in _FILE_NAMES] + sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return Checkpoint(str(folder), tuple(_read_stamp(path) for path in paths))
+
+
+def _read_stamp(path: Path) -> tuple[int, int]:
+    """Return the time of a file's last change and its size; zeros if it cannot be read."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0
+    return status.st_mtime_ns, status.st_size
 
 
 def find_checkpoint_folder(name: str) -> Path | None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from events.types import DecodeError
 from options import ConfigError
-from prompts.tokenizer import find_checkpoint_folder
+from prompts.tokenizer import Checkpoint, find_checkpoint
 from router.decide.core import RouterCore
 from router.decide.messages import FailureKind, Instruction
 from router.decide.workers import Worker, WorkerSpec, find_base_conflict
@@ -79,6 +79,8 @@ class _Member:
     """Set to have the worker checked now."""
     task: asyncio.Task[None] | None = None
     facts: WorkerFacts | None = None
+    checkpoint_by_model: dict[str, Checkpoint] = field(default_factory=dict)
+    """Base models' files on this machine, as they were when the worker was found or had restarted."""
     problem: str = ""
     failures: int = 0
     """Checks that failed in a row, or probes if the worker was never reached."""
@@ -498,7 +500,11 @@ class Fleet:
             self._record_failed_probe(member, str(error)[:REASON_CHARS_MAX], was_up=was_up)
             return False
         member.problem, member.failures = "", 0
-        if self._forget_replaced_tokenizers(member, facts) or was_down or facts != earlier_facts:
+        restart_count = None if earlier_facts is None else earlier_facts.restart_count
+        is_restarted = was_down or facts != earlier_facts or facts.restart_count != restart_count
+        if is_restarted:
+            member.checkpoint_by_model = _find_checkpoints(facts)
+        if self._forget_replaced_tokenizers(member) or is_restarted:
             await self._read_tokenizers(member, facts)
         is_new = worker_id not in self._core.workers
         snapshots = await self._fetch_snapshots(facts) if is_new else {}
@@ -576,29 +582,26 @@ class Fleet:
             self._perform(self._core.mark_worker_up(spec.worker_id, self._now()))
         return worker
 
-    def _forget_replaced_tokenizers(self, member: _Member, facts: WorkerFacts) -> bool:
+    def _forget_replaced_tokenizers(self, member: _Member) -> bool:
         """Forget tokenizers that no worker has any more, where this worker has another one; return whether there were.
 
-        A model keeps its name when all its workers restart with another checkpoint. A tokenizer is kept if the other
-        one is not on this machine.
+        A model keeps its name when all its workers restart with another checkpoint, or with new files in its folder. A
+        tokenizer is kept if the other one is not on this machine.
         """
         is_replaced = False
-        for base in {model.base for model in facts.spec.models}:
-            root, loaded_root = facts.roots.get(base), self._tokenizers.root_by_model.get(base)
-            if root is None or loaded_root is None or root == loaded_root:
-                continue
-            if not self._is_root_named(base, loaded_root, member) and find_checkpoint_folder(root) is not None:
+        for base, checkpoint in member.checkpoint_by_model.items():
+            if self._tokenizers.is_replaced(base, checkpoint) and not self._is_loaded_elsewhere(base, member):
                 is_replaced = True
                 self._tokenizers.forget(base)
         return is_replaced
 
-    def _is_root_named(self, base: str, root: str, member: _Member) -> bool:
-        """Return whether a worker that is up, other than `member`, has loaded a model from this folder or hub name."""
+    def _is_loaded_elsewhere(self, base: str, member: _Member) -> bool:
+        """Return whether a worker that is up, other than `member`, has the tokenizer that is loaded here."""
         workers = self._core.workers
         return any(
             other is not member
-            and other.facts is not None
-            and other.facts.roots.get(base) == root
+            and base in other.checkpoint_by_model
+            and not self._tokenizers.is_replaced(base, other.checkpoint_by_model[base])
             and worker_id in workers
             and not workers[worker_id].is_down
             for worker_id, other in self._members.items()
@@ -639,6 +642,15 @@ def compute_max_blocks(spec: WorkerSpec) -> int:
     tokens = spec.cache_tokens + (spec.host_tokens or 0)
     per_rank = tokens // (min(spec.block_size or BLOCK_TOKENS, BLOCK_TOKENS) * spec.ranks)
     return BLOCKS_MIN + BLOCKS_FACTOR * per_rank
+
+
+def _find_checkpoints(facts: WorkerFacts) -> dict[str, Checkpoint]:
+    """Return the files of a worker's base models, as they are now; those that are not on this machine are left out."""
+    checkpoints = {}
+    for base in {model.base for model in facts.spec.models} & set(facts.roots):
+        if (checkpoint := find_checkpoint(facts.roots[base])) is not None:
+            checkpoints[base] = checkpoint
+    return checkpoints
 
 
 async def _run_with_timeout(seconds: float, work: Coroutine[Any, Any, _Result]) -> _Result | None:

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from itertools import count
-from pathlib import Path
 from typing import Annotated, Final, Protocol
 
 import aiohttp
@@ -18,7 +17,7 @@ from prompts.chat_rendering import render_chat
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, parse_routing
-from prompts.tokenizer import Tokenizer, TokenizerError, find_checkpoint_folder
+from prompts.tokenizer import Checkpoint, Tokenizer, TokenizerError, find_checkpoint
 from router.http_client import FetchError, fetch
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_reader import ConversationReader
@@ -156,9 +155,8 @@ class ModelTokenizers:
         self.remote: RemoteTokenizer | None = None
         """Asks workers for token ids if the tokenizer of a model is not on this machine."""
         self.tokenizer_by_model: dict[str, Tokenizer] = {}
-        self.folder_by_model: dict[str, str] = {}
-        self.root_by_model: dict[str, str] = {}
-        """Folder, or name on a hub, by which a worker named a model's tokenizer that is loaded."""
+        self.checkpoint_by_model: dict[str, Checkpoint] = {}
+        """Files that the tokenizers were loaded from, as they were then."""
         self.problems: dict[str, str] = {}
         """Model -> why there is no tokenizer for it, or why its chats are not read; shown by `/workers`."""
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
@@ -183,11 +181,15 @@ class ModelTokenizers:
         if self.remote is not None:
             self.remote.remove_worker(url)
 
+    def is_replaced(self, model: str, checkpoint: Checkpoint) -> bool:
+        """Whether a base model's tokenizer is of another checkpoint, and the command line did not name its folder."""
+        loaded = self.checkpoint_by_model.get(model)
+        return self._folder_override is None and loaded is not None and loaded != checkpoint
+
     def forget(self, model: str) -> None:
         """Drop a base model's tokenizer and the conversations that it has read, as its workers now have another one."""
         self.tokenizer_by_model.pop(model, None)
-        self.folder_by_model.pop(model, None)
-        self.root_by_model.pop(model, None)
+        self.checkpoint_by_model.pop(model, None)
         self._compared_models.discard(model)
         self._conversations.forget(model)
 
@@ -218,31 +220,31 @@ class ModelTokenizers:
 
         `name` is a folder, or a name in the Hugging Face cache. A failure is put into `problems`.
         """
-        folder = find_checkpoint_folder(name)
-        if folder is None:
+        checkpoint = find_checkpoint(name)
+        if checkpoint is None:
             self.problems[model] = f"{name} is not a folder on this machine; give --tokenizer PATH"
             return
         loop = asyncio.get_running_loop()
         try:
-            tokenizer = await loop.run_in_executor(self._executor, Tokenizer.load, folder, self._chat_template)
+            tokenizer = await loop.run_in_executor(
+                self._executor, Tokenizer.load, checkpoint.folder, self._chat_template
+            )
         except TokenizerError as error:
             self.problems[model] = str(error)
             log.warning("no tokenizer for %s: %s", model, error)
             return
-        await self._try_template(model, tokenizer, folder)
-        self.tokenizer_by_model[model], self.folder_by_model[model] = tokenizer, str(folder)
-        if self._folder_override is None:
-            self.root_by_model[model] = name
+        await self._try_template(model, tokenizer, checkpoint.folder)
+        self.tokenizer_by_model[model], self.checkpoint_by_model[model] = tokenizer, checkpoint
         self.problems.pop(model, None)
-        log.info("tokenizer of %s read from %s", model, folder)
+        log.info("tokenizer of %s read from %s", model, checkpoint.folder)
 
-    async def _try_template(self, model: str, tokenizer: Tokenizer, folder: Path) -> None:
+    async def _try_template(self, model: str, tokenizer: Tokenizer, folder: str) -> None:
         """Limit a template's time, and find out whether it keeps to that here and its conversations can be cached."""
         template = tokenizer.chat_template
         if self._worker_pool is None or template is None:
             return
         template.seconds_max = RENDER_S_MAX
-        trial = await self._worker_pool.try_template(str(folder), RENDER_S_MAX)
+        trial = await self._worker_pool.try_template(folder, RENDER_S_MAX)
         template.is_bounded = trial.is_bounded
         if not trial.is_bounded:
             log.info("chats of %s are rendered by worker processes: its template might take long", model)

@@ -13,14 +13,13 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from prompts.errors import RequestError
 from prompts.routing import ApiKind, RoutingRequest, parse_routing_of_kind
-from prompts.tokenizer import ID_TYPE, Tokenizer, TokenizerError
+from prompts.tokenizer import ID_TYPE, Checkpoint, Tokenizer, TokenizerError
 from prompts.worker_pool import WorkerPool, WorkerProcess, WorkerProcessError
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.config import PromptWorkerConfig
@@ -42,8 +41,8 @@ class ReadTask(msgspec.Struct):
     """Tells a worker process how to read the prompt of the body that it has inspected."""
 
     kind: ApiKind
-    tokenizer_folder: str | None = None
-    """Folder of the tokenizer's files; None if only token ids in the body are to be read."""
+    checkpoint: Checkpoint | None = None
+    """Files of the tokenizer; None if only token ids in the body are to be read."""
     tokens_max: int | None = None
     remote_model: str | None = None
     """Model for `/tokenize`: the result is the body of such a request, because the workers tokenise the prompt."""
@@ -201,7 +200,7 @@ class PromptWorkerPool:
 
     async def _run_task(self, process: WorkerProcess, task: ReadTask) -> ReadResult:
         """Have a process read the prompt of the body that it has inspected. Raises WorkerProcessError."""
-        await process.call(START_S_MAX, _load_tokenizer, task.tokenizer_folder)
+        await process.call(START_S_MAX, _load_tokenizer, task.checkpoint)
         seconds_max = min(self._config.seconds_max, task.seconds_max or math.inf)
         result: ReadResult = await process.call(seconds_max, _run_task, task)
         self.cpu_s += result.cpu_s
@@ -224,13 +223,13 @@ class WorkerState:
 
     def __init__(self, chat_template: str | None) -> None:
         self.chat_template = chat_template
-        self.tokenizers: dict[str, Tokenizer | TokenizerError] = {}
+        self.tokenizers: dict[Checkpoint, Tokenizer | TokenizerError] = {}
         self.body = b""
 
 
 def _try_template(state: WorkerState, folder: str, render_s_max: float) -> TemplateTrial:
     try:
-        tokenizer = Tokenizer.load(Path(folder), state.chat_template)
+        tokenizer = Tokenizer.load(folder, state.chat_template)
     except TokenizerError as error:
         raise RequestError(str(error), param=None) from error
     template = tokenizer.chat_template
@@ -248,13 +247,15 @@ def _inspect_body(state: WorkerState, pieces: Sequence[bytes], kind: ApiKind | N
     return inspected
 
 
-def _load_tokenizer(state: WorkerState, folder: str | None) -> None:
-    if folder is None or folder in state.tokenizers:
+def _load_tokenizer(state: WorkerState, checkpoint: Checkpoint | None) -> None:
+    """Load a tokenizer, if it is not loaded, in place of an earlier one of the same folder."""
+    if checkpoint is None or checkpoint in state.tokenizers:
         return
+    others = {other: kept for other, kept in state.tokenizers.items() if other.folder != checkpoint.folder}
     try:
-        state.tokenizers[folder] = Tokenizer.load(Path(folder), state.chat_template)
+        state.tokenizers = {**others, checkpoint: Tokenizer.load(checkpoint.folder, state.chat_template)}
     except TokenizerError as error:
-        state.tokenizers[folder] = error
+        state.tokenizers = {**others, checkpoint: error}
 
 
 def _run_task(state: WorkerState, task: ReadTask) -> ReadResult:
@@ -264,7 +265,8 @@ def _run_task(state: WorkerState, task: ReadTask) -> ReadResult:
     body, state.body = state.body, b""
     try:
         if task.kind != "other":
-            result = _read_body(task, body, state.tokenizers.get(task.tokenizer_folder or ""))
+            tokenizer = state.tokenizers.get(task.checkpoint) if task.checkpoint else None
+            result = _read_body(task, body, tokenizer)
     except (RequestError, TokenizerError, ValueError, RecursionError, MemoryError) as error:
         result = result._replace(problem=f"{type(error).__name__}: {error}"[:300])
     return result._replace(cpu_s=time.thread_time() - started_s)

@@ -378,10 +378,10 @@ class PromptReader:
         remote_model = model if self.tokenizers.is_remote(model) else None
         template = self.tokenizers.get_template(model)
         as_sent = template is not None and template.keeps_messages_as_sent
-        folder = self.tokenizers.folder_by_model.get(model)
+        checkpoint = self.tokenizers.checkpoint_by_model.get(model)
         if kind != "completion" and self._timeouts.get(model, 0) >= TIMEOUTS_MAX:
-            folder = None
-        return ReadTask(kind, folder, tokens_max, remote_model, as_sent, is_outlined=self._makes_outlines)
+            checkpoint = None
+        return ReadTask(kind, checkpoint, tokens_max, remote_model, as_sent, is_outlined=self._makes_outlines)
 
     def close(self) -> None:
         """Cancel the background checks of continued prompts."""

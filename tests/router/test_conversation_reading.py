@@ -18,7 +18,7 @@ from prompts import template_environment
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import API_KIND_BY_PATH, ApiKind, RoutingRequest, parse_routing_of_kind
-from prompts.tokenizer import Tokenizer
+from prompts.tokenizer import Checkpoint, Tokenizer
 from router.prompting.boundary_rendering import BoundaryRenderer
 from router.prompting.conversation_cache import (
     BODY_BYTES_MIN,
@@ -432,7 +432,7 @@ def test_a_prompt_of_which_the_end_counts_is_not_cached(tokenizer: Tokenizer) ->
     for keep in (None, 50):
         fields = {} if keep is None else {"truncate_prompt_tokens": keep}
         body = json.dumps({"messages": long_talk(8), **fields}).encode()
-        task = ReadTask("chat", "folder", None, None, False)
+        task = ReadTask("chat", Checkpoint("folder"), None, None, False)
         task.is_cached = True
         read_result = _read_body(task, body, tokenizer)
         assert (read_result.prompt.conversation is None) == (keep is not None)
@@ -440,7 +440,7 @@ def test_a_prompt_of_which_the_end_counts_is_not_cached(tokenizer: Tokenizer) ->
 
 def test_a_conversation_without_an_outline_is_continued_without_one(tokenizer: Tokenizer) -> None:
     body, longer = (json.dumps({"messages": long_talk(turns)}).encode() for turns in (9, 11))
-    task = ReadTask("chat", "folder", is_cached=True, is_outlined=False)
+    task = ReadTask("chat", Checkpoint("folder"), is_cached=True, is_outlined=False)
     prompt, reader = _read_body(task, body, tokenizer).prompt, ConversationReader(1 << 20)
     assert prompt.outline is None
     assert prompt.conversation is not None

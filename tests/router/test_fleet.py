@@ -22,6 +22,7 @@ from core_by_hand import request
 from engine.tiny.tokenizer import write_tokenizer
 from events.sources import EventSource
 from options import ConfigError
+from prompts.tokenizer import find_checkpoint
 from router.app.system import compute_streams_max
 from router.decide.config import CoreConfig
 from router.decide.core import RouterCore
@@ -39,6 +40,7 @@ from router.fleet.members import (
     BLOCKS_MAX_DEFAULT,
     BLOCKS_MIN,
     Fleet,
+    _find_checkpoints,
     _Member,
     compute_max_blocks,
 )
@@ -252,7 +254,9 @@ def test_a_worker_is_asked_for_its_load_beside_its_health_and_less_often() -> No
         prober: Any = SlowProber()
         core, now = RouterCore(make_index(seed=1), CoreConfig()), [0.0]
         feed: Any = feed_of()
-        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None, root_by_model={})
+        prompts: Any = SimpleNamespace(
+            discover=no_tokenizer, remove_worker=lambda _: None, is_replaced=lambda *_: False
+        )
         config = FleetConfig(health_s=0.001, sources_s=1e6, loads_s=4.0)
         fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=lambda: now[0])
 
@@ -346,7 +350,9 @@ async def watching(
     await site.start()
     async with aiohttp.ClientSession() as session:
         core = RouterCore(index or make_index(seed=1), CoreConfig())
-        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None, root_by_model={})
+        prompts: Any = SimpleNamespace(
+            discover=no_tokenizer, remove_worker=lambda _: None, is_replaced=lambda *_: False
+        )
         now = asyncio.get_running_loop().time
         prober = Prober(session, timeout_s=timeout_s, kv_dialects=("mooncake",))
         fleet = Fleet(core, prober, feed, prompts, lambda _: None, config, now=now, peers=peers)
@@ -471,7 +477,9 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
         follow_calls: list[tuple[int, int]] = []
         prober = ManyStreamsProber()
         core = RouterCore(make_index(seed=1), CoreConfig())
-        prompts: Any = SimpleNamespace(discover=no_tokenizer, remove_worker=lambda _: None, root_by_model={})
+        prompts: Any = SimpleNamespace(
+            discover=no_tokenizer, remove_worker=lambda _: None, is_replaced=lambda *_: False
+        )
         feed = feed_of(
             count_free_streams=lambda _: 2,
             follow=lambda _, sources, *__, blocks_max: follow_calls.append((len(sources), blocks_max)),
@@ -701,8 +709,13 @@ def test_a_model_of_another_checkpoint_is_read_with_its_tokenizer_once_no_worker
             with ThreadPoolExecutor(1) as executor:
                 conversations = ConversationReader(0)
                 tokenizers = fleet._tokenizers = ModelTokenizers(executor, conversations, None)
+
+                def get_folder() -> str | None:
+                    checkpoint = tokenizers.checkpoint_by_model.get("base")
+                    return None if checkpoint is None else checkpoint.folder
+
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
-                await wait_until(lambda: tokenizers.folder_by_model == {"base": str(folders["old"])})
+                await wait_until(lambda: get_folder() == str(folders["old"]))
                 old_tokenizer = tokenizers.get("base")
                 facts = fleet._members[name].facts
                 assert facts is not None
@@ -711,12 +724,13 @@ def test_a_model_of_another_checkpoint_is_read_with_its_tokenizer_once_no_worker
                 second_facts = dataclasses.replace(facts, spec=spec)
                 fleet._members["second"] = _Member(parse_worker_flag("http://second:1"), {"operator"})
                 fleet._members["second"].facts = second_facts
+                fleet._members["second"].checkpoint_by_model = _find_checkpoints(second_facts)
 
                 serve("new")
                 await page.wait_for_requests("/metrics", 3)
                 assert tokenizers.get("base") is old_tokenizer, "the second worker has it"
                 core.mark_worker_down("second", asyncio.get_running_loop().time(), "upgraded")
-                await wait_until(lambda: tokenizers.folder_by_model == {"base": str(folders["new"])})
+                await wait_until(lambda: get_folder() == str(folders["new"]))
                 assert tokenizers.get("base") is not old_tokenizer
 
                 core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
@@ -726,8 +740,34 @@ def test_a_model_of_another_checkpoint_is_read_with_its_tokenizer_once_no_worker
                     dataclasses.replace(second_facts, roots={}),
                     dataclasses.replace(second_facts, roots={"base": str(tmp_path / "elsewhere")}),
                 ):
-                    assert not fleet._forget_replaced_tokenizers(fleet._members["second"], kept_facts)
-                assert fleet._forget_replaced_tokenizers(fleet._members["second"], second_facts)
+                    fleet._members["second"].checkpoint_by_model = _find_checkpoints(kept_facts)
+                    assert not fleet._forget_replaced_tokenizers(fleet._members["second"])
+                fleet._members["second"].checkpoint_by_model = _find_checkpoints(second_facts)
+                assert fleet._forget_replaced_tokenizers(fleet._members["second"])
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_new_files_in_a_folder_are_read_once_no_worker_has_the_old_ones(tmp_path: Path) -> None:
+    """A chat template that is mended in its place: the workers read it when they restart, and so does the router."""
+    write_tokenizer(tmp_path, 1024, 4096)
+    card = {"id": "base", "owned_by": "vllm", "root": str(tmp_path)}
+
+    async def run() -> None:
+        page, config = Page(), FleetConfig(health_s=0.001, starting_s=0.001, sources_s=0.001)
+        page.answers["/v1/models"] = (200, json.dumps({"data": [card]}))
+        async with watching(page, config, feed_of()) as (fleet, core, name):
+            with ThreadPoolExecutor(1) as executor:
+                tokenizers = fleet._tokenizers = ModelTokenizers(executor, ConversationReader(0), None)
+                core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
+                await wait_until(lambda: tokenizers.get("base") is not None)
+                old_tokenizer = tokenizers.get("base")
+                write_tokenizer(tmp_path, 2048, 4096)
+                await page.wait_for_requests("/metrics", 3)
+                assert tokenizers.get("base") is old_tokenizer, "the worker has read the old files"
+                core.mark_worker_down(name, asyncio.get_running_loop().time(), "restarts")
+                await wait_until(lambda: tokenizers.get("base") not in (None, old_tokenizer))
+                assert tokenizers.checkpoint_by_model["base"] == find_checkpoint(str(tmp_path))
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

@@ -20,7 +20,7 @@ import pytest
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.errors import RequestError
 from prompts.routing import RoutingRequest, parse_routing
-from prompts.tokenizer import Tokenizer
+from prompts.tokenizer import Checkpoint, Tokenizer
 from router.edge.upstream import UpstreamConnection
 from router.http.body_pieces import PIECE_BYTES
 from router.http.config import HttpLimits
@@ -79,7 +79,7 @@ def test_a_helper_reads_what_this_process_would(edge: Any, make_post: Any, tmp_p
     async def scenario() -> None:
         await edge.start(policy="kv")
         edge.prompts.tokenizers.tokenizer_by_model["tiny"] = tokenizer
-        edge.prompts.tokenizers.folder_by_model["tiny"] = str(tmp_path)
+        edge.prompts.tokenizers.checkpoint_by_model["tiny"] = Checkpoint(str(tmp_path))
         worker = await edge.worker(edge.reply(), max_model_len=1_000_000)
         routed = []
         edge.proxy.on_end.append(lambda exchange: routed.append(exchange.route))

@@ -11,7 +11,7 @@ import pytest
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.errors import describe_context_overflow
-from prompts.tokenizer import Tokenizer
+from prompts.tokenizer import Checkpoint, Tokenizer
 from router.prompting import encode
 
 LIMIT = 4096
@@ -33,9 +33,9 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 async def start(edge: Any, tokenizer: Tokenizer, folder: Path, **settings: Any) -> Any:
     await edge.start(policy="kv", **settings)
-    edge.prompts.tokenizers.tokenizer_by_model["tiny"], edge.prompts.tokenizers.folder_by_model["tiny"] = (
+    edge.prompts.tokenizers.tokenizer_by_model["tiny"], edge.prompts.tokenizers.checkpoint_by_model["tiny"] = (
         tokenizer,
-        str(folder),
+        Checkpoint(str(folder)),
     )
     return await edge.worker(edge.reply(), max_model_len=LIMIT)
 

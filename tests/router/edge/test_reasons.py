@@ -15,7 +15,7 @@ import xxhash
 
 from engine.tiny.tokenizer import write_tokenizer
 from prompts.routing import parse_routing
-from prompts.tokenizer import Tokenizer
+from prompts.tokenizer import Checkpoint, Tokenizer
 from router.admin.metrics_page import build_page_families, render_metrics
 from router.decide.messages import Decision
 from router.decide.workers import ServedModel
@@ -93,7 +93,7 @@ def router(edge: Any, tmp_path: Path) -> Any:
         models = (ServedModel("tiny", "tiny", max_model_len=100_000),)
         edge.core.add_worker(replace(worker.spec, models=models), 0.0)
         edge.prompts.tokenizers.tokenizer_by_model["tiny"] = Tokenizer.load(tmp_path)
-        edge.prompts.tokenizers.folder_by_model["tiny"] = str(tmp_path)
+        edge.prompts.tokenizers.checkpoint_by_model["tiny"] = Checkpoint(str(tmp_path))
         reasons = MissReasonsRecorder(
             MissReasonsConfig(**{"share": 1.0, **settings}),
             edge.proxy,

@@ -176,7 +176,7 @@ def test_a_worker_with_an_older_transformers_is_found_out_when_it_joins(edge: An
         order = edge.prompts.make_task("m", "chat", None)
         assert order.as_sent is older
         shelf = WorkerState(None)
-        _load_tokenizer(shelf, order.tokenizer_folder)
+        _load_tokenizer(shelf, order.checkpoint)
         shelf.body = json.dumps(asked).encode()
         assert list(_run_task(shelf, order).prompt.token_ids or ()) == list(ids)
 

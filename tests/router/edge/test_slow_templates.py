@@ -15,7 +15,7 @@ from engine.tiny.tokenizer import write_tokenizer
 from prompts.chat_template import ChatTemplate
 from prompts.errors import RequestError
 from prompts.routing import parse_routing_of_kind
-from prompts.tokenizer import Tokenizer
+from prompts.tokenizer import Checkpoint, Tokenizer
 from prompts.worker_pool import WorkerProcess
 from router.prompting import reader
 from router.prompting.boundary_rendering import BoundaryRenderer, TemplateInputs
@@ -85,8 +85,8 @@ def test_a_loop_without_end_stops_and_nobody_else_waits_for_it(
         assert all(route.token_ids is None for route in routes)
         assert edge.worker_pool.counts["failed"] == TIMEOUTS_MAX
         assert "too long" in edge.prompts.tokenizers.problems["bad"]
-        assert edge.prompts.make_task("bad", "chat", None).tokenizer_folder is None
-        assert edge.prompts.make_task("bad", "completion", None).tokenizer_folder == folder
+        assert edge.prompts.make_task("bad", "chat", None).checkpoint is None
+        assert edge.prompts.make_task("bad", "completion", None).checkpoint.folder == folder
 
     edge.run(scenario(), 60.0)
 
@@ -172,7 +172,8 @@ def test_a_chat_that_needs_too_much_memory_in_a_helper_costs_no_later_chat_its_p
     async def work(worker_pool: PromptWorkerPool) -> None:
         async def has_prompt(content: str) -> bool:
             body = json.dumps({"messages": [{"role": "user", "content": content}]}).encode()
-            outcome = await worker_pool.read((body,), "chat", lambda parsed: ReadTask("chat", folder), lambda: True)
+            task = ReadTask("chat", Checkpoint(folder))
+            outcome = await worker_pool.read((body,), "chat", lambda parsed: task, lambda: True)
             return outcome.result.prompt.token_ids is not None
 
         assert [await has_prompt(content) for content in ("hello", "long", "hello")] == [True, False, True]
