@@ -36,18 +36,18 @@ class RequestAccounting:
         """Add an ended request to the metrics: its times, and its tokens if it was sent to a worker."""
         metrics = self._proxy.metrics
         route, decision, usage = context.route, context.decision, context.usage
-        similar_requests = metrics.get_ended(
-            path=context.request.path if context.request.path in API_KIND_BY_PATH else "other",
+        path = context.request.path
+        labelled_metrics = metrics.get_ended(
+            path=path if path in API_KIND_BY_PATH else "other",
             model=self._find_model_label(context),
             outcome=context.outcome,
             worker="" if decision is None else decision.worker,
             stream="true" if context.is_streaming else "false",
         )
-        similar_requests.count += 1
-        similar_requests.request_s.observe(now - context.started_at_s)
-        ttft_s = context.ttft_s
-        if ttft_s is not None:
-            similar_requests.ttft_s.observe(ttft_s)
+        labelled_metrics.count += 1
+        labelled_metrics.request_s.observe(now - context.started_at_s)
+        if context.ttft_s is not None:
+            labelled_metrics.ttft_s.observe(context.ttft_s)
         if route is None or decision is None:
             return
         metrics.routing_s.observe(decision.decided_s - context.started_at_s)
@@ -67,10 +67,10 @@ class RequestAccounting:
         return route.model if is_served else "unknown"
 
     def _count_tokens_by_key(self, context: RequestContext) -> None:
-        """Add the tokens of an answered request to those of its API key, unless the answer is an error.
+        """Add the tokens of an answered request to the metrics of its API key, unless the answer is an error.
 
-        The worker reports the numbers. If those of the prompt or the output are missing, the router's own numbers are
-        used instead, with each chunk of a stream as one token of the output.
+        The worker reports the numbers in its `usage`. If it does not, the router's own numbers are used, with each
+        chunk of a stream as one output token.
         """
         route, decision, usage = context.route, context.decision, context.usage
         if route is None or decision is None or context.ttft_s is None:
@@ -78,13 +78,14 @@ class RequestAccounting:
         is_error = context.outcome.startswith("status_") and context.outcome != "status_200"
         if is_error:
             return
-        if usage is None or usage.prompt_tokens is None or usage.completion_tokens is None:
-            prompt_tokens, cached_tokens = route.prompt_tokens, decision.predicted_cached_tokens
-            output_tokens = context.progress.read_count if route.is_streaming else 0
-        else:
+        if usage is not None and usage.prompt_tokens is not None and usage.completion_tokens is not None:
             prompt_tokens = usage.prompt_tokens
             cached_tokens = usage.cached_tokens or 0
             output_tokens = usage.completion_tokens
+        else:
+            prompt_tokens = route.prompt_tokens
+            cached_tokens = decision.predicted_cached_tokens
+            output_tokens = context.progress.read_count if route.is_streaming else 0
         key, tokens = context.tenant, self._proxy.metrics.key_tokens
         self._proxy.metrics.key_requests[key] += 1
         tokens[key, "prompt"] += prompt_tokens
@@ -94,7 +95,7 @@ class RequestAccounting:
 
 
 def _make_log_fields(context: RequestContext, now: float) -> dict[str, Any]:
-    """Return the fields of a request's log line, without those that are unknown."""
+    """Return the fields of the log line about an ended request, without those that are unknown."""
     route, decision, usage = context.route, context.decision, context.usage
     fields: dict[str, Any] = {
         "request_id": context.name,

@@ -151,7 +151,7 @@ status 1 if something is wrong.
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a step.")
 @add_flags(SCHEMA, CHECKED_PATHS)
 def check(urls: tuple[str, ...], yes: bool, as_json: bool, **flags: Any) -> None:
-    """Check the workers one after the other, print each finding, and exit with 1 if something is wrong."""
+    """Command `router check`: test each worker with a few requests, print each finding; exit with 1 if one is bad."""
     from router.commands.check import check_workers
 
     config: ProcessConfig = _load_config(SCHEMA, urls, flags)
@@ -166,16 +166,15 @@ def check(urls: tuple[str, ...], yes: bool, as_json: bool, **flags: Any) -> None
     if not yes:
         question = f"Send up to six short requests to each worker ({len(worker_flags)})?"
         click.confirm(question, default=True, abort=True, err=True)
-    is_all_sound = asyncio.run(
-        check_workers(
-            worker_flags,
-            partial(_print_finding, as_json=as_json),
-            key=config.worker_api_key,
-            tokenizer=config.tokenizer,
-            chat_template=config.chat_template,
-            tls=tls,
-        )
+    checking = check_workers(
+        worker_flags,
+        partial(_print_finding, as_json=as_json),
+        key=config.worker_api_key,
+        tokenizer=config.tokenizer,
+        chat_template=config.chat_template,
+        tls=tls,
     )
+    is_all_sound = asyncio.run(checking)
     sys.exit(0 if is_all_sound else 1)
 
 

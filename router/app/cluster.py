@@ -55,16 +55,16 @@ class FailureLog:
 
     def __init__(self) -> None:
         self._last_lines: BoundedDict[tuple[str, FailureKind], tuple[float, int]] = BoundedDict(10_000)
-        """(worker, kind) -> time of the last line, number of failures since."""
+        """(worker, kind) -> time of the last line, number of failures since then."""
 
     def warn(self, worker_id: str, kind: FailureKind, reason: str, now: float) -> None:
-        """Log a failure, or count it for a later line."""
-        logged_s, left_out = self._last_lines.get((worker_id, kind), (-math.inf, 0))
-        if now - logged_s < FAILURE_LOG_S:
-            self._last_lines[worker_id, kind] = logged_s, left_out + 1
+        """Log a failed attempt, unless one of this kind was logged a moment ago: then count it for the next line."""
+        logged_at_s, unlogged_count = self._last_lines.get((worker_id, kind), (-math.inf, 0))
+        if now - logged_at_s < FAILURE_LOG_S:
+            self._last_lines[worker_id, kind] = logged_at_s, unlogged_count + 1
             return
         self._last_lines[worker_id, kind] = now, 0
-        more = f"; {left_out} more since the last line" if left_out else ""
+        more = f"; {unlogged_count} more since the last line" if unlogged_count else ""
         log.warning("attempt on %s failed (%s): %s%s", worker_id, kind.value, reason, more)
 
 
@@ -84,20 +84,23 @@ class Cluster:
         The feed reads the events by which workers tell what they cache; the fleet probes which workers are healthy.
         `session`: for health checks. `peer_client`: asks other routers what they know of workers' caches.
         """
+        proxy = self._proxy = pipeline.proxy
         self._config = config
-        self._proxy = pipeline.proxy
         self._index = index
         self._peer_client = peer_client
-        self._failure_log = FailureLog()
         self._peer_sockets: PeerSockets | None = None
+        self._failure_log = FailureLog()
+
+        streams_possible = compute_streams_max(raise_file_limit())
         self.feed = IndexFeed(
             index,
             report=FactQueue(asyncio.get_running_loop(), self._apply_fact).put,
-            streams_max=min(config.fleet.streams_max, compute_streams_max(raise_file_limit())),
+            streams_max=min(config.fleet.streams_max, streams_possible),
             index_bytes_max=config.fleet.index_mb << 20,
         )
-        proxy, tokenizers = pipeline.proxy, pipeline.prompt_reader.tokenizers
+
         key_headers = make_key_headers(config.worker_api_key)
+        tokenizers = pipeline.prompt_reader.tokenizers
         tokenizers.remote = RemoteTokenizer(session, key_headers, is_serving=partial(is_worker_serving, proxy.core))
         prober = Prober(
             session,
@@ -108,9 +111,9 @@ class Cluster:
         self.fleet = Fleet(
             proxy.core, prober, self.feed, tokenizers, proxy.perform, config.fleet, now=proxy.now, peers=peer_client
         )
-        self._connect(proxy)
+        self._add_callbacks(proxy)
 
-    def _connect(self, proxy: Proxy) -> None:
+    def _add_callbacks(self, proxy: Proxy) -> None:
         """Have the core ask the feed about events, and have the feed and the fleet learn of failed requests."""
         proxy.core.registry.on_state_change = _log_state_change
         proxy.core.watchdog.count_stored_blocks = self.feed.count_stored_blocks

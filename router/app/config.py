@@ -203,7 +203,7 @@ class ProcessConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EppConfig(ProcessConfig):
-    """Settings of `router epp`, which chooses workers for Envoy's requests; Envoy itself forwards them.
+    """Settings of `router epp`, which chooses workers for Envoy's requests; Envoy itself forwards the requests.
 
     `port` is the gRPC port at which Envoy asks. HTTP serves metrics and admin routes only.
     """
@@ -230,7 +230,7 @@ class EppConfig(ProcessConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShadowProcessConfig(ProcessConfig):
-    """Settings of `router shadow`."""
+    """Settings of `router shadow`, which sends no requests, and compares its choices with those of another router."""
 
     port: Annotated[int, Meta(ge=0, le=65535), Flag(), "Port to listen on; 0 lets the system choose."] = 8090
     shadow: ShadowConfig = field(default_factory=ShadowConfig)
@@ -242,7 +242,7 @@ class ShadowProcessConfig(ProcessConfig):
         if self.core.queue.fair:
             raise ConfigError("--fair: not for `router shadow`, which holds nothing")
         report = self.shadow.report
-        if report is not None and not Path(report).parent.is_dir():  # only the first report would show it
+        if report is not None and not Path(report).parent.is_dir():
             raise ConfigError(f"--report: got {report!r}, expected a file in a folder that exists")
 
     @property

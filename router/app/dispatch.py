@@ -23,7 +23,7 @@ ExchangeFactory = Callable[[Proxy, Any, RequestContext], Exchange]
 
 
 class RequestDispatcher:
-    """Brings each request for workers on its way: reads it, applies its tenant's limits, and hands it to the core."""
+    """Starts each request for workers: reads its prompt, applies its tenant's limits, and has a worker chosen."""
 
     def __init__(
         self,
@@ -33,10 +33,10 @@ class RequestDispatcher:
         reasons: MissReasonsRecorder | None = None,
         discover_model: Callable[[str], Awaitable[int]] | None = None,
     ) -> None:
-        """`reasons`: records why prompts are not cached; None records nothing.
+        """Make a dispatcher that reads requests by `reader`, checks them against `limits`, and hands them to `proxy`.
 
-        `discover_model` asks all workers for a model that no worker is known to serve, and returns the number of
-        workers that may still load it; None asks none.
+        `reasons` records why prompts are not cached. `discover_model` asks all workers for a model that none is known
+        to serve, and returns the number of workers that could not be reached. None: without these.
         """
         self.proxy = proxy
         self.reader = reader
@@ -44,20 +44,23 @@ class RequestDispatcher:
         self.discover_model = discover_model
         self._limits = limits
         self._trace_prefix = os.urandom(6).hex()
+        """Start of the ids that this process gives to requests; `_trace_count` follows."""
         self._trace_count = 0
         self._read_tasks: set[asyncio.Task[None]] = set()
-        """Tasks that read prompts, kept here because the event loop does not keep tasks from garbage collection."""
+        """Tasks that read prompts, kept here because the event loop has weak references only."""
 
     def dispatch(self, client: Client, request: HttpRequest, make_exchange: ExchangeFactory) -> None:
-        """Read and place a request, now or later.
+        """Read a client's request and have a worker chosen for it: at once, or in a task if that takes long.
 
-        Raises RequestError if the request is refused before its exchange begins. Later errors go to the exchange.
+        The object that `make_exchange` returns handles the request from then on, also its errors. Raises RequestError
+        if the request is refused before.
         """
         context = RequestContext(request, client.tenant, self.proxy.now())
         self._limits.check_request_limit(context.tenant)
         reading = self.reader.begin_read(context, request.path)
         exchange = self.open(context, client, make_exchange)
-        if reading is not None or self._is_model_missing(context):
+        needs_task = reading is not None or self._is_model_missing(context)
+        if needs_task:
             task = asyncio.get_running_loop().create_task(self._read_and_place(exchange, reading))
             self._read_tasks.add(task)
             task.add_done_callback(lambda task: self._forget_task(task, reading))
@@ -73,10 +76,10 @@ class RequestDispatcher:
             reading.close()  # if the task was cancelled before its first step, nobody has awaited `reading`
 
     async def _read_and_place(self, exchange: Exchange, reading: Coroutine[Any, Any, None] | None) -> None:
-        """Await `reading`, if the prompt is not read yet, then place the request. An exception ends this request alone.
+        """Finish reading a request, then have a worker chosen for it. An exception ends this request alone.
 
-        If no worker is known to serve the model, all workers are asked first. The core refuses a model that is still
-        unknown then.
+        `reading`: reads the prompt; None if that is done. If no worker is known to serve the model, all workers are
+        asked for it first.
         """
         try:
             if reading is not None:
@@ -99,12 +102,11 @@ class RequestDispatcher:
         return exchange
 
     def place(self, exchange: Exchange) -> None:
-        """Hand a request that was read to the core, which chooses a worker at once or lets the request wait.
+        """Have a worker chosen for a request that was read, or let the request wait for one.
 
         Raises RequestError, for example if the client's API key has too many tokens in flight.
         """
-        context = exchange.context
-        body = context.body
+        context, body = exchange.context, exchange.context.body
         assert body is not None
         assert context.model is not None
         route = self.reader.build_route_request(context)

@@ -24,7 +24,7 @@ Guard = Callable[[ClientConnection, HttpRequest], None]
 
 
 class AdminGuard:
-    """Lets only the operator use the admin routes. Each method raises RequestError for a request that is refused."""
+    """Lets only the operator use the router's admin routes. Each check raises RequestError if it refuses a request."""
 
     def __init__(self, key: str, hosts: Iterable[str]) -> None:
         """`hosts`: host names under which the admin routes may be requested, besides IP addresses and localhost."""
@@ -42,7 +42,7 @@ class AdminGuard:
         raise _make_forbidden_error(f"{request.path} is served on the admin address only")
 
     def check(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Check the key, the Host and Origin headers, and the declared type of the body."""
+        """Check the admin key, and that no web page of another site sends the request. Raises RequestError."""
         if not hmac.compare_digest(read_bearer_token(request), self._key):
             message = (
                 "the admin key is needed: Authorization: Bearer KEY, with the key that the router printed at its "
@@ -57,6 +57,7 @@ class AdminGuard:
         origin = request.get_header(b"origin")
         if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host:
             raise _make_forbidden_error("pages of other sites may not use the admin routes")
+        # Without asking first, a browser sends only forms and plain text to another site.
         content_type = (request.get_header(b"content-type") or b"").partition(b";")[0].strip().lower()
         if request.has_body and content_type != b"application/json":
             raise RequestError("the body needs the header Content-Type: application/json", param=None, status=415)
@@ -75,9 +76,10 @@ class AdminGuard:
 
 
 class ApiKeys:
-    """Finds the tenant of a request by the client's API key."""
+    """Checks the API keys of clients, and finds the tenant to whom a key belongs."""
 
     def __init__(self, keys: Iterable[str]) -> None:
+        """`keys`: the valid keys; none if clients need no key."""
         self._keys = [key.encode() for key in keys]
 
     def find_tenant(self, client: Client, request: HttpRequest) -> str:
@@ -87,15 +89,13 @@ class ApiKeys:
         """
         if not self._keys:
             return client.peer
-        token = read_bearer_token(request) or (request.get_header(b"x-api-key") or b"").strip()
+        client_key = read_bearer_token(request) or (request.get_header(b"x-api-key") or b"").strip()
         # All keys are compared, each in constant time, so that the time shows nothing about the keys.
-        matches = [make_key_name(number) for number, key in enumerate(self._keys) if hmac.compare_digest(token, key)]
-        if not matches:
-            raise RequestError(
-                "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY", param=None,
-                code="invalid_api_key", status=401,
-            )  # fmt: skip
-        return matches[0]
+        matching_numbers = [number for number, key in enumerate(self._keys) if hmac.compare_digest(client_key, key)]
+        if not matching_numbers:
+            message = "a valid API key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
+            raise RequestError(message, param=None, code="invalid_api_key", status=401)
+        return make_key_name(matching_numbers[0])
 
 
 def read_bearer_token(request: HttpRequest) -> bytes:

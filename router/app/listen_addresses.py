@@ -30,20 +30,21 @@ class BoundAddress(NamedTuple):
 async def bind_addresses(
     config: ProcessConfig, admin_key: str, make_app: Callable[[Guard], Application], connections_max: int
 ) -> list[BoundAddress]:
-    """Bind the main address, and the admin address if there is one, without accepting connections. Raises OSError.
+    """Bind the main address, and the admin address if there is one. They do not accept connections yet.
 
     `make_app` makes the application of an address, from the guard of its admin routes. `connections_max`: most
-    connections of each address.
+    connections of each address. Raises OSError.
     """
-    main, admin = (config.host, config.http_port), config.admin_address
-    hosts = [config.host] if admin is None else [config.host, admin[0]]
+    main_address, admin_address = (config.host, config.http_port), config.admin_address
+    hosts = [config.host] if admin_address is None else [config.host, admin_address[0]]
     guard = AdminGuard(admin_key, [*config.admin_hosts, *hosts])
-    guarded_addresses = [("--host and --port", main, guard.check_from_loopback if admin is None else guard.refuse)]
-    if admin is not None:
-        guarded_addresses.append(("--admin", admin, guard.check))
+    if admin_address is None:  # the main address has admin routes too, for requests from this machine
+        guarded_addresses = [("--host and --port", main_address, guard.check_from_loopback)]
+    else:
+        guarded_addresses = [("--host and --port", main_address, guard.refuse), ("--admin", admin_address, guard.check)]
     bound_addresses = []
-    for flag, (host, port), address_guard in guarded_addresses:
-        listener = Listener(make_app(address_guard), config.edge.client_timeouts, connections_max)
+    for flag, (host, port), check_admin_request in guarded_addresses:
+        listener = Listener(make_app(check_admin_request), config.edge.client_timeouts, connections_max)
         tls = make_server_context(config.tls_cert, config.tls_key, config.tls_client_ca)
         with name_flag_in_errors(flag, f"{host}:{port}"):
             port = await listener.bind(host, port, tls, reuse_port=config.reuse_port and flag != "--admin")

@@ -61,47 +61,51 @@ class RouterProcess:
     """
 
     def __init__(self, config: ProcessConfig, version: str) -> None:
-        """Make all parts in this order, as each uses earlier ones. Needs a running event loop. Raises ConfigError.
-
-        Other routers are asked over HTTP for the hash seed of their index, so that their snapshots can be used.
-        """
+        """Make the parts of the process, each from earlier ones. Needs a running event loop. Raises ConfigError."""
         self._config = config
         self._version = version
         self._admin_key = config.admin_api_key or secrets.token_urlsafe(24)
         self._resources = contextlib.AsyncExitStack()
         """Everything that is to be closed at the end, the newest part first."""
 
+        # The index of cached prefixes, with the hash seed of another router whose index is to be copied.
         seed, snapshot_urls = fetch_seed(config.snapshot_from, self._admin_key)
         index = make_index(seed)
+
+        # What forwards requests to workers. uvloop's own clock stands still within a turn of the loop.
         worker_tls = config.make_worker_tls()
-        # uvloop's own clock stands still within a turn of the loop.
         pipeline = self.pipeline = RequestPipeline(config, index, worker_tls, now=time.monotonic)
+        proxy = pipeline.proxy
         self._resources.callback(pipeline.close)
         self._add_tracing()
 
+        # What follows the state of workers and of other routers.
         session = open_session(worker_tls, compute_worker_requests_max(raise_file_limit()))
         self._resources.push_async_callback(session.close)
         peer_client = PeerClient(session, snapshot_urls, self._admin_key)
         cluster = self.cluster = Cluster(config, pipeline, index, session, peer_client)
         self._resources.push_async_callback(cluster.close)
 
-        proxy = pipeline.proxy
+        # What answers HTTP requests.
         self._health = HealthRoutes(proxy.core, cluster.fleet, cluster.feed, proxy.now, config.edge.ready_s)
         self._worker_list = WorkerListRoutes(proxy, cluster.fleet, pipeline.prompt_reader)
+        get_explanation = pipeline.reasons.analyzer.get
         self._dashboard = Dashboard(
-            proxy,
-            self._worker_list.describe_workers,
-            version=version,
-            get_explanation=pipeline.reasons.analyzer.get,
+            proxy, self._worker_list.describe_workers, version=version, get_explanation=get_explanation
         )
         self._local_routes = self._make_local_routes()
         self._dispatcher = self._make_dispatcher()
+
+        # What runs from the start to the end.
         self._listeners: list[Listener] = []
         self._timers = self._make_timers()
         self._shutdown = Shutdown(config.edge, proxy, self._listeners)
 
     async def run(self) -> None:
-        """Serve until a signal, then drain. Raises OSError for an address that cannot be used, and ConfigError."""
+        """Serve requests until a signal comes, then end those in flight.
+
+        Raises OSError for an address that cannot be used, and ConfigError.
+        """
         config = self._config
         async with self._resources:
             # All addresses are bound first, so that the start fails at once if one cannot be used.
@@ -112,6 +116,7 @@ class RouterProcess:
                 log.info("admin routes on %s:%d", bracket_host(address.host), address.port)
             self.cluster.connect_peers()
             picker = self._bind_picker(config) if isinstance(config, EppConfig) else None
+
             # Clients are let in only once some worker is known, as their requests would be refused before.
             self.cluster.follow_workers()
             if config.admin_api_key is None:
@@ -128,6 +133,7 @@ class RouterProcess:
                 print(f"picker listening on {config.host}:{picker.port}", flush=True)
             limit_garbage_collection()  # all objects of now live to the end: collections need not visit them again
             self._print_address(addresses[0].port)
+
             self._shutdown.watch_signals()
             await self._shutdown.end_requested.wait()
             self._health.is_draining = True
@@ -144,24 +150,25 @@ class RouterProcess:
         proxy.on_end.append(lambda context: tracing.end(context, proxy.now()))
 
     def _make_local_routes(self) -> Routes:
-        """Return the routes that this process answers itself: models, health, metrics, workers and the dashboard."""
+        """Return the HTTP routes that the router answers without a worker: models, health, metrics, dashboard."""
         config, pipeline, cluster = self._config, self.pipeline, self.cluster
         proxy, model_names = pipeline.proxy, pipeline.request_reader.model_names
         forwarded_paths = () if isinstance(config, EppConfig) else (*FORWARDED_PATHS, *config.edge.pass_routes)
         model_by_alias = {} if model_names is None else model_names.model_by_alias
+        metrics_page = MetricsPage(
+            proxy,
+            pipeline.prompt_reader,
+            pipeline.worker_pool,
+            cluster.fleet,
+            cluster.feed,
+            cluster.count_peer_messages,
+        )
         routes = Routes()
         for route_group in (
             DescriptionRoutes(self._version, forwarded_paths),
             self._health,
             ModelRoutes(proxy.core, model_by_alias, proxy.now),
-            MetricsPage(
-                proxy,
-                pipeline.prompt_reader,
-                pipeline.worker_pool,
-                cluster.fleet,
-                cluster.feed,
-                cluster.count_peer_messages,
-            ),
+            metrics_page,
             self._worker_list,
             ExplanationRoutes(proxy, pipeline.request_reader, pipeline.reasons),
             self._dashboard,
@@ -183,13 +190,13 @@ class RouterProcess:
         return RouterApp(self._dispatcher, self._local_routes, guard, is_forwarding=is_forwarding)
 
     def _make_timers(self) -> Timers:
-        """Return the periodic work of the process: at each tick what is urgent, a few times a second the rest."""
-        pipeline, cluster, sweep_s = self.pipeline, self.cluster, self._config.edge.timeouts.sweep_s
+        """Return the periodic work of the process: some at every tick of 20 ms, the rest a few times a second."""
+        pipeline, cluster = self.pipeline, self.cluster
         proxy = pipeline.proxy
         timers = Timers(proxy.now, proxy.metrics.record_crash)
         timers.add("peers", cluster.exchange_loads)
         timers.add("core", proxy.tick_core)
-        for sweep in (
+        slow_steps = (
             proxy.sweep,
             proxy.pool.close_idle,
             pipeline.worker_pool.close_idle,
@@ -197,8 +204,10 @@ class RouterProcess:
             self._dashboard.tick,
             cluster.sweep,
             lambda _: collect_old_objects(is_idle=not proxy.exchanges),
-        ):
-            timers.add("sweep", sweep, sweep_s)
+        )
+        sweep_s = self._config.edge.timeouts.sweep_s
+        for step in slow_steps:
+            timers.add("sweep", step, sweep_s)
         timers.add("listener", self._expire_connections, sweep_s)
         return timers
 
@@ -225,10 +234,7 @@ class RouterProcess:
         print(f"router listening on {scheme}://{host}:{port}", flush=True)
 
     def _bind_picker(self, config: EppConfig) -> PickerServer:
-        """Set up the endpoint picker of `router epp` and bind its ports.
-
-        Raises OSError for a port that cannot be used.
-        """
+        """Set up the gRPC server of `router epp`, which Envoy asks for workers, and bind its ports. Raises OSError."""
         # gRPC is an optional package, which only this command needs.
         from router.picker.endpoint_map import EndpointMap
         from router.picker.messages import MODEL_REWRITE_HEADER

@@ -31,33 +31,34 @@ class RequestPipeline:
     def __init__(
         self, config: ProcessConfig, index: PrefixIndex, worker_tls: ssl.SSLContext | None, now: Callable[[], float]
     ) -> None:
-        """Build the parts, and add their listeners to the proxy: functions that it calls with each request.
+        """Build the parts, and have the proxy call those that record when an answer begins and when a request ends.
 
-        The proxy calls `on_first_byte` when an answer begins, and `on_end` when the request has ended. Listeners are
-        called in the order in which they are added here. `worker_tls`: how to connect to workers with https. `now`: the
-        clock, in seconds.
+        `worker_tls`: how to connect to workers with https. `now`: the clock, in seconds.
         """
         self.proxy = _make_proxy(config, index, worker_tls, now)
+
+        # Reading requests.
         tokenize_threads = config.tokenize_threads or min(8, os.cpu_count() or 1)
         self.executor = ThreadPoolExecutor(tokenize_threads, thread_name_prefix="tokenize")
         self.worker_pool = PromptWorkerPool(config.prompt_workers, chat_template=config.chat_template)
         self.prompt_reader = _make_prompt_reader(config, self.executor, self.worker_pool)
+        session_names = SessionNames(config.edge.session_headers)
         self.request_reader = RequestReader(
-            self.proxy.core,
-            self.prompt_reader,
-            SessionNames(config.edge.session_headers),
-            allowed_fields=self.proxy.passed_fields,
+            self.proxy.core, self.prompt_reader, session_names, allowed_fields=self.proxy.passed_fields
         )
         model_names = ModelNames(config.tenancy)
         self.request_reader.model_names = model_names if model_names.has_renames else None
+
+        # Recording requests. The proxy calls these functions in the order in which they are added.
+        has_keys = bool(config.edge.api_keys)
         record_answer = self.request_reader.stored_responses.record_answer
         self.proxy.on_first_byte.append(record_answer)
         self.proxy.on_end.append(record_answer)
-        self.tenant_limits = TenantLimits(config.edge, self.proxy.metrics)
         self.reasons = MissReasonsRecorder(config.miss_reasons, self.proxy, self.prompt_reader)
-        if config.edge.api_keys:
+        self.tenant_limits = TenantLimits(config.edge, self.proxy.metrics)
+        if has_keys:
             self.proxy.on_end.append(self.tenant_limits.remove_request)
-        accounting = RequestAccounting(self.proxy, has_keys=bool(config.edge.api_keys), log_share=config.log_requests)
+        accounting = RequestAccounting(self.proxy, has_keys=has_keys, log_share=config.log_requests)
         self.proxy.on_end.append(accounting.record_ended_request)
 
     def close(self) -> None:
@@ -83,15 +84,15 @@ def _make_prompt_reader(
 def _make_proxy(
     config: ProcessConfig, index: PrefixIndex, worker_tls: ssl.SSLContext | None, now: Callable[[], float]
 ) -> Proxy:
-    """Return the proxy: the core that chooses workers, the connections to workers, and the metrics."""
-    worker_api_key = config.worker_api_key
+    """Return the proxy, which forwards requests, with the core that chooses workers and the connections to workers."""
+    authorization = None if config.worker_api_key is None else f"Bearer {config.worker_api_key}".encode()
     proxy = Proxy(
-        RouterCore(index, config.core, seed=config.seed),
-        UpstreamPool(connect_s_max=config.edge.timeouts.connect_s, tls=worker_tls),
-        Metrics(),
-        config.edge,
+        core=RouterCore(index, config.core, seed=config.seed),
+        pool=UpstreamPool(connect_s_max=config.edge.timeouts.connect_s, tls=worker_tls),
+        metrics=Metrics(),
+        config=config.edge,
         now=now,
-        worker_authorization=None if worker_api_key is None else f"Bearer {worker_api_key}".encode(),
+        worker_authorization=authorization,
     )
     proxy.workers.fleet_key = config.read_fleet_key()
     proxy.log_share = config.log_decisions

@@ -45,26 +45,31 @@ class RouterApp:
     def __init__(
         self, dispatcher: RequestDispatcher, local_routes: Routes, guard: Guard, *, is_forwarding: bool = True
     ) -> None:
-        """`local_routes`: those that the router answers itself. `guard`: checks requests for those that are not public.
+        """Make the application. `dispatcher` takes the requests for workers, and `local_routes` answer the others.
 
-        `is_forwarding`: False if nothing is forwarded to workers.
+        `guard` checks requests for routes of the operator. `is_forwarding`: False if nothing is forwarded to workers.
         """
         proxy, config = dispatcher.proxy, dispatcher.proxy.config
+        self.dispatcher = dispatcher
+        self._local_routes = local_routes
+        self._metrics = proxy.metrics
+
+        # Read by the HTTP connections.
         self.limits = config.limits
         self.budget = proxy.budget
         self.scheduler = FairScheduler()
         self.arrival_scheduler = FairScheduler(REQUESTS_PER_ITERATION)
         self.is_ending = False
         self.now = proxy.now
-        self.dispatcher = dispatcher
-        self._metrics = proxy.metrics
-        self._local_routes = local_routes
+
+        # Checks of requests.
         self._guard = guard
         self._keys = ApiKeys(config.api_keys)
         self._cors = CorsPolicy(config.cors_origins) if config.cors_origins else None
-        pass_routes = dict.fromkeys(config.pass_routes, FORWARDED_METHODS)
-        self._methods_by_path = LOCAL_PATHS | (FORWARDED_PATHS | pass_routes if is_forwarding else {})
+        self._methods_by_path: dict[str, tuple[str, ...]] = {**LOCAL_PATHS}
         """Methods of each path under `/v1/`, and of each other path that is forwarded. `*`: any end of a path."""
+        if is_forwarding:
+            self._methods_by_path |= FORWARDED_PATHS | dict.fromkeys(config.pass_routes, FORWARDED_METHODS)
 
     def admit(self, connection: ClientConnection, request: HttpRequest) -> str:
         """Return the tenant of a request, by its head. Raises RequestError if the request is refused."""
@@ -78,12 +83,12 @@ class RouterApp:
         return connection.peer
 
     def admit_worker_request(self, connection: ClientConnection, request: HttpRequest) -> str:
-        """Check the head of a request for a worker, and return its tenant.
+        """Check the head of a request for a worker, and return its tenant: the name of its API key, or its address.
 
         Raises RequestError for a wrong key, an unknown path, an upgrade, or a method that the path does not have.
         """
-        path, is_preflight = request.path, request.method == "OPTIONS"
-        # Browsers send a preflight request without the API key.
+        path = request.path
+        is_preflight = request.method == "OPTIONS"  # browsers send such a request without the API key
         tenant = connection.peer if is_preflight else self._keys.find_tenant(connection, request)
         methods = self._get_methods(path)
         if methods is None:

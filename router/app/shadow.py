@@ -42,13 +42,14 @@ class CopyDispatcher(RequestDispatcher):
 
 
 class CopyingApp(RouterApp):
-    """Takes copies of requests that another balancer mirrors to the router, and answers 204 to each."""
+    """HTTP application that takes copies of requests, which another load balancer mirrors, and answers 204 to each."""
 
     def admit_worker_request(self, connection: ClientConnection, request: HttpRequest) -> str:
+        """Return the tenant of a copy, the client's address: copies are not checked."""
         return connection.peer
 
     def handle_worker_request(self, connection: ClientConnection, request: HttpRequest) -> None:
-        """Answer 204: when the copy was read and priced, or at once if it is no request for a model."""
+        """Answer 204: when a worker was chosen for the copy, or at once if it is no request for a model."""
         if request.path in API_KIND_BY_PATH and request.method == "POST":
             try:
                 self.dispatcher.dispatch(connection, request, MirroredExchange)
@@ -117,9 +118,12 @@ class ShadowProcess(RouterProcess):
     async def _record_logged_request(
         self, logged_request: LogLine, request: HttpRequest, worker_ids: Sequence[str]
     ) -> None:
-        """Read and record one request of a log; only count it if its prompt cannot be read or its worker is unknown."""
+        """Read and record one request of a log. It is only counted if its prompt or its worker cannot be found out.
+
+        `worker_ids`: workers to assume in turn where the log names none.
+        """
         recorder, reader = self._recorder, self.pipeline.request_reader
-        context = RequestContext(request, "", 0.0)
+        context = RequestContext(request, tenant="", started_at_s=0.0)
         try:
             await reader.read(context, request.path)
         except RequestError:
@@ -127,26 +131,30 @@ class ShadowProcess(RouterProcess):
             return
         route = reader.build_route_request(context)
         worker_id = self._find_logged_worker(logged_request, worker_ids)
-        if route.token_ids is None or worker_id is None:
-            recorder.counts["unplaced" if worker_id is None else "unread"] += 1
-            return
-        recorder.record_logged(logged_request, route, worker_id)
+        if worker_id is None:
+            recorder.counts["unplaced"] += 1
+        elif route.token_ids is None:
+            recorder.counts["unread"] += 1
+        else:
+            recorder.record_logged(logged_request, route, worker_id)
 
     def _find_logged_worker(self, logged_request: LogLine, worker_ids: Sequence[str]) -> str | None:
-        """Return the id of the worker that answered a logged request; None if that is no worker of the router.
+        """Return the id of the worker that answered a logged request; None if the router has no such worker.
 
         The log names it by its id or its address. If the log names none, the workers of `worker_ids` take turns.
         """
         workers, name = self.pipeline.proxy.core.workers, logged_request.worker
         if name is None:
-            dealt_count = self._recorder.counts["dealt"]
+            turn = self._recorder.counts["dealt"]
             self._recorder.counts["dealt"] += 1
-            return worker_ids[dealt_count % len(worker_ids)]
+            return worker_ids[turn % len(worker_ids)]
         if name in workers:
             return name
         address = urlsplit(name).netloc or name
-        matches = (worker.worker_id for worker in workers.values() if urlsplit(worker.spec.url).netloc == address)
-        return next(matches, None)
+        for worker in workers.values():
+            if urlsplit(worker.spec.url).netloc == address:
+                return worker.worker_id
+        return None
 
     async def _wait_for_workers(self) -> None:
         """Wait for a worker of a model with a tokenizer here. Raises ConfigError if none comes in time."""

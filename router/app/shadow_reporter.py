@@ -7,7 +7,7 @@ import concurrent.futures
 import logging
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -40,16 +40,18 @@ class ShadowReporter:
     def __init__(
         self, config: ShadowConfig, router_config: CoreConfig, proxy: Proxy, recorder: Recorder, version: str
     ) -> None:
-        """`router_config`: settings of the `router run` that is compared."""
+        """Make a reporter of the requests in `recorder`. `router_config`: settings of the router that is simulated."""
         self._config = config
         self._router_config = router_config
         self._proxy = proxy
         self._recorder = recorder
         self._version = version
+        self._started_at = time.time()
+
+        # The last comparison.
         self._comparison: Comparison | None = None
         self._problem: str | None = None
-        """Why the last comparison failed; None if it did not."""
-        self._started_at = time.time()
+        """Why it failed; None if it did not."""
         self._compared_request_count = 0
         self._compared_at_s = proxy.now()
         self._compare_process: concurrent.futures.ProcessPoolExecutor | None = None
@@ -82,7 +84,10 @@ class ShadowReporter:
             self._compare_task = asyncio.ensure_future(self._compare())
 
     async def _compare(self) -> None:
-        """Compare the requests so far, and write the report. Another process compares, as it takes seconds."""
+        """Compare the placement of all requests so far with that of `router run`, and write the report.
+
+        The comparison runs in another process, because it takes seconds.
+        """
         if self._compare_process is None:
             spawn = multiprocessing.get_context("spawn")
             self._compare_process = concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn)
@@ -94,13 +99,13 @@ class ShadowReporter:
             self._problem = f"{type(error).__name__}: {error}"
             self._compare_process = None  # it may be dead: the next comparison starts another
             log.warning("comparing %d requests failed: %s", len(requests), self._problem)
-        else:
-            self._problem = None
-            self._adopt_speeds(self._comparison)
-            try:
-                self._write_file()
-            except OSError as error:
-                log.warning("--report: not written, and tried again with the next comparison: %s", error)
+            return
+        self._problem = None
+        self._adopt_speeds(self._comparison)
+        try:
+            self._write_file()
+        except OSError as error:
+            log.warning("--report: not written, and tried again with the next comparison: %s", error)
 
     def _adopt_speeds(self, comparison: Comparison) -> None:
         """Give the core the workers' speeds that the comparison found, because no answer passes to learn them from."""
@@ -122,8 +127,11 @@ class ShadowReporter:
         return partial(compare, requests, recorder.engines(), recorder.block, self._router_config, warmup_count)
 
     def _make_report(self) -> ShadowReport:
-        """Return the report of everything that was seen until now, with the last comparison."""
+        """Return the report about all requests until now, with the result of the last comparison."""
         metrics, recorder = self._proxy.metrics, self._recorder
+        lost_tokens: Mapping[str, int | None] = sum_lost_tokens_by_cause(metrics.cache_miss_tokens)
+        if self._config.log:  # a log does not show why tokens were not cached
+            lost_tokens = dict.fromkeys(CAUSES)
         return ShadowReport(
             version=self._version,
             since=self._started_at,
@@ -135,7 +143,7 @@ class ShadowReporter:
             turns=dict(metrics.cache_miss_requests),
             workers=recorder.engines(),
             seen=len(recorder.requests),
-            lost=dict.fromkeys(CAUSES) if self._config.log else sum_lost_tokens_by_cause(metrics.cache_miss_tokens),
+            lost=lost_tokens,
         )
 
     def _write_file(self) -> None:

@@ -52,9 +52,10 @@ class Shutdown:
         self.end_requested.set()
 
     async def drain(self, stop_picker: Callable[[float], Awaitable[None]] | None) -> None:
-        """Take requests for `unready_s` more, let those in flight end, and close all connections.
+        """Shut the router down: let requests in flight end, then close all connections.
 
-        `stop_picker` stops the gRPC server of `router epp`, whose streams have the given seconds to end.
+        New requests are taken for `unready_s` more, until load balancers send them elsewhere. `stop_picker` stops the
+        gRPC server of `router epp`; its argument is the time in seconds that open streams have to end.
         """
         await self._wait_unready()
         for listener in self._listeners:

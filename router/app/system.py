@@ -31,31 +31,31 @@ OLD_IDLE, OLD_BUSY = 60, 300
 
 
 class HeapTrimmer:
-    """Returns freed memory to the system, because glibc keeps it and a process would stay large after one burst.
+    """Returns freed memory to the operating system, because glibc's malloc keeps it after a burst of large requests.
 
     While the process is larger than it once was, a thread trims its heap every TRIM_S. With another C library nothing
     is done.
     """
 
     def __init__(self, executor: Executor) -> None:
+        """Configure malloc. `executor`: runs the trims in a thread."""
         self._executor = executor
-        library = ctypes.CDLL(None)
-        self._trim: Callable[[int], int] | None = getattr(library, "malloc_trim", None)
+        c_library = ctypes.CDLL(None)
+        self._trim: Callable[[int], int] | None = getattr(c_library, "malloc_trim", None)
         if self._trim is not None:
-            library.mallopt(_MMAP_THRESHOLD, _MMAPPED_BYTES)
-            library.mallopt(_TRIM_THRESHOLD, _HEAP_END_BYTES)
-        self._smallest_bytes = read_resident_bytes()
-        """Fewest resident bytes at any look."""
-        self._next_look_at_s = 0.0
+            c_library.mallopt(_MMAP_THRESHOLD, _MMAPPED_BYTES)
+            c_library.mallopt(_TRIM_THRESHOLD, _HEAP_END_BYTES)
+        self._smallest_resident_bytes = read_resident_bytes()
+        self._next_check_at_s = 0.0
 
     def tick(self, now: float) -> None:
-        """Trim the heap in a thread when it is time. Call often."""
-        if self._trim is None or now < self._next_look_at_s:
+        """Check every TRIM_S whether the process has grown, and trim its heap in a thread then. Call often."""
+        if self._trim is None or now < self._next_check_at_s:
             return
-        self._next_look_at_s = now + TRIM_S
+        self._next_check_at_s = now + TRIM_S
         resident_bytes = read_resident_bytes()
-        self._smallest_bytes = min(self._smallest_bytes, resident_bytes)
-        if resident_bytes > self._smallest_bytes + NOTABLE_BYTES:
+        self._smallest_resident_bytes = min(self._smallest_resident_bytes, resident_bytes)
+        if resident_bytes > self._smallest_resident_bytes + NOTABLE_BYTES:
             self._executor.submit(self._trim, 0)
 
 

@@ -37,23 +37,22 @@ class TenantLimits:
     """Limits the requests and tokens in flight of each API key, and applies the settings of keys to requests."""
 
     def __init__(self, config: EdgeConfig, metrics: Metrics) -> None:
-        """Read the settings of all keys. Without keys a tenant is a client's address, and has no limits."""
+        """Read the settings of all API keys. A tenant is a key, or without keys a client's address, with no limits."""
         self._metrics = metrics
+        self._has_keys = bool(config.api_keys)
         self._requests_max = config.key_requests_max
         self._tokens_max = config.key_tokens_max
-        priority_min_by_key, share_by_key = config.floors, config.shares
-        self._default_settings = _KeySettings(config.priority_min)
-        self._settings_by_tenant = {
-            make_key_name(number): _KeySettings(
-                priority_min_by_key.get(key, config.priority_min),
-                share_by_key.get(key, 1.0),
-                _make_salt(key) if config.tenant_salts else None,
-            )
-            for number, key in enumerate(config.api_keys)
-        }
         self.requests_in_flight: Counter[str] = Counter()
         self.tokens_in_flight: Counter[str] = Counter()
-        self._has_keys = bool(config.api_keys)
+        self._default_settings = _KeySettings(config.priority_min)
+        self._settings_by_tenant: dict[str, _KeySettings] = {}
+        priority_min_by_key, share_by_key = config.floors, config.shares
+        for number, key in enumerate(config.api_keys):
+            self._settings_by_tenant[make_key_name(number)] = _KeySettings(
+                priority_min=priority_min_by_key.get(key, config.priority_min),
+                share=share_by_key.get(key, 1.0),
+                salt=_make_salt(key) if config.tenant_salts else None,
+            )
 
     def check_request_limit(self, tenant: str) -> None:
         """Raise RequestError if a key has too many requests in flight."""
@@ -92,24 +91,25 @@ class TenantLimits:
             del self.tokens_in_flight[tenant]
 
     def apply_key_settings(self, context: RequestContext, route: RouteRequest) -> dict[str, object]:
-        """Apply the settings of a request's API key to `route`; return the fields to set in the request's body.
+        """Apply the settings of a request's API key to `route`; return the fields to set in the body for the worker.
 
-        The settings are a share of turns in the queue, a least priority, and a cache salt, by which keys share no
-        cached blocks. The names of its sessions get the tenant's name, so that keys do not share sessions.
+        The settings are a share of the queue, a least priority, and a cache salt, with which no two keys share cached
+        blocks. Sessions are named after the tenant too, so that no two keys share a session.
         """
         tenant, body = context.tenant, context.body
         assert body is not None
-        priority_min, share, salt = self._settings_by_tenant.get(tenant, self._default_settings)
-        route.tenant, route.share = tenant, share
+        settings = self._settings_by_tenant.get(tenant, self._default_settings)
+        body_fields: dict[str, object] = {}
+        route.tenant = tenant
+        route.share = settings.share
         if self._has_keys:
             route.session, route.parent, _ = Session(route.session, route.parent).add_tenant(tenant)
-        body_fields: dict[str, object] = {}
-        if body.request.priority < priority_min:
-            body_fields["priority"] = priority_min
-        route.priority = max(route.priority, priority_min)
-        if salt is not None and context.request.path in _SALTED_PATHS:
-            if route.scope.salt is not None:  # the client's own
-                salt = f"{salt}:{route.scope.salt}"
+        if body.request.priority < settings.priority_min:
+            body_fields["priority"] = settings.priority_min
+        route.priority = max(route.priority, settings.priority_min)
+        if settings.salt is not None and context.request.path in _SALTED_PATHS:
+            client_salt = route.scope.salt
+            salt = settings.salt if client_salt is None else f"{settings.salt}:{client_salt}"
             body_fields["cache_salt"] = salt
             route.scope = Scope(route.scope.model, salt, route.scope.lora)
         return body_fields

@@ -22,10 +22,10 @@ class _Step:
 
 
 class Timers:
-    """Runs the periodic work of the process. A step that raises does not stop the others."""
+    """Runs functions periodically on the event loop. A function that raises does not stop the others."""
 
     def __init__(self, now: Callable[[], float], record_crash: Callable[[str, Exception], None]) -> None:
-        """`record_crash` is called with the name of a step that raised, and the exception."""
+        """`now`: the clock, in seconds. `record_crash` is called with the name of a step that raised, and the error."""
         self._now = now
         self._record_crash = record_crash
         self._steps: list[_Step] = []

@@ -18,7 +18,7 @@ TERMS = tuple(name for name in Terms.__struct_fields__ if name not in ("worker",
 
 
 class _Trace(NamedTuple):
-    """The trace of one request, to which spans of its parts are added."""
+    """OpenTelemetry trace of one request, to which spans of its parts are added."""
 
     tracer: Any
     parent_context: Any
@@ -27,6 +27,7 @@ class _Trace(NamedTuple):
     """Nanoseconds since 1970 at which the process's clock was 0."""
 
     def start_span(self, name: str, started_at_s: float, **options: Any) -> Any:
+        """Return a new span for a part of the request, which began at a time of the process's clock."""
         return self.tracer.start_span(name, self.parent_context, start_time=self.to_ns(started_at_s), **options)
 
     def to_ns(self, moment_s: float) -> int:
@@ -38,10 +39,10 @@ class Tracing:
     """Sends a share of the requests to OpenTelemetry as spans. Call `begin` and `end` with every request."""
 
     def __init__(self, endpoint: str, share: float, version: str, exporter: Any = None) -> None:
-        """Raises ConfigError if packages are missing.
+        """Set up OpenTelemetry's SDK, which sends the spans. Raises ConfigError if its packages are missing.
 
         `endpoint`: URL of OTLP over HTTP; `/v1/traces` is added where it is missing. `share`: share of the requests
-        without a `traceparent` that are traced. `exporter`: replaces OTLP.
+        without a `traceparent` header that are traced. `exporter`: takes the spans in place of OTLP.
         """
         try:
             from opentelemetry import trace
@@ -70,18 +71,17 @@ class Tracing:
     def begin(self, context: RequestContext, now: float) -> RequestSpan | None:
         """Begin the span of a request, which `end` ends; return None if the request is not traced.
 
-        The client's `traceparent`, if there is one, decides that, and else chance. A header that ends in `-01` asks for
-        the trace, and one that ends in `-00` forbids it.
+        The client's `traceparent` header decides that: if it ends in `-01`, the request is traced, and if it ends in
+        `-00`, it is not. Without the header a random share of the requests is traced.
         """
         request, parent_context = context.request, None
         traceparent = request.get_header(b"traceparent")
         if traceparent is not None:
-            # The SDK would log each longer one.
-            parent_context = self._propagator.extract({"traceparent": traceparent[:512].decode("latin-1")})
+            shortened = traceparent[:512].decode("latin-1")  # OpenTelemetry's SDK would log a longer one
+            parent_context = self._propagator.extract({"traceparent": shortened})
         parent = self._api.get_current_span(parent_context).get_span_context()
-        if parent.is_valid and not parent.trace_flags.sampled:
-            return None  # the caller decided that the trace is not recorded
-        if not parent.is_valid and random.random() >= self._share:
+        is_traced = parent.trace_flags.sampled if parent.is_valid else random.random() < self._share
+        if not is_traced:
             return None
         clock_zero_ns = time.time_ns() - int(now * 1e9)
         span = self._tracer.start_span(
@@ -100,14 +100,15 @@ class Tracing:
             return
         span, clock_zero_ns, _ = context.span
         trace = _Trace(self._tracer, self._api.set_span_in_context(span), clock_zero_ns)
+        sent_at_s, first_byte_at_s = context.progress.sent_at_s, context.progress.first_byte_at_s
         if context.decision is not None:
             _add_decision_span(trace, context, context.decision)
         if context.prefill is not None:
             self._add_prefill_span(trace, context.prefill, now)
-        if context.progress.sent_at_s is not None:
-            answer_span = trace.start_span("answer", context.progress.sent_at_s, kind=self._api.SpanKind.CLIENT)
-            if context.progress.first_byte_at_s is not None:
-                answer_span.add_event("first byte", timestamp=trace.to_ns(context.progress.first_byte_at_s))
+        if sent_at_s is not None:
+            answer_span = trace.start_span("answer", sent_at_s, kind=self._api.SpanKind.CLIENT)
+            if first_byte_at_s is not None:
+                answer_span.add_event("first byte", timestamp=trace.to_ns(first_byte_at_s))
             answer_span.end(trace.to_ns(now))
         span.set_attributes(_list_request_attributes(context))  # all at once, because each call takes the span's lock
         if not context.outcome.startswith("status_2"):
@@ -141,7 +142,7 @@ def _add_decision_span(trace: _Trace, context: RequestContext, decision: Decisio
 
 
 def _list_request_attributes(context: RequestContext) -> dict[str, str | int]:
-    """Return the attributes of the span of a whole request, as far as they are known."""
+    """Return the attributes for the trace span of a whole request, as far as they are known."""
     route, decision, usage = context.route, context.decision, context.usage
     attributes: dict[str, str | int] = {"blockcast.outcome": context.outcome, "blockcast.request_id": context.name}
     if route is not None:

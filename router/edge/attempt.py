@@ -17,7 +17,7 @@ from router.http.response import MAX_INTERIM_RESPONSES, ResponseHead, parse_resp
 
 
 class AttemptOwner(Protocol):
-    """Callbacks of the object that makes an attempt."""
+    """Callbacks by which an `Attempt`, one connection to one worker for one request, reports what happens on it."""
 
     def on_attempt_connected(self, connection: UpstreamConnection) -> None:
         """Send the request over this connection, or give the connection back if the request has ended meanwhile."""
@@ -26,15 +26,15 @@ class AttemptOwner(Protocol):
         """Handle that no connection could be opened. `error` is None if the worker closed it at once."""
 
     def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
-        """Take the head of the answer, and the bytes of its body that came with it."""
+        """Handle the head of the answer (status and headers), and the bytes of its body that came with it."""
 
     def on_attempt_body(self, head: ResponseHead, data: bytes) -> None:
-        """Take further bytes of the answer's body."""
+        """Handle further bytes of the answer's body."""
 
     def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
-        """Take the answer as complete if its body may end with the connection; else handle the failure.
+        """Handle the end of the connection. The answer is complete if its body may end in this way, else it failed.
 
-        `is_stale`: an idle connection was closed while the request was written.
+        `is_stale`: whether a kept-alive connection, idle until then, was closed while the request was written.
         """
 
     def on_attempt_malformed(self, error: ProtocolError) -> None:
@@ -72,26 +72,29 @@ class Attempt(msgspec.Struct, eq=False):
             self._connecting = asyncio.get_running_loop().create_task(self._open(target))
 
     async def _open(self, target: Endpoint) -> None:
-        """Open a connection and tell the owner the result, unless the attempt is closed meanwhile."""
-        connection, failure = None, None
+        """Open a connection to the worker, and tell the owner of the attempt whether that succeeded."""
         try:
-            try:
-                connection = await self._pool.connect(target)
-            except (OSError, asyncio.TimeoutError, ValueError) as error:  # ValueError: a name that cannot be one
-                # Without its traceback, by whose frames the error refers to itself and to the request.
-                failure = error.with_traceback(None)
-            if self._connecting is None:  # closed, too late to stop the opening
+            connection, failure = await self._try_connect(target)
+            was_closed = self._connecting is None  # `close` came too late to cancel the opening
+            self._connecting = None
+            if was_closed:
                 if connection is not None:
                     connection.close()
-                return
-            self._connecting = None
-            if connection is None or connection.transport is None:
+            elif connection is None or connection.transport is None:
                 self._owner.on_attempt_connect_failed(failure)
             else:
-                self._connection, connection.user = connection, self
+                self._connection = connection
+                connection.user = self
                 self._owner.on_attempt_connected(connection)
-        except Exception as error:  # noqa: BLE001  a boundary
+        except Exception as error:  # noqa: BLE001  a boundary: a fault ends this request alone
             self._owner.crash(error)
+
+    async def _try_connect(self, target: Endpoint) -> tuple[UpstreamConnection | None, Exception | None]:
+        """Return a new connection to the worker, or the error by which there is none."""
+        try:
+            return await self._pool.connect(target), None
+        except (OSError, asyncio.TimeoutError, ValueError) as error:  # ValueError: an invalid host name
+            return None, error.with_traceback(None)  # the traceback would keep the request in memory, by its frames
 
     def close(self) -> None:
         """Close the connection, which tells the worker to stop computing."""
@@ -142,9 +145,9 @@ class Attempt(msgspec.Struct, eq=False):
             self._owner.on_attempt_malformed(error)
 
     def _read_head(self, data: bytes) -> tuple[ResponseHead | None, bytes]:
-        """Return the head of the answer and the bytes after it; (None, b"") while the head is incomplete.
+        """Return the head of the worker's answer and the bytes after it; (None, b"") while the head is incomplete.
 
-        Interim heads, such as `100 Continue`, are dropped.
+        `data`: next bytes from the worker. Interim heads, such as `100 Continue`, are dropped. Raises ProtocolError.
         """
         buffer = self._head_buffer + data if self._head_buffer else data
         while True:

@@ -58,37 +58,37 @@ _fields_decoder = msgspec.json.Decoder(_Fields)
 
 
 def build_continuation(request: HttpRequest, fields: _Fields | None = None) -> StreamContinuation | None:
-    """Return the state by which another worker can continue a streamed answer; None if that would be impossible.
+    """Prepare a request so that another worker can continue its streamed answer if the first worker dies.
 
-    It is for a stream of chat or completion with one answer, without media, and with fields that a second request can
-    repeat. `fields`: fields of the body, if they were decoded already.
+    Return None if that is impossible: for other APIs than chats and completions, for answers that are not streamed, and
+    for fields that a second request cannot repeat. `fields`: fields of the body, if they were decoded already.
     """
     is_chat = request.path == _CHAT_PATH
-    if request.is_http_1_0 or len(request.pieces) > 1:
-        return None
-    if not is_chat and request.path != _COMPLETIONS_PATH.decode():
+    is_completion = request.path == _COMPLETIONS_PATH.decode()
+    is_large = len(request.pieces) > 1
+    if request.is_http_1_0 or is_large or not (is_chat or is_completion):
         return None
     if fields is None:
         try:
             fields = _fields_decoder.decode(request.body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return None
-    if not all(_is_continuable_field(name, value, is_chat=is_chat) for name, value in fields.items()):
-        return None
     is_stream = bytes(fields.get("stream", b"")) == b"true"
-    return StreamContinuation(fields, request.body, is_chat=is_chat) if is_stream else None
+    if not is_stream or not all(_is_continuable_field(name, value, is_chat=is_chat) for name, value in fields.items()):
+        return None
+    return StreamContinuation(fields, request.body, is_chat=is_chat)
 
 
 def _is_continuable_field(name: str, raw: msgspec.Raw, *, is_chat: bool) -> bool:
-    """Return whether an answer can be continued although the request has this field. `raw`: its JSON.
+    """Return whether another worker can continue the answer to a request with this field. `raw`: its value as JSON.
 
-    Fields are resent, or applied when the rest is asked for. A field that is not known could mean anything, so it
-    prevents the continuation unless it is empty.
+    The second request repeats the field, or takes it into account. An unknown field could mean anything, so it prevents
+    the continuation unless its value is empty.
     """
     if name == "messages":
         return True
     value = bytes(raw)
-    if name in ("n", "best_of"):
+    if name in ("n", "best_of"):  # the number of answers
         return value in (b"1", b"null")
     if name in ("max_tokens", "max_completion_tokens", "min_tokens"):
         return value.isdigit() or value == b"null"
@@ -114,22 +114,31 @@ class StreamContinuation:
     )  # fmt: skip
 
     def __init__(self, fields: _Fields, body: bytes, *, is_chat: bool) -> None:
-        """`fields`: values of the request's `body` as JSON, by name. `is_chat`: a chat, else a completion."""
+        """Keep a client's request for a streamed answer, from which the request for the rest is built later.
+
+        `fields`: top-level fields of the JSON `body`. `is_chat`: whether it is a chat, not a completion.
+        """
         self._fields = fields
         self._body = body
         self._is_chat = is_chat
         self._wants_token_ids = bytes(fields.get("return_token_ids", b"")) == b"true"
         self._wants_usage = _USAGE_OPTION_PATTERN.search(fields.get("stream_options", b"")) is not None
+
+        # The first worker.
         self._engine = ""
+        """Inference engine that the worker runs; empty before the request is sent."""
+        self.recorder: TokenRecorder | None = None
+        """Records the tokens of the answer; None if the worker does not report them."""
+
+        # The worker that continues the answer.
         self._has_restarted = False
+        """Whether the whole request was repeated, as the client had nothing of the answer."""
         self._event_template: dict[str, Any] | None = None
-        """Event of the first worker without its text, once another worker continues the answer."""
+        """Event of the first worker without its text; None before another worker continues the answer."""
         self._sent_token_count = 0
         """Tokens that the client had received when the last worker died."""
         self.continuation_body: bytes | None = None
-        """Body of the request to the worker that continues the answer."""
-        self.recorder: TokenRecorder | None = None
-        """Records the tokens of the answer; None if the worker does not report them."""
+        """Body of the request for the rest of the answer."""
 
     # Asking -------------------------------------------------------------------------------------------------------
 
@@ -149,49 +158,46 @@ class StreamContinuation:
         return self.continuation_body is not None
 
     def build_request_body(self, engine: str) -> tuple[bytes] | None:
-        """Return the body for a worker of this engine; None if it cannot continue another engine's answer.
+        """Return the pieces of the body to send to a worker that runs `engine`, such as vLLM.
 
-        The first worker gets the client's body, which is changed to ask for token ids if the engine can continue the
-        answer by them. A later worker gets the body for the rest.
+        The first worker gets the client's body. It also asks for token ids if the engine could continue the answer by
+        them. A later worker gets the body for the rest of the answer, or None if it runs another engine.
         """
         if self.continuation_body is not None:
             return (self.continuation_body,) if engine == self._engine else None
         self._engine = engine
-        is_recorded = self._is_exactly_continuable()
-        self.recorder = TokenRecorder(removes_ids=not self._wants_token_ids) if is_recorded else None
+        self.recorder = None
+        if self._is_exactly_continuable():
+            self.recorder = TokenRecorder(removes_ids=not self._wants_token_ids)
         if self.recorder is None or self._wants_token_ids:
             return (self._body,)
-        if "return_token_ids" in self._fields:  # of one name said twice the last counts
+        if "return_token_ids" in self._fields:  # replaced, as engines read the last of two equal fields
             return (msgspec.json.encode({**self._fields, "return_token_ids": True}),)
         return (self._body.replace(b"{", b'{"return_token_ids":true,', 1),)
 
     def _is_exactly_continuable(self) -> bool:
-        """Return whether this engine continues an answer as if it had not been interrupted.
+        """Return whether the worker's engine can continue the answer as if it had not been interrupted.
 
-        Our engine restores all state. vLLM takes the earlier tokens for a part of the prompt: it restarts penalties,
-        the random seed and structured output, finds stop strings in new text only, and parses no calls of tools.
+        Our engine restores all state. vLLM takes the earlier tokens of the answer for a part of the prompt. So it
+        restarts penalties, the random seed and structured output, finds stop strings in new text only, and parses no
+        tool calls.
         """
+        if self._engine == BLOCKCAST:
+            return True
         if self._engine != VLLM:
-            return self._engine == BLOCKCAST
-        field_names = (
-            "stop",
-            "tools",
-            "response_format",
-            "structured_outputs",
-            "presence_penalty",
-            "frequency_penalty",
-        )
-        if any(self._decode_field(name) for name in field_names):
+            return False
+        restarted_penalties = ("presence_penalty", "frequency_penalty")
+        restarted_parsers = ("stop", "tools", "response_format", "structured_outputs")
+        if any(self._decode_field(name) for name in restarted_penalties + restarted_parsers):
             return False
         is_seeded_sample = self._decode_field("seed") is not None and self._decode_field("temperature") != 0
         return not is_seeded_sample
 
     def build_continuation_route(self, route: RouteRequest, tokens_max: int | None) -> RouteRequest | None:
-        """Return the request by which the core finds a worker for the rest of an answer; None if there can be no rest.
+        """Return the routing request for the rest of an answer that broke off; None if it cannot be continued.
 
-        For example, when a prompt of 100 tokens has an answer of 40 tokens so far and 60 may follow, the new prompt has
-        140 tokens, and its answer at most 60. `tokens_max`: longest context of the model, if known. Once the core has a
-        worker, call `start_continuation`.
+        For example, a prompt has 100 tokens, and its answer has 40 tokens so far and may have 100. Then the new prompt
+        has 140 tokens, and its answer at most 60. `tokens_max`: longest context of the model, if known.
         """
         recorder = self.recorder
         if recorder is None or not self._is_recorded_fully(recorder):
@@ -199,20 +205,20 @@ class StreamContinuation:
         if recorder.event_count == 0:  # the client has no event yet: repeat the whole request, once
             return None if self._has_restarted else route
         output_ids = recorder.output_ids
-        if self._engine == VLLM:  # vLLM generates tokens with incomplete text again, with their text
+        if self._engine == VLLM:  # it generates the last tokens again if their text is incomplete
             output_ids = output_ids[: recorder.text_token_count]
-        ids = recorder.prompt_ids + output_ids
-        if not self._may_continue_after(len(output_ids)):
+        answered_tokens = len(output_ids)
+        if not self._may_continue_after(answered_tokens):
             return None
-        if self._engine == VLLM and self._count_remaining_tokens(len(ids), len(output_ids), tokens_max) < 1:
+        token_ids = recorder.prompt_ids + output_ids
+        if self._engine == VLLM and self._count_remaining_tokens(len(token_ids), answered_tokens, tokens_max) < 1:
             return None
-        remaining_tokens_max = max(route.output_tokens_max - len(output_ids), 1) if route.output_tokens_max else 0
-        remaining_tokens_min = max(route.output_tokens_min - len(output_ids), 0)
+        has_limit = route.output_tokens_max > 0
         return route.replace(
-            token_ids=ids,
-            prompt_tokens=len(ids),
-            output_tokens_max=remaining_tokens_max,
-            output_tokens_min=remaining_tokens_min,
+            token_ids=token_ids,
+            prompt_tokens=len(token_ids),
+            output_tokens_max=max(route.output_tokens_max - answered_tokens, 1) if has_limit else 0,
+            output_tokens_min=max(route.output_tokens_min - answered_tokens, 0),
             deadline_s=None,
         )
 
@@ -248,9 +254,9 @@ class StreamContinuation:
         self.continuation_body = msgspec.json.encode(self._build_body(ids, self._sent_token_count, tokens_max))
 
     def _build_body(self, ids: array[int], answered_tokens: int, tokens_max: int | None) -> dict[str, Any]:
-        """Return the body that asks another worker to continue the answer.
+        """Return the body of the request by which another worker continues an answer that broke off.
 
-        `ids`: tokens of the prompt and of the answer so far. `answered_tokens`: length of the answer so far.
+        `ids`: token ids of the prompt and of the answer so far. `answered_tokens`: length of the answer so far.
         `tokens_max`: longest context of the model, if known.
         """
         if self._continues_as_chat:
@@ -318,9 +324,9 @@ class StreamContinuation:
     def record_and_convert(self, content: bytes, *, is_last: bool) -> bytes:
         """Record the tokens in the next bytes of a worker's answer, and return the complete events for the client.
 
-        Events of a worker that continues the answer get the id, the model name and the other fixed fields of the first
-        worker's events, so that the client sees one stream. `is_last`: the answer ends with these bytes. Raises
-        ProtocolError for events that cannot be converted.
+        Events of a worker that continues the answer get the id and the other fixed fields of the first worker's events,
+        so that the client sees one stream. `is_last`: whether the answer ends with these bytes. Raises ProtocolError
+        for events that cannot be converted.
         """
         assert self.recorder is not None
         events = self.recorder.feed(content)
@@ -330,13 +336,13 @@ class StreamContinuation:
         if is_first_worker or not events:
             return events
         try:
-            return b"".join(map(self._convert_event, filter(None, events.split(b"\n\n"))))
+            return b"".join(self._convert_event(event) for event in events.split(b"\n\n") if event)
         except _MALFORMED_EVENT_ERRORS as error:
             self.recorder.is_unrecognized = True  # the client does not get these events, but their tokens are recorded
             raise ProtocolError(f"an event of the worker that went on: {error!r}") from error
 
     def _convert_event(self, event: bytes) -> bytes:
-        """Return an event of the continuing worker as the first worker would have sent it.
+        """Return a server-sent event of the worker that continues the answer as the first worker would have sent it.
 
         Return b"" for an event that the client does not need: it names the role again, or has nothing new.
         """
@@ -361,13 +367,14 @@ class StreamContinuation:
     def _convert_choice(self, choice: dict[str, Any], template: dict[str, Any]) -> dict[str, Any] | None:
         """Return a choice of the continuing worker in the first worker's form; None if the client does not need it.
 
-        `template`: a choice of the first worker, without its text and ids.
+        `choice`: element of `choices` in an event. `template`: that of the first worker, without its text and ids.
         """
         delta = _get_delta(choice, is_chat=self._continues_as_chat)
         finish_reason = choice.get("finish_reason")
         if "role" in delta:
-            return None  # the first worker has sent it
-        if not any(delta.values()) and finish_reason is None and not self._wants_token_ids:
+            return None  # the first worker has sent the role
+        has_text = any(delta.values())
+        if not has_text and finish_reason is None and not self._wants_token_ids:
             return None
         converted_choice = dict(template)
         if self._is_chat:

@@ -105,7 +105,7 @@ class Exchange:
             self._start_attempt(decision)
 
     def on_prefill_computed(self) -> None:
-        """Start the decode, if it waited for the end of the prefill."""
+        """Record that another worker has computed the prompt, and start the decode if it waited for that."""
         prefill, decision = self._prefill, self.context.decision
         assert prefill is not None
         assert decision is not None
@@ -118,14 +118,15 @@ class Exchange:
         self._proxy.perform(instructions)
         if not prefill.is_concurrent:
             self._start_attempt(decision)
-        elif prefill.needs_partner:
+        elif prefill.needs_partner:  # SGLang: its prefill ends when the KV has moved, so nothing is left to do
             prefill.close()
-            self._prefill = None  # SGLang's worker answers when it has handed the KV over
+            self._prefill = None
 
     def on_prefill_failed(self, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False) -> None:
-        """Have the chosen worker compute the prompt itself, or another pair of workers if it cannot.
+        """Go on without the worker that was to compute the prompt for the chosen worker, because it failed.
 
-        Do nothing if the chosen worker has begun its answer, because it had the KV then.
+        The chosen worker computes the prompt itself. If it cannot, other workers get the request. Nothing is to do if
+        the chosen worker has begun its answer, because it had the KV cache of the prompt then.
         """
         prefill, decision = self._prefill, self.context.decision
         assert decision is not None
@@ -135,7 +136,8 @@ class Exchange:
         self._drop_prefill(outcome, reason, may_be_crash=may_be_crash)
         if self.context.is_done:
             return
-        if prefill is None or not prefill.needs_partner:
+        can_compute_alone = prefill is None or not prefill.needs_partner
+        if can_compute_alone:
             self._start_attempt(decision)
         elif self._response_head is None:
             self._handle_failed_attempt(FailureKind.SOURCE, reason)
@@ -219,24 +221,24 @@ class Exchange:
         return None if self._attempt is None else self._attempt.head
 
     def on_attempt_connected(self, connection: UpstreamConnection) -> None:
-        """Send the request to the chosen worker, now that the attempt has a connection to that worker.
+        """Send the request to the chosen worker, now that there is a connection to it.
 
-        Nothing is sent in two cases. If the request is over, as its client has gone, the connection is free for other
-        requests. If another worker began the answer, and the engine of this one cannot continue it, the answer is
-        aborted.
+        If the client has gone meanwhile, the connection is kept for other requests. If the worker was to continue
+        another worker's answer, but runs another engine, the answer is cut off.
         """
-        proxy, context, attempt, decision = self._proxy, self.context, self._attempt, self.context.decision
+        context, attempt, decision = self.context, self._attempt, self.context.decision
         assert attempt is not None
         assert decision is not None
         if context.is_done:
-            attempt.finish(proxy.now(), reusable=True)
+            attempt.finish(self._proxy.now(), reusable=True)
             return
         head_and_body = self._build_request(decision, connection.target)
         if head_and_body is None:
             self._abort_response("no worker of the same engine is left", None)
             return
-        context.progress.sent_at_s = context.progress.last_byte_at_s = proxy.now()
-        connection.send(*head_and_body)
+        context.progress.record_sent(self._proxy.now())
+        head, body = head_and_body
+        connection.send(head, body)
         if self._is_client_paused:
             attempt.pause_reading()
 
@@ -273,65 +275,81 @@ class Exchange:
         return transfer if is_pull and not self._is_source_refused else None
 
     def on_attempt_connect_failed(self, error: Exception | None) -> None:
-        """Try another worker, or refuse, as no connection could be opened. `error`: None if the worker closed it."""
+        """Try another worker, or refuse the request, because no connection to the chosen worker could be opened.
+
+        `error`: None if the worker closed the connection at once.
+        """
         attempt = self._attempt
         if self.context.is_done:
             return
         assert attempt is not None
+        is_local = isinstance(error, OSError) and error.errno in LOCAL_ERRNOS
         if error is None:
             self._handle_failed_attempt(FailureKind.RESET, "closed by the worker at once")
-        elif isinstance(error, OSError) and error.errno in LOCAL_ERRNOS:
+        elif is_local:  # this machine lacks sockets or memory: idle connections are closed to get some back
             self._proxy.record_failed_attempt(None, FailureKind.LOCAL, str(error))
             self._proxy.pool.close_idle(math.inf)
             self._proxy.withdraw(self.context, None)
-            self.refuse(503, "overloaded", f"the router cannot open a connection: {error}", 1.0)
+            self.refuse(503, "overloaded", f"the router cannot open a connection: {error}", retry_after_s=1.0)
         else:
             reason = "connect timed out" if isinstance(error, asyncio.TimeoutError) else str(error)
             self._handle_failed_attempt(FailureKind.CONNECT, reason, was_sent=attempt.is_resend)
 
     def on_attempt_head(self, head: ResponseHead, data: bytes) -> None:
-        """Forward the head of the answer and the first bytes of its body, unless another worker is tried."""
+        """Forward the head of a worker's answer, and `data`, the first bytes of its body, to the client.
+
+        If the status is a failure, another worker is tried instead. If the client has the beginning of another worker's
+        answer, only the body is forwarded.
+        """
         if self._retry_after_status(head):
             return
-        has_started, is_stream = self.client.has_response_started, is_readable_stream(head)
-        if has_started and not is_stream:
+        is_continued, is_stream = self.client.has_response_started, is_readable_stream(head)
+        if is_continued and not is_stream:
             reason = f"the worker that was to go on answers {head.status}, and no events that can be read"
             self._abort_response(reason, FailureKind.STREAM if head.status < 400 else None)
             return
         assert self._attempt is not None
         self._attempt.head = head
-        redacted_keys = None if has_started else self._proxy.redacted_keys
+        redacted_keys = None if is_continued else self._proxy.redacted_keys
         continuation = self.context.continuation if is_stream else None
         self._filter.choose_conversion(head, continuation, redacted_keys, is_stream=is_stream)
-        self.on_attempt_body(head, data, b"" if has_started else self._build_client_head(head))
+        self.on_attempt_body(head, data, client_head=b"" if is_continued else self._build_client_head(head))
 
     def on_attempt_malformed(self, error: ProtocolError) -> None:
         """Give up the attempt, as the worker's bytes are no HTTP answer."""
         self._handle_broken_response(str(error))
 
     def _retry_after_status(self, head: ResponseHead) -> bool:
-        """Try again if the worker answers with a failure; return False if the client is to get its answer.
+        """Send the request again if the worker answered with an error that allows it, and return True then.
 
-        For example, a worker answers 503: the core chooses another worker. If there is none, the client gets the 503.
+        For example, a worker answers 503: another worker gets the request. If there is none, the client gets the 503.
         """
         decision, failure_kind = self.context.decision, RETRYABLE_STATUSES.get(head.status)
-        if self._prefill is not None and failure_kind is FailureKind.INTERNAL:  # it could not fetch the KV
-            computes_alone = not self._prefill.needs_partner
-            self._drop_prefill("error", "the decode failed")
-            if computes_alone and decision is not None:
-                self._start_attempt(decision)
-                return True
+        is_fetch_failed = self._prefill is not None and failure_kind is FailureKind.INTERNAL
+        if is_fetch_failed and self._retry_without_prefill():
+            return True
+        if is_fetch_failed:
             failure_kind = FailureKind.SOURCE  # so this worker gets the request again if there is no other one
         if head.status == 403 and decision is not None and self._find_pull(decision) is not None:
+            # The worker does not fetch a cached prefix from the other worker, but it can compute the prefix itself.
             self._is_source_refused = True
             self._drop_prefill("error", "the worker refuses the source, so it may have another fleet's key")
             self._start_attempt(decision)
             return True
         if failure_kind is not None and self._try_other_worker(failure_kind, head):
             return True
-        if self._prefill is not None and 400 <= head.status < 500:  # refused before the fetch
-            self._prefill.is_taken = False
+        if self._prefill is not None and 400 <= head.status < 500:
+            self._prefill.is_taken = False  # the worker refused the request before it fetched the KV
         return False
+
+    def _retry_without_prefill(self) -> bool:
+        """Have the chosen worker compute the prompt itself, as it could not fetch the KV; return False if it cannot."""
+        prefill, decision = self._prefill, self.context.decision
+        self._drop_prefill("error", "the decode failed")
+        if prefill is None or prefill.needs_partner or decision is None:
+            return False
+        self._start_attempt(decision)
+        return True
 
     def _try_other_worker(self, failure_kind: FailureKind, head: ResponseHead) -> bool:
         """Report a failed attempt, and do what the core decides; return False if it has no other worker."""
@@ -362,9 +380,9 @@ class Exchange:
         return self.context.request.keep_alive and is_delimited and not self._filter.is_http_1_0
 
     def on_attempt_body(self, head: ResponseHead, data: bytes, client_head: bytes = b"") -> None:
-        """Forward the next bytes of the answer, after `client_head`. Record its progress and its end.
+        """Forward the next bytes of the worker's answer to the client, after `client_head`, and record its progress.
 
-        A worker may send more than its answer: these surplus bytes are dropped.
+        Bytes that the worker sends after the end of its answer are dropped.
         """
         context, body, response_filter = self.context, head.body, self._filter
         progress, stream = context.progress, response_filter.stream
@@ -374,6 +392,7 @@ class Exchange:
         has_surplus = body_bytes != len(data)
         if has_surplus:
             data = data[:body_bytes]
+
         is_first_output = not progress.has_started and self._record_start(head, data, now)
         data = response_filter.convert(data if content is None else bytes(content), is_last=body.is_complete)
         if client_head or data:
@@ -381,8 +400,9 @@ class Exchange:
         progress.record(data, now)
         if is_first_output and head.status == 200:
             self._proxy.notify_first_byte(context)
+
         if stream is not None and stream.has_worker_failed and self._handle_worker_failure(stream):
-            return
+            return  # another worker continues the answer
         if body.is_complete:
             self._end_body(head, reusable=head.keep_alive and not has_surplus)
         elif progress.read_count % CHUNKS_PER_PROGRESS_REPORT == 0:
@@ -418,9 +438,10 @@ class Exchange:
             self.client.finish(keep_alive=self._keeps_alive(head))
 
     def _record_completion(self, head: ResponseHead, *, reusable: bool) -> bool:
-        """Record that the client has the complete answer, and release the worker's connection.
+        """Record that the client has the complete answer, and release the connection to the worker.
 
-        Return False if the exchange had ended before, as when the client left: then the answer is counted already.
+        Return False if the request had ended before, as when its client left. `reusable`: whether the connection can
+        carry further requests.
         """
         proxy, context, attempt = self._proxy, self.context, self._attempt
         if attempt is not None:
@@ -440,26 +461,29 @@ class Exchange:
     # Ends ---------------------------------------------------------------------------------------------------------
 
     def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
-        """Handle the end of the worker's connection. `is_stale`: an idle one, closed as the request was written.
+        """Handle the end of the worker's connection: complete the answer, send the request again, or fail the attempt.
 
-        After the head of an answer this may be the regular end of its body, or else the answer broke off. Before it, a
-        stale connection is replaced by a new one to the same worker, and any other failure goes to the core.
+        `is_stale`: whether a kept-alive connection was closed while the request was written. Engines do that at any
+        time, so the request is sent once more over a new connection, and no failure is counted.
         """
-        head = self._response_head
+        head, decision = self._response_head, self.context.decision
         if head is not None:
-            try:
-                head.body.finish()
-            except ProtocolError as error:
-                self._handle_broken_response(f"{reason}: {error}")
-            else:
-                self._complete(head, reusable=False)
-        elif is_stale and self.context.decision is not None:
-            # Engines close idle connections at any time: send the request again, once, and count no failure.
+            self._end_with_connection(head, reason)
+        elif is_stale and decision is not None:
             if self._prefill is not None:
                 self._prefill.is_taken = False  # the worker did not read the request, so it fetched no KV
-            self._start_attempt(self.context.decision, is_resend=True)
+            self._start_attempt(decision, is_resend=True)
         else:
             self._handle_failed_attempt(FailureKind.RESET, reason)
+
+    def _end_with_connection(self, head: ResponseHead, reason: str) -> None:
+        """Complete the answer if its body may end with the connection; else handle it as broken off."""
+        try:
+            head.body.finish()
+        except ProtocolError as error:
+            self._handle_broken_response(f"{reason}: {error}")
+        else:
+            self._complete(head, reusable=False)
 
     @property
     def last_progress_at_s(self) -> float | None:
@@ -471,8 +495,8 @@ class Exchange:
     def expire(self, now: float, timeouts: Timeouts) -> None:
         """End the request, or try another worker, if one of `timeouts` has passed. Called a few times a second.
 
-        A request that waits for a worker or for a connection has only `total_s` here: the core limits its wait in the
-        queue, and the pool the opening of a connection.
+        `total_s` limits the whole request, `first_byte_s` the wait for the answer of the worker that has the request,
+        and `idle_s` each pause within the answer.
         """
         progress = self.context.progress
         if self._prefill is not None and not self._has_answer_begun:
@@ -480,7 +504,7 @@ class Exchange:
         if now - self.context.started_at_s > timeouts.total_s:
             self._end_late_request(timeouts.total_s)
         elif progress.sent_at_s is None:
-            return
+            return  # no worker has the request yet
         elif self._response_head is None:
             silent_s = now - progress.sent_at_s
             if silent_s > timeouts.first_byte_s:
@@ -572,18 +596,18 @@ class Exchange:
         return True
 
     def _continue_elsewhere(self, reason: str, kind: FailureKind, *, is_move: bool = False) -> bool:
-        """Complete an answer that its worker cannot: by its last events alone, or at another worker.
+        """Have another worker continue a streamed answer that broke off; return False if none can.
 
         For example, a worker dies after 40 tokens. Another worker gets the prompt with these tokens and continues the
-        stream to the client. Return False if no worker can do that. `is_move`: the worker's connection is intact, so
-        without another worker the answer stays where it is.
+        stream to the client. `is_move`: the worker's connection is intact, so without another worker the answer stays
+        where it is.
         """
         head, route = self._response_head, self.context.route
         has_ended = self.context.is_done or not self._proxy.is_in_core(self.context)
         if has_ended or route is None or head is None or not is_readable_stream(head):
             return False
         if self._write_end_events(head, reason):
-            return True
+            return True  # the client had all tokens already
         continuation_route = self._build_continuation_route(route)
         if continuation_route is None:
             return False
@@ -608,7 +632,10 @@ class Exchange:
     def _choose_other_worker(
         self, continuation_route: RouteRequest, kind: FailureKind, *, is_move: bool
     ) -> list[Instruction] | None:
-        """Have the core choose a worker for the rest of an answer; return its instructions, None without a worker."""
+        """Choose another worker for the rest of an answer; return the instructions to carry out, or None without one.
+
+        `is_move`: the present worker still works, and keeps the answer if there is no other one.
+        """
         core, request_id, now = self._proxy.core, self.context.request_id, self._proxy.now()
         if is_move:
             is_stalled = kind is FailureKind.STALLED
@@ -619,7 +646,8 @@ class Exchange:
             silent_s = now - self.context.progress.last_byte_at_s
             instructions = core.fail_attempt(request_id, kind, now, continuation_route, silent_s=silent_s)
         if is_final_refusal(instructions, request_id):
-            self._proxy.perform(instructions[1:])  # but for the refusal: the client has some of the answer
+            instructions_for_others = instructions[1:]  # the client has a part of the answer, so it gets no refusal
+            self._proxy.perform(instructions_for_others)
             return None
         return instructions
 
@@ -661,17 +689,20 @@ class Exchange:
         return not has_body_begun and decision is not None and not decision.attempt
 
     def close(self) -> None:
-        """Close the connections to workers, or stop opening them."""
+        """Close the connections to workers that handle the request, which makes these workers stop."""
         prefill, self._prefill = self._prefill, None
-        is_fetching = prefill is not None and prefill.is_computed and prefill.is_taken and self._response_head is None
-        if is_fetching and self.context.is_done and self._attempt is not None:
-            self._attempt.close_after_answer()  # a fetch of KV that is cut off leaves some of it kept
-        self.context.progress.sent_at_s = None
-        if self._attempt is not None:
-            self._attempt.close()
-        if self.context.is_done:
-            self._attempt = None  # it refers to this exchange: a cycle would hold the prompt until a full collection
+        attempt, context = self._attempt, self.context
+        context.progress.sent_at_s = None
+        if attempt is not None:
+            is_fetching_kv = (
+                prefill is not None and prefill.is_computed and prefill.is_taken and self._response_head is None
+            )
+            if is_fetching_kv and context.is_done:
+                attempt.close_after_answer()  # if the fetch were cut off, the other worker would not free all KV
+            attempt.close()
+        if context.is_done:
+            self._attempt = None  # it refers to this exchange, and a reference cycle would keep the prompt in memory
         if prefill is not None:
             prefill.close()
-            if prefill.holds_kv and self.context.decision is not None:
-                prefill.give_kv_back(self.context.decision)
+            if prefill.holds_kv and context.decision is not None:
+                prefill.give_kv_back(context.decision)

@@ -46,27 +46,34 @@ class MissReasonsRecorder:
     """
 
     def __init__(self, config: MissReasonsConfig, proxy: Proxy, prompt_reader: PromptReader) -> None:
-        """Have `proxy` report first bytes and ends, if `config` enables the record."""
-        core, metrics = proxy.core, proxy.metrics
-        self.analyzer = MissAnalyzer(config, core.index.count_common_tokens)
+        """Make the analyzer of cache misses, and have `proxy` call this object at the first byte and end of requests.
+
+        Without `config.enabled` nothing is recorded.
+        """
+        self._proxy = proxy
+        self._core = proxy.core
+        self._facts = FactsAdapter(self._core, prompt_reader.tokenizers.get)
+        self._chunk_tokens = self._core.cache_state.recent_prompts.chunk_tokens
+
+        self.analyzer = MissAnalyzer(config, self._core.index.count_common_tokens)
         # The metrics page shows the analyzer's own counters.
-        metrics.cache_miss_requests = self.analyzer.requests_by_reason
-        metrics.cache_miss_tokens = self.analyzer.tokens_by_reason
-        metrics.reused_tokens = self.analyzer.reuse_sums
-        self._core, self._proxy = core, proxy
-        self._facts = FactsAdapter(core, prompt_reader.tokenizers.get)
-        self._chunk_tokens = core.cache_state.recent_prompts.chunk_tokens
+        proxy.metrics.cache_miss_requests = self.analyzer.requests_by_reason
+        proxy.metrics.cache_miss_tokens = self.analyzer.tokens_by_reason
+        proxy.metrics.reused_tokens = self.analyzer.reuse_sums
+
+        # The conversations whose prompts are compared.
+        self._sampling_threshold = config.share * 2**32
+        """Conversations with a smaller key are always compared. A key is a digest of 32 bits."""
         self._header_watches = WatchedConversations(config.ttl_s)
         """Conversations whose clients asked for an explanation by a header."""
         self._operator_watches = WatchedConversations(config.ttl_s)
         """Conversations that the operator named on POST /requests/watch."""
         self._watches = (self._header_watches, self._operator_watches)
-        if config.enabled:
+
+        self.is_enabled = config.enabled
+        if self.is_enabled:
             proxy.on_first_byte.append(self._on_first_byte)
             proxy.on_end.append(self._on_end)
-        self.is_enabled = config.enabled
-        self._sampling_threshold = config.share * 2**32
-        """Conversations with a smaller key are always compared. Keys are digests of 32 bits."""
 
     def watch(self, session: str) -> None:
         """Compare the prompts of this session, and of those that it starts, from the next request on."""
@@ -78,21 +85,22 @@ class MissReasonsRecorder:
         return len(self._operator_watches)
 
     def prepare_comparison(self, context: RequestContext) -> None:
-        """Decide whether a prompt will be compared with the last one of its conversation, and digest its messages.
+        """Digest a prompt that will be compared with the last one of its conversation, to explain its cache misses.
 
-        The messages are in memory only now; the comparison follows at the first byte of the answer. Most requests are
-        not compared.
+        Conversations that are sampled or watched are compared. The comparison follows at the first byte of the answer,
+        when the messages are no longer in memory.
         """
         body, route, headers = context.body, context.route, context.headers
         if not self.is_enabled or body is None or route is None or body.request.kind == "other":
             return
         try:
-            keys = _get_conversation_keys(route, body)
+            conversation_keys = _get_conversation_keys(route, body)
             if headers is not None and headers.wants_explanation:
-                self._header_watches.add(keys[-1])
-            if self._is_sampled(keys) or self._is_watched(keys):
+                own_key = conversation_keys[-1]
+                self._header_watches.add(own_key)
+            if self._is_sampled(conversation_keys) or self._is_watched(conversation_keys):
                 context.miss_analysis = self._make_prompt(context, route, body)
-                for key in keys:
+                for key in conversation_keys:
                     self._header_watches.record_prompt(key, self._proxy.now())
                     self._operator_watches.record_prompt(key, self._proxy.now())
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without being compared
@@ -139,12 +147,14 @@ class MissReasonsRecorder:
     # Requests -----------------------------------------------------------------------------------------------------
 
     def _on_first_byte(self, context: RequestContext) -> None:
-        """Record where a request went and which of its tokens were not cached, once its answer begins.
+        """Record which tokens of a prompt were not cached at its worker, once the answer begins.
 
-        Before that, a failed attempt may still send it to another worker. An AnalyzedPrompt in `miss_analysis` is to be
-        compared with the conversation's last one; None asks for no comparison. A result that is there already stays.
+        Before that, a failed attempt may still send the request to another worker. `context.miss_analysis` is the
+        prompt if it is to be compared with the last one of its conversation, or None. The result replaces it.
         """
-        route, decision, analysis = context.route, context.decision, context.miss_analysis
+        route, decision, prompt = context.route, context.decision, context.miss_analysis
+        if isinstance(prompt, AnalyzedRequest):
+            return  # recorded already, when another worker began the answer
         if route is None or route.token_ids is None or decision is None:
             return  # the prompt was not read, so nothing is known of its tokens
         query = self._core.get_prompt_query(route.request_id)
@@ -152,12 +162,12 @@ class MissReasonsRecorder:
             return  # the core has forgotten the request, and with it what the worker had cached
         try:
             placement = self._make_placement(route, query.prepared_ids, decision)
-            if analysis is None:
-                context.miss_analysis = self.analyzer.record_placed(
-                    context.name, route.session, len(route.token_ids), placement
-                )
-            elif isinstance(analysis, AnalyzedPrompt):
-                context.miss_analysis = self.analyzer.record_compared(analysis, placement, self._facts)
+            if prompt is None:
+                prompt_tokens = len(route.token_ids)
+                result = self.analyzer.record_placed(context.name, route.session, prompt_tokens, placement)
+            else:
+                result = self.analyzer.record_compared(prompt, placement, self._facts)
+            context.miss_analysis = result
         except Exception as error:  # noqa: BLE001  a boundary: the request goes on without an explanation
             self._record_crash(error)
 
@@ -180,25 +190,28 @@ class MissReasonsRecorder:
     # Inputs of the analyzer ------------------------------------------------------------------------------------------
 
     def _make_prompt(self, context: RequestContext, route: RouteRequest, body: ParsedBody) -> AnalyzedPrompt:
-        """Return a prompt in the form in which the analyzer finds and compares the prompts of a conversation.
+        """Return a prompt in a small form, in which it can be compared with the next prompt of its conversation.
 
-        It holds digests in place of messages, which are large.
+        It holds digests in place of the messages, and an array of token ids, which takes a tenth of a list's memory.
         """
-        token_ids, is_named = route.token_ids or (), route.session is not None
+        token_ids = route.token_ids or ()
         ids = token_ids if isinstance(token_ids, array) else array(ID_TYPE, token_ids)
-        keys, now = _get_conversation_keys(route, body), self._proxy.now()
-        is_sampled = self._is_sampled(keys)
-        has_stored_prompt = any(watches.has_recent_prompt(key, now) for watches in self._watches for key in keys)
+        conversation_keys, now = _get_conversation_keys(route, body), self._proxy.now()
+        is_sampled = self._is_sampled(conversation_keys)
+        has_earlier_prompt = is_sampled or any(
+            watches.has_recent_prompt(key, now) for watches in self._watches for key in conversation_keys
+        )
+        # The name of a session finds its earlier prompts. Without a name, they are found by equal beginnings.
+        is_named = route.session is not None
+        is_unnamed_chat = not is_named and body.request.kind == "chat"
         return AnalyzedPrompt(
             request_id=context.name,
-            # The prompt before is not kept, nor a list of ids, which takes ten times the memory of an array.
             route=route.replace(similar_prompt=None, token_ids=ids),
             token_ids=ids,
             outline=body.get_outline(),
-            # The name of a session finds its earlier prompts. Without a name equal beginnings find them.
             chunk_keys=() if is_named else self._get_chunk_keys(route, ids),
-            opening_key=None if is_named or body.request.kind != "chat" else body.digest_first_message(),
-            is_history_incomplete=not (is_sampled or has_stored_prompt),
+            opening_key=body.digest_first_message() if is_unnamed_chat else None,
+            is_history_incomplete=not has_earlier_prompt,
             is_sampled=is_sampled,
         )
 
@@ -210,14 +223,17 @@ class MissReasonsRecorder:
         return self._core.index.chunk_keys(token_ids, route.scope, self._chunk_tokens)
 
     def _make_placement(self, route: RouteRequest, prompt_ids: Any, decision: Decision) -> Placement:
-        """Describe where a request went and what was removed of its prompt. `prompt_ids`: in the form of the index."""
+        """Describe where a request was sent, and which cached blocks of its prompt had been evicted before.
+
+        `prompt_ids`: the prompt's token ids in the form that the index of cached blocks takes.
+        """
         worker = self._core.workers.get(decision.worker)
         block_tokens = BLOCK_TOKENS if worker is None else worker.spec.block_size or BLOCK_TOKENS
         first_missing_token = find_first_missing_token(decision)
+        eviction = self._core.index.find_lost_blocks(prompt_ids, route.scope, first_missing_token, block_tokens)
         removed_prefix = None
-        removal = self._core.index.find_lost_blocks(prompt_ids, route.scope, first_missing_token, block_tokens)
-        if removal is not None:
-            end_token, holder, removed_at_s = removal
+        if eviction is not None:
+            end_token, holder, removed_at_s = eviction
             removed_prefix = RemovedPrefix(end_token, self._find_worker_id(holder), removed_at_s)
         return Placement(
             decision=msgspec.structs.replace(decision),  # a copy: the core may still correct its own prediction
@@ -233,11 +249,12 @@ class MissReasonsRecorder:
 
 
 class FactsAdapter:
-    """Answers the analyzer's questions about workers and tokens, as it knows neither the core nor tokenizers."""
+    """Gives the analyzer of cache misses those facts about workers and texts that it needs for an explanation."""
 
     def __init__(self, core: RouterCore, get_tokenizer: Callable[[str], Tokenizer | None]) -> None:
-        """`get_tokenizer` returns the tokenizer of a model."""
-        self._core, self._get_tokenizer = core, get_tokenizer
+        """`get_tokenizer` returns the tokenizer of a model; None if the router has none for it."""
+        self._core = core
+        self._get_tokenizer = get_tokenizer
 
     def last_emptied_s(self, worker_id: str) -> float | None:
         """Return when a worker last lost its cache; None if it did not, as far as is known."""
@@ -252,6 +269,7 @@ class FactsAdapter:
         return "think" in text or "analysis" in text
 
     def has_approximate_cache(self, worker_id: str) -> bool:
+        """Return whether a worker reports no cache events, so that the content of its cache is only estimated."""
         worker = self._core.workers.get(worker_id)
         return worker is not None and worker.spec.cache_view is CacheView.APPROXIMATE
 

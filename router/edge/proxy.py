@@ -51,7 +51,7 @@ RETRYABLE_STATUSES: Final = {
 
 
 class Exchange(Responder, Protocol):
-    """Interface of the object that answers one request: by a worker, by Envoy, or by a price alone."""
+    """Interface of the object that answers one client request, mostly by forwarding it to the chosen worker."""
 
     context: RequestContext
 
@@ -64,15 +64,15 @@ class Exchange(Responder, Protocol):
         """Time of the last byte of a running stream; None while no byte is expected."""
 
     def place(self, route: RouteRequest) -> None:
-        """Ask for a worker, now that the prompt was read."""
+        """Ask for a worker, now that the prompt was read and tokenised."""
 
     def forward(self, decision: Decision) -> None:
-        """Start an attempt at the chosen worker."""
+        """Send the request to the chosen worker."""
 
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None = None, *, param: str | None = None
     ) -> None:
-        """Answer with an error of the router."""
+        """Answer with an error of the router, such as 503 if no worker is left."""
 
     def reject(self, error: RequestError) -> None:
         """Answer with an error in the request itself."""
@@ -103,7 +103,10 @@ class Proxy:
         now: Callable[[], float],
         worker_authorization: bytes | None = None,
     ) -> None:
-        """`worker_authorization`: value of `Authorization` for workers; None forwards the client's."""
+        """Make a proxy without requests. `core` chooses workers, and `pool` has the connections to them.
+
+        `worker_authorization`: value of `Authorization` for workers; None forwards the client's.
+        """
         self.core = core
         self.pool = pool
         self.metrics = metrics
@@ -111,6 +114,11 @@ class Proxy:
         self.now = now
         self.budget = BufferBudget(config.limits, metrics)
         self.workers = WorkerDirectory(core.workers, worker_authorization)
+        self.exchanges: dict[str, Exchange] = {}
+        """Request id -> exchange that answers the request."""
+        self._request_count = 0
+
+        # Settings.
         self.passed_fields = frozenset(config.passed_fields)
         """Internal fields and headers of workers that clients may set and see."""
         self.redacted_keys = build_key_pattern(self.passed_fields)
@@ -118,13 +126,13 @@ class Proxy:
         self.continues_streams = config.continue_streams
         """Whether streams of a dead worker are continued at another one."""
         self.explains_decisions = False
-        """Whether decisions have the terms of every candidate: while the dashboard is watched."""
+        """Whether decisions include the costs of every candidate, as while the dashboard is open."""
         self.log_share = 0.0
-        """Share of requests with decisions in the log, with the terms of every candidate."""
+        """Share of requests for which the decision is logged, with the costs of every candidate."""
         self.tracer: Callable[[RequestContext, float], RequestSpan | None] | None = None
         """Called with the context of each new request, and the time; None: requests are not traced."""
-        self.exchanges: dict[str, Exchange] = {}
-        """Request id -> exchange that answers the request."""
+
+        # Listeners.
         self.on_first_byte: list[Callable[[RequestContext], None]] = []
         """Called with the context of a request after the first byte of its answer was sent to the client."""
         self.on_end: list[Callable[[RequestContext], None]] = []
@@ -135,13 +143,12 @@ class Proxy:
         """Called after each failed attempt with its decision, if a worker is to blame, the kind and the reason."""
         self.on_transfer_failed: list[Callable[[str], None]] = []
         """Called with the id of a worker that did not give its KV to another worker."""
-        self._count = 0
 
     def open(self, exchange: Exchange) -> None:
         """Add a complete request, and give it an id and a span."""
-        self._count += 1
+        self._request_count += 1
         context = exchange.context
-        context.request_id = f"r{self._count}"
+        context.request_id = f"r{self._request_count}"
         self.exchanges[context.request_id] = exchange
         if self.tracer is not None:
             context.span = self.tracer(context, self.now())
@@ -164,7 +171,10 @@ class Proxy:
             self._execute(instruction)
 
     def _execute(self, instruction: Instruction) -> None:
-        """Carry out one instruction. A request that has ended meanwhile is passed over."""
+        """Carry out one instruction of the core: forward a request, refuse it, or report a lost worker.
+
+        An instruction for a request that has ended meanwhile is ignored.
+        """
         if isinstance(instruction, WorkerLost):
             self._notify(self.on_worker_lost, instruction.worker_id)
             return
@@ -206,20 +216,22 @@ class Proxy:
         self.perform(self.core.abort_request(context.request_id, self.now()))
 
     def withdraw(self, context: RequestContext, kind: FailureKind | None) -> None:
-        """Report that a request ended early, and carry out only those instructions that are for other requests.
+        """Tell the core that a request ended early, and carry out what the core has other requests do then.
 
-        `kind`: the last failure of a worker; None if no worker failed.
+        For example, a queued request can go to the worker that is free now. `kind`: how the worker failed; None if no
+        worker failed.
         """
         request_id, now = context.request_id, self.now()
-        silent_s = now - context.progress.last_byte_at_s
-        instructions = self.core.fail_attempt(request_id, kind, now, silent_s=silent_s) if kind is not None else []
+        instructions: list[Instruction] = []
+        if kind is not None:
+            silent_s = now - context.progress.last_byte_at_s
+            instructions += self.core.fail_attempt(request_id, kind, now, silent_s=silent_s)
         if not is_final_refusal(instructions, request_id):
-            instructions = instructions + self.core.abort_request(request_id, now)
-        self.perform(
-            instruction
-            for instruction in instructions
-            if isinstance(instruction, WorkerLost) or instruction.request_id != request_id
-        )
+            instructions += self.core.abort_request(request_id, now)
+        for instruction in instructions:
+            is_for_this_request = not isinstance(instruction, WorkerLost) and instruction.request_id == request_id
+            if not is_for_this_request:
+                self._execute(instruction)
 
     # Listeners ----------------------------------------------------------------------------------------------------
 
@@ -228,9 +240,9 @@ class Proxy:
         self._notify(self.on_first_byte, context)
 
     def end(self, context: RequestContext, outcome: str) -> bool:
-        """End a request: tell the listeners its outcome, and close its connections. The core is told by the caller.
+        """End a request: call the listeners with its outcome, and close its connections. The caller tells the core.
 
-        Return False if the request had ended before, as then the first outcome counts.
+        Return False if the request had ended before: then nothing is done, and its first outcome counts.
         """
         if context.is_done:
             return False
@@ -303,21 +315,21 @@ class Proxy:
     def fail_transfer(
         self, context: RequestContext, outcome: TransferOutcome, reason: str, *, may_be_crash: bool = False
     ) -> None:
-        """Report that a request's worker does not get the KV that it was to get.
+        """Record that a request's worker does not get the KV cache that another worker, the source, was to send.
 
-        `may_be_crash`: the request may have crashed the source.
+        `may_be_crash`: whether the request may have crashed the source.
         """
         assert context.decision is not None
         transfer = context.decision.transfer
         assert transfer is not None
         self.metrics.transfers.outcomes[transfer.kind.value, outcome] += 1
         log.info("no KV for %s at %s: %s: %s", context.name, context.decision.worker, outcome, reason)
-        is_pair_fault = outcome != "refused"  # else it is the request's fault
+        is_request_fault = outcome == "refused"
         instructions = self.core.fail_transfer(
-            context.request_id, self.now(), is_pair_fault=is_pair_fault, may_be_crash=may_be_crash
+            context.request_id, self.now(), is_pair_fault=not is_request_fault, may_be_crash=may_be_crash
         )
         self.perform(instructions)
-        if is_pair_fault:
+        if not is_request_fault:
             self._notify(self.on_transfer_failed, transfer.source)
 
     def record_broken_stream(self, context: RequestContext, event: str, reason: str) -> None:
@@ -336,22 +348,22 @@ class Proxy:
     # Timers -------------------------------------------------------------------------------------------------------
 
     def sweep(self, now: float) -> None:
-        """Expire late requests, and move others away from lost and stalled workers.
+        """End requests that take too long, and move others away from workers that are lost or stalled.
 
         Called several times a second. A stalled worker is up but has sent nothing on any stream for a while.
         """
-        last_byte_s_by_worker: dict[str, float] = {}
+        latest_byte_s_by_worker: dict[str, float] = {}
         for exchange in list(self.exchanges.values()):
             try:
                 exchange.expire(now, self.config.timeouts)
-            except Exception as error:  # noqa: BLE001  a boundary
+            except Exception as error:  # noqa: BLE001  a fault in one request must not stop the others
                 self.end_crashed(exchange, error)
             self._migrate_if_needed(exchange, now)
             last_byte_s, decision = exchange.last_progress_at_s, exchange.context.decision
             if last_byte_s is not None and decision is not None:
-                latest_byte_s = last_byte_s_by_worker.get(decision.worker, last_byte_s)
-                last_byte_s_by_worker[decision.worker] = max(last_byte_s, latest_byte_s)
-        self._update_stalled_workers(last_byte_s_by_worker, now)
+                latest_byte_s = latest_byte_s_by_worker.get(decision.worker, last_byte_s)
+                latest_byte_s_by_worker[decision.worker] = max(last_byte_s, latest_byte_s)
+        self._update_stalled_workers(latest_byte_s_by_worker, now)
 
     def _update_stalled_workers(self, last_byte_s_by_worker: dict[str, float], now: float) -> None:
         """Have the core find the workers that stand still, by the last byte of any stream of each worker."""
@@ -362,7 +374,7 @@ class Proxy:
                 log.info("worker %s stands still no more", worker_id)
 
     def _migrate_if_needed(self, exchange: Exchange, now: float) -> None:
-        """Move a request away from a worker that was removed, is down, sleeps or stalls."""
+        """Move a request to another worker if its own was removed, is down, sleeps, or has stalled."""
         decision, stall_detector = exchange.context.decision, self.core.stall_detector
         if decision is None or exchange.context.is_done:
             return

@@ -68,7 +68,11 @@ class RequestReader:
         *,
         allowed_fields: frozenset[str] = frozenset(),
     ) -> None:
-        """`allowed_fields`: fields of prompts/worker_fields.py that clients may set."""
+        """Make a reader of the requests that `core` will route; `prompt_reader` parses and tokenises their bodies.
+
+        `session_names`: headers that name a client's session. `allowed_fields`: fields that direct a worker, such as
+        `kv_transfer_params`, and may be set by clients.
+        """
         self._core = core
         self._prompt_reader = prompt_reader
         self._session_names = session_names or SessionNames()
@@ -80,10 +84,10 @@ class RequestReader:
         """Header in which a gateway names the model, in place of the body; None if there is no gateway."""
 
     def begin_read(self, context: RequestContext, path: str | None) -> Coroutine[Any, Any, None] | None:
-        """Read a request to `path` into `context.body`, or return a coroutine that does so if it takes long.
+        """Parse and tokenise a request into `context.body`; if that takes long, return a coroutine that does it.
 
-        Large bodies and prompts that take long to tokenise are read outside the event loop, so their reader waits.
-        `path`: None if the body tells the kind of request. Raises RequestError.
+        So a short request needs no task of the event loop, and a long one does not block the loop. `path`: path of the
+        API; None if the body tells the kind of request. Raises RequestError.
         """
         request, kind = context.request, _get_request_kind(context.request, path)
         body_format = _get_body_format(request, path) if kind == "other" else "json"
@@ -91,7 +95,8 @@ class RequestReader:
             self._set_unread_body(context, _UNREAD_REQUEST)
             return None
         if body_format == "form":
-            if len(request.pieces) > 1:
+            is_large = len(request.pieces) > 1
+            if is_large:
                 return self._read_form_in_thread(context)
             self._set_unread_body(context, *_read_form(request))
             return None
@@ -121,10 +126,10 @@ class RequestReader:
         context.body = ParsedBody(body_request, TokenizedPrompt(), spans=spans)
 
     def rewrite_body(self, context: RequestContext, fields: dict[str, object]) -> None:
-        """Set `fields` in the body of a request, and remove the fields by which routers direct workers.
+        """Set `fields` in the body of a request, and remove fields that only routers may send to workers.
 
-        With such a worker field (`kv_transfer_params`) a client could make a worker fetch KV from any address. Only
-        those in `allowed_fields` stay. Bodies other than JSON and forms stay as they are. Raises RequestError if the
+        For example, with `kv_transfer_params` a client could make a worker fetch KV from any address. The operator can
+        allow some of these fields. A body that is neither JSON nor a form stays as it is. Raises RequestError if the
         body has a field twice.
         """
         request, body = context.request, context.body
@@ -132,12 +137,12 @@ class RequestReader:
         spans = body.spans
         if spans is None:
             needs_edit = bool(fields) or body.request.has_worker_fields
-            if not needs_edit or _JSON_OBJECT_START.match(request.pieces[0]) is None:
+            is_json = _JSON_OBJECT_START.match(request.pieces[0]) is not None
+            if not needs_edit or not is_json:
                 return
             spans = locate_fields(request.body)
-        removed_fields = [
-            name for name in spans.span_by_field if is_worker_field(name) and name not in self._allowed_fields
-        ]
+        worker_fields = [name for name in spans.span_by_field if is_worker_field(name)]
+        removed_fields = [name for name in worker_fields if name not in self._allowed_fields]
         new_fields = fields | self._clean_containers(request, spans)
         if new_fields or removed_fields:
             request.pieces = apply_edits(request.pieces, spans.make_edits(new_fields, removed_fields))
@@ -155,16 +160,18 @@ class RequestReader:
         return cleaned_objects
 
     def _resolve(self, context: RequestContext, body_request: RoutingRequest) -> ResolvedModel:
-        """Read the routing headers into the context, find the model that the request names, and return the model.
+        """Read the routing headers of a request, and return the model that it is for. Both are set in `context`.
 
-        A header that names the model replaces the body's. A configured alias stands for another name: the alias "chat"
+        A header can name the model in place of the body. A configured alias stands for another name: the alias "chat"
         may mean "Qwen/Qwen3-8B". Raises RequestError for a malformed header.
         """
-        headers = context.headers = read_routing_headers(context.request, self._session_names, self.model_header)
-        headers.worker = (
-            self.stored_responses.find_worker(context.request, body_request.stored_response_id) or headers.worker
-        )
-        name = requested_name = headers.model or body_request.model
+        headers = read_routing_headers(context.request, self._session_names, self.model_header)
+        context.headers = headers
+        storing_worker = self.stored_responses.find_worker(context.request, body_request.stored_response_id)
+        if storing_worker is not None:
+            headers.worker = storing_worker
+        requested_name = headers.model or body_request.model
+        name = requested_name
         if self.model_names is not None and requested_name is not None:
             name = self._resolve_alias(self.model_names, requested_name, body_request, headers)
         if name is None:
@@ -183,30 +190,30 @@ class RequestReader:
         )  # fmt: skip
 
     def store_conversation(self, context: RequestContext) -> None:
-        """Cache a routed prompt with its conversation, so that only the new messages of the next turn are tokenised.
+        """Cache the tokens and block digests of a prompt, so that the next turn of its conversation reuses them.
 
-        The entry also has the block digests that the index computed of the prompt, so that the next turn reuses these.
+        Then only the new messages of that turn have to be tokenised and digested.
         """
         body = context.body
         conversation = None if body is None else body.prompt.conversation
         if body is None or conversation is None:
             return
         assert context.model is not None
-        conversation.model, conversation.first_message_digest = context.model.base_model, body.digest_first_message()
+        conversation.model = context.model.base_model
+        conversation.first_message_digest = body.digest_first_message()
+        conversation.prepared_prompt, conversation.prepared_prompt_bytes = None, 0
         prompt_query = self._core.get_prompt_query(context.request_id)
-        if prompt_query is None:
-            conversation.prepared_prompt, conversation.prepared_prompt_bytes = None, 0
-        else:
-            token_ids = body.prompt.token_ids
-            # The prepared prompt refers to the routed ids. These take memory of their own if they were truncated.
-            copied_ids = () if token_ids is None or token_ids is conversation.token_ids else token_ids
+        if prompt_query is not None:
             conversation.prepared_prompt = prompt_query.prepared_ids
-            conversation.prepared_prompt_bytes = prompt_query.prepared_ids.memory_bytes + ID_BYTES * len(copied_ids)
+            conversation.prepared_prompt_bytes = prompt_query.prepared_ids.memory_bytes
+            token_ids = body.prompt.token_ids
+            if token_ids is not None and token_ids is not conversation.token_ids:  # truncated, so they are a copy
+                conversation.prepared_prompt_bytes += ID_BYTES * len(token_ids)
         predecessor = None if body.continuation is None else body.continuation.predecessor
         self._prompt_reader.conversations.cache.store(conversation, body.body, predecessor)
 
     def build_route_request(self, context: RequestContext) -> RouteRequest:
-        """Build the request that the core routes from a body that was read, and from the routing headers.
+        """Build the request that the core routes, from the parsed body and the routing headers of a client's request.
 
         Without token ids (an unknown tokenizer, media) the size of the prompt is estimated from its bytes. The scope
         says for which model, LoRA adapter and cache salt a cached prefix is valid.
@@ -217,7 +224,7 @@ class RequestReader:
         assert model is not None
         body_request, token_ids = body.request, body.prompt.token_ids
         if body_request.echoes_chat and not self._core.registry.is_blockcast(model.name):
-            token_ids = None  # nothing cached can be reused
+            token_ids = None  # other engines cannot reuse cached blocks for such a request
         size = body.prompt.size
         if token_ids is None or size is None or body.media is not None:
             size = _estimate_prompt_size(context.request, body, model, None if token_ids is None else size)
@@ -226,6 +233,7 @@ class RequestReader:
             request_id=context.request_id,
             model=model.name,
             scope=Scope(model.base_model, body_request.cache_salt, model.lora),
+            # The prompt.
             token_ids=token_ids,
             prompt_tokens=size.tokens,
             prompt_count=size.prompt_count,
@@ -233,9 +241,11 @@ class RequestReader:
             is_counted=size.is_exact,
             media_conversation=None if body.media is None else body.media.conversation_digest,
             similar_prompt=None if body.continuation is None else body.continuation.conversation.prepared_prompt,
+            # The answer.
             output_tokens_max=_get_output_tokens_max(body_request, size),
             output_tokens_min=_get_output_tokens_min(body_request, size, model.tokens_max),
             is_streaming=body_request.stream,
+            # The client's wishes.
             priority=body_request.priority if headers.priority is None else headers.priority,
             worker=headers.worker,
             session=session.name,
@@ -273,17 +283,18 @@ def _estimate_tokens(request: HttpRequest, model: ResolvedModel) -> int:
 def _estimate_prompt_size(
     request: HttpRequest, body: ParsedBody, model: ResolvedModel, counted_size: PromptSize | None
 ) -> PromptSize:
-    """Return the estimated size of a prompt that was not tokenised, or that has media, such as images.
+    """Estimate the size in tokens of a prompt that was not tokenised, or that has media, such as images.
 
     `counted_size`: size of the tokenised text beside the media; None if no text was tokenised. The estimate is at least
-    that size, and at most the model's context.
+    that size.
     """
     if body.media is None:
         tokens = _estimate_tokens(request, model)
         return PromptSize(tokens, tokens)
-    counted_tokens = 0 if counted_size is None else counted_size.tokens
     tokens_max = model.tokens_max or ESTIMATED_TOKENS_MAX
-    tokens = max(counted_tokens, 1, min(body.media.estimated_tokens, tokens_max))
+    tokens = max(1, min(body.media.estimated_tokens, tokens_max))
+    if counted_size is not None:
+        tokens = max(tokens, counted_size.tokens)
     return PromptSize(tokens, tokens, is_exact=False)
 
 

@@ -16,10 +16,10 @@ LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 class ResponseFilter(msgspec.Struct, eq=False):
-    """Converts the body of the answer to one request. Several workers may send its parts, one after another.
+    """Converts the body of a worker's answer for the client: hides internal fields, records tokens, changes framing.
 
-    The body stays as the worker framed it if nothing in it changes. Otherwise its content is taken out of the worker's
-    chunks, changed, and sent in new chunks, or without chunks to a client of HTTP/1.0.
+    If nothing changes, the body is forwarded as the worker sent it. Otherwise its content is taken out of the worker's
+    HTTP chunks, changed, and sent in new chunks, or without chunks to a client of HTTP/1.0.
     """
 
     is_http_1_0: bool
@@ -40,16 +40,15 @@ class ResponseFilter(msgspec.Struct, eq=False):
         *,
         is_stream: bool,
     ) -> None:
-        """Choose by the head of a worker's answer how its body is converted.
+        """Choose how the body of a worker's answer is converted for the client. `head`: its status and headers.
 
         `continuation` records the tokens of the answer if it has a recorder. `redacted_keys`: pattern of the JSON
-        fields whose values are blanked. None if the worker continues an answer: its redactor goes on. `is_stream`: the
-        answer is a stream of events that the recorder can read.
+        fields whose values are blanked; None changes nothing. `is_stream`: whether the answer is a stream of events.
         """
         records_tokens = continuation is not None and continuation.recorder is not None
         self.stream = continuation if records_tokens else None
         if redacted_keys is not None and _is_readable(head):
-            # The redactor reads a stream with its chunk sizes, unless these are removed. It must not blank them.
+            # The redactor must not blank the sizes of chunks, so it has to know whether they are in its input.
             keeps_chunks = is_stream and not records_tokens and not self.is_http_1_0
             self._redactor = ResponseRedactor(redacted_keys, is_chunked=keeps_chunks)
         redacts_content = self._redactor is not None and isinstance(head.body, ChunkedBody) and not is_stream

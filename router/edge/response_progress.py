@@ -62,6 +62,10 @@ class ResponseProgress(msgspec.Struct, eq=False):
         self.has_started = False
         self.read_count = 0
 
+    def record_sent(self, now: float) -> None:
+        """Record that the request was sent to a worker."""
+        self.sent_at_s = self.last_byte_at_s = now
+
     def record(self, data: bytes, now: float) -> None:
         """Record that `data` was forwarded."""
         self.last_byte_at_s = now
@@ -80,10 +84,10 @@ class ResponseProgress(msgspec.Struct, eq=False):
         return path != RESPONSES_PATH or b"response.output" in data or b"event: response." not in data
 
     def find_reported_usage(self) -> ReportedUsage | None:
-        """Return the token counts that the worker reported at the end of the answer; None if it reported none.
+        """Return the token counts (`usage`) that the worker reported in its answer; None if it reported none.
 
-        Streams of Anthropic's Messages may report the prompt's counts in their first event only: then those counts and
-        the last event's output tokens are put together.
+        They are at the end of an answer. But streams of Anthropic's Messages API may report the prompt's counts in the
+        first event only, and the output tokens in the last one: then both are put together.
         """
         last_usage = find_usage(b"".join(self._last_reads))
         if last_usage is not None and last_usage.prompt_tokens:
@@ -128,22 +132,24 @@ def find_usage(tail: bytes) -> ReportedUsage | None:
 
 
 def _read_usage(text: bytes, start: int, end: int) -> ReportedUsage:
-    """Read a `usage` object of the OpenAI or the Anthropic API. `start`: position after its brace; it is before `end`.
+    """Read the token counts of a `usage` object, by the names of the OpenAI or of the Anthropic API.
 
-    Responses, an API of OpenAI, has the counts of both: Anthropic's `input_tokens`, and OpenAI's `cached_tokens`. So
-    a count without Anthropic's key is read by OpenAI's. Anthropic's `input_tokens` do not include cached tokens.
+    `start`: position in `text` after the object's opening brace. The object ends before `end`. OpenAI's Responses API
+    mixes the names: `input_tokens` as Anthropic has, and OpenAI's own `cached_tokens`.
     """
-    # The first of equal keys counts: what follows the object may have them too.
-    counts = {key: int(count) if count else None for key, count in reversed(_COUNTS_PATTERN.findall(text, start, end))}
+    # Read backwards, so that of equal keys the first one counts: the text after the object may have them too.
+    matches = reversed(_COUNTS_PATTERN.findall(text, start, end))
+    counts = {key: int(digits) if digits else None for key, digits in matches}
     prompt_tokens, cached_tokens = counts.get(b"prompt_tokens"), counts.get(b"cached_tokens")
+    input_tokens, output_tokens = counts.get(b"input_tokens"), counts.get(b"output_tokens")
     completion_tokens = counts.get(b"completion_tokens")
-    uncached_tokens, output_tokens = counts.get(b"input_tokens"), counts.get(b"output_tokens")
-    if prompt_tokens is not None or (uncached_tokens is None and output_tokens is None):
+    has_anthropic_names = input_tokens is not None or output_tokens is not None
+    if prompt_tokens is not None or not has_anthropic_names:
         return ReportedUsage(prompt_tokens, cached_tokens, completion_tokens)
     cache_read_tokens = counts.get(b"cache_read_input_tokens")
-    if uncached_tokens is not None:
+    if input_tokens is not None:  # Anthropic counts only uncached tokens there
         cache_written_tokens = counts.get(b"cache_creation_input_tokens")
-        prompt_tokens = uncached_tokens + (cache_read_tokens or 0) + (cache_written_tokens or 0)
+        prompt_tokens = input_tokens + (cache_read_tokens or 0) + (cache_written_tokens or 0)
     return ReportedUsage(
         prompt_tokens,
         cached_tokens if cache_read_tokens is None else cache_read_tokens,

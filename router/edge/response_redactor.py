@@ -62,41 +62,47 @@ class ResponseRedactor(msgspec.Struct, eq=False):
         return data[:end]
 
     def _blank_values(self, data: bytes, *, ends: bool) -> bytes:
-        """Return `data` with the values of all matching keys blanked, and hold back the possible beginning of a key."""
+        """Return `data`, a part of the answer, with spaces in place of the values of internal fields.
+
+        Bytes at the end that may begin the name of such a field are held back for the next part, unless `ends`.
+        """
         out = bytearray()
         position = self._blank(data, 0, out) if self._is_blanking else 0
         while (match := self.key_pattern.search(data, position)) is not None:
-            value_start, blanked_value = match.end(), bytearray()
+            value_start = match.end()
             out += data[position:value_start]
+            blanked_value = bytearray()
             position = self._blank_value(data, value_start, blanked_value)
-            if self.is_chunked and (self._is_blanking or b"\r" in data[value_start:position]):
-                blanked_value[:] = data[value_start:position]  # a chunk ends in it, so its framing would be blanked too
+            value = data[value_start:position]
+            is_cut_by_chunk = self.is_chunked and (self._is_blanking or b"\r" in value)
+            if is_cut_by_chunk:  # the size of the next chunk would be blanked too: the value stays
                 self._is_blanking = self._is_escaped = False
-            out += blanked_value
+                out += value
+            else:
+                out += blanked_value
         end = len(data) if ends or self._is_blanking else _end_before_key(data, position)
         self._pending = data[end:]
         out += data[position:end]
         return bytes(out)
 
     def _blank_value(self, data: bytes, position: int, out: bytearray) -> int:
-        """Replace the value at `position` by an empty one of its type and spaces; return the position after it.
+        """Append the JSON value at `position` to `out`, with spaces for its content; return the position after it.
 
-        `"10.0.0.7"` becomes a quotation mark, spaces and a quotation mark; `{"port": 7}` becomes `{         }`; 5100
-        becomes `0   `. true, false and null stay, as they tell nothing. The bytes for the client go to `out`. The value
-        may end in a later part of the answer: `_blank` goes on there, by the attributes that describe the open value.
+        `"10.0.0.7"` becomes `"        "`, `{"port": 7}` becomes `{         }`, and 5100 becomes `0   `. true, false and
+        null stay, as they tell nothing. The value may end in a later part of the answer, where `_blank` continues.
         """
         first_byte = data[position]
-        self._depth = int(first_byte in _OPENING)
+        self._depth = 1 if first_byte in _OPENING else 0
         self._is_in_string = first_byte == _QUOTE
         self._is_in_number = first_byte in _NUMBER
-        self._is_blanking = bool(self._depth) or self._is_in_string or self._is_in_number
+        self._is_blanking = self._depth > 0 or self._is_in_string or self._is_in_number
         if not self._is_blanking:
             return position  # true, false, null
         out.append(ord("0") if self._is_in_number else first_byte)
         return self._blank(data, position + 1, out)
 
     def _blank(self, data: bytes, position: int, out: bytearray) -> int:
-        """Write a space to `out` for each byte of a value, but keep the byte that closes it; return the end position.
+        """Append a space to `out` for each further byte of a JSON value, and its closing byte; return the end position.
 
         The value began before `position`, perhaps in an earlier part of the answer. If it does not end in `data`, the
         end of `data` is returned, and `_is_blanking` stays set for the next part.
@@ -104,12 +110,14 @@ class ResponseRedactor(msgspec.Struct, eq=False):
         if self._is_in_number:
             end = len(data) - len(data[position:].lstrip(_NUMBER))
             out += b" " * (end - position)
-            self._is_in_number = self._is_blanking = end == len(data)
+            may_go_on = end == len(data)
+            self._is_in_number = self._is_blanking = may_go_on
             return end
         while position < len(data) and self._is_blanking:
-            self._update_nesting(data[position])
+            byte = data[position]
+            self._update_nesting(byte)
             self._is_blanking = self._is_in_string or self._depth > 0
-            out.append(_SPACE if self._is_blanking else data[position])
+            out.append(_SPACE if self._is_blanking else byte)
             position += 1
         return position
 

@@ -70,30 +70,29 @@ def build_request_head(
     rank: int | None,
     allowed_headers: frozenset[str],
 ) -> bytes:
-    """Return the head of a client's request for the worker at `endpoint`, to be followed by `body`.
+    """Return the request line and the headers with which a client's request is forwarded to the worker at `endpoint`.
 
     `path`: path and query; None: the client's. `authorization`: replaces the client's keys; empty: send no key; None:
     forward the client's. `rank`: data-parallel rank that answers. `allowed_headers`: internal headers of workers that
-    clients may set.
+    clients may set. `body` is not included.
     """
     request, traceparent = context.request, None if context.span is None else context.span.traceparent
     removed_headers = _REMOVED_HEADERS[authorization is not None, traceparent is not None]
     if allowed_headers:
         removed_headers -= {name.encode() for name in allowed_headers if rank is None or name != RANK_HEADER}
-    added_lines = length_line = b""
+    added_lines = b""
     if traceparent is not None:
-        added_lines = b"traceparent: %b\r\n" % traceparent
+        added_lines += b"traceparent: %b\r\n" % traceparent
     if authorization:
         added_lines += b"authorization: %b\r\n" % authorization
     if rank is not None:
         added_lines += b"x-data-parallel-rank: %d\r\n" % rank
     body_bytes = len(body[0]) if len(body) == 1 else sum(map(len, body))
     if body_bytes or request.method not in ("GET", "HEAD", "DELETE", "OPTIONS"):
-        length_line = b"content-length: %d\r\n" % body_bytes
-    return b"%b %b%b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
+        added_lines += b"content-length: %d\r\n" % body_bytes
+    return b"%b %b%b HTTP/1.1\r\nhost: %b\r\nx-request-id: %b\r\n%b%b\r\n" % (
         request.method.encode(), endpoint.path_prefix, request.target if path is None else path,
         endpoint.authority, context.trace_id, request.headers.join_lines_without(removed_headers), added_lines,
-        length_line,
     )  # fmt: skip
 
 
@@ -106,24 +105,25 @@ def build_response_head(
     keep_alive: bool,
     cors_headers: bytes = b"",
 ) -> bytes:
-    """Return the response head for the client, made from the head of a worker's response.
+    """Return the status line and the headers for the client, made from the head of a worker's response.
 
     `trace_id` is sent as x-request-id. A `decision` adds headers with the worker and the predicted cached tokens.
     `allows_chunked`: whether the client understands a chunked body. `cors_headers`: header lines that replace the
     worker's CORS headers.
     """
-    cache_lines = framing = b""
+    added_lines = b"x-request-id: %b\r\n" % trace_id
     if decision is not None:
-        cache_lines = b"\r\nx-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %d" % (
+        added_lines += b"x-blockcast-worker: %b\r\nx-blockcast-predicted-cached-tokens: %d\r\n" % (
             decision.worker.encode(), decision.predicted_cached_tokens,
         )  # fmt: skip
+    framing_line = b""
     if head.is_chunked and allows_chunked:
-        framing = b"transfer-encoding: chunked\r\n"
+        framing_line = b"transfer-encoding: chunked\r\n"
     elif head.content_length is not None:
-        framing = b"content-length: %d\r\n" % head.content_length
-    removed_headers = _RESPONSE_HEADERS_REMOVED | CORS_HEADERS if cors_headers else _RESPONSE_HEADERS_REMOVED
+        framing_line = b"content-length: %d\r\n" % head.content_length
     connection_line = b"" if keep_alive else b"connection: close\r\n"
-    return b"HTTP/1.1 %b\r\nx-request-id: %b%b\r\n%b%b%b%b\r\n" % (
-        head.status_and_reason, trace_id, cache_lines, head.headers.join_lines_without(removed_headers), cors_headers,
-        framing, connection_line,
+    removed_headers = _RESPONSE_HEADERS_REMOVED | CORS_HEADERS if cors_headers else _RESPONSE_HEADERS_REMOVED
+    return b"HTTP/1.1 %b\r\n%b%b%b%b%b\r\n" % (
+        head.status_and_reason, added_lines, head.headers.join_lines_without(removed_headers), cors_headers,
+        framing_line, connection_line,
     )  # fmt: skip

@@ -18,14 +18,12 @@ _HEADER_NAMES: Final = frozenset(
 
 
 class RoutingHeaders(msgspec.Struct, eq=False):
-    """Wishes about routing that a client states in the headers of one request, and the model that a header names.
-
-    An attribute is None if its header is missing.
-    """
+    """HTTP headers by which a client controls the routing of its request. An attribute is None without its header."""
 
     model: str | None = None
+    """Model that replaces the one in the body."""
     session: NameByMeaning = msgspec.field(default_factory=dict)
-    """Names of the session and its parent, as the headers give them."""
+    """Names of the conversation's session and its parent session."""
     priority: int | None = None
     """Priority that replaces the one in the body."""
     deadline_ms: int | None = None
@@ -43,7 +41,7 @@ class RoutingHeaders(msgspec.Struct, eq=False):
 def read_routing_headers(
     request: HttpRequest, session_names: SessionNames, model_header: bytes | None
 ) -> RoutingHeaders:
-    """Read the headers of `request` that are about routing. Raises RequestError naming the header that cannot be read.
+    """Read the headers by which a client controls routing. Raises RequestError for a value that cannot be read.
 
     `session_names`: headers that name sessions. `model_header`: the one by which a gateway names the model.
     """
@@ -51,9 +49,11 @@ def read_routing_headers(
     model = None if model_header is None else request.get_header(model_header)
     if model:
         headers.model = model[:NAME_BYTES_MAX].decode("utf-8", "replace")
-    if not session_names.header_names.isdisjoint(header_names):
+    has_session_headers = not session_names.header_names.isdisjoint(header_names)
+    if has_session_headers:
         headers.session = session_names.read_headers(request.headers.get)
-    if not _HEADER_NAMES.isdisjoint(header_names):  # most requests have none of them
+    has_routing_headers = not _HEADER_NAMES.isdisjoint(header_names)
+    if has_routing_headers:
         headers.priority = _parse_integer_header(request, b"x-blockcast-priority", -(2**31), 2**31 - 1)
         headers.deadline_ms = _parse_integer_header(request, b"x-blockcast-deadline-ms", 1, 86_400_000)
         headers.ttft_ms = _parse_integer_header(request, b"x-blockcast-ttft-ms", 1, 86_400_000)

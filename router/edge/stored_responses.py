@@ -16,21 +16,23 @@ _RESPONSE_ID_PATTERN = re.compile(rb'"id"\s*:\s*"([!-~]{1,%d}?)"' % RESPONSE_ID_
 
 
 class StoredResponses:
-    """Workers of the newest stored responses, by response id."""
+    """Remembers which worker stores each response of the Responses API, as only that worker can continue it."""
 
     def __init__(self, capacity: int = STORED_RESPONSES_MAX) -> None:
+        """`capacity`: number of the newest responses that are remembered."""
         self._worker_by_response_id: BoundedDict[str, str] = BoundedDict(capacity)
 
     def __len__(self) -> int:
         return len(self._worker_by_response_id)
 
     def record_answer(self, context: RequestContext) -> None:
-        """Record the worker of a request to the Responses API, once its answer has begun or has ended well.
+        """Record the worker of an answer of the Responses API, when the answer begins and when it has ended well.
 
-        Clients cancel a running response by its id, or leave and come back for it.
+        A client may cancel a running response by its id, or leave and fetch it later.
         """
         request, decision = context.request, context.decision
-        if request.path != RESPONSES_PATH or decision is None or context.outcome not in ("", "status_200"):
+        has_failed = context.outcome not in ("", "status_200")
+        if request.path != RESPONSES_PATH or decision is None or has_failed:
             return
         match = _RESPONSE_ID_PATTERN.search(context.progress.first_bytes)
         if match is not None:
@@ -40,10 +42,11 @@ class StoredResponses:
         self._worker_by_response_id[response_id] = worker_id
 
     def find_worker(self, request: HttpRequest, previous_response_id: str | None) -> str | None:
-        """Return the only worker that can answer this request; None if any can, or that worker is unknown.
+        """Return the worker that stores the response that a request is about; None if there is none or it is unknown.
 
-        `previous_response_id`: the response that the request continues.
+        The path names the response, as in `GET /v1/responses/ID`, or the body does (`previous_response_id`).
         """
+        response_id = previous_response_id
         if request.path.startswith(RESPONSES_PATH + "/"):
-            previous_response_id = request.path[len(RESPONSES_PATH) + 1 :].partition("/")[0]
-        return None if previous_response_id is None else self._worker_by_response_id.get(previous_response_id)
+            response_id = request.path.removeprefix(RESPONSES_PATH + "/").partition("/")[0]
+        return None if response_id is None else self._worker_by_response_id.get(response_id)

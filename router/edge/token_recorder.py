@@ -57,10 +57,14 @@ class TokenRecorder:
     )  # fmt: skip
 
     def __init__(self, *, removes_ids: bool) -> None:
-        """`removes_ids`: remove token ids from the forwarded events, as the client did not ask for them."""
+        """Make a recorder for one streamed answer, which comes as server-sent events.
+
+        `removes_ids`: remove token ids from the forwarded events, as the client did not ask for them.
+        """
+        # The events so far.
+        self.event_count = 0
         self.last_event = b""
         """Last forwarded event with a choice."""
-        self.event_count = 0
         self.is_unrecognized = False
         """Whether an event had output of an unknown kind, or text without token ids."""
         self.has_parsed_output = False
@@ -70,17 +74,21 @@ class TokenRecorder:
         """Whether the last event, [DONE], has come."""
         self.has_worker_failed = False
         """Whether an event reports that the worker failed."""
+
+        # Token ids, as the decimal digits that came.
         self._removes_ids = removes_ids
         self._prompt_digits = b""
         """JSON list of the prompt's token ids; empty before they come."""
         self._output_digits = bytearray()
-        """Token ids of the answer, each with a comma behind it."""
+        """Token ids of the answer, each followed by a comma."""
         self._text_end = 0
         """Position in `_output_digits` after the last token with complete text: a token may be half a character."""
+
+        # Bytes that are not forwarded yet.
         self._is_passthrough = False
         """Whether all bytes are forwarded as they come."""
         self._pending = bytearray()
-        """Bytes that are not forwarded yet: an incomplete event, or the report of a failure and all after it."""
+        """An incomplete event, or the report of a failure and all bytes after it."""
         self._search_start = 0
         """Position in `_pending` before which no blank line begins."""
 
@@ -108,15 +116,15 @@ class TokenRecorder:
         return self._output_digits.count(b",", 0, self._text_end)
 
     def feed(self, content: bytes) -> bytes:
-        """Take the next bytes of a stream of events, and return the events that are complete now, to be forwarded.
+        """Record the tokens in the next bytes of a stream, and return the server-sent events that are complete now.
 
-        For example, the bytes `data: {"a": 1}\\n\\ndata: {"b` return the first event. The start of the second event
-        is kept until its end comes.
+        The events are forwarded to the client. For example, the bytes `data: {"a": 1}\\n\\ndata: {"b` return the first
+        event. The start of the second event is kept until its end comes.
         """
         if self._is_passthrough:
             return content
         plain_event = None if self._pending else _match_plain_event(content)
-        if plain_event is not None:  # as nearly always
+        if plain_event is not None:  # fast path: nearly always, the bytes are one event with one token
             return self._record_plain_event(plain_event)
         self._pending += content
         complete_events = b"" if self.has_worker_failed else self._take_complete_events()
@@ -126,22 +134,24 @@ class TokenRecorder:
         return complete_events
 
     def _take_complete_events(self) -> bytes:
-        """Take the complete events out of the pending bytes; return these events as they are forwarded.
+        """Remove the complete server-sent events from the pending bytes, record them, and return them for the client.
 
-        An event that reports the worker's failure stays pending with all bytes after it. The client does not get them
-        if another worker continues the answer.
+        A blank line ends each event. An event that reports the worker's failure stays pending with all bytes after it,
+        because the client does not get it if another worker continues the answer.
         """
-        pending, complete_events, event_start, position = self._pending, [], 0, self._search_start
-        while (blank_line := _BLANK_LINE_PATTERN.search(pending, position)) is not None:
-            position = blank_line.end()
-            event = bytes(pending[event_start:position])
+        complete_events = []
+        event_start, search_start = 0, self._search_start
+        while (blank_line := _BLANK_LINE_PATTERN.search(self._pending, search_start)) is not None:
+            event_end = blank_line.end()
+            event = bytes(self._pending[event_start:event_end])
             if event.startswith(_FAILURE_PREFIXES):
                 self.has_worker_failed = True
                 break
             complete_events.append(self._record_event(event))
-            event_start = position
-        del pending[:event_start]
-        self._search_start = max(len(pending) - _BLANK_LINE_BYTES, 0)
+            event_start = event_end
+            search_start = event_end
+        del self._pending[:event_start]
+        self._search_start = max(len(self._pending) - _BLANK_LINE_BYTES, 0)
         return b"".join(complete_events)
 
     def finish(self) -> bytes:
@@ -184,46 +194,51 @@ class TokenRecorder:
         self.has_worker_failed = False
 
     def _record_event(self, event: bytes) -> bytes:
-        """Record the tokens of an event and how far the answer is; return the event as it is forwarded.
+        """Record the token ids of one event of a streamed answer, and return the event as the client gets it.
 
         For example, `data: {"choices":[{"delta":{"content":"Hi"},"token_ids":[5]}]}` has token 5, and is forwarded
-        without `"token_ids":[5]` unless the client asked for it. Events are searched for a few keys and not parsed, by
-        `find`, because `in` raises and catches an exception for bytes.
+        without `"token_ids":[5]` unless the client asked for it. Events are searched for a few keys and not parsed. For
+        bytes, `find` is faster than `in`.
         """
         plain_event = _match_plain_event(event)
         if plain_event is not None:
             return self._record_plain_event(plain_event)
         self.event_count += 1
-        if event.find(b'"') < 0:
+        has_json = event.find(b'"') >= 0
+        if not has_json:  # a comment, or [DONE]
             self.is_done = self.is_done or event.startswith(_DONE_PREFIXES)
-            return event  # a comment, or [DONE]
-        ids_end = len(self._output_digits)
-        position = event.find(b'token_ids"')
-        if position >= 0:
-            position = max(position - _BEFORE_KEY, 0)
-            event = event[:position] + _TOKEN_IDS_PATTERN.sub(self._record_ids, event[position:])
+            return event
+        id_digits_before = len(self._output_digits)
+        key_position = event.find(b'token_ids"')
+        if key_position >= 0:
+            fields_start = max(key_position - _BEFORE_KEY, 0)
+            event = event[:fields_start] + _TOKEN_IDS_PATTERN.sub(self._record_ids, event[fields_start:])
         if _FINISH_REASON_PATTERN.search(event) is not None:
             self.has_finish_reason = True
-        self._record_text(event, has_ids=len(self._output_digits) > ids_end)
+        self._record_text(event, has_ids=len(self._output_digits) > id_digits_before)
         if event.find(b'"choices":[{') >= 0:
             self.last_event = event
         return event
 
     def _record_text(self, event: bytes, *, has_ids: bool) -> None:
-        """Record what an event adds to the answer's text, and whether the answer can still be continued.
+        """Record whether an event of a streamed answer has text, and whether the answer can still be continued.
 
-        It cannot after text without token ids, except for the last text, nor after unknown fields of a delta.
+        It cannot be after text without token ids (`has_ids`), unless that is the last text, nor after unknown fields.
         """
-        # A chat has its text in a delta, which may also have reasoning, calls of tools or unknown fields.
-        delta_position, text_key = event.find(b'"delta":{'), b'"text":"'
+        # A completion has its text in `text`. A chat has it in a delta, with reasoning, tool calls or unknown fields.
+        text_key = b'"text":"'
+        delta_position = event.find(b'"delta":{')
         if delta_position >= 0:
             text_key = b'"content":"'
             if event.find(b'"reasoning') >= 0 or event.find(b'"tool_calls":[{') >= 0:
                 self.has_parsed_output = True
             elif not event.startswith(_PLAIN_DELTAS, delta_position):
                 self.is_unrecognized = True
-        text_start = event.find(text_key) + len(text_key)
-        if text_start >= len(text_key) and event[text_start : text_start + 1] not in (b'"', b""):
+        key_position = event.find(text_key)
+        text_start = key_position + len(text_key)
+        first_character = event[text_start : text_start + 1]
+        has_text = key_position >= 0 and first_character not in (b'"', b"")
+        if has_text:
             self._text_end = len(self._output_digits)
             if not has_ids and not self.has_finish_reason:
                 self.is_unrecognized = True

@@ -28,7 +28,7 @@ READ_BYTES: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Endpoint:
-    """Address of a worker. Compared by identity: each URL has one object, which is its key in the pool."""
+    """Network address of a worker. Each URL has one object, so endpoints are compared by identity."""
 
     host: str
     port: int
@@ -41,17 +41,15 @@ class Endpoint:
     @classmethod
     @lru_cache(maxsize=4096)
     def parse(cls, url: str) -> Endpoint:
-        """Parse `http(s)://host[:port][/path]`, as router/fleet/discovery.py normalises it."""
+        """Parse the valid URL of a worker, `http(s)://host[:port][/path]`."""
         parts = urlsplit(url)
         assert parts.hostname is not None
-        is_tls = parts.scheme == "https"
-        port = parts.port or get_default_port(parts.scheme)
         return cls(
-            parts.hostname,
-            port,
-            is_tls,
-            parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii"),
-            parts.path.rstrip("/").encode(),
+            host=parts.hostname,
+            port=parts.port or get_default_port(parts.scheme),
+            is_tls=parts.scheme == "https",
+            authority=parts.netloc.encode("ascii" if parts.netloc.isascii() else "idna"),
+            path_prefix=parts.path.rstrip("/").encode(),
         )
 
 
@@ -82,20 +80,24 @@ class UpstreamConnection(asyncio.BufferedProtocol):
     )  # fmt: skip
 
     def __init__(self, pool: UpstreamPool, target: Endpoint) -> None:
-        """Make the connection's protocol; asyncio then calls `connection_made`. `pool` keeps it while it is idle."""
+        """Make a connection to the worker at `target`; asyncio calls `connection_made` once it is open.
+
+        `pool` keeps the connection while it is idle, between two requests.
+        """
         self._pool = pool
         self.target = target
         self.transport: Any = None
         """Transport of asyncio or uvloop, which have no common type; None while the connection is closed."""
         self.user: UpstreamUser | None = None
+        """The request that uses the connection; None while it is idle."""
         self.request_count = 0
-        """Requests sent so far: a connection that breaks on a later request may just have been idle for too long."""
+        """Requests sent so far. If a later one fails, the worker may just have closed the idle connection."""
+        self.idle_since_s = 0.0
+        """Time at which the last request on the connection ended."""
         self._unsent_pieces: deque[bytes] = deque()
         """Pieces of a long body that are not written yet."""
         self._is_buffer_full = False
         """Whether the worker has to read before more is written."""
-        self.idle_since_s = 0.0
-        """Time at which the last request on the connection ended."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -200,9 +202,10 @@ class UpstreamPool:
         connect_s_max: float = 5.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`idle_max`: most idle connections to one worker. `connect_s_max`: longest time for opening a connection.
+        """Make a pool without connections. `idle_max` limits the idle connections to one worker.
 
-        `tls`: context for workers with https; None: the system's authorities are trusted.
+        `connect_s_max`: longest time for opening a connection. `tls`: context for workers with https; None: the
+        system's certificate authorities are trusted.
         """
         self._idle_connections: dict[Endpoint, list[UpstreamConnection]] = {}
         self._connections: set[UpstreamConnection] = set()
@@ -224,17 +227,14 @@ class UpstreamPool:
         return None
 
     async def connect(self, target: Endpoint) -> UpstreamConnection:
-        """Open a connection. Raises OSError (also for TLS and name errors) or asyncio.TimeoutError."""
+        """Open a new connection to a worker. Raises OSError (also for TLS and name errors) or asyncio.TimeoutError."""
         loop = asyncio.get_running_loop()
-
-        def factory() -> UpstreamConnection:
-            return UpstreamConnection(self, target)
-
+        ssl_context = self._ssl_context if target.is_tls else None
         connecting = loop.create_connection(
-            factory, target.host, target.port, ssl=self._ssl_context if target.is_tls else None
+            lambda: UpstreamConnection(self, target), target.host, target.port, ssl=ssl_context
         )
         _, connection = await asyncio.wait_for(connecting, self._connect_s_max)
-        if connection.transport is not None:  # otherwise it was closed at once, and `discard` was called
+        if connection.transport is not None:  # otherwise it was closed at once
             self._connections.add(connection)
             _enable_keepalive(connection.transport.get_extra_info("socket"))
         return connection
@@ -256,16 +256,18 @@ class UpstreamPool:
             connection.close_after_answer()
 
     def release(self, connection: UpstreamConnection, now: float) -> None:
-        """Return a connection to the idle ones of its target after a complete answer.
+        """Keep a connection for further requests to its worker, after a complete answer.
 
-        The connection is closed instead if the request is not sent whole, or if the target has enough idle connections.
+        The connection is closed instead if the worker answered before it had the whole request, or if it has enough
+        idle connections.
         """
         connection.user = None
         transport = connection.transport
         if transport is None or transport.is_closing():
             return
         idle_connections = self._idle_connections.setdefault(connection.target, [])
-        if connection.has_unsent_bytes or len(idle_connections) >= self._idle_max:
+        is_pool_full = len(idle_connections) >= self._idle_max
+        if connection.has_unsent_bytes or is_pool_full:
             connection.close()
             return
         connection.idle_since_s = now

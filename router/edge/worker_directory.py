@@ -12,9 +12,10 @@ from router.edge.upstream import Endpoint
 
 
 class WorkerDirectory:
-    """Looks up how a request reaches a worker: its address, its credentials and the fields for moving KV."""
+    """Looks up how a request reaches a worker: its address, its API key, and the body fields that have it move KV."""
 
     def __init__(self, workers: Mapping[str, Worker], authorization: bytes | None = None) -> None:
+        """`workers`: the known workers by id, which may change at any time."""
         self._workers = workers
         self.authorization = authorization
         """Value of `Authorization` for workers; None forwards the client's."""
@@ -35,19 +36,19 @@ class WorkerDirectory:
         return b""
 
     def make_handover(self, transfer: Transfer) -> Handover | None:
-        """Return how the requests of a new transfer name it and its source; None if that worker no longer gives KV."""
+        """Describe a new transfer of KV for the requests to its workers; None if its source no longer sends KV."""
         worker = self._workers.get(transfer.source)
         if worker is None or not worker.spec.transfer.dialect:
             return None
         return Handover(uuid4().hex, worker.spec.transfer, transfer.rank, worker.spec.ranks, self.fleet_key)
 
     def make_pull_fields(self, transfer: Transfer, cached_tokens: int) -> Fields | None:
-        """Return the fields by which a worker pulls a cached prefix; None if its source no longer gives KV."""
+        """Return the fields by which a worker fetches a cached prefix from another; None if that sends none."""
         handover = self.make_handover(transfer)
-        make_fields = None if handover is None else DIALECTS[handover.source.dialect].make_pull_fields
-        if handover is None or make_fields is None:
+        if handover is None:
             return None
-        return make_fields(handover._replace(cached_tokens=cached_tokens))
+        make_fields = DIALECTS[handover.source.dialect].make_pull_fields
+        return None if make_fields is None else make_fields(handover._replace(cached_tokens=cached_tokens))
 
     def get_engine(self, worker_id: str) -> str:
         """Return the engine that a worker reports; empty if it reports none."""

@@ -20,28 +20,29 @@ _ROOMS: Final = 1 << 62
 
 
 class Handover(NamedTuple):
-    """One transfer of KV, as the requests to both of its workers name it."""
+    """One transfer of KV cache from a worker (the source) to another, as the requests to both workers describe it."""
 
     transfer_id: str
-    """Name that no other transfer has."""
+    """Id that no other transfer has."""
     source: TransferFacts
-    """The worker that gives the KV."""
+    """How the worker that sends the KV is reached, and how it does that."""
     rank: int | None = None
     """Data-parallel rank of the source; None if it has only one."""
     rank_count: int = 1
+    """Number of data-parallel ranks of the source."""
     fleet_key: bytes | None = None
-    """Key under which engines of this project expect the source to be signed."""
+    """Secret key of the fleet, with which the name of the source is signed for engines of this project."""
     cached_tokens: int | None = None
-    """Tokens of the prompt that the source of a pull has cached."""
+    """Tokens of the prompt that the source has cached, if the worker fetches a cached prefix."""
 
     @property
     def host(self) -> str:
-        """Host at which the source gives KV."""
+        """Host at which the source sends KV."""
         return self.source.address.rpartition(":")[0].strip("[]")
 
     @property
     def port(self) -> int:
-        """Port at which the source's rank gives KV."""
+        """Port at which the source sends KV."""
         return int(self.source.address.rpartition(":")[2])
 
 

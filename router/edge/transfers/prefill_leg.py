@@ -66,7 +66,11 @@ class PrefillLeg:
     def __init__(
         self, owner: PrefillOwner, proxy: Proxy, context: RequestContext, decision: Decision, handover: Handover
     ) -> None:
-        """Prepare the prefill, which `start` begins. `handover`: how both workers are told which KV moves."""
+        """Prepare the prefill, which `start` begins.
+
+        `decision` has the workers: one for the prefill, and one that fetches its KV and decodes. `handover` describes
+        the transfer of the KV between them.
+        """
         assert decision.transfer is not None
         self._owner = owner
         self._proxy = proxy
@@ -74,24 +78,31 @@ class PrefillLeg:
         self._transfer = decision.transfer
         self._handover = handover
         self._dialect = DIALECTS[handover.source.dialect]
-        self._decode_fields: Fields | None = None
-        """Fields for the decode; None while the prefill's answer has yet to tell them."""
-        self.is_taken = False
-        """Whether a decode was sent with the fields."""
+
+        # The request to the prefill's worker, and its answer.
         self._path: bytes | None = None
-        """Path of both requests; None: the client's path."""
-        self._decode_body: Body = ()
-        """Body of the decode, without the fields that name the transfer."""
+        """Path of the requests to both workers; None: the client's path."""
         self._body: Body = ()
         self._content = bytearray()
+        """Body of the answer."""
         self._attempt: Attempt | None = None
-        """The request to the source; None before it is sent, and once the prefill is closed."""
-        self.times = context.prefill = PrefillTimes(self._transfer.source, proxy.now())
+        """None before the request is sent, and once the prefill is closed."""
+        self._refusal = ""
+        """Why the worker refuses the request, if the other worker is expected to refuse it too."""
+
+        # The request to the decode's worker.
+        self._decode_fields: Fields | None = None
+        """Fields by which that worker fetches the KV; None until they are known."""
+        self._decode_body: Body = ()
+        """Its body, without these fields."""
+        self.is_taken = False
+        """Whether it was sent."""
+
+        self.times = PrefillTimes(self._transfer.source, proxy.now())
+        context.prefill = self.times
         seconds_min = PAIR_SECONDS_MIN if self.needs_partner else SECONDS_MIN
         self._deadline_s = self.times.started_at_s + max(seconds_min, PREDICTION_FACTOR * decision.predicted_ttft_s)
         """Time until which the prefill may take, and once it has ended, time until which its KV may be fetched."""
-        self._refusal = ""
-        """Why the worker refuses the request, if the other worker is expected to refuse it too."""
 
     @property
     def is_concurrent(self) -> bool:
@@ -104,22 +115,24 @@ class PrefillLeg:
         return self._handover.source.needs_partner
 
     def start(self) -> None:
-        """Send the prefill: the client's body with fields that name the transfer, and usually a limit of one token.
+        """Have the prefill's worker compute the prompt: send it the client's request, usually limited to one token.
 
-        If another worker began the answer, the body is the one that asks for the rest of the answer.
+        Fields that are added tell the worker where its KV goes. If another worker began the answer, the request is the
+        one that asks for the rest of the answer.
         """
         assert self._dialect.make_prefill_fields is not None
-        body, continuation = self._context.request.pieces, self._context.continuation
+        request, continuation = self._context.request, self._context.continuation
+        body = request.pieces
         if continuation is not None and continuation.continuation_body is not None:
-            body, self._path = (continuation.continuation_body,), continuation.path
+            body = (continuation.continuation_body,)
+            self._path = continuation.path
         self._decode_body = body
-        fields = self._dialect.make_prefill_fields(self._handover)
+        kv_fields = self._dialect.make_prefill_fields(self._handover)
         try:
-            self._body = (
-                make_prefill_body(self._context.request.path, body, fields)
-                if self._dialect.shortens_prefill
-                else add_fields(body, fields)
-            )
+            if self._dialect.shortens_prefill:
+                self._body = make_prefill_body(request.path, body, kv_fields)
+            else:
+                self._body = add_fields(body, kv_fields)
         except RequestError as error:
             self._fail("refused", str(error))
             return
@@ -216,7 +229,7 @@ class PrefillLeg:
             self._finish(head)
 
     def _finish(self, head: ResponseHead) -> None:
-        """Read the source's complete answer, and tell the owner that the prompt is computed, or why it is not."""
+        """Read the complete answer of the prefill's worker, and report that the prompt is computed, or why not."""
         if head.status != 200:
             self._handle_error_status(head)
             return
@@ -228,8 +241,9 @@ class PrefillLeg:
                 return
         usage = find_usage(bytes(self._content))
         self.times.cached_tokens = None if usage is None else usage.cached_tokens
-        self._content, self._body = bytearray(), ()
-        now = self.times.ended_at_s = self._proxy.now()
+        self._content, self._body = bytearray(), ()  # to free their memory
+        now = self._proxy.now()
+        self.times.ended_at_s = now
         self._deadline_s = now + LEASE_S
         duration_histogram = self._proxy.metrics.transfers.prefill_s.get((self._transfer.source,))
         duration_histogram.observe(now - self.times.started_at_s)
@@ -246,20 +260,24 @@ class PrefillLeg:
             self._fail("refused" if is_refused else "error", reason, may_be_crash=may_be_crash)
 
     def on_attempt_lost(self, reason: str, *, is_stale: bool) -> None:
-        """Repeat the request on a new connection where an idle one was closed; else fail."""
+        """Handle the end of the connection to the prefill's worker: resend the request, complete the answer, or fail.
+
+        `is_stale`: whether a kept-alive connection was closed while the request was written.
+        """
         assert self._attempt is not None
         head = self._attempt.head
         if is_stale:
             self._start_attempt(is_resend=True)
-        elif head is None:
+            return
+        if head is None:
             self._fail("lost", reason, may_be_crash=True)
+            return
+        try:
+            head.body.finish()  # raises unless the body may end with the connection
+        except ProtocolError as error:
+            self._fail("lost", f"{reason}: {error}", may_be_crash=True)
         else:
-            try:
-                head.body.finish()
-            except ProtocolError as error:
-                self._fail("lost", f"{reason}: {error}", may_be_crash=True)
-            else:
-                self._finish(head)
+            self._finish(head)
 
     def on_attempt_malformed(self, error: ProtocolError) -> None:
         self._fail("bad_answer", str(error))
@@ -277,19 +295,20 @@ def _has_several_answers(body: bytes, spans: FieldSpans) -> bool:
 
 
 def make_prefill_body(path: str, body: Body, fields: Fields) -> Body:
-    """Return the body by which vLLM computes the prompt of `body` and one token.
+    """Return the body of a request for one token, with which vLLM only computes the prompt of `body`.
 
     For example, `{"prompt": "Hi", "max_tokens": 500, "stream": true}` becomes `{"prompt": "Hi", "max_tokens": 1}` with
-    `ignore_eos` and `fields`, which tell vLLM whether to send or to fetch the KV cache. Raises RequestError for several
-    prompts or several answers, and for a field that comes twice.
+    `ignore_eos` and `fields`, which tell vLLM whether to send or to fetch the KV cache. `path`: path of the API. Raises
+    RequestError for several prompts or answers, and for a field that comes twice.
     """
     joined_body = b"".join(body)
     spans = locate_fields(joined_body)
     if _has_several_answers(joined_body, spans):
         raise RequestError("the KV can be handed over for one prompt with one answer", param="n")
-    limit_field = "max_output_tokens" if path == RESPONSES_PATH else "max_tokens"
+    is_responses_api = path == RESPONSES_PATH
+    limit_field = "max_output_tokens" if is_responses_api else "max_tokens"
     prefill_fields: dict[str, object] = {limit_field: 1, "ignore_eos": True, **fields}
-    if path == RESPONSES_PATH:
+    if is_responses_api:
         prefill_fields["store"] = False
     removed_fields = [name for name in _OUTPUT_FIELDS if name in spans.span_by_field and name != limit_field]
     return apply_edits(body, spans.make_edits(prefill_fields, removed_fields))
