@@ -110,10 +110,7 @@ def _get_directory(name: str) -> Any:
 
 
 def call_directory(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of the directory actor, and return its result.
-
-    Raises SpecError if the fleet was ended meanwhile.
-    """
+    """Call a method of the directory actor, and return its result. Raises SpecError if the fleet was ended."""
     import ray
 
     try:
@@ -125,9 +122,10 @@ def call_directory(method: Any, *args: Any, **kwargs: Any) -> Any:
 def wait_until(directory: Any, timeout_s: float, is_done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Poll the fleet's status until `is_done(status)`, and return that status. New events are printed meanwhile.
 
-    Prints the status and raises ClickException if that takes longer than `timeout_s`.
+    `directory`: actor that knows the status. Prints the status and raises ClickException after `timeout_s`.
     """
-    deadline_s, last_printed_s = time.monotonic() + timeout_s, time.time() - 1.0
+    deadline_s = time.monotonic() + timeout_s
+    last_printed_s = time.time() - 1.0  # the command that is waited for may have caused events already
     while True:
         status: dict[str, Any] = call_directory(directory.status)
         for event_s, text in status["events"]:
@@ -143,7 +141,10 @@ def wait_until(directory: Any, timeout_s: float, is_done: Callable[[dict[str, An
 
 
 def print_status(status: dict[str, Any]) -> None:
-    """Print what `DirectoryActor.status` returned: a line for the fleet, then one for each member and failure."""
+    """Print the status of a fleet: a line for the fleet, then one for each member and for each failing program.
+
+    `status`: the dictionary that the fleet's directory returns, which `fleet status --json` prints.
+    """
     target_by_kind = status["targets"]
     state = "settled" if status["settled"] else "changing"
     click.echo(
@@ -235,9 +236,9 @@ def up(model: str, flags: tuple[str, ...], replicas: int, routers: int, name: st
 
 
 def make_fleet_spec(name: str, model: str, flags: tuple[str, ...], options: dict[str, Any]) -> FleetSpec:
-    """Return the spec of a new fleet, but for the GPUs, for which the cluster is asked. Raises SpecError.
+    """Return the spec of a new fleet from the arguments and options of `fleet up`. Raises SpecError.
 
-    `model`, `flags` and `options`: arguments and options of `fleet up`.
+    `worker_gpus` stays 0, because the cluster has to be asked about its GPUs first.
     """
     model, flags = split_model(model, flags)
     command = build_engine_command(options["engine"], model, (*make_engine_flags(options), *flags))

@@ -82,16 +82,18 @@ class DirectoryActor:
     """
 
     def __init__(self, name: str, initial_state: bytes) -> None:
-        """Load the state that Ray has stored for the fleet `name`, or else `initial_state`, and start the loop.
+        """Load the fleet's state that Ray has stored, or else `initial_state`, and start the thread that acts on it.
 
-        The loop runs in a thread, and calls the members of the fleet. `initial_state`: a DirectoryState as JSON.
+        `name`: name of the fleet. `initial_state`: a DirectoryState as JSON, for a new fleet.
         """
         exit_with_parent()
         stored_state = internal_kv._internal_kv_get(_make_storage_key(name), namespace=NAMESPACE)
         self._state = msgspec.json.decode(stored_state or initial_state, type=DirectoryState)
         self._has_unsaved_changes = True
         self._lock = threading.RLock()
+        """Held by the thread during each pass, and by the public methods."""
         self._link_by_member: dict[str, MemberLink] = {}
+        """Actors of the members, by the member's name."""
         self._next_start_at_s = 0.0
         """Time before which no member is started."""
         self._events: deque[TimedEvent] = deque(maxlen=MAX_EVENTS)
@@ -144,7 +146,7 @@ class DirectoryActor:
             }  # fmt: skip
 
     def _describe_member(self, member: Member, now: float) -> dict[str, Any]:
-        """Return a member's row of `status`; a worker's row contains its load too."""
+        """Return a member's row in `fleet status`: its place, phase and address, and the load of a worker."""
         report = self._get_report(member)
         row: dict[str, Any] = {
             "name": member.name, "kind": member.kind.value, "slot": member.slot, "revision": member.revision,
@@ -178,7 +180,7 @@ class DirectoryActor:
         return dict(counts)
 
     def _run(self) -> None:
-        """Read reports, compare the fleet with its plan, and ask for further reports, again and again."""
+        """Run passes of `_run_once` for ever, with pauses until new reports come. The directory's thread runs this."""
         while True:
             try:
                 with self._lock:
@@ -193,10 +195,10 @@ class DirectoryActor:
                 time.sleep(PASS_S)
             except BaseException:
                 log.exception("the fleet's directory ends, and Ray will restart it")
-                os._exit(1)  # the actor would live on without this thread
+                os._exit(1)  # otherwise the actor would live on without this thread
 
     def _run_once(self, now: float) -> None:
-        """Read the reports that have come, take the actions that the plan wants, and ask for further reports."""
+        """Read the members' reports that have come, start and stop members by the plan, and ask for further reports."""
         state = self._state
         self._read_reports(now)
         self._limit_waits_for_room(now)
@@ -226,9 +228,9 @@ class DirectoryActor:
         log.info("%s", text)
 
     def _start_member(self, action: StartAction, now: float) -> None:
-        """Start the actor of a new member where Ray has room for it.
+        """Start the actor of a new member, which starts the program on a node that Ray chooses.
 
-        The member is saved before its actor exists, so that a directory that is restarted in between knows of both.
+        The member is saved before its actor is made, so that a restarted directory never misses an actor.
         """
         state = self._state
         state.last_serial += 1
@@ -263,11 +265,7 @@ class DirectoryActor:
         }
 
     def _choose_strategy(self, member: Member) -> str | NodeAffinitySchedulingStrategy:
-        """Return how Ray chooses a member's node: spread, but a router goes where its slot was before, if it can.
-
-        So a router that is replaced keeps its address, which clients know. Ray waits for room there, and takes another
-        node only if that one is gone.
-        """
+        """Return how Ray chooses a node: spread, or a router's old node, so that clients find it at its address."""
         old_node = self._find_old_node(member)
         return "SPREAD" if old_node is None else NodeAffinitySchedulingStrategy(old_node, soft=True)
 
@@ -331,10 +329,10 @@ class DirectoryActor:
                 self._read_report(self._state.member_by_name[name], call, now)
 
     def _read_report(self, member: Member, call: Any, now: float) -> None:
-        """Record what a member reports. `call` is Ray's handle of the finished call, whose result is the report.
+        """Record the report of a member: the state of its program, and its events.
 
-        A call that raised leaves the member as it is. If the member's actor has died, the member is removed, and the
-        next plan starts another one.
+        `call`: Ray's handle of the finished call that returned the report. If the member's code raised an error, the
+        member stays as it is. If its actor has died, the member is removed, and the next plan starts another one.
         """
         link = self._link_by_member[member.name]
         try:
@@ -348,7 +346,8 @@ class DirectoryActor:
                 self._next_start_at_s = now + FAILED_START_PAUSE_S
             self._remove_member(member, f"lost: {error}")
             return
-        link.report, link.is_placed = report, True
+        link.report = report
+        link.is_placed = True
         for event_s, text in report.events:
             self._record_event(f"{member.name}: {text}", event_s)
         member.launch = report.program.launch
@@ -436,15 +435,16 @@ class DirectoryActor:
         targets = self._state.target_by_kind
         members = list(self._state.member_by_name.values())
         member_count_by_kind = Counter(member.kind for member in members)
-        engine_counts_of_routers = [
-            sum(status.is_up for status in (self._get_status_by_worker(router) or {}).values())
-            for router in self._list_routers()
-        ]
-        return (
-            all(member_count_by_kind[kind] == target.count for kind, target in targets.items())
-            and all(self._is_member_settled(member) for member in members)
-            and all(engine_count == targets[MemberKind.ENGINE].count for engine_count in engine_counts_of_routers)
-        )
+        if any(member_count_by_kind[kind] != target.count for kind, target in targets.items()):
+            return False
+        if not all(self._is_member_settled(member) for member in members):
+            return False
+        for router in self._list_routers():
+            status_by_worker = self._get_status_by_worker(router) or {}
+            up_count = sum(status.is_up for status in status_by_worker.values())
+            if up_count != targets[MemberKind.ENGINE].count:
+                return False
+        return True
 
     def _is_member_settled(self, member: Member) -> bool:
         """Return whether a member is up in its newest revision, has reported, and answers its health probes."""

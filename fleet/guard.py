@@ -73,25 +73,31 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def main(command: list[str]) -> int:
-    """Run the program; return its exit status once nothing of it is left.
-
-    If stdin closes, the asking process has died: then the program is killed with all its children.
-    """
-    LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
-    # Python writes the number of each signal to this pipe, so that `select` notices signals.
-    wakeup_reader, wakeup_writer = os.pipe()
-    os.set_blocking(wakeup_writer, False)
-    signal.set_wakeup_fd(wakeup_writer)
+def open_signal_pipe() -> int:
+    """Return a pipe to which Python writes the number of each signal, so that `select` notices signals."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
     for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
         signal.signal(signal_number, lambda *_: None)
+    return reader
+
+
+def main(command: list[str]) -> int:
+    """Run a program, and return its exit status once the program and all its descendants have ended.
+
+    stdin is a pipe from the process that wants the program. If the pipe closes, that process has died, and the program
+    is killed with all its descendants. SIGTERM and SIGINT are passed on to the program as SIGTERM.
+    """
+    LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
+    signal_pipe = open_signal_pipe()
     guard_pid = os.getpid()
     program = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=lambda: die_with_parent(guard_pid)
     )
     while True:
-        ready_descriptors, _, _ = select.select([STDIN, wakeup_reader], [], [])
-        signal_numbers = os.read(wakeup_reader, 4096) if wakeup_reader in ready_descriptors else b""
+        ready_descriptors, _, _ = select.select([STDIN, signal_pipe], [], [])
+        signal_numbers = os.read(signal_pipe, 4096) if signal_pipe in ready_descriptors else b""
         status_by_pid = reap_children()
         if program.pid in status_by_pid:
             kill_descendants()

@@ -19,6 +19,8 @@ from fleet.program import ProgramState, SupervisedProgram, TimedEvent, send_requ
 from fleet.spec import FleetSpec, Launch, MemberKind, plan_launch
 from fleet.worker_list import AdminCall, ListedWorker, WorkerStatus, parse_workers_page, plan_admin_calls
 
+PORT_SEARCHES_MAX = 100
+
 
 class SentPeers(NamedTuple):
     """Addresses of other routers that a router was sent, and the run of the router that got them."""
@@ -65,10 +67,7 @@ class MemberActor:
         self._program.stop()
 
     def report(self, workers: Sequence[ListedWorker] = (), peer_addresses: Sequence[str] = ()) -> MemberReport:
-        """Return the state of the program, and its events since the last report.
-
-        A router is first made to know exactly these workers and peers.
-        """
+        """Return the program's state and new events. A router first gets exactly these workers and peers."""
         self._workers = workers
         program, events, status_by_worker = self._program.state, self._program.take_events(), None
         if program.launch is not None and self._kind is MemberKind.ROUTER:
@@ -116,15 +115,16 @@ class MemberActor:
 
     def _find_free_ports(self, count: int) -> int:
         """Return the first of `count` consecutive free ports on this node. Raises OSError."""
-        for _ in range(100):
-            sockets = [socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET) for _ in range(count)]
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        for _ in range(PORT_SEARCHES_MAX):
+            sockets = [socket.socket(family) for _ in range(count)]
             try:
-                sockets[0].bind((self._host, 0))
+                sockets[0].bind((self._host, 0))  # the system chooses a free port
                 first_port: int = sockets[0].getsockname()[1]
                 for port_offset, port_socket in enumerate(sockets[1:], 1):
                     port_socket.bind((self._host, first_port + port_offset))
                 return first_port
-            except (OSError, OverflowError):
+            except (OSError, OverflowError):  # one of the next ports is in use, or there are no higher ones
                 continue
             finally:
                 for port_socket in sockets:

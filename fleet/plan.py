@@ -46,7 +46,7 @@ class MemberTarget:
 
 
 class Member(msgspec.Struct, kw_only=True):
-    """One program of the fleet and its actor, from the decision to start it until its end was noticed."""
+    """One program of the fleet, a worker or a router, from the decision to start it until its end was noticed."""
 
     name: str
     kind: MemberKind
@@ -85,16 +85,16 @@ Action = StartAction | PhaseChange
 def plan_actions(
     target_by_kind: Mapping[MemberKind, MemberTarget], members: Sequence[Member], drain_timeout_s: float, now: float
 ) -> list[Action]:
-    """Return the actions to take now, so that the fleet comes nearer to its targets.
+    """Return the members to start, drain and stop now, so that the fleet comes nearer to its targets.
 
-    `drain_timeout_s` is the longest time that a drain may take. Actions of routers come before those of engines.
+    `drain_timeout_s`: longest time that a member may take to finish its requests before it is stopped.
     """
     actions: list[Action] = []
     has_routers = any(member.kind is MemberKind.ROUTER for member in members)
-    are_routers_leaving = has_routers and not target_by_kind[MemberKind.ROUTER].count
+    is_shutting_down = has_routers and target_by_kind[MemberKind.ROUTER].count == 0
     for kind in (MemberKind.ROUTER, MemberKind.ENGINE):
-        if kind is MemberKind.ENGINE and are_routers_leaving:
-            continue  # the fleet shuts down: engines stay until the last router has finished its requests
+        if kind is MemberKind.ENGINE and is_shutting_down:
+            continue  # engines stay until the last router has finished its requests
         members_of_kind = [member for member in members if member.kind is kind]
         stops = _plan_stops(target_by_kind[kind], members_of_kind, drain_timeout_s, now, has_routers=has_routers)
         changes = _plan_count_changes(kind, target_by_kind[kind], members_of_kind, stops)
@@ -123,20 +123,20 @@ def _plan_count_changes(
 ) -> list[Action]:
     """Return the removals, cancelled drains and starts that bring the members of a kind to their target.
 
-    Live members are those that start or are up, without those in `stops`, which are stopped in this same pass. If their
-    number is right and all are up, one member of an old revision is removed; the next plan starts another in its slot.
+    Members are live while they start or are up. If the number of live ones is right and all are up, one member of an
+    old revision is removed, and the next plan starts another in its slot. `stops`: stops that were planned already.
     """
     stopped_names = {stop.name for stop in stops}
     remaining_members = [member for member in members if member.name not in stopped_names]
     live_members = [member for member in remaining_members if member.phase in LIVE_PHASES]
     outdated_members = [member for member in live_members if member.revision < target.revision]
-    has_surge = target.surge and bool(outdated_members) and target.count > 0
-    wanted_count = target.count + has_surge
+    needs_surge = target.surge and bool(outdated_members) and target.count > 0
+    wanted_count = target.count + (1 if needs_surge else 0)
     if len(live_members) > wanted_count:
         return _plan_excess_removals(live_members, len(live_members) - wanted_count)
     if len(live_members) < wanted_count:
         returns = _plan_returns(target, remaining_members, wanted_count - len(live_members))
-        # Leaving members count, too, as each holds its slot and what it reserved until it is gone.
+        # Leaving members count too: each holds its slot and its resources until it is gone.
         occupied_slots = {member.slot for member in members}
         return [*returns, *_plan_starts(kind, wanted_count - len(members), occupied_slots)]
     is_settled = len(members) == len(live_members) and all(member.phase is Phase.UP for member in live_members)

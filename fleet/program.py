@@ -71,7 +71,10 @@ class HttpAnswer(NamedTuple):
 
 
 def send_request(method: str, url: str, body: object = None, admin_key: str = "") -> HttpAnswer:
-    """Send a request to a program on this node, with the admin key if there is one."""
+    """Send an HTTP request with a JSON body to a program on this node, and return its answer, if there is one.
+
+    Failures to connect or to read are returned as an answer with status 0. `admin_key`: sent if not empty.
+    """
     headers = {"Content-Type": "application/json"} if body is not None else {}
     if admin_key:
         headers["Authorization"] = f"Bearer {admin_key}"
@@ -99,25 +102,21 @@ def compute_restart_pause(failure_count: int) -> float:
 
 @dataclass(frozen=True)
 class ProbeHistory:
-    """For how long, and for how many probes in a row, a program has not answered its health probes.
-
-    Only the time of waiting for answers counts. So a program does not count as hung because its observer was stopped
-    for an hour.
-    """
+    """Failed health probes of a program since its last answer: how many, and for how long."""
 
     silent_s: float = 0.0
     missed_probe_count: int = 0
-    """Failed probes since the last answer."""
 
     def add_probe(self, is_alive: bool, elapsed_s: float, max_elapsed_s: float) -> ProbeHistory:
-        """Return the history with one more probe.
+        """Return the history with one more probe. `is_alive`: whether the program answered.
 
-        `elapsed_s` is the time since the previous probe; of it at most `max_elapsed_s` count, in case the observer was
-        stopped.
+        `elapsed_s`: time since the previous probe. At most `max_elapsed_s` of it count as silence, because the process
+        that probes may have been suspended for hours.
         """
         if is_alive:
             return ProbeHistory()
-        return ProbeHistory(self.silent_s + min(max(elapsed_s, 0.0), max_elapsed_s), self.missed_probe_count + 1)
+        counted_s = min(max(elapsed_s, 0.0), max_elapsed_s)
+        return ProbeHistory(self.silent_s + counted_s, self.missed_probe_count + 1)
 
     @property
     def is_silent(self) -> bool:
@@ -125,12 +124,12 @@ class ProbeHistory:
         return self.missed_probe_count >= SILENT_AFTER_PROBES
 
     def is_hung(self, max_silent_s: float) -> bool:
-        """Return whether the program counts as hung; never with a `max_silent_s` of 0."""
+        """Return whether the program was silent for `max_silent_s`; always False if that is 0."""
         return 0 < max_silent_s <= self.silent_s and self.is_silent
 
 
 class ProgramState(msgspec.Struct, frozen=True):
-    """State of a program, as its supervisor sees it."""
+    """State of a supervised program: whether it serves, and its failures so far."""
 
     launch: Launch | None = None
     """Command line and addresses; None while the program does not serve."""
@@ -152,7 +151,7 @@ class ProgramRun:
 
     launch: Launch
     process: subprocess.Popen[bytes]
-    """The guard, which runs the program."""
+    """Guard process, which runs the program and kills it when the guard's stdin is closed."""
     has_ended: threading.Event = field(default_factory=threading.Event)
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINE_COUNT))
     """Last lines that the program wrote."""
@@ -207,10 +206,7 @@ class SupervisedProgram:
     """
 
     def __init__(self, spec: FleetSpec, plan_launch: Callable[[], Launch]) -> None:
-        """Start the program, on a thread. `plan_launch` returns the command line and fresh addresses of the next run.
-
-        It may raise OSError.
-        """
+        """Start the program on a thread. `plan_launch` makes a command line with fresh addresses, or raises OSError."""
         self._spec = spec
         self._plan_launch = plan_launch
         self._lock = threading.Lock()
@@ -257,7 +253,7 @@ class SupervisedProgram:
     def _run_once(self) -> float:
         """Run the program until it ends, and return for how many seconds it served; 0 if it never did."""
         try:
-            run = self._start()
+            run = self._start_program()
         except OSError as error:
             self._add_event(f"gone: not started: {error}")
             return 0.0
@@ -274,10 +270,10 @@ class SupervisedProgram:
         self._add_event(f"gone: {run.describe_end()}")
         return served_s
 
-    def _start(self) -> ProgramRun | None:
-        """Start the program under its guard, which kills the program when this process ends.
+    def _start_program(self) -> ProgramRun | None:
+        """Start the program under a guard process, which kills the program when this process ends.
 
-        Returns None, with nothing started, if `stop` was called meanwhile. Raises OSError.
+        Return None, with nothing started, if `stop` was called meanwhile. Raises OSError.
         """
         env = {key: value for key, value in os.environ.items() if key not in RAY_VARIABLES} | self._spec.env
         env |= {"ROUTER_ADMIN_API_KEY": self._spec.admin_key, "PYTHONUNBUFFERED": "1"}
@@ -317,8 +313,9 @@ class SupervisedProgram:
         probed_at_s = time.monotonic()
         while not run.has_ended.wait(pause_s) and not self._is_stopping.is_set():
             is_answering = run.is_answering()
-            was_silent, now = history.is_silent, time.monotonic()
-            history = history.add_probe(is_answering, now - probed_at_s, pause_s + MAX_CALL_S)
+            now = time.monotonic()
+            was_silent = history.is_silent
+            history = history.add_probe(is_answering, now - probed_at_s, max_elapsed_s=pause_s + MAX_CALL_S)
             probed_at_s = now
             self._update(silent_s=history.silent_s if history.is_silent else 0.0)
             if history.is_silent != was_silent:

@@ -73,15 +73,21 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
     ) -> None:
         """Initialise the router. Ray Serve calls this with the `request_router_kwargs` of the deployment.
 
-        `router` is the admin address of a `router run` process, which is asked for each decision. `model` and
-        `tokenizer` describe the replicas, which that process cannot ask, because they have no HTTP address.
+        `router`: admin address of the `router run` process that is asked for each decision. `model` and `tokenizer`
+        describe the replicas, which that process cannot ask, because they have no HTTP address.
         """
-        self._model, self._tokenizer = model, tokenizer
-        self._admin_url, self._admin_key, self._timeout_s = router.rstrip("/"), admin_key, timeout_s
+        self._admin_url = router.rstrip("/")
+        self._admin_key = admin_key
+        self._timeout_s = timeout_s
+        self._model = model
+        self._tokenizer = tokenizer
         self._session: aiohttp.ClientSession | None = None
+
         self._registered_settings_by_worker: dict[str, Mapping[str, Any]] = {}
+        """Engines that the router process knows, by worker id."""
         self._registered_at_s = 0.0
         self._registration_task: asyncio.Task[None] | None = None
+
         self._predicted_prefill_s_by_request: dict[str, dict[str, float]] = {}
         """Request id -> worker -> predicted seconds of prefill, until the request is routed."""
         self._sent_requests: dict[str, _SentRequest] = {}
@@ -92,16 +98,17 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Rank the replicas for a request, the cheapest first; replicas without a price come last.
+        """Rank the replicas for a request by the router's price for each, the cheapest first; those without come last.
 
-        Serve takes the first one that accepts the request; each rank here has one replica.
+        The result is a list of one-replica lists. Serve takes the first replica that accepts the request.
         """
-        settings_by_worker = {
-            _get_worker_id(replica): settings
-            for replica in candidate_replicas
-            if (settings := self._get_worker_settings(replica)) is not None
-        }
+        settings_by_worker = {}
+        for replica in candidate_replicas:
+            settings = self._get_worker_settings(replica)
+            if settings is not None:
+                settings_by_worker[_get_worker_id(replica)] = settings
         self._register_if_changed(settings_by_worker)
+
         price_by_worker = {} if pending_request is None else await self._fetch_prices(pending_request)
         unpriced_prefill_s_by_worker = self._sum_unpriced_prefill_s()
         in_flight_by_worker = Counter(request.worker_id for request in self._sent_requests.values())
@@ -116,9 +123,9 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         return [[replica] for replica in sorted(candidate_replicas, key=get_sort_key)]
 
     async def _fetch_prices(self, pending_request: PendingRequest) -> dict[str, _WorkerPrice]:
-        """Return the prices of a request by worker; none if the router does not answer in time.
+        """Ask the router for the price of a request on each worker; the result is empty if it does not answer in time.
 
-        Also keeps the predicted prefill in `_predicted_prefill_s_by_request` for `on_request_routed`.
+        The predicted prefill times are stored until Ray Serve has sent the request (`on_request_routed`).
         """
         body = _build_route_query(pending_request, self._model)
         if body is None:
@@ -134,17 +141,19 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         return price_by_worker
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """Count a request that Serve has sent to a replica as load of that replica's worker."""
+        """Count a request that Ray Serve has just sent to a replica as load of that replica's worker."""
         request_id = _get_request_id(pending_request)
         prefill_s_by_worker = self._predicted_prefill_s_by_request.pop(request_id, {})
         replica = self._replicas.get(replica_id)
         if replica is None:
             return
-        worker_id, now = _get_worker_id(replica), time.monotonic()
+        now = time.monotonic()
+        worker_id = _get_worker_id(replica)
         prefill_s = prefill_s_by_worker.get(worker_id, 0.0)
-        if "url" in (self._get_worker_settings(replica) or {}):
+        has_metrics_page = "url" in (self._get_worker_settings(replica) or {})
+        if has_metrics_page:  # the router will soon read of the request there
             unpriced_until_s = now + METRICS_DELAY_S
-        else:  # The router reads no metrics of this replica, which is assumed to prefill one request after the other.
+        else:  # the replica is assumed to prefill one request after the other
             ends_s = [sent.unpriced_until_s for sent in self._sent_requests.values() if sent.worker_id == worker_id]
             unpriced_until_s = max([now, *ends_s]) + prefill_s
         self._sent_requests[request_id] = _SentRequest(worker_id, prefill_s, unpriced_until_s)
@@ -250,11 +259,11 @@ def _get_request_id(pending_request: PendingRequest) -> str:
 
 
 def _build_route_query(pending_request: PendingRequest, model: str) -> bytes | None:
-    """Return the body of the `POST /route` that asks the router what a Serve request would cost at each engine.
+    """Return the JSON body of a `POST /route`, which asks the router what a Serve request would cost at each engine.
 
-    If Ray has encoded the prompt already, the body has its token ids, for `model`. Otherwise it is the first argument
-    of the request that is a chat or completion body: an object with `model_dump` (pydantic), a SimpleNamespace, a
-    mapping, or bytes that begin as a JSON object. None if there is no such argument, so that no price is asked for.
+    If Ray has encoded the prompt already, the body has its token ids and `model`. Otherwise it is the first argument of
+    the request that is a chat or completion request: an object with `model_dump` (pydantic), a SimpleNamespace, a
+    mapping, or bytes that begin as a JSON object. None if there is no such argument.
     """
     token_ids = pending_request.kwargs.get("request_token_ids")
     if token_ids and model:

@@ -31,7 +31,7 @@ class MemberKind(str, Enum):
 
 
 class FleetSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The programs of a fleet and what they get: command lines, resources, addresses and timeouts."""
+    """Description of a fleet of workers and routers: their command lines, resources, addresses and timeouts."""
 
     name: str
     engine_command: tuple[str, ...]
@@ -92,9 +92,10 @@ def plan_launch(
     allocate_ports: PortAllocator,
     workers: Sequence[Mapping[str, str | int]] = (),
 ) -> Launch:
-    """Return the command line and the addresses of the program of a slot on the node with the address `host`.
+    """Return the command line and the addresses of one program of a fleet, a router or a worker.
 
-    `workers` are those that a router knows from its start.
+    `slot`: number of the program among those of its kind. `host`: address of the node on which it runs. `workers`:
+    settings of the workers that a router knows from its start.
     """
     if kind is MemberKind.ROUTER:
         return _plan_router(spec, slot, host, allocate_ports, workers)
@@ -106,8 +107,8 @@ def _plan_router(
 ) -> Launch:
     """Return the launch of a router on the node with the address `host`.
 
-    A router listens at three addresses: for clients at a port that its slot fixes, so that clients can be told; for the
-    fleet's admin calls on its own node only; and for the other routers, which read its load there.
+    A router listens at three addresses: for clients, at the same port after each restart; for admin calls, on its own
+    node only; and for other routers, which read its load.
     """
     port = spec.router_port + slot if spec.router_port else allocate_ports(1)
     admin_address = f"127.0.0.1:{allocate_ports(1)}"
@@ -118,6 +119,7 @@ def _plan_router(
     has_tls = any(flag.partition("=")[0] == "--tls-cert" for flag in spec.router_flags)
     scheme = "https" if has_tls else "http"
     url = f"{scheme}://{bracket_host(reachable_host)}:{port}"
+
     worker_texts = [",".join(f"{key}={value}" for key, value in worker.items()) for worker in workers]
     address_flags = ["--host", listen_host, "--port", str(port), "--admin", admin_address, "--peer-bind", peer_address]
     return Launch(
@@ -130,7 +132,10 @@ def _plan_router(
 
 
 def _plan_worker(spec: FleetSpec, host: str, allocate_ports: PortAllocator) -> Launch:
-    """Return the launch of a worker. vLLM gets the addresses of its events by flags; our engine chooses its own."""
+    """Return the launch of a worker on the node with the address `host`.
+
+    vLLM is told by flags where to publish its cache events. The engine of this project chooses the addresses itself.
+    """
     url_host = bracket_host(host)
     port = allocate_ports(1)
     url = f"http://{url_host}:{port}"
@@ -138,7 +143,8 @@ def _plan_worker(spec: FleetSpec, host: str, allocate_ports: PortAllocator) -> L
     command = [*spec.engine_command, "--host", host, "--port", str(port)]
     if spec.is_vllm:
         rank_count = parse_rank_count(spec.engine_command)
-        first_events_port, first_replay_port = allocate_ports(rank_count), allocate_ports(rank_count)
+        first_events_port = allocate_ports(rank_count)
+        first_replay_port = allocate_ports(rank_count)
         events_config = {"enable_kv_cache_events": True, "publisher": "zmq"}
         events_config |= {"endpoint": f"tcp://*:{first_events_port}", "replay_endpoint": f"tcp://*:{first_replay_port}"}
         command += ["--kv-events-config", json.dumps(events_config)]

@@ -51,10 +51,7 @@ def parse_workers_page(page: Mapping[str, Any]) -> dict[str, WorkerStatus]:
 
 
 def _merge_ranks(rank_rows: Sequence[Mapping[str, Any]]) -> WorkerStatus:
-    """Return the status of all ranks of a worker together: as busy as the busiest one. All ranks have one state.
-
-    Raises KeyError or TypeError if a row is malformed.
-    """
+    """Return a worker's status: as busy as its busiest rank. Raises KeyError, TypeError for malformed rows."""
     states = {str(row["state"]) for row in rank_rows}
     return WorkerStatus(
         is_up="up" in states,
@@ -68,9 +65,10 @@ def _merge_ranks(rank_rows: Sequence[Mapping[str, Any]]) -> WorkerStatus:
 def plan_admin_calls(
     listed_workers: Sequence[ListedWorker], status_by_worker: Mapping[str, WorkerStatus]
 ) -> list[AdminCall]:
-    """Return the admin calls that make a router's workers equal the list.
+    """Return the admin API calls that make a router know exactly the listed workers.
 
-    They remove other workers, add new ones, and begin or end drains. A new worker that drains already is not added.
+    `status_by_worker`: workers that the router knows now, by id. The calls remove other workers, add new ones, and
+    begin or end drains. A new worker that drains already is not added.
     """
     worker_by_id = {str(worker.settings["id"]): worker for worker in listed_workers}
     calls = [
@@ -78,10 +76,9 @@ def plan_admin_calls(
     ]
     for worker_id, worker in worker_by_id.items():
         worker_status = status_by_worker.get(worker_id)
-        if worker_status is None:
-            if not worker.is_draining:
-                calls.append(AdminCall("POST", "/workers", dict(worker.settings)))
-        elif worker_status.is_draining != worker.is_draining:
+        if worker_status is None and not worker.is_draining:
+            calls.append(AdminCall("POST", "/workers", dict(worker.settings)))
+        elif worker_status is not None and worker_status.is_draining != worker.is_draining:
             calls.append(AdminCall("POST", f"{_make_path(worker_id)}/drain", {"on": worker.is_draining}))
     return calls
 

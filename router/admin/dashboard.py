@@ -48,7 +48,10 @@ _INLINE_PATTERN = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def make_security_headers(page: bytes) -> tuple[Header, ...]:
-    """Return headers that let a page run its own scripts only, and that forbid other pages to show it in a frame."""
+    """Return HTTP headers that protect a page: it runs its own scripts only, and no other page may show it in a frame.
+
+    Inline scripts and styles are allowed by their SHA-256 hashes (Content-Security-Policy).
+    """
     hashes_by_tag: dict[bytes, list[bytes]] = {b"script": [], b"style": []}
     for tag, text in _INLINE_PATTERN.findall(page):
         hashes_by_tag[tag].append(b"'sha256-%b'" % b64encode(sha256(text).digest()))
@@ -74,6 +77,7 @@ class Viewer:
     """
 
     def __init__(self, connection: ClientConnection, on_leave: Callable[[Viewer], None]) -> None:
+        """Begin the response. `on_leave` is called when the browser is gone."""
         self._connection = connection
         self._on_leave = on_leave
         self._is_paused = False
@@ -100,7 +104,10 @@ class Viewer:
 def make_decision_row(
     context: RequestContext, route: RouteRequest, decision: Decision, cached_tokens: int | None
 ) -> dict[str, Any]:
-    """Return what the page shows of a request that ended, without its body and its prompt, which it need not keep."""
+    """Return what the dashboard shows of a request that ended: the worker it went to, its tokens and its times.
+
+    `cached_tokens`: as the worker reported them; None if it did not.
+    """
     return {
         "id": context.name,
         "at": time.time(),
@@ -129,7 +136,7 @@ def list_losses(explanation: MissExplanation | None) -> list[tuple[str, int]]:
 
 
 class _IntervalTotals:
-    """Sums over the requests that ended in one interval of the page's history."""
+    """Sums over the requests that ended in one interval, for one point in the dashboard's charts."""
 
     def __init__(self) -> None:
         self._sums = dict.fromkeys(SUM_NAMES, 0.0)
@@ -140,15 +147,16 @@ class _IntervalTotals:
 
         `cached_tokens`: as the worker reported them; None if it did not. `moved_bytes`: those of its KV transfer.
         """
-        route, decision, sums = context.route, context.decision, self._sums
+        sums = self._sums
         sums["requests_per_s"] += 1 / POINT_INTERVAL_S
         sums["failed"] += context.outcome != "status_200"
-        if route is None or decision is None:
+        route, decision = context.route, context.decision
+        if route is None or decision is None:  # it was not routed
             return
         self._add_transfer(decision, moved_bytes)
         if context.ttft_s is not None and len(self._ttfts_s) < TTFTS_MAX:
             self._ttfts_s.append(context.ttft_s)
-        if route.token_ids is None:
+        if route.token_ids is None:  # the prompt was not tokenised, so nothing was predicted
             return
         sums["prompt_tokens"] += route.prompt_tokens
         sums["predicted_tokens"] += decision.predicted_cached_tokens
@@ -178,7 +186,7 @@ class _IntervalTotals:
 
 
 class Dashboard:
-    """Sums up requests as they end, and updates the viewers once a second."""
+    """Live page of a router's workers and latest decisions; browsers that show it get updates once a second."""
 
     def __init__(
         self,
@@ -188,18 +196,26 @@ class Dashboard:
         version: str = "",
         get_explanation: Callable[[str], MissExplanation | None] = lambda request_name: None,
     ) -> None:
-        """`describe_workers` returns the body of `/workers`. `get_explanation` returns why a request's prompt was not
-        cached."""
+        """Begin without viewers. `proxy`: reports each request when it ends.
+
+        `describe_workers` returns the body of `/workers`. `get_explanation` returns why a request's prompt was not
+        cached, by the request's name.
+        """
         self._proxy = proxy
         self._describe_workers = describe_workers
         self._version = version
         self._get_explanation = get_explanation
         self._viewers: set[Viewer] = set()
+
         self._decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_MAX)
+        """Latest routing decisions, as rows of the page."""
         self._unsent_decision_count = 0
-        """Latest decisions that viewers have not seen."""
+        """Number of the latest decisions that viewers have not seen."""
+
         self._points: deque[dict[str, float | None]] = deque(maxlen=POINTS_MAX)
+        """Points of the page's charts, one for each POINT_INTERVAL_S."""
         self._totals = _IntervalTotals()
+        """Sums for the next point."""
         self._retry_count = 0
         """Attempts repeated until the last point."""
         self._next_point_at_s = 0.0

@@ -10,7 +10,7 @@ import msgspec
 
 from prompts.errors import RequestError
 from router.decide.core import RouterCore
-from router.decide.workers import WorkerState
+from router.decide.workers import ServedModel, WorkerState
 from router.http.request import HttpRequest
 from router.http.routes import CachedPage, Response, Routes
 
@@ -18,15 +18,15 @@ _SERVING_STATES = (WorkerState.UP, WorkerState.PROBING, WorkerState.DRAINING)
 
 
 class DescriptionRoutes:
-    """Describes the router to people and clients that look whether anything answers at this address."""
+    """HTTP routes `/` and `/version`, which describe the router to anybody who asks."""
 
     def __init__(self, version: str, forwarded_paths: Collection[str]) -> None:
-        """`forwarded_paths`: paths that are forwarded to workers."""
+        """`forwarded_paths`: paths of requests that the router forwards to workers."""
         self._version = version
         self._forwarded_paths = list(forwarded_paths)
 
     def register(self, routes: Routes) -> None:
-        """Serve the routes of this class. `/` lists the public paths of `routes`, also of those added later."""
+        """Add `/` and `/version` to `routes`. `/` lists all public paths of `routes`, also of those added later."""
 
         def describe(request: HttpRequest, _: str) -> Response:
             body = {
@@ -43,7 +43,7 @@ class DescriptionRoutes:
 
 
 class ModelRoutes:
-    """Lists the models for which some worker takes requests."""
+    """HTTP routes `/v1/models` and `/v1/models/NAME`: the models that workers serve, in OpenAI's format."""
 
     def __init__(self, core: RouterCore, model_by_alias: Mapping[str, str], now: Callable[[], float]) -> None:
         self._core = core
@@ -67,26 +67,29 @@ class ModelRoutes:
         return Response(msgspec.json.encode(card))
 
     def _make_model_cards(self) -> dict[str, dict[str, Any]]:
-        """Return the name and the card of each model, with the longest context that any worker offers."""
-        cards: dict[str, dict[str, Any]] = {}
+        """Return the descriptions of all served models and aliases in OpenAI's format, by name.
+
+        `max_model_len` is the longest context that any worker of the model offers; None if no worker tells it.
+        """
+        card_by_name: dict[str, dict[str, Any]] = {}
         for worker in self._core.workers.values():
             if worker.state not in _SERVING_STATES:
                 continue
             for name, model in worker.models.items():
-                card = cards.setdefault(
-                    name,
-                    {
-                        "id": name,
-                        "object": "model",
-                        "created": self._created_at,
-                        "owned_by": "blockcast",
-                        "root": model.base,
-                        "parent": model.base if model.lora else None,
-                        "max_model_len": model.max_model_len,
-                    },
-                )
+                card = card_by_name.setdefault(name, self._make_model_card(name, model))
                 card["max_model_len"] = max(card["max_model_len"] or 0, model.max_model_len or 0) or None
         for alias, name in self._model_by_alias.items():
-            if name in cards:
-                cards[alias] = cards[name] | {"id": alias}
-        return cards
+            if name in card_by_name:
+                card_by_name[alias] = card_by_name[name] | {"id": alias}
+        return card_by_name
+
+    def _make_model_card(self, name: str, model: ServedModel) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created_at,
+            "owned_by": "blockcast",
+            "root": model.base,
+            "parent": model.base if model.lora else None,
+            "max_model_len": model.max_model_len,
+        }

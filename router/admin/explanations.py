@@ -37,14 +37,16 @@ class ExplanationRoutes:
         routes.add("POST", "/requests/watch", self._watch_session, public=False)
 
     async def _explain_route(self, request: HttpRequest, _: str) -> Response:
-        """Explain where a request with these headers and this body, sent to `?path=`, would go now.
+        """Answer `POST /route`: explain to which worker a request with these headers and this body would go now.
 
-        Without a path the body tells whether it is a chat or a completion. Nothing is sent to a worker or changed.
+        `?path=` names the route that the request is for. Without it, the body tells whether it is a chat or a
+        completion. Nothing is sent to a worker, and no state changes.
         """
         context = RequestContext(request, "", self._now(), "explained")
         await self._request_reader.read(context, _read_explained_path(request))
         assert context.body is not None
-        route, prompt = self._request_reader.build_route_request(context), context.body.prompt
+        prompt = context.body.prompt
+        route = self._request_reader.build_route_request(context)
         decision = self._core.explain(route, self._now())
         if isinstance(decision, Refuse):
             raise RequestError(decision.message, param=None, code=decision.code, status=decision.status)
@@ -55,7 +57,7 @@ class ExplanationRoutes:
             "tokenize_ms": round(prompt.seconds * 1e3, 3),
             "why": self._reasons.explain(context),
         }
-        for name in ("request_id", "decided_s"):  # this request was not placed
+        for name in ("request_id", "decided_s"):  # meaningless, because the request is not sent
             del body[name]
         return Response(msgspec.json.encode(body))
 

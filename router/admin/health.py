@@ -14,6 +14,8 @@ from router.fleet.members import Fleet
 from router.http.request import HttpRequest
 from router.http.routes import Response, Routes
 
+LISTED_WORKERS_MAX = 10
+
 
 class HealthRoutes:
     """Health of this router, by its workers and by how far their event streams have caught up."""
@@ -54,9 +56,10 @@ class HealthRoutes:
         return Response(msgspec.json.encode({"status": reason or "ok"}), 503 if reason else 200)
 
     def find_unready_reason(self) -> str | None:
-        """Return why the router is not ready for requests; None if it is ready.
+        """Return why the router should get no requests yet; None if it is ready.
 
-        A router that was ready once stays ready while a worker is up, whatever happens to event streams later.
+        At its start, a router waits a while until it knows what the workers have cached. Once it was ready, it stays
+        ready while any worker is up.
         """
         if self.is_draining:
             return "draining"
@@ -65,7 +68,7 @@ class HealthRoutes:
         if not self._was_ready:
             unknown_workers = self._list_unknown_workers()
             if unknown_workers and self._now() < self._ready_until_s:
-                return f"not known yet: {', '.join(unknown_workers[:10])}"
+                return f"not known yet: {', '.join(unknown_workers[:LISTED_WORKERS_MAX])}"
             self._was_ready = True
         return None
 

@@ -26,7 +26,7 @@ NAME_PREFIX: Final = "blockcast_router_"
 
 @dataclass(frozen=True, slots=True)
 class MetricsPage:
-    """The page `/metrics` of one router, and the parts of the router that count what the page shows."""
+    """The Prometheus page `/metrics` of one router, made from the parts of the router that count things."""
 
     proxy: Proxy
     prompt_reader: PromptReader
@@ -51,7 +51,7 @@ def build_page_families(page: MetricsPage) -> Iterator[Family]:
     metrics, snapshot = proxy.metrics, proxy.core.snapshot(proxy.now())
     metrics.flush_ended()
     yield from build_families(CounterMetricFamily, _list_request_counters(metrics), NAME_PREFIX)
-    yield from build_families(CounterMetricFamily, _list_room_counters(page, snapshot), NAME_PREFIX)
+    yield from build_families(CounterMetricFamily, _list_component_counters(page, snapshot), NAME_PREFIX)
     yield from build_feed_families(page.feed.sum_counters())
     yield from build_families(GaugeMetricFamily, _list_gauges(page, snapshot), NAME_PREFIX)
     yield from build_families(GaugeMetricFamily, _list_worker_gauges(page, snapshot), NAME_PREFIX)
@@ -69,7 +69,7 @@ def build_feed_families(feed_counters: Mapping[str, Mapping[str, int]]) -> Itera
 
 # fmt: off
 def _list_request_counters(metrics: Metrics) -> list[Row]:
-    """Return the counters of requests, attempts and their tokens."""
+    """Return the counters of requests, of the attempts to serve them, and of their tokens, as rows of `/metrics`."""
     tokens_by_group = {
         (reason, GROUPS.get(reason, "none")): tokens for reason, tokens in metrics.cache_miss_tokens.items()
     }
@@ -114,9 +114,10 @@ def _list_request_counters(metrics: Metrics) -> list[Row]:
     ]
 
 
-def _list_room_counters(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
-    """Return the counters that are kept outside `Metrics`: by the core, the fleet, the prompt reader and the feed."""
-    conversations, events = page.prompt_reader.conversations, page.feed.events
+def _list_component_counters(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
+    """Return the counters that parts of the router keep themselves: core, fleet, prompt reader and event feed."""
+    conversations = page.prompt_reader.conversations
+    events = page.feed.events
     received_bytes_by_target = {
         row.target: row.engine_load.received_kv_bytes
         for row in snapshot.workers
@@ -151,7 +152,7 @@ def _list_room_counters(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
 
 
 def _list_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
-    """Return the gauges of the whole router."""
+    """Return the gauges of the whole router: memory, requests in flight, and the size of the prefix index."""
     index = page.proxy.core.index.stats()
     return [
         make_total("request_buffer_bytes", "Bytes of requests and of unread answers; small ones do not count.",
@@ -173,7 +174,8 @@ def _list_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
 
 def _list_worker_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
     """Return the gauges of each worker, and of each group of workers that move KV between them."""
-    rows, worker = snapshot.workers, ("worker",)
+    rows = snapshot.workers
+    worker = ("worker",)
     missing_roles: dict[tuple[str, str], float] = {}
     for group in describe_kv_groups(page.proxy.core.workers.values()):
         missing_roles[group["group"], PREFILL_ROLE] = float(not group["sources"])

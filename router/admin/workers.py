@@ -41,10 +41,9 @@ class WorkerListRoutes:
         routes.add("POST", "/workers/*/drain", self._drain_worker, public=False)
 
     def describe_workers(self) -> dict[str, Any]:
-        """Return the body of `GET /workers`: the workers, and figures of the whole router.
+        """Return the body of `GET /workers` as JSON values: rows of workers, and figures of the whole router.
 
-        A worker has a row for each data-parallel rank, with its figures. A worker that was never reached has one row,
-        with the reason.
+        A worker has one row for each data-parallel rank. A worker that was never reached has one row, with the reason.
         """
         snapshot = self._core.snapshot(self._now())
         rows = [self._describe_worker(row) for row in snapshot.workers]
@@ -97,7 +96,7 @@ class WorkerListRoutes:
         return Response(msgspec.json.encode({"worker_id": worker_id, "removed": True}))
 
     async def _drain_worker(self, request: HttpRequest, name: str) -> Response:
-        """Give a worker no further requests, or requests again where the body is `{"on": false}`."""
+        """Stop sending new requests to a worker, or resume it if the body is `{"on": false}`. Answers with its id."""
         fields = decode_object(request.body) if request.body else {}
         is_draining = fields.pop("on", True)
         if fields:
@@ -131,7 +130,10 @@ class WorkerListRoutes:
 
 
 def describe_kv_groups(workers: Iterable[Worker]) -> list[dict[str, Any]]:
-    """Return which available workers may give KV to which, and for each group the reason why none moves."""
+    """Return a row for each group of workers that can exchange KV blocks: which give KV, which take it, and problems.
+
+    Only workers that can get requests now count. `problem`: why no KV can move in the group; empty if some can.
+    """
     workers_by_group: dict[str, list[Worker]] = {}
     for worker in workers:
         if worker.spec.transfer.group:
@@ -142,7 +144,8 @@ def describe_kv_groups(workers: Iterable[Worker]) -> list[dict[str, Any]]:
         sources = [worker.worker_id for worker in available if worker.spec.transfer.can_give]
         destinations = [worker.worker_id for worker in available if worker.spec.transfer.can_take]
         transfer = members[0].spec.transfer
-        problem = missing_role = ""
+        problem = ""
+        missing_role = ""
         if not sources or not destinations:
             missing_role = DECODE_ROLE if sources else PREFILL_ROLE
             effect = "requests are refused" if transfer.needs_partner else "each computes its prompts"

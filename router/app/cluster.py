@@ -200,7 +200,7 @@ class Cluster:
         """Replace the other routers whose load counts by those in the body. Raises RequestError."""
         if self._peer_sockets is None:
             raise RequestError("peers: this router tells no load: --peer-bind", param="peers", status=409)
-        return Response(msgspec.json.encode({"peers": self._peer_sockets.follow(request.body)}))
+        return Response(msgspec.json.encode({"peers": self._peer_sockets.set_peers(request.body)}))
 
     def _apply_fact(self, fact: WorkerFact) -> None:
         try:

@@ -99,10 +99,9 @@ class WorkerCheck:
         self._salt = f"check-{random.SystemRandom().getrandbits(64):x}"
 
     async def run(self) -> AsyncIterator[Finding]:
-        """Check the worker step by step and yield the finding of each step.
+        """Check the worker step by step: its address, its tokenizer and chat template, then requests and their events.
 
-        Checks its address, then whether it reads prompts as the router does, then requests and their events. Ends early
-        if no worker answers at the address.
+        Yields the finding of each step. Ends early if no worker answers at the address.
         """
         address_finding = await self._check_address()
         yield address_finding
@@ -122,7 +121,7 @@ class WorkerCheck:
             yield await self._check_replay()
 
     async def _check_address(self) -> Finding:
-        """Report whether a worker answers at the address; if so, store what it tells of itself."""
+        """Ask the worker what it is and which models it serves, and report whether that worked."""
         if await self._is_router():
             text = "is a router, which publishes no events of its own: name the workers behind it, one by one"
             return Finding("address", False, f"{self._flag.url} {text}")
@@ -131,16 +130,18 @@ class WorkerCheck:
         except (FetchError, DecodeError) as error:
             step = "key" if is_key_refused(str(error)) else "address"
             return Finding(step, False, f"{error}: {suggest_remedy(self._flag, str(error))}")
-        models, engine = self._facts.spec.models, self._facts.spec.engine
+        models = self._facts.spec.models
         base_models = [model for model in models if model.lora is None]
         self._model = (base_models or models)[0]  # a worker may list adapters only
         names = ", ".join(model.name for model in models)
-        return Finding("address", True, f"serves {names}" + (f" ({engine})" if engine else ""))
+        engine_text = f" ({self._facts.spec.engine})" if self._facts.spec.engine else ""
+        return Finding("address", True, f"serves {names}{engine_text}")
 
     async def _check_requests(self, prompt_ids: Sequence[int]) -> AsyncIterator[Finding]:
-        """Send the prompt twice, then with a salt and for adapters; check the events and usage that the worker reports.
+        """Send a prompt again and again; check the cache events and cached tokens that the worker reports.
 
-        Where nobody listens at an address of events, the check listens there itself, as the worker may connect to it.
+        The prompt is sent twice, then with a cache salt, then for a LoRA adapter. Where nothing listens at an address
+        for events, the check listens there itself, because the worker may be set up to connect to it.
         """
         listening_sources = [source for source in self._facts.sources if await self._is_listening(source)]
         silent_sources = [source for source in self._facts.sources if source not in listening_sources]
@@ -173,11 +174,10 @@ class WorkerCheck:
         return isinstance(health, dict) and "workers_up" in health
 
     async def _compare_tokens(self, step: str, path: str, fields: dict[str, Any]) -> Finding:
-        """Check that the router encodes a sample request to the same token ids as the worker.
+        """Check that the router encodes a sample request to the same token ids as the worker's `/tokenize`.
 
-        The router finds cached prompts by their token ids, so other ids would never be found in the worker's cache.
-        The worker is asked for its ids at `/tokenize`. `step`: "tokenizer" or "template", the name of the finding.
-        `path` and `fields`: the route and the body of the sample request.
+        The router finds cached prompts by their token ids, so with other ids it would never find any. `step`:
+        "tokenizer" or "template", the name of the finding. `path` and `fields`: route and body of the request.
         """
         request = parse_routing(path, msgspec.json.encode({"model": self._model.name, **fields}))
         tokenize_request = build_tokenize_request(request, self._model.name)
@@ -185,9 +185,10 @@ class WorkerCheck:
         answer = await self._post("/tokenize", tokenize_request)
         worker_ids = _get_token_ids(answer)
         tokenizer = self._tokenizers.get(self._model.base)
-        if tokenizer is None:  # the router will ask the worker for tokens if it can
+        if tokenizer is None:
             reason = self._tokenizers.problems.get(self._model.base, "there is none here")
-            return Finding(step, False if worker_ids is None else None, reason)
+            has_fallback = worker_ids is not None  # the router will ask the worker for token ids
+            return Finding(step, None if has_fallback else False, reason)
         if worker_ids is None:
             return Finding(step, None, f"cannot be compared: /tokenize says {_format_error(answer)}")
         router_ids = _tokenize(request, tokenizer)
@@ -256,20 +257,22 @@ class WorkerCheck:
         return stores
 
     def _check_events(self, prompt_ids: Sequence[int], silent_sources: Sequence[EventSource]) -> list[Finding]:
-        """Report whether the worker announced the blocks of the prompt that it computed.
+        """Report whether cache events announced the prompt's blocks, and what in them differs from the description.
 
-        If it did, report also what differs from the worker's own description. `silent_sources`: addresses at which
-        nobody listens.
+        The description is what the worker says of its event streams. `silent_sources`: addresses of events at which
+        nothing listens.
         """
         stores = self._find_stores(prompt_ids)
-        if any(message.stream_id.startswith(BOUND_PREFIX) for message in self._messages):
+        connects_to_router = any(message.stream_id.startswith(BOUND_PREFIX) for message in self._messages)
+        if connects_to_router:
             text = f"the worker connects to {silent_sources[0].endpoint} instead of listening there"
             return [Finding("events", False, f"{text}: say tcp://*:5557 there, or let the router bind, --bind-events")]
         if not stores:
             return [self._report_silence(silent_sources)]
         block_count = sum(len(event.block_hashes) for _, event in stores)
         findings = [Finding("events", True, f"{block_count} blocks announced")]
-        first_message, events = stores[0][0], [event for _, event in stores]
+        first_message, _ = stores[0]
+        events = [event for _, event in stores]
         for source in self._facts.sources:
             if str(source.data_parallel_rank) == first_message.stream_id:
                 block_size = source.block_size or self._facts.spec.block_size
@@ -304,10 +307,10 @@ class WorkerCheck:
         return Finding("replay", False, text)
 
     async def _check_cached(self, prompt_ids: Sequence[int]) -> Finding:
-        """Repeat the prompt; compare the cached tokens that are reported with those that a router predicts.
+        """Repeat the prompt, and compare the cached tokens that the worker reports with those that a router predicts.
 
-        A router predicts all full blocks. Without announced blocks, and with several groups of blocks, only the
-        reported tokens are shown.
+        A router predicts that all full blocks are cached. Without announced blocks, or with several groups of blocks
+        (hybrid models), there is no simple prediction, and only the reported tokens are shown.
         """
         finding, cached_tokens = await self._request_completion("again", {"prompt": prompt_ids})
         if finding.is_ok is not True:
@@ -341,9 +344,10 @@ class WorkerCheck:
         return Finding("salt", True, "a prompt with a `cache_salt` of its own shares nothing")
 
     async def _check_adapter(self, name: str, prompt_ids: Sequence[int], subscriber: Subscriber) -> Finding:
-        """Report whether the blocks of a LoRA adapter differ from the base model's.
+        """Report whether the worker tells cached blocks of a LoRA adapter from those of its base model.
 
-        A second prompt is sent, whose events cannot be those of the base model's requests.
+        The prompt, which the base model has cached, must not be found in the cache. The events of a second prompt must
+        name the adapter. `name`: model name of the adapter.
         """
         finding, cached_tokens = await self._request_completion("LoRA", {"prompt": prompt_ids, "model": name})
         if finding.is_ok is not True:
@@ -390,9 +394,10 @@ class WorkerCheck:
 def _find_differences(
     source: EventSource, block_size: int | None, message: Message, events: Sequence[BlockStored]
 ) -> Iterator[Finding]:
-    """Yield the differences between a source's description and the events by which it announced one prompt.
+    """Yield where the events of one prompt differ from how the worker describes its event stream: topic, size, rank.
 
-    `message`: the one with the first of the events. `block_size`: tokens of a block by its description, if known.
+    `source`: the description. `block_size`: tokens of a block by the description, if known. `events`: the events that
+    announced the prompt's blocks. `message`: the message that brought the first of them.
     """
     topic = message.topic.decode("utf-8", "replace")
     if source.topic and topic != source.topic:
@@ -469,9 +474,10 @@ async def check_workers(
     chat_template: str | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> bool:
-    """Check the workers one after the other, and pass each finding to `report`. Return whether nothing is wrong.
+    """Check workers one after the other, and pass each finding to `report`. Return whether nothing is wrong.
 
-    `key`, `tokenizer`, `chat_template` and `tls` are those that a router would have (--worker-api-key, ...).
+    `report` gets the worker's id and the finding. `key` (API key of the workers), `tokenizer`, `chat_template` and
+    `tls`: as a router would have them.
     """
     are_all_sound = True
     with ThreadPoolExecutor(1) as executor:

@@ -58,20 +58,22 @@ def make_table_rows(
 
 
 def _make_row(worker: dict[str, Any], previous: dict[str, Any] | None, interval_s: float) -> WorkerRow:
-    """Return the row of the table that shows a worker, from its entry in `/workers`.
+    """Return the table row of a worker, from its entry in the body of `GET /workers`.
 
-    `previous`: its entry `interval_s` seconds ago, for the rate of requests; None shows no rate.
+    `previous`: the entry `interval_s` seconds ago, for the rate of requests; None: show no rate.
     """
     if "target" not in worker:  # the router has never reached it, and knows no figures
         cells = [worker["worker_id"], worker["state"], *["-"] * (len(COLUMNS) - 2)]
         return WorkerRow(cells, worker.get("state_reason", ""))
-    has_rate = previous is not None and interval_s > 0
-    new_requests = worker["routed_requests"] - (previous or worker)["routed_requests"]
-    requests_per_s = max(new_requests / interval_s, 0) if has_rate else 0.0  # a router that restarted counts anew
+    requests_per_s, rate_text = 0.0, "-"
+    if previous is not None and interval_s > 0:
+        new_requests = worker["routed_requests"] - previous["routed_requests"]
+        requests_per_s = max(new_requests / interval_s, 0)  # negative after a restart of the router
+        rate_text = f"{requests_per_s:.1f}"
     cells = [
         worker["target"],
         worker["state"],
-        f"{requests_per_s:.1f}" if has_rate else "-",
+        rate_text,
         str(worker["prefilling"]),
         str(worker["decoding"]),
         f"{worker['queue_s']:.2f}",
@@ -83,14 +85,17 @@ def _make_row(worker: dict[str, Any], previous: dict[str, Any] | None, interval_
 
 
 def format_summary(page: WorkersPage, previous_page: WorkersPage | None, interval_s: float) -> str:
-    """Return one line on the whole router: its health, its load, and the tokens that caches save."""
+    """Return one line on the whole router: its health, its load, and the prompt tokens found in caches per second.
+
+    `page`: body of `GET /workers` now. `previous_page`: the one `interval_s` seconds ago; None: show no rates.
+    """
     count_by_state = Counter(row["state"] for row in page["workers"])
     state_counts = ", ".join(f"{count} {state}" for state, count in count_by_state.items())
     troubled_count = sum(row["state"] != "up" or bool(row.get("alarms")) for row in page["workers"])
     health = f"{troubled_count} in trouble" if troubled_count else "Healthy"
     if not page["workers"]:
         health = "No workers"
-    requests_rate, tokens_rate = "-", "-"
+    requests_rate = tokens_rate = "-"
     if previous_page is not None and interval_s > 0:
         routed_requests = page["counters"].get("routed", 0) - previous_page["counters"].get("routed", 0)
         cached_tokens = _sum_cached_tokens(page) - _sum_cached_tokens(previous_page)
@@ -105,10 +110,11 @@ def format_summary(page: WorkersPage, previous_page: WorkersPage | None, interva
 def format_transfers(page: WorkersPage, previous_page: WorkersPage | None, interval_s: float) -> str:
     """Return a line such as "KV that moves: 2.0 pulls/s, 0.5 prefills/s, 0 failed"; "" if no worker can move KV.
 
-    A pull copies cached KV from another worker, and a prefill has another worker compute the prompt. Workers move KV by
-    a common protocol, their dialect. A dialect with a problem is listed, for example "none in nixl: PROBLEM".
+    A pull copies cached KV from another worker, and a prefill has another worker compute the prompt. A protocol by
+    which no KV can move is listed with the reason, for example "none in nixl: PROBLEM".
     """
-    groups, counts_by_kind = page.get("kv_groups", []), page.get("kv_transfers", {})
+    groups = page.get("kv_groups", [])
+    counts_by_kind = page.get("kv_transfers", {})
     if not groups and not counts_by_kind:
         return ""
     parts = []
@@ -152,9 +158,9 @@ def _suggest_remedy(url: str, reason: str) -> str:
 
 
 def fetch_workers(url: str, headers: dict[str, str], tls: ssl.SSLContext) -> WorkersPage:
-    """Ask a router for `GET /workers`. `headers`: those of the admin key.
+    """Return the decoded body of a router's `GET /workers`. `headers`: HTTP headers with the admin key.
 
-    Raises click.ClickException if the router cannot be reached, refuses the key, or answers otherwise.
+    Raises click.ClickException if the router cannot be reached, refuses the key, or is no router.
     """
     try:
         status, answer = asyncio.run(_fetch(f"{url}/workers", headers, tls))
@@ -242,7 +248,7 @@ def top(
 
 
 def _draw(page: WorkersPage, previous_page: WorkersPage | None, interval_s: float, sort: str) -> Any:
-    """Return a rich Group of the summary, the table of workers, and a line for each problem."""
+    """Return what the terminal shows, as a rich Group: a summary, the table of workers, a line for each problem."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

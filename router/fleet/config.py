@@ -13,7 +13,7 @@ from options import Flag, Seconds, Size
 # fmt: off
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """How often workers are checked, and how many of their cache events are followed."""
+    """Settings of how a router watches its workers: times between checks, and limits for streams of cache events."""
 
     health_s: Annotated[Seconds, Flag("--health-interval"), "Time between two health checks of a worker."] = 2.0
     sources_s: Annotated[Seconds, "Time between two probes of a worker's sources and sizes."] = 10.0

@@ -67,7 +67,7 @@ NOT_OFFERED = frozenset((404, 405, 410, 501))
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """Result of a probe that a worker has answered."""
+    """Description of a worker, as one probe found it by asking the worker over HTTP."""
 
     spec: WorkerSpec
     sources: tuple[EventSource, ...] = ()
@@ -77,11 +77,11 @@ class WorkerFacts:
     sizes: EngineSizes = UNKNOWN_SIZES
     """Sizes that the engine told in this probe, or else in an earlier one."""
     engine_ids: tuple[str, ...] | None = None
-    """Names by which Mooncake transfers KV from the engine's ranks; empty: there are none; None: unknown."""
+    """Mooncake's ids of the engines of all ranks, which KV transfers name; empty: there are none; None: unknown."""
     is_asleep: bool | None = field(default=None, compare=False)
-    """Whether the engine sleeps; None: the worker does not tell, so nothing is known to have changed."""
+    """Whether the engine is in sleep mode; None: the worker does not tell, so nothing is known to have changed."""
     engine_ids_problem: str = field(default="", compare=False)
-    """Why the worker's server for Mooncake did not name the engines in this probe; empty: it did, or was not asked."""
+    """Why Mooncake's bootstrap server did not tell `engine_ids` in this probe; empty: it did, or was not asked."""
     restart_count: int = field(default=0, compare=False)
     """Restarts of the engine that its event streams had shown when the probe began."""
 
@@ -92,17 +92,19 @@ class WorkerFacts:
         engine_ids: tuple[str, ...] | None,
         restart_count: int = 0,
     ) -> bool:
-        """Return whether a later probe found nothing that shows a restart of the engine. The arguments are its results.
+        """Return whether a later probe, with these results, shows no sign that the engine was restarted.
 
-        If so, facts of this probe that the later one lacks still hold. LoRA adapters come and go without a restart, and
-        not to answer a question is no sign of one.
+        If so, these facts still hold where the later probe got no answer. LoRA adapters are not compared, because
+        engines load and unload them at run time.
         """
-        has_other_ids = None not in (self.engine_ids, engine_ids) and self.engine_ids != engine_ids
-        if has_other_ids or self.restart_count != restart_count:
+        are_ids_known = self.engine_ids is not None and engine_ids is not None
+        if are_ids_known and self.engine_ids != engine_ids:
+            return False
+        if self.restart_count != restart_count:
             return False
         models = _find_base_models(self.spec.models, self.roots)
         served_models = _find_base_models(served.models, served.roots)
-        return (self.spec.engine, models, self.sources) == (served.engine, served_models, sources)
+        return self.spec.engine == served.engine and models == served_models and self.sources == sources
 
     def drop_event_sources(self) -> WorkerFacts:
         """Return these facts without event sources, so that the worker's cache is estimated."""
@@ -136,10 +138,7 @@ def suggest_remedy(flag: WorkerFlag, reason: str) -> str:
 
 
 def make_configured_sources(flag: WorkerFlag) -> tuple[EventSource, ...]:
-    """Return the event sources of an operator's endpoints.
-
-    It is unknown whether they offer snapshots, so other routers are asked for snapshots too.
-    """
+    """Return the event sources of an operator's endpoints. Whether they offer snapshots is unknown."""
     return tuple(
         EventSource(
             data_parallel_rank=rank,
@@ -158,20 +157,20 @@ def make_transfer_facts(
     block_size: int | None,
     engine_ids: tuple[str, ...],
 ) -> TransferFacts:
-    """Return how a worker moves KV: as its operator says, else as the worker offers.
+    """Return how a worker exchanges KV blocks with other workers: as its operator configured, else as it offers.
 
-    Workers of the operator's dialect are taken as compatible if they serve equal models in equal blocks. A worker of
-    Mooncake gives KV only if its engines' names are known.
+    Workers with the same `group` can exchange KV. A configured worker's group is its transfer protocol, model and block
+    size. With Mooncake, a worker gives KV only if the ids of its engines are known, because requests for KV name them.
     """
     if not flag.kv:
         offer = sources[0].kv_transfer if sources else None
         return NO_TRANSFERS if offer is None else _make_offered_transfer_facts(offer)
-    block_text = "" if flag.kv == SGLANG else f" {block_size}"  # SGLang's decoding workers need not tell their blocks
-    has_engine_ids = bool(engine_ids) or flag.kv != MOONCAKE
+    block_text = "" if flag.kv == SGLANG else f" {block_size}"  # SGLang's decode workers may not report a block size
+    has_required_ids = bool(engine_ids) or flag.kv != MOONCAKE
     return TransferFacts(
         group=f"{flag.kv} {models[0].base}{block_text}",
         kinds=KINDS_BY_DIALECT[flag.kv],
-        can_give=_may_give_kv(flag) and has_engine_ids,
+        can_give=_may_give_kv(flag) and has_required_ids,
         can_take=DECODE_ROLE in flag.roles or PREFILL_ROLE not in flag.roles,
         dialect=flag.kv,
         address="" if flag.kv == NIXL else _get_bootstrap_address(flag),
@@ -181,7 +180,7 @@ def make_transfer_facts(
 
 
 def _make_offered_transfer_facts(offer: KVTransferOffer) -> TransferFacts:
-    """Return how an engine of this project moves KV, by what it offers to other engines."""
+    """Return how an engine of this project exchanges KV, by what it offers to other engines."""
     return TransferFacts(
         group=offer.group,
         kinds=KINDS_BY_DIALECT[BLOCKCAST],
@@ -216,10 +215,7 @@ class _EngineIds(NamedTuple):
 
 
 def _read_engine_ids(bootstrap: asyncio.Future[tuple[int, bytes] | None], rank_count: int) -> _EngineIds:
-    """Return the engines of a worker by the awaited answer of its bootstrap server. It raises nothing.
-
-    A server that does not exist, or that answers nonsense, has no engines.
-    """
+    """Return the engine ids in the awaited answer of a bootstrap server; none if it is absent or talks nonsense."""
     try:
         answer = bootstrap.result()
         return _EngineIds(None if answer is None else read_bootstrap(*answer, rank_count))
@@ -246,7 +242,7 @@ async def _resolve_addresses(host: str) -> set[str]:
 
 
 class Prober:
-    """Asks workers over HTTP. Every answer is bounded in time and size, and no fault of a worker raises."""
+    """HTTP client that asks workers what they are. Every answer is bounded in time and size."""
 
     def __init__(
         self,
@@ -257,14 +253,16 @@ class Prober:
         trusts_endpoints: bool = False,
         kv_dialects: Collection[str] = (),
     ):
-        """`trusts_endpoints`: workers may name event endpoints on hosts other than their own. `kv_dialects`: those in
-        which this router has workers move KV.
+        """Prepare to ask workers through `session`.
+
+        `headers`: sent to workers that may get the API key. `trusts_endpoints`: workers may name event endpoints on
+        other hosts. `kv_dialects`: KV transfer protocols that this router uses between workers.
         """
-        self._kv_dialects = kv_dialects
         self._session = session
-        self._trusts_endpoints = trusts_endpoints
         self._timeout_s = timeout_s
         self._headers = headers or {}
+        self._trusts_endpoints = trusts_endpoints
+        self._kv_dialects = kv_dialects
 
     async def check_health(self, flag: WorkerFlag) -> str | None:
         """Return None if `/health` answers 200, else the reason. A worker without a URL is taken as healthy."""
@@ -279,27 +277,29 @@ class Prober:
     async def probe(
         self, flag: WorkerFlag, earlier_facts: WorkerFacts | None = None, restart_count: int = 0
     ) -> WorkerFacts:
-        """Find out a worker's models, event sources and cache size. Raises FetchError, DecodeError.
+        """Ask a worker for its models, event sources, cache size and sleep state. Raises FetchError, DecodeError.
 
         The models are asked for first, so that a worker that hangs costs one connection and one timeout.
         `earlier_facts`: result of the previous probe; facts that the same engine does not report now are taken from it.
         `restart_count`: restarts of the engine that its event streams have shown.
         """
-        known_sources = () if earlier_facts is None else earlier_facts.sources
         served = await self.fetch_models(flag)
-        event_sources = asyncio.ensure_future(self._find_sources(flag, known_sources))
-        bootstrap = asyncio.ensure_future(self._fetch_bootstrap(flag))
-        metrics_page = asyncio.ensure_future(self._fetch_metrics(flag))
-        await asyncio.gather(event_sources, bootstrap, metrics_page, return_exceptions=True)
-        sources, metrics = event_sources.result(), metrics_page.result()
+        earlier_sources = () if earlier_facts is None else earlier_facts.sources
+        sources_task = asyncio.ensure_future(self._find_sources(flag, earlier_sources))
+        bootstrap_task = asyncio.ensure_future(self._fetch_bootstrap(flag))
+        metrics_task = asyncio.ensure_future(self._fetch_metrics(flag))
+        await asyncio.gather(sources_task, bootstrap_task, metrics_task, return_exceptions=True)
+
+        sources, metrics = sources_task.result(), metrics_task.result()
         if flag.reannounces:
             sources = tuple(msgspec.structs.replace(source, reannounces=True) for source in sources)
         rank_count = max(1, len(sources))
-        engine_ids, problem = _read_engine_ids(bootstrap, rank_count)
+        engine_ids, problem = _read_engine_ids(bootstrap_task, rank_count)
         if problem and (earlier_facts is None or not earlier_facts.engine_ids_problem):
             log.warning("worker %s does not name its engines for KV: %s", flag.worker_id, problem)
         sizes = await self._find_sizes(flag, served.engine, metrics)
         is_asleep = are_ranks_asleep(read_loads(metrics, rank_count))
+
         if earlier_facts is not None and earlier_facts.may_be_same_engine(served, sources, engine_ids, restart_count):
             sizes = earlier_facts.sizes if sizes == UNKNOWN_SIZES else sizes
             engine_ids = earlier_facts.engine_ids if engine_ids is None else engine_ids
@@ -316,14 +316,14 @@ class Prober:
         sizes: EngineSizes,
         engine_ids: tuple[str, ...],
     ) -> WorkerSpec:
-        """Return the description of a worker for the core: as its operator says, else as the worker tells."""
+        """Return what the routing core has to know of a worker. The operator's values go before the worker's own."""
         block_size = flag.block_size
         if sources and block_size is None:
             block_size = sources[0].block_size or sizes.block_size
         transfer = make_transfer_facts(flag, served.models, sources, block_size, engine_ids)
         if not flag.url or transfer.dialect not in self._kv_dialects:
             transfer = NO_TRANSFERS
-        is_own_engine = served.engine == BLOCKCAST  # vLLM's label of the host tier's name is of its swap space
+        is_own_engine = served.engine == BLOCKCAST  # only its host tier caches prefixes; vLLM reports swap space there
         is_shortest_first = flag.is_shortest_first
         if is_shortest_first is None:
             is_shortest_first = is_own_engine and sizes.is_shortest_first
@@ -358,11 +358,11 @@ class Prober:
         return served
 
     async def _find_sources(self, flag: WorkerFlag, known_sources: tuple[EventSource, ...]) -> tuple[EventSource, ...]:
-        """Return where a worker publishes its events: one source for each rank, none if it publishes nothing.
+        """Return where a worker publishes its cache events: one source for each rank, none if it publishes nothing.
 
-        Sources that the worker's flag names come first, then those that the worker reports. Without a report, events
-        come from vLLM's default port if something listens there. `known_sources`: result of the last call. It is
-        returned again while the worker does not answer.
+        The operator's sources are used if there are any, else those that the worker reports. Without a report, vLLM's
+        default port is used if something listens there. `known_sources`: result of the last call, which is returned
+        again while the worker does not answer.
         """
         if flag.no_events:
             return ()
@@ -376,7 +376,7 @@ class Prober:
             return sources
         has_no_report = status in NOT_OFFERED
         if known_sources and not has_no_report:
-            return known_sources  # a worker that is busy or behind a busy proxy publishes where it did
+            return known_sources  # the worker or its proxy may be busy, so its sources are taken as unchanged
         host = urlsplit(flag.url).hostname or "127.0.0.1"
         is_listening = await self.is_listening(host, DEFAULT_PORT)
         if is_listening is None:  # no reply in time
@@ -386,8 +386,8 @@ class Prober:
     async def _check_hosts(self, flag: WorkerFlag, sources: tuple[EventSource, ...]) -> None:
         """Raise DecodeError if a worker names an event endpoint on another host.
 
-        The router may reach hosts that the worker may not, so it connects to such an endpoint only if the operator
-        allows it.
+        A worker could make the router connect to hosts that the worker itself cannot reach. So the router does that
+        only if the operator allows it.
         """
         worker_host = urlsplit(flag.url).hostname or ""
         own_hosts: set[str] = set()  # the endpoints of many ranks name the same host, which is resolved once
@@ -444,10 +444,7 @@ class Prober:
         )
 
     async def _fetch_bootstrap(self, flag: WorkerFlag) -> tuple[int, bytes] | None:
-        """Return the status and the body of a Mooncake worker's `GET /query`, which lists its engines.
-
-        Return None if the worker gives no KV through Mooncake. Raises FetchError.
-        """
+        """Return status and body of Mooncake's `GET /query`; None if it gives no KV. Raises FetchError."""
         may_give_through_mooncake = flag.kv == MOONCAKE and bool(flag.url) and _may_give_kv(flag)
         if not may_give_through_mooncake or MOONCAKE not in self._kv_dialects:
             return None

@@ -47,32 +47,32 @@ WorkerFact = CacheCleared | CapacityObserved | StreamLost | EngineRestarted
 
 
 class FactQueue:
-    """Hands facts to the event loop in order. `put` may be called on any thread.
+    """Queue that hands facts about workers (cache cleared, engine restarted, ...) from any thread to the event loop.
 
-    A new fact replaces a waiting one of the same kind about the same rank. So repeated facts cost one call for each
-    turn of the loop.
+    A new fact replaces a waiting one of the same kind about the same data-parallel rank. So however often a fact is
+    repeated, it is applied at most once in each turn of the loop.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, apply: Callable[[WorkerFact], None]) -> None:
-        """`apply` is called on the loop's thread with each fact."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, apply_fact: Callable[[WorkerFact], None]) -> None:
+        """`apply_fact` is called on the loop's thread with each fact, in order."""
         self._loop = loop
-        self._apply = apply
+        self._apply_fact = apply_fact
         self._lock = threading.Lock()
-        self._facts: dict[tuple[type[WorkerFact], str, int], WorkerFact] = {}
-        """Waiting facts by kind, worker and rank."""
+        self._waiting_facts: dict[tuple[type[WorkerFact], str, int], WorkerFact] = {}
+        """Facts by kind, worker and rank."""
 
     def put(self, fact: WorkerFact) -> None:
-        """Schedule a fact to be applied in the loop's next turn."""
+        """Schedule a fact to be applied in the loop's next turn. Any thread may call this."""
         key = (type(fact), fact.worker_id, fact.rank)
         with self._lock:
-            is_scheduled = bool(self._facts)
-            self._facts.pop(key, None)  # so that the new fact moves to the end of the order
-            self._facts[key] = fact
+            is_scheduled = bool(self._waiting_facts)
+            self._waiting_facts.pop(key, None)  # so that the new fact moves to the end of the order
+            self._waiting_facts[key] = fact
         if not is_scheduled:
-            self._loop.call_soon_threadsafe(self._apply_facts)
+            self._loop.call_soon_threadsafe(self._apply_waiting_facts)
 
-    def _apply_facts(self) -> None:
+    def _apply_waiting_facts(self) -> None:
         with self._lock:
-            facts, self._facts = self._facts, {}
+            facts, self._waiting_facts = self._waiting_facts, {}
         for fact in facts.values():
-            self._apply(fact)
+            self._apply_fact(fact)

@@ -1,7 +1,7 @@
 """Applies the event streams of workers to the prefix index: each stream, in order, to the holder of its rank.
 
 This module knows which streams are followed (worker_stream.py has their records). events/feed.py owns the sockets, the
-thread and the replay after gaps. `handle` runs on the feed's thread, everything else on the caller's. A lock keeps a
+thread and the replay after gaps. `apply_instruction` runs on its thread, the rest on the caller's. A lock keeps a
 forgotten stream from writing into a holder that was removed. No stream id is used twice, so late messages of a replaced
 stream are dropped.
 """
@@ -70,7 +70,7 @@ def can_use_peer_snapshot(source: EventSource) -> bool:
 
 
 class IndexFeed:
-    """Follows the event streams of many workers and applies them to an index."""
+    """Reads the streams of cache events of many workers, and applies them to the prefix index."""
 
     def __init__(
         self,
@@ -80,24 +80,26 @@ class IndexFeed:
         streams_max: int = 16_384,
         index_bytes_max: int = 8 << 30,
     ) -> None:
-        """Prepare to follow streams; `start` starts the thread that reads them.
+        """Prepare to read streams; `start` starts the thread that does it.
 
-        `index` gets the cached blocks that the streams announce. `report` is called with each fact about a worker, in
-        order, on the thread that learns it. `streams_max`: most streams of all workers, as `count_free_streams` tells.
-        `index_bytes_max`: memory of the index beyond which the blocks of the largest stream are dropped.
+        `index` gets the cached blocks that the streams announce. `report` is called with each fact about a worker, such
+        as a lost stream, on the thread that learns it. `streams_max`: most streams of all workers. `index_bytes_max`:
+        memory of the index beyond which the blocks of the largest stream are dropped.
         """
         self._index = index
         self._report = report
-        self._streams_max, self._index_bytes_max = streams_max, index_bytes_max
+        self._streams_max = streams_max
+        self._index_bytes_max = index_bytes_max
         self._blocks_since_measurement = 0
         """Blocks stored since the memory of the index was last measured."""
         self._lock = threading.Lock()
-        """Held while an instruction is handled, and while `_stream_by_id` changes."""
+        """Held while a message is applied, and while `_stream_by_id` changes."""
         self._stream_by_id: dict[str, WorkerStream] = {}
-        """Streams that are followed now, by the id that the events feed knows them by."""
+        """Streams that are read now, by the id that `events` has for each."""
         self._streams_by_worker: dict[str, list[WorkerStream]] = {}
         """Streams of each worker, one for each data-parallel rank."""
-        self.events = EventFeed(self.handle)
+        self.events = EventFeed(self.apply_instruction)
+        """Sockets and the thread that reads them."""
 
     # The caller's thread -------------------------------------------------------------------------------------------
     def start(self) -> None:
@@ -114,7 +116,7 @@ class IndexFeed:
         """
         return self.events.bind(endpoint, self._find_stream)
 
-    def follow(
+    def follow_worker(
         self,
         worker_id: str,
         sources: Sequence[EventSource],
@@ -122,25 +124,22 @@ class IndexFeed:
         snapshots: Mapping[int, PeerSnapshot] | None = None,
         blocks_max: int = 1 << 24,
     ) -> None:
-        """Follow `sources[rank]` for `holders[rank]`, in place of the streams followed before.
+        """Read a worker's cache events from `sources`, one stream for each data-parallel rank.
 
-        Streams whose address and holder stay are followed on. A rank with an entry in `snapshots` starts from that
-        state of another router, if the worker's replay confirms it. `blocks_max`: most blocks that a rank may announce.
+        The blocks of `sources[rank]` go to the entry `holders[rank]` of the index. The worker's earlier streams go on
+        if addresses and holders are the same, and are replaced otherwise. `snapshots`: by rank, another router's state
+        to start from, if the worker's replay confirms it. `blocks_max`: most blocks that a rank may announce.
         """
         old_streams = self._streams_by_worker.get(worker_id, [])
         targets = list(zip(sources, holders))
-        are_addresses_same = [
-            stream.has_same_address(source, holder) for stream, (source, holder) in zip(old_streams, targets)
-        ]
-        if len(old_streams) == len(targets) and all(are_addresses_same):
-            for stream, (source, _) in zip(old_streams, targets):
+        if _have_addresses(old_streams, targets):
+            for stream, source in zip(old_streams, sources):
                 stream.source, stream.blocks_max = source, blocks_max
                 self._declare_groups(stream)
             return
         self._stop_streams(worker_id)
         for stream in old_streams:
             self._clear_and_report(stream)  # the new stream starts from nothing and sends no Clear of its own
-        snapshot_by_rank = snapshots or {}
         new_streams = self._streams_by_worker[worker_id] = []
         for rank, (source, holder) in enumerate(targets):
             stream = WorkerStream(
@@ -152,7 +151,8 @@ class IndexFeed:
                 is_only_rank=len(targets) == 1,
                 blocks_max=blocks_max,
             )
-            new_streams.append(self._start_stream(stream, snapshot_by_rank.get(rank)))
+            snapshot = snapshots.get(rank) if snapshots else None
+            new_streams.append(self._start_stream(stream, snapshot))
         self.events.rematch_topics()
 
     def count_free_streams(self, worker_id: str) -> int:
@@ -166,20 +166,14 @@ class IndexFeed:
         self._streams_by_worker.pop(worker_id, None)
 
     def clear_worker(self, worker_id: str) -> None:
-        """Forget a worker's cached blocks, because it gave its memory back and may not have said so.
-
-        Its streams are followed on from where they are.
-        """
+        """Forget a worker's cached blocks, because it gave its memory back. Its streams go on where they are."""
         for stream in self._streams_by_worker.get(worker_id, []):
             with self._lock:
                 self._clear_and_report(stream)
                 stream.complete_from = 0  # what comes now is all there is
 
     def restart_streams(self, worker_id: str) -> None:
-        """Forget the blocks of a worker that died.
-
-        When its streams come back, they start from a snapshot or from the worker's replay buffer.
-        """
+        """Forget the blocks of a worker that died. Its streams start anew from a snapshot or the replay buffer."""
         streams = self._streams_by_worker.get(worker_id, [])
         positions = [stream.position or stream.position_before_restart for stream in streams]
         self._stop_streams(worker_id)
@@ -191,22 +185,22 @@ class IndexFeed:
         self.events.rematch_topics()
 
     def find_incomplete_ranks(self, worker_id: str) -> dict[int, int]:
-        """Return the ranks with unknown earlier blocks, and the first batch known of each.
+        """Return the ranks for which the index lacks earlier cached blocks: rank -> first batch of events that it has.
 
-        A rank is incomplete after a gap that its worker's replay did not cover, after a reconnect, or after a late
-        start. Left out are ranks that cannot use another router's snapshot.
+        Events are missed after a gap that the worker's replay does not cover, after a reconnect, or by a late start.
+        Only ranks that can use another router's snapshot are returned.
         """
         if not self.is_synced(worker_id):
             return {}
-        first_known_by_rank: dict[int, int] = {}
+        first_batch_by_rank: dict[int, int] = {}
         for stream in self._streams_by_worker[worker_id]:
             if stream.last_seq is None or not can_use_peer_snapshot(stream.source):
                 continue
-            if stream.complete_from is None:  # the last batch was lost with all before it
-                first_known_by_rank[stream.rank] = stream.last_seq + 1
-            elif stream.complete_from > 0:  # at 0 all resident blocks are known
-                first_known_by_rank[stream.rank] = stream.complete_from
-        return first_known_by_rank
+            if stream.complete_from is None:  # the index has nothing yet, so it begins with the next batch
+                first_batch_by_rank[stream.rank] = stream.last_seq + 1
+            elif stream.complete_from > 0:  # 0: the index has all cached blocks
+                first_batch_by_rank[stream.rank] = stream.complete_from
+        return first_batch_by_rank
 
     def resume(self, worker_id: str, rank: int, snapshot: PeerSnapshot) -> bool:
         """Restart a stream from another router's snapshot; False if that has no earlier batches than are known.
@@ -244,20 +238,17 @@ class IndexFeed:
                 log.warning("worker %s: no events can be read from %s: %s", worker_id, endpoint, UNREACHABLE_HINT)
 
     def _find_unreachable_streams(self, worker_id: str) -> list[WorkerStream]:
-        """Return the unreachable streams of a worker.
-
-        There are none while some publisher is connected to this router: it may be the worker's, before its first event.
-        """
+        """Return a worker's unreachable streams; none while publishers connect here, as one may be the worker's."""
         if self.events.has_publisher():
             return []
         now_s = time.monotonic()
         return [stream for stream in self._streams_by_worker.get(worker_id, []) if stream.is_unreachable(now_s)]
 
     def make_snapshot(self, worker_id: str, rank: int) -> PeerSnapshot | None:
-        """Return the state of a stream for another router; None if this router cannot make it.
+        """Return a copy of what the index has of one worker's rank, for another router; None if that is not possible.
 
-        The caller's thread waits while the feed's thread writes the snapshot slice by slice, in turn with other
-        streams. The wait ends with the result, after SNAPSHOT_S_MAX, or when the stream's publisher restarts.
+        The caller's thread waits while the thread that reads events writes the snapshot in slices, in turn with other
+        work. The wait ends with the result, after SNAPSHOT_S_MAX, or when the worker's publisher restarts.
         """
         streams = self._streams_by_worker.get(worker_id, [])
         if rank >= len(streams) or not self.is_synced(worker_id):
@@ -386,23 +377,25 @@ class IndexFeed:
         return None
 
     def _enforce_limits(self, stream: WorkerStream, stored_blocks: int) -> None:
-        """Forget the blocks of a stream that has too many, or of the largest one if the index is full.
+        """Drop cached blocks from the index: of `stream` if it has too many, of the largest stream if memory is full.
 
-        Counting and measuring are slow, so they are done only after many stored blocks.
+        `stored_blocks`: blocks that the stream has just stored. Counting blocks and measuring memory are slow, so each
+        is done only once in many stored blocks.
         """
         stream.stored_since_counted += stored_blocks
         if stream.stored_since_counted >= min(COUNT_EVERY, stream.blocks_max):
             stream.stored_since_counted = 0
             if self._count_blocks(stream) > stream.blocks_max:
                 self._drop_blocks(stream, f"more than {stream.blocks_max} blocks, which its cache cannot hold")
+
         self._blocks_since_measurement += stored_blocks
         if self._blocks_since_measurement >= MEASURE_EVERY:
             self._blocks_since_measurement = 0
             if self._index.stats().memory_bytes > self._index_bytes_max:
-                largest_stream = max(self._stream_by_id.values(), key=self._rank_by_size)
+                largest_stream = max(self._stream_by_id.values(), key=self._measure_size)
                 self._drop_blocks(largest_stream, "most for its cache, and the index is full (--index-memory)")
 
-    def _rank_by_size(self, stream: WorkerStream) -> tuple[float, int]:
+    def _measure_size(self, stream: WorkerStream) -> tuple[float, int]:
         """Return a sort key: a stream is larger if its blocks are a larger share of what it may announce."""
         block_count = self._count_blocks(stream)
         return block_count / stream.blocks_max, block_count
@@ -430,15 +423,18 @@ class IndexFeed:
             stream.down_since_s = time.monotonic()
         self._report(StreamLost(stream.worker_id, stream.rank))
 
-    def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> SlicedWork | None:
-        """Apply one instruction of a stream; of a long payload only the first slice, and return the other work."""
+    def apply_instruction(self, stream_id: str, instruction: Instruction, topic: bytes) -> SlicedWork | None:
+        """Apply what happened on an event stream to the index and the stream's record: a batch came, one was lost, ...
+
+        Of a long batch, only the first slice is applied, and the work on the other slices is returned.
+        """
         with self._lock:
             stream = self._stream_by_id.get(stream_id)
             if stream is None:
                 return None
             match instruction:
                 case Apply():
-                    return self._ingest(stream, instruction)
+                    return self._ingest_batch(stream, instruction)
                 case Clear():
                     self._clear_and_report(stream)
                 case Gap():
@@ -459,22 +455,23 @@ class IndexFeed:
                     self._record_connection(stream, is_up=is_up)
         return None
 
-    def _ingest(self, stream: WorkerStream, apply: Apply) -> SlicedWork | None:
-        """Apply a payload to the index, or only its first slice; then return the work on the others."""
+    def _ingest_batch(self, stream: WorkerStream, batch: Apply) -> SlicedWork | None:
+        """Apply a batch to the index, or only the first slice of a long one; then return the work on the others."""
         try:
-            if len(apply.payload) <= UNSLICED_BYTES_MAX:
-                self._record_applied(stream, apply, self._index.ingest(stream.holder, apply.payload, time.monotonic()))
+            if len(batch.payload) <= UNSLICED_BYTES_MAX:
+                report = self._index.ingest(stream.holder, batch.payload, time.monotonic())
+                self._record_applied(stream, batch, report)
                 return None
-            task = self._index.begin_ingest(stream.holder, apply.payload, time.monotonic())
+            task = self._index.begin_ingest(stream.holder, batch.payload, time.monotonic())
             if task.step():
-                return lambda: self._continue_ingest(stream, apply, task)
-            self._record_applied(stream, apply, task.report)
+                return lambda: self._continue_ingest(stream, batch, task)
+            self._record_applied(stream, batch, task.report)
         except KeyError:
             log.debug("holder of %s is gone already", stream.stream_id)  # and its stream is about to be
         return None
 
-    def _continue_ingest(self, stream: WorkerStream, apply: Apply, task: IngestTask) -> bool:
-        """Apply the next slice of a long payload and return whether there are more."""
+    def _continue_ingest(self, stream: WorkerStream, batch: Apply, task: IngestTask) -> bool:
+        """Apply the next slice of a long batch and return whether there are more."""
         with self._lock:
             if self._stream_by_id.get(stream.stream_id) is not stream:
                 return False
@@ -483,17 +480,17 @@ class IndexFeed:
                     return True
             except KeyError:
                 return False
-            self._record_applied(stream, apply, task.report)
+            self._record_applied(stream, batch, task.report)
         return False
 
     def _record_applied(self, stream: WorkerStream, batch: Apply, report: IngestReport) -> None:
-        """Update a stream's record after a batch was applied to the index, and report what the batch tells.
+        """Update a stream's record after a batch was applied to the index, and report what it says about the worker.
 
-        It may tell that the worker's cache was cleared, that it is full, or that the worker is another process. A
-        stream with more blocks than its limit loses them. `report`: effects of the batch on the index.
+        A batch can show that the worker's cache was cleared or is full, or that the worker is a new process. `report`:
+        what the batch changed in the index.
         """
         stream.record_batch(batch, report)
-        if report.removed:  # a cache that has removed nothing may not be full
+        if report.removed:  # a cache that evicts nothing may have room left
             self._observe_capacity(stream, report)
         if report.cleared:
             self._report_cleared(stream)
@@ -510,8 +507,15 @@ class IndexFeed:
             self._report_capacity(stream)
 
 
+def _have_addresses(streams: Sequence[WorkerStream], targets: Sequence[tuple[EventSource, HolderId]]) -> bool:
+    """Return whether streams read from exactly these sources, in this order, for these holders."""
+    return len(streams) == len(targets) and all(
+        stream.has_same_address(source, holder) for stream, (source, holder) in zip(streams, targets)
+    )
+
+
 class _SnapshotDump:
-    """A snapshot of one stream that the feed's thread writes slice by slice, and for which another thread waits."""
+    """Copy of what the index has of one event stream. One thread writes it in slices, and another waits for it."""
 
     def __init__(self, index: PrefixIndex, stream: WorkerStream) -> None:
         self.stream = stream
@@ -519,22 +523,23 @@ class _SnapshotDump:
         """Gets one item: the snapshot, or None if it cannot be made."""
         self._index = index
         self._task: DumpTask | None = None
+        """Dump of the index that is in progress; None before the first slice."""
         self._chunks: list[bytes] = []
 
     def wait(self) -> PeerSnapshot | None:
-        """Wait for the snapshot; None if it cannot be made, or takes too long."""
+        """Wait until the snapshot is written and return it; None if it cannot be made, or takes too long."""
         deadline_s = time.monotonic() + SNAPSHOT_S_MAX
-        # A stream that loses its position by a restart gets no result: so look at it now and then.
+        # After a restart the stream has no position and nothing writes a result, so look at it now and then.
         while time.monotonic() < deadline_s and self.stream.position is not None:
             with contextlib.suppress(Empty):
                 return self._results.get(timeout=0.1)
         return None
 
     def write_slice(self, *, is_followed: bool) -> bool:
-        """Write the next slice; return whether there are more. After the last one `wait` returns the snapshot.
+        """Write the next slice and return whether there are more. After the last one, `wait` returns the snapshot.
 
-        `is_followed`: the stream has not been replaced. Otherwise, or if its cache was cleared meanwhile, the snapshot
-        would be wrong, so `wait` returns None.
+        `is_followed`: whether the stream is still the worker's. If it was replaced, or its cache was cleared meanwhile,
+        the snapshot would be wrong, so `wait` returns None.
         """
         stream = self.stream
         if not is_followed or stream.position is None or stream.complete_from is None:
@@ -544,11 +549,12 @@ class _SnapshotDump:
             if self._task is None:
                 self._task = self._index.begin_dump(stream.holder)
             chunks = self._task.step()
-        except KeyError:  # the holder was removed, or cleared by another thread
+        except KeyError:  # the index entry of the stream was removed, or cleared by another thread
             self._results.put(None)
             return False
         if chunks is None:
-            self._results.put(PeerSnapshot(SNAPSHOT_VERSION, *stream.position, stream.complete_from, self._chunks))
+            seq, digest = stream.position
+            self._results.put(PeerSnapshot(SNAPSHOT_VERSION, seq, digest, stream.complete_from, self._chunks))
             return False
         self._chunks.extend(chunks)
         return True

@@ -54,7 +54,7 @@ _UNREADABLE = (
 
 @dataclass(frozen=True, slots=True)
 class KubernetesSource:
-    """Service or InferencePool that has the workers as its endpoints."""
+    """Service or InferencePool in Kubernetes that lists the workers, as `--kubernetes` names it."""
 
     kind: str
     """`service` or `pool`."""
@@ -66,13 +66,14 @@ class KubernetesSource:
 
     @classmethod
     def parse(cls, text: str) -> KubernetesSource:
-        """Parse a value of `--kubernetes`. Raises ConfigError."""
+        """Parse `[[NAMESPACE/](service|pool)/]NAME[:PORT]`. Raises ConfigError."""
         match = _SOURCE_PATTERN.fullmatch(text)
         if match is None:
             raise ConfigError(f"--kubernetes: got {text!r}, expected [[NAMESPACE/](service|pool)/]NAME[:PORT]")
-        if match[2] == "pool" and match[4] is not None and not match[4].isdigit():
+        namespace, kind, name, port = match.groups()
+        if kind == "pool" and port is not None and not port.isdigit():
             raise ConfigError(f"--kubernetes: got {text!r}, expected a port's number")
-        return cls(match[2] or "service", match[3], match[1], match[4])
+        return cls(kind or "service", name, namespace, port)
 
     def __str__(self) -> str:
         path = "/".join(filter(None, (self.namespace, self.kind, self.name)))
@@ -80,9 +81,9 @@ class KubernetesSource:
 
 
 async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) -> None:
-    """Call `update` with all addresses at the start and after each change, until cancelled.
+    """Call `update` with the addresses of all workers at the start and after each change, until cancelled.
 
-    Raises ConfigError if the API is not configured.
+    Raises ConfigError if the Kubernetes API is not configured.
     """
     from kubernetes_asyncio import client, config  # an optional package, which the configuration has checked
 
@@ -105,38 +106,43 @@ async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) ->
 
 
 async def _follow_pool(api: ApiClient, source: KubernetesSource, namespace: str, update: AddressCallback) -> None:
-    """Follow the pods that a pool selects, and start anew when its selection changes."""
-    path = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools/{source.name}"
+    """Report the addresses of the pods that an InferencePool selects, until cancelled.
+
+    The pool is read every POOL_S. When it selects other pods than before, a new watch replaces the old one.
+    """
+    pool_path = f"/apis/inference.networking.k8s.io/v1/namespaces/{namespace}/inferencepools/{source.name}"
     pods_path = f"/api/v1/namespaces/{namespace}/pods"
     selection: PoolSelection | None = None
-    task: asyncio.Task[None] | None = None
+    pods_watch: asyncio.Task[None] | None = None
     try:
         while True:
             old_selection = selection
             try:
-                async with _request(api, path, {}, LIST_S_MAX) as response:
+                async with _get_response(api, pool_path, {}, LIST_S_MAX) as response:
                     selection = read_pool(msgspec.json.decode(await response.read()))
             except FetchError as error:
                 log.warning("pool %s: %s; its workers stay as they are", source.name, error)
             if selection is not None and selection != old_selection:
-                if task is not None:
-                    task.cancel()
-                read = partial(read_pod, ports=selection.ports if source.port is None else (int(source.port),))
-                task = asyncio.create_task(_follow_objects(api, pods_path, selection.labels, read, update))
+                if pods_watch is not None:
+                    pods_watch.cancel()
+                ports = selection.ports if source.port is None else (int(source.port),)
+                read = partial(read_pod, ports=ports)
+                pods_watch = asyncio.create_task(_follow_objects(api, pods_path, selection.labels, read, update))
             await asyncio.sleep(POOL_S)
-            if task is not None and task.done():
-                task.result()
+            if pods_watch is not None and pods_watch.done():
+                pods_watch.result()  # raises the error that ended the watch
     finally:
-        if task is not None:
-            task.cancel()
+        if pods_watch is not None:
+            pods_watch.cancel()
 
 
 async def _follow_objects(
     api: ApiClient, path: str, labels: str, read: Callable[[ApiObject], EndpointReadiness], update: AddressCallback
 ) -> None:
-    """Report the addresses of the objects with some labels until cancelled; after a failure, list them again.
+    """Call `update` with the addresses of all objects that match `labels` after each change, until cancelled.
 
-    `path`: path of the objects' kind and namespace in the API. `read`: returns the addresses of an object.
+    After a failure of the API, all objects are listed again. `path`: path of the objects' kind and namespace in the
+    API. `labels`: label selector. `read`: returns the addresses of one object.
     """
     pause_s = RETRY_S
     while True:
@@ -147,7 +153,7 @@ async def _follow_objects(
                     update(addresses)
         except FetchError as error:
             if time.monotonic() - start_s > RETRY_S_MAX:
-                pause_s = RETRY_S  # it has worked until now
+                pause_s = RETRY_S  # the watch worked for a while
             log.warning("%s: %s; the workers stay as they are; next try in %g s", path, error, pause_s)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_S_MAX)
@@ -157,53 +163,58 @@ async def _watch_objects(
     api: ApiClient, path: str, labels: str, read: Callable[[ApiObject], EndpointReadiness]
 ) -> AsyncGenerator[EndpointReadiness, None]:
     """List the objects and watch them. Yields all addresses after each change. Raises FetchError when the API fails."""
-    async with _request(api, path, {"labelSelector": labels}, LIST_S_MAX) as response:
+    async with _get_response(api, path, {"labelSelector": labels}, LIST_S_MAX) as response:
         object_list = msgspec.json.decode(await response.read())
         version = object_list["metadata"]["resourceVersion"]
-        readiness_by_object = {item["metadata"]["uid"]: read(item) for item in object_list.get("items") or ()}
-    yield merge_addresses(readiness_by_object.values())
+        readiness_by_uid = {item["metadata"]["uid"]: read(item) for item in object_list.get("items") or ()}
+    yield merge_addresses(readiness_by_uid.values())
     while True:
         watch_start_s = time.monotonic()
         query = {
             "labelSelector": labels, "watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version,
             "timeoutSeconds": str(WATCH_S),
         }  # fmt: skip
-        async with _request(api, path, query, WATCH_S + LIST_S_MAX) as response:
+        async with _get_response(api, path, query, WATCH_S + LIST_S_MAX) as response:
             while line := await response.content.readline():
                 event = msgspec.json.decode(line)
-                changed_object = event["object"]
                 if event["type"] == "ERROR":
-                    raise FetchError(f"the watch ended: {str(changed_object)[:200]}")
-                version = changed_object["metadata"]["resourceVersion"]
-                if event["type"] != "BOOKMARK":
-                    uid = changed_object["metadata"]["uid"]
-                    old_readiness = readiness_by_object.pop(uid, None)
-                    if event["type"] != "DELETED":
-                        readiness_by_object[uid] = read(changed_object)
-                    if readiness_by_object.get(uid) != old_readiness:
-                        yield merge_addresses(readiness_by_object.values())
+                    raise FetchError(f"the watch ended: {str(event['object'])[:200]}")
+                version = event["object"]["metadata"]["resourceVersion"]
+                if event["type"] != "BOOKMARK" and _apply_event(event, readiness_by_uid, read):
+                    yield merge_addresses(readiness_by_uid.values())
                 await asyncio.sleep(0)
         if time.monotonic() - watch_start_s < RETRY_S:  # a server that ends each watch at once
             await asyncio.sleep(RETRY_S)
 
 
-def read_slice(endpoint_slice: ApiObject, port: str | None) -> EndpointReadiness:
-    """Return the addresses of an EndpointSlice, each with whether it takes new requests.
+def _apply_event(
+    event: ApiObject, readiness_by_uid: dict[str, EndpointReadiness], read: Callable[[ApiObject], EndpointReadiness]
+) -> bool:
+    """Apply a watch event (ADDED, MODIFIED or DELETED), and return whether the object's addresses changed."""
+    uid = event["object"]["metadata"]["uid"]
+    old_readiness = readiness_by_uid.pop(uid, None)
+    if event["type"] != "DELETED":
+        readiness_by_uid[uid] = read(event["object"])
+    return readiness_by_uid.get(uid) != old_readiness
 
-    An EndpointSlice lists endpoints that have the same ports. `port`: number or name of the port to use; None: the
-    first one. The result is empty if the slice has no such port, or lists host names in place of addresses.
+
+def read_slice(endpoint_slice: ApiObject, port: str | None) -> EndpointReadiness:
+    """Return the addresses (HOST:PORT) of an EndpointSlice, each with whether it takes new requests.
+
+    `port`: number or name of the port to use; None: the first one. The result is empty if the slice has no such port,
+    or lists host names in place of addresses.
     """
-    numbers = [
-        slice_port["port"]
-        for slice_port in endpoint_slice.get("ports") or ()
-        if slice_port.get("port") is not None and port in (None, slice_port.get("name"), str(slice_port["port"]))
-    ]
-    if not numbers or endpoint_slice.get("addressType") == "FQDN":
+    matching_ports = []
+    for slice_port in endpoint_slice.get("ports") or ():
+        number = slice_port.get("port")
+        if number is not None and port in (None, slice_port.get("name"), str(number)):
+            matching_ports.append(number)
+    if not matching_ports or endpoint_slice.get("addressType") == "FQDN":
         return {}
     return {
-        f"{bracket_host(host)}:{numbers[0]}": _is_endpoint_ready(endpoint)
+        f"{bracket_host(host)}:{matching_ports[0]}": _is_endpoint_ready(endpoint)
         for endpoint in endpoint_slice.get("endpoints") or ()
-        for host in endpoint["addresses"][:1]  # the others are the same endpoint
+        for host in endpoint["addresses"][:1]  # more addresses of one endpoint lead to the same worker
     }
 
 
@@ -251,18 +262,18 @@ def merge_addresses(readiness_of_objects: Iterable[EndpointReadiness]) -> Endpoi
 
 
 @asynccontextmanager
-async def _request(
-    api: ApiClient, path: str, query: Mapping[str, str], seconds: float
+async def _get_response(
+    api: ApiClient, path: str, query: Mapping[str, str], timeout_s: float
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Ask the API, and close its answer at the end.
+    """Send a GET request to the Kubernetes API. The response is closed when the `async with` block ends.
 
-    Raises FetchError for any status but 200, if none comes, and if the caller cannot read the answer.
+    Raises FetchError for any status but 200, if no response comes, and if the block fails to read the response.
     """
     try:
         response = await api.call_api(
             path, "GET", query_params=list(query.items()), header_params={"Accept": "application/json"},
             auth_settings=["BearerToken"], _preload_content=False, _return_http_data_only=True,
-            _request_timeout=seconds,
+            _request_timeout=timeout_s,
         )  # fmt: skip
         try:
             if response.status != 200:

@@ -68,45 +68,53 @@ BLOCKS_MIN, BLOCKS_FACTOR, BLOCK_TOKENS = 1 << 16, 16, 16
 
 @dataclass(slots=True)
 class _Member:
-    """One worker and the state of its task."""
+    """State of one worker that this router was told of, whether the worker was reached yet or not."""
 
     flag: WorkerFlag
     origins: set[str]
     """Lists that name the worker: `operator`, `file`, a host name or an object of Kubernetes."""
     named_s: float = 0.0
     """Time when the first of them named it with these settings."""
+    task: asyncio.Task[None] | None = None
+    """Task that probes and checks the worker."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to have the worker checked now."""
-    task: asyncio.Task[None] | None = None
+
     facts: WorkerFacts | None = None
+    """Result of the last successful probe; None: the worker was never reached."""
     checkpoint_by_model: dict[str, Checkpoint] = field(default_factory=dict)
     """Base models' files on this machine, as they were when the worker was found or had restarted."""
-    problem: str = ""
-    failures: int = 0
-    """Checks that failed in a row, or probes if the worker was never reached."""
-    starting_pause_s: float = 0.0
-    next_peers_poll_at_s: float = 0.0
-    """Time from which other routers may be asked for missing snapshots."""
-    peers_pause_s: float = 0.0
-    next_loads_poll_at_s: float = 0.0
-    """Time from which the worker may be asked for its load again."""
     engine_restarts: int = 0
     """Restarts of the worker's engine that its event streams have shown."""
     clear_count_asleep: int = 0
-    """Clearings that the worker had published when it was found asleep."""
-    probed_s: float = -math.inf
-    """Time when the worker was last asked for all its facts."""
+    """Number of times that the worker had published a cleared cache when it was found asleep."""
     lacks_room: bool = False
     """Whether the worker has more event streams than can be followed."""
+
+    problem: str = ""
+    """Why the last check or probe failed; empty if it did not."""
+    failures: int = 0
+    """Checks that failed in a row, or probes if the worker was never reached."""
+
+    probed_s: float = -math.inf
+    """Time when the worker was last asked for all its facts."""
+    starting_pause_s: float = 0.0
+    """Pause between two probes until the worker is reached."""
     restart_s: float = 0.0
-    """Pause after the last fault of its task."""
+    """Pause after the last fault of the task."""
+    next_loads_poll_at_s: float = 0.0
+    """Time from which the worker may be asked for its load again."""
+    next_peers_poll_at_s: float = 0.0
+    """Time from which other routers may be asked for missing snapshots."""
+    peers_pause_s: float = 0.0
+
     unready_lists: set[str] = field(default_factory=set)
     """Lists of Kubernetes that say that the worker is not ready."""
     is_drained_as_unready: bool = False
     """Whether the worker was drained because it is not ready, and no operator drained it or took it back since."""
 
     def cancel(self) -> None:
-        """End the member's task. The reference to it goes too, because task and member would keep each other alive."""
+        """End the task, and drop the reference to it: task and member would keep each other alive."""
         task, self.task = self.task, None
         if task is not None:
             task.cancel()
@@ -122,7 +130,7 @@ class _Member:
 class Fleet:
     """All workers of this router: adds and removes them, and has one task for each that probes and checks it.
 
-    What a task finds is passed on to the core, which routes, and to the feed, which follows the events.
+    What a task finds is passed on to the core, which routes, and to the feed, which reads cache events.
     """
 
     def __init__(
@@ -137,16 +145,22 @@ class Fleet:
         now: Callable[[], float],
         peers: PeerClient | None = None,
     ) -> None:
-        """`perform`: executes the core's instructions. `peers`: routers that may have snapshots of a worker's cache."""
+        """Begin without workers.
+
+        `core` routes, `prober` asks workers over HTTP, and `feed` reads their cache events. `perform` executes the
+        core's instructions. `now`: monotonic clock. `peers`: routers that may have copies of a worker's index.
+        """
         self._core = core
-        self._peers = peers
         self._prober = prober
         self._feed = feed
         self._tokenizers = tokenizers
         self._perform = perform
         self._config = config
         self._now = now
+        self._peers = peers
+
         self._members: dict[str, _Member] = {}
+        """Workers by id."""
         self._discovery: asyncio.Task[None] | None = None
         """Task that asks all workers which models they serve."""
         self._discovered_s = -math.inf
@@ -163,16 +177,19 @@ class Fleet:
         return flag.worker_id
 
     def watch(self, flag: WorkerFlag, *, origin: str) -> None:
-        """Start to probe a worker. It replaces one with the same id and other settings."""
-        member = _Member(flag, {origin}, self._now())
+        """Start to probe and check a worker that the list `origin` names.
+
+        The worker replaces one with the same id and other settings.
+        """
         existing = self._members.get(flag.worker_id)
+        if existing is not None and existing.flag == flag:
+            existing.origins.add(origin)
+            worker = self._core.workers.get(flag.worker_id)
+            if worker is None or worker.is_down:
+                existing.wake.set()  # whoever names the worker expects it to be there
+            return
+        member = _Member(flag, {origin}, self._now())
         if existing is not None:
-            if existing.flag == flag:
-                existing.origins.add(origin)
-                worker = self._core.workers.get(flag.worker_id)
-                if worker is None or worker.is_down:
-                    existing.wake.set()  # a list or an operator that names it expects it to be there
-                return
             existing.cancel()
             if existing.flag.url != flag.url:
                 self._tokenizers.remove_worker(existing.flag.url)
@@ -199,26 +216,33 @@ class Fleet:
         self._perform(self._core.remove_worker(worker_id, self._now()))
 
     async def discover_model(self, model: str) -> int:
-        """Ask all workers for a model that none is known to serve, and wait for their answers.
+        """Ask all workers for a model that none is known to serve, and wait until one has it or all have answered.
 
-        Return the number of workers that may still load it: they were not reached yet, and are new. Of a router that
-        has reached no worker, all may. Clients that ask at the same time share one search. After a search there is a
-        pause, because clients may ask for any name.
+        Return the number of workers that may still be loading it. Clients that ask at the same time share one search.
+        After a search there is a pause, because clients may ask for any name.
         """
-        discovery = self._discovery
-        if discovery is None or discovery.done():
+        if self._discovery is None or self._discovery.done():
             pause_s = max(DISCOVERY_PAUSE_S, DISCOVERY_PAUSE_S_PER_WORKER * len(self._members))
             if self._now() - self._discovered_s >= pause_s:
-                discovery = self._discovery = self._spawn(self._poll_all_models())
+                self._discovery = self._spawn(self._poll_all_models())
+        search = self._discovery
         deadline_s = self._now() + DISCOVERY_WAIT_S_MAX
-        while discovery is not None and not discovery.done():
+        while search is not None and not search.done():
             if self._now() >= deadline_s or self._core.registry.is_model_known(model):
                 break
-            await asyncio.wait({discovery}, timeout=DISCOVERY_POLL_S)
-        reached = self._core.workers
-        unreached = [member for worker_id, member in self._members.items() if worker_id not in reached]
-        new = [member for member in unreached if self._now() - member.named_s <= STARTING_S_MAX]
-        return len(new if reached else unreached)
+            await asyncio.wait({search}, timeout=DISCOVERY_POLL_S)
+        return self._count_starting_workers()
+
+    def _count_starting_workers(self) -> int:
+        """Return how many workers may still be loading a model: those that are new and were never reached.
+
+        If no worker was ever reached, older ones count too.
+        """
+        reached_workers = self._core.workers
+        unreached = [member for worker_id, member in self._members.items() if worker_id not in reached_workers]
+        if not reached_workers:
+            return len(unreached)
+        return sum(self._now() - member.named_s <= STARTING_S_MAX for member in unreached)
 
     async def drain(self, worker_id: str, *, is_draining: bool) -> None:
         """Stop or resume new requests to a known worker, as an operator says."""
@@ -289,23 +313,22 @@ class Fleet:
         self._spawn(self._watch_forever(lambda: watch_host_name(flag, self._config.names_s, update)))
 
     def follow_kubernetes(self, source: KubernetesSource) -> None:
-        """Add the endpoints of a Service or an InferencePool, and follow changes.
-
-        Endpoints that are not ready get no new requests.
-        """
+        """Add the endpoints of a Service or InferencePool, and follow changes. Unready ones get no new requests."""
         apply_endpoints = partial(self._apply_endpoints, str(source))
         self._spawn(self._watch_forever(lambda: watch_kubernetes(source, apply_endpoints)))
 
     def _apply_endpoints(self, origin: str, is_ready_by_address: Mapping[str, bool]) -> None:
-        """Make the workers of a Service those that Kubernetes lists, and drain those that are not ready.
+        """Add and remove workers so that they are the endpoints that Kubernetes lists; drain those that are not ready.
 
-        `is_ready_by_address`: all endpoints, as HOST:PORT. An endpoint is added as a worker when it is ready for the
-        first time.
+        `origin`: name of the Service or pool. `is_ready_by_address`: all its endpoints, as HOST:PORT. An endpoint is
+        added as a worker when it is ready for the first time.
         """
         workers = self._core.workers
-        is_ready_by_flag = {parse_worker_flag(f"http://{at}"): ready for at, ready in is_ready_by_address.items()}
-        listed = [flag for flag, is_ready in is_ready_by_flag.items() if is_ready or flag.worker_id in workers]
-        self._update_origin(origin, listed)
+        is_ready_by_flag = {
+            parse_worker_flag(f"http://{address}"): is_ready for address, is_ready in is_ready_by_address.items()
+        }
+        listed_flags = [flag for flag, is_ready in is_ready_by_flag.items() if is_ready or flag.worker_id in workers]
+        self._update_origin(origin, listed_flags)
         unready_ids = {flag.worker_id for flag, is_ready in is_ready_by_flag.items() if not is_ready}
         for worker_id, member in self._members.items():
             is_leaving = not member.origins
@@ -313,17 +336,18 @@ class Fleet:
                 self._record_readiness(member, origin, is_ready=worker_id not in unready_ids)
 
     def _record_readiness(self, member: _Member, list_name: str, *, is_ready: bool) -> None:
-        """Record what one list of Kubernetes says about a worker: drain the worker while any list says "not ready".
+        """Record whether one list of Kubernetes says that a worker is ready, and drain or resume the worker.
 
-        Only a change of that drains the worker or ends the drain. So an operator may drain a ready worker, or take back
-        one that is not ready, and the lists do not undo it.
+        A worker is drained when the first list says "not ready", and resumed when the last such list changes. What an
+        operator drained or resumed in between stays so.
         """
+        worker_id = member.flag.worker_id
         was_ready = not member.unready_lists
         if is_ready:
             member.unready_lists.discard(list_name)
         else:
             member.unready_lists.add(list_name)
-        is_unready, worker_id = bool(member.unready_lists), member.flag.worker_id
+        is_unready = bool(member.unready_lists)
         begins_drain = is_unready and was_ready and not self._core.workers[worker_id].is_drained
         ends_drain = member.is_drained_as_unready and not is_unready
         if begins_drain or ends_drain:
@@ -383,17 +407,18 @@ class Fleet:
 
     async def _follow_worker(self, member: _Member) -> None:
         """Probe a worker until it answers, then check it again and again."""
-        while member.facts is None and not await self._join(member):
+        while member.facts is None and not await self._probe_and_register(member):
             if await self._pause(member, member.starting_pause_s):
                 member.starting_pause_s = 0.0
         while True:
             await self._check_worker(member)
 
     async def _check_worker(self, member: _Member) -> None:
-        """Check after a pause whether a worker still serves, and ask it for what may have changed."""
+        """Pause, then check a worker's health, and ask it for what may have changed: models, sizes and load."""
         worker = self._core.workers.get(member.flag.worker_id)
         was_down = worker is not None and worker.is_down
-        is_suspected = await self._pause(member, self._config.starting_s if was_down else self._config.health_s)
+        pause_s = self._config.starting_s if was_down else self._config.health_s
+        is_suspected = await self._pause(member, pause_s)  # a failed request ends the pause early
         problem = await self._prober.check_health(member.flag)
         if problem is not None:
             self._record_failed_check(member, problem, is_suspected=is_suspected)
@@ -402,26 +427,30 @@ class Fleet:
         if not was_down:
             member.problem = ""
         if was_down or is_suspected or self._now() - member.probed_s >= self._config.sources_s:
-            await self._join(member)
+            await self._probe_and_register(member)
         else:
             await self._poll_models(member)
         self._spawn(self._fetch_missing_snapshots(member))
         if self._now() >= member.next_loads_poll_at_s:
-            member.next_loads_poll_at_s = math.inf  # until it is answered, which may take longer than the next check
+            member.next_loads_poll_at_s = math.inf  # not again before this poll has ended
             self._spawn(self._poll_load(member))
 
     async def _fetch_missing_snapshots(self, member: _Member) -> None:
-        """Take snapshots of incomplete event streams from other routers, at most once in a while."""
+        """Copy the cached blocks of a worker that this router's index lacks from other routers, if it is time to.
+
+        Blocks are missing if events were lost. The pause between two requests doubles while some are.
+        """
         if self._peers is None or member.facts is None or self._now() < member.next_peers_poll_at_s:
             return
         worker_id = member.flag.worker_id
-        missing_from = self._feed.find_incomplete_ranks(worker_id)
-        if not missing_from:
+        first_batch_by_rank = self._feed.find_incomplete_ranks(worker_id)
+        if not first_batch_by_rank:
             member.peers_pause_s = 0.0
             return
-        member.next_peers_poll_at_s = math.inf  # until they have answered, which may take longer than the next check
+        member.next_peers_poll_at_s = math.inf  # not again before the routers have answered
         try:
-            snapshots = await self._peers.fetch_snapshots(worker_id, member.facts.sources, only_before=missing_from)
+            sources = member.facts.sources
+            snapshots = await self._peers.fetch_snapshots(worker_id, sources, only_before=first_batch_by_rank)
             for rank, snapshot in snapshots.items():
                 self._feed.resume(worker_id, rank, snapshot)
         finally:
@@ -442,10 +471,10 @@ class Fleet:
             member.next_loads_poll_at_s = self._now() + self._config.loads_s
 
     def _set_asleep(self, member: _Member, *, is_asleep: bool) -> None:
-        """Record whether a worker sleeps.
+        """Record whether a worker's engine is in sleep mode, and clear its blocks in the index.
 
-        A sleeping engine has lost its cache, and publishes that no earlier than its first step afterwards. If an engine
-        that is awake again has published that, the blocks that are known are those of later steps, for other routers.
+        A sleeping engine has lost its cache, and publishes that in its first step after it wakes. If that was read
+        before the engine was found awake, the blocks in the index are new ones and stay.
         """
         worker_id = member.flag.worker_id
         worker = self._core.workers.get(worker_id)
@@ -470,10 +499,7 @@ class Fleet:
             self._discovered_s = self._now()
 
     async def _poll_models(self, member: _Member) -> None:
-        """Ask a worker for its models, and probe it anew if they are others than before.
-
-        LoRA adapters are loaded at run time, and another process may have taken the worker's address.
-        """
+        """Ask a worker for its models, and probe it anew if they changed: LoRA adapters, or another process."""
         try:
             model_list = await self._prober.fetch_models(member.flag)
         except (FetchError, DecodeError) as error:
@@ -482,12 +508,12 @@ class Fleet:
         facts = member.facts
         if facts is not None and (set(model_list.models), model_list.roots) != (set(facts.spec.models), facts.roots):
             log.info("worker %s serves other models than before", member.flag.worker_id)
-            await self._join(member)
+            await self._probe_and_register(member)
 
-    async def _join(self, member: _Member) -> bool:
-        """Probe a worker, and register it if it was down or its facts are others than before.
+    async def _probe_and_register(self, member: _Member) -> bool:
+        """Ask a worker for all its facts, and register it for routing if it was down or its facts have changed.
 
-        Return False if it does not answer yet, or was removed meanwhile.
+        Return False if the worker does not answer yet, or was removed meanwhile.
         """
         worker_id, earlier_facts = member.flag.worker_id, member.facts
         worker = self._core.workers.get(worker_id)
@@ -499,7 +525,9 @@ class Fleet:
             was_up = earlier_facts is not None and not was_down
             self._record_failed_probe(member, str(error)[:REASON_CHARS_MAX], was_up=was_up)
             return False
-        member.problem, member.failures = "", 0
+        member.problem = ""
+        member.failures = 0
+
         restart_count = None if earlier_facts is None else earlier_facts.restart_count
         is_restarted = was_down or facts != earlier_facts or facts.restart_count != restart_count
         if is_restarted:
@@ -510,11 +538,13 @@ class Fleet:
         snapshots = await self._fetch_snapshots(facts) if is_new else {}
         if self._members.get(worker_id) is not member:
             return False
-        has_lacked_room, followed_facts = member.lacks_room, self._limit_streams(member, facts)
-        if was_down or facts != member.facts or member.lacks_room != has_lacked_room:
-            worker = self._register(followed_facts, snapshots)
+
+        lacked_room = member.lacks_room
+        usable_facts = self._limit_streams(member, facts)
+        if was_down or facts != member.facts or member.lacks_room != lacked_room:
+            worker = self._register(usable_facts, snapshots)
             if not worker.is_down:
-                self._log_joined(member, followed_facts, is_new=is_new)
+                self._log_joined(member, usable_facts, is_new=is_new)
         member.facts = facts
         if facts.is_asleep is not None:
             self._set_asleep(member, is_asleep=facts.is_asleep)
@@ -529,14 +559,15 @@ class Fleet:
         return await _run_with_timeout(JOIN_SNAPSHOTS_S_MAX, fetching) or {}
 
     def _record_failed_probe(self, member: _Member, reason: str, *, was_up: bool) -> None:
-        """Record why a probe failed. A worker that is up stays as it is.
+        """Record why a probe failed. A worker that was up stays up.
 
-        Otherwise another kind of failure is logged, and the pause before the next probe grows.
+        For another worker, the pause before the next probe grows, and the reason is logged if it is of a new kind.
         """
         if was_up:
             self._record_problem(member, reason)
             return
-        if reason.partition(":")[0] != member.problem.partition(":")[0]:
+        is_new_kind = reason.partition(":")[0] != member.problem.partition(":")[0]
+        if is_new_kind:
             remedy = suggest_remedy(member.flag, reason)
             log.warning("worker %s does not answer yet: %s: %s", member.flag.worker_id, reason, remedy)
             member.starting_pause_s = 0.0  # the worker makes progress, so it may answer soon
@@ -548,10 +579,11 @@ class Fleet:
     def _limit_streams(self, member: _Member, facts: WorkerFacts) -> WorkerFacts:
         """Return the facts of a worker, without its event streams if there are more than can be followed."""
         free_stream_count = self._feed.count_free_streams(member.flag.worker_id)
-        has_lacked_room, member.lacks_room = member.lacks_room, len(facts.sources) > free_stream_count
+        lacked_room = member.lacks_room
+        member.lacks_room = len(facts.sources) > free_stream_count
         if not member.lacks_room:
             return facts
-        if not has_lacked_room:
+        if not lacked_room:
             log.warning(
                 "worker %s has %d event streams, and there is room for %d: it is routed by history",
                 member.flag.worker_id, len(facts.sources), free_stream_count,
@@ -577,16 +609,17 @@ class Fleet:
         """Tell the core and the feed about a worker that has answered its probe. `snapshots`: by rank."""
         spec = facts.spec
         worker = self._core.add_worker(spec, self._now(), is_up=True)
-        self._feed.follow(spec.worker_id, facts.sources, worker.holders, snapshots, blocks_max=compute_max_blocks(spec))
+        blocks_max = compute_max_blocks(spec)
+        self._feed.follow_worker(spec.worker_id, facts.sources, worker.holders, snapshots, blocks_max=blocks_max)
         if worker.health_reason not in TRAFFIC_ONLY_RECOVERY:
             self._perform(self._core.mark_worker_up(spec.worker_id, self._now()))
         return worker
 
     def _forget_replaced_tokenizers(self, member: _Member) -> bool:
-        """Forget tokenizers that no worker has any more, where this worker has another one; return whether there were.
+        """Forget the tokenizer of each model that this worker loaded from another checkpoint; return whether any was.
 
-        A model keeps its name when all its workers restart with another checkpoint, or with new files in its folder. A
-        tokenizer is kept if the other one is not on this machine.
+        A model keeps its name when its workers restart with another checkpoint, or with new files in its folder. The
+        tokenizer stays while another worker uses the old files, or if the new ones are not on this machine.
         """
         is_replaced = False
         for base, checkpoint in member.checkpoint_by_model.items():
@@ -632,11 +665,7 @@ class Fleet:
 
 
 def compute_max_blocks(spec: WorkerSpec) -> int:
-    """Return how many blocks a rank of this worker may announce.
-
-    It is many times those that fit into its cache, as blocks may be small, in several groups, and in host memory or
-    storage as well.
-    """
+    """Return how many blocks a rank of this worker may announce: many times those that fit into its caches."""
     if spec.cache_tokens is None:
         return BLOCKS_MAX_DEFAULT
     tokens = spec.cache_tokens + (spec.host_tokens or 0)

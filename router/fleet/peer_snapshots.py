@@ -39,6 +39,8 @@ log = logging.getLogger("router")
 SEED_S_MAX = 3.0
 SEED_BYTES_MAX = 65536
 SNAPSHOT_BYTES_MAX = 1 << 30
+SNAPSHOT_HEADER_BYTES = 4096
+"""Most bytes of a snapshot besides its chunks."""
 MSGPACK = b"application/msgpack"
 
 
@@ -62,10 +64,13 @@ SnapshotSource = Callable[[str, int], "PeerSnapshot | None"]
 
 
 class PeerRoutes:
-    """Routes by which other routers get snapshots. They tell what is cached, so they are at the admin address."""
+    """HTTP routes by which other routers copy what this router's index knows of a worker's cache (snapshots).
+
+    Snapshots tell what is cached, so the routes are served at the admin address.
+    """
 
     def __init__(self, seed: int, dump: SnapshotSource, outcomes: Counter[str] | None = None) -> None:
-        """`outcomes` counts snapshot_served and snapshot_refused (cannot be confirmed, or too large)."""
+        """`seed`: hash seed of the index. `outcomes` counts snapshot_served and snapshot_refused."""
         self._seed = seed
         self._dump = dump
         self._outcomes: Counter[str] = Counter() if outcomes is None else outcomes
@@ -76,29 +81,30 @@ class PeerRoutes:
         return Response(msgspec.json.encode(_SeedBody(SNAPSHOT_VERSION, self._seed)))
 
     async def get_snapshot(self, request: HttpRequest, argument: str) -> Response:
-        """Answer `GET /peer/WORKER%23RANK` with a PeerSnapshot."""
-        worker, _, rank = argument.rpartition("#")
-        if not worker or parse_number(rank) is None:
+        """Answer `GET /peer/WORKER%23RANK` with the snapshot of one worker's data-parallel rank.
+
+        Snapshots are made one at a time. Raises RequestError if the path is wrong, or there is no usable snapshot.
+        """
+        worker_id, _, rank_text = argument.rpartition("#")
+        rank = parse_number(rank_text)
+        if not worker_id or rank is None:
             raise RequestError(f"/peer/{argument}: expected WORKER#RANK, # as %23", param=None, status=400)
         async with self._lock:
-            snapshot = await asyncio.get_running_loop().run_in_executor(None, self._dump, worker, int(rank))
-        if snapshot is not None and sum(map(len, snapshot.chunks)) > SNAPSHOT_BYTES_MAX - 4096:
-            snapshot = None  # nobody would read it
-        self._outcomes["snapshot_refused" if snapshot is None else "snapshot_served"] += 1
-        if snapshot is None:
-            raise RequestError(
-                f"no snapshot of {argument}: unknown, or not in step with it",
-                param=None,
-                code="no_snapshot",
-                status=404,
-            )
+            snapshot = await asyncio.get_running_loop().run_in_executor(None, self._dump, worker_id, rank)
+        chunk_bytes = 0 if snapshot is None else sum(map(len, snapshot.chunks))
+        if snapshot is None or chunk_bytes > SNAPSHOT_BYTES_MAX - SNAPSHOT_HEADER_BYTES:
+            self._outcomes["snapshot_refused"] += 1
+            reason = f"no snapshot of {argument}: unknown, or not in step with it"
+            raise RequestError(reason, param=None, code="no_snapshot", status=404)
+        self._outcomes["snapshot_served"] += 1
         return Response(msgspec.msgpack.encode(snapshot), content_type=MSGPACK)
 
 
 def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None, list[str]]:
-    """Return the digest seed of the first router that answers, and the URLs of all routers with that seed.
+    """Return the hash seed of the first router that answers, and the URLs of all routers with that seed.
 
-    Returns (None, []) if none answers. Waits up to SEED_S_MAX for each. `key` is the key of their admin routes.
+    Snapshots can be used only between indexes that hash token ids with the same seed. Returns (None, []) if no router
+    answers. Waits up to SEED_S_MAX for each. `key`: API key of their admin routes.
     """
     seed: int | None = None
     matching_urls: list[str] = []
@@ -122,7 +128,7 @@ def fetch_seed(urls: Iterable[str], key: str | None = None) -> tuple[int | None,
 
 
 class PeerClient:
-    """Asks other routers for snapshots. All of them have the same digest seed. No fault of a peer raises."""
+    """HTTP client that copies from other routers what their indexes know of a worker's cache (snapshots)."""
 
     def __init__(self, session: aiohttp.ClientSession, urls: Iterable[str], key: str | None = None) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -134,28 +140,31 @@ class PeerClient:
     async def fetch_snapshots(
         self, worker_id: str, sources: Iterable[EventSource], only_before: Mapping[int, int] | None = None
     ) -> dict[int, PeerSnapshot]:
-        """Return the snapshots that other routers have of a worker's cached blocks, by rank.
+        """Return the snapshots that other routers have of a worker's cached blocks, by data-parallel rank.
 
-        `sources`: the stream of events of each rank. Streams with snapshots of their own, and streams that cannot
-        repeat the events after a snapshot, are left out. `only_before`: rank -> number of a batch; if given, only
-        snapshots of these ranks that begin before the batch are returned.
+        `sources`: the event stream of each rank. Ranks that cannot use another router's snapshot are left out.
+        `only_before`: rank -> number of a batch of events; if given, only these ranks are asked for, and only snapshots
+        that begin before the batch are returned.
         """
-        snapshots: dict[int, PeerSnapshot] = {}
+        snapshot_by_rank: dict[int, PeerSnapshot] = {}
         for rank, source in enumerate(sources):
-            is_excluded = only_before is not None and rank not in only_before
-            if is_excluded or not can_use_peer_snapshot(source):
+            is_wanted = only_before is None or rank in only_before
+            if not is_wanted or not can_use_peer_snapshot(source):
                 continue
-            first_batch_before = None if only_before is None else only_before[rank]
+            before_batch = None if only_before is None else only_before[rank]
             for url in self._urls:
-                snapshot = await self._fetch_one(url, f"{worker_id}#{rank}", first_batch_before)
+                snapshot = await self._fetch_snapshot(url, f"{worker_id}#{rank}", before_batch)
                 if snapshot is not None:
-                    snapshots[rank] = snapshot
+                    snapshot_by_rank[rank] = snapshot
                     log.info("worker %s rank %d: starting from %s, batch %d", worker_id, rank, url, snapshot.seq)
                     break
-        return snapshots
+        return snapshot_by_rank
 
-    async def _fetch_one(self, url: str, stream_name: str, first_batch_before: int | None) -> PeerSnapshot | None:
-        """Return one router's snapshot of a stream and count the outcome; None if it has no usable one."""
+    async def _fetch_snapshot(self, url: str, stream_name: str, before_batch: int | None) -> PeerSnapshot | None:
+        """Return one router's snapshot of a stream, and count the outcome; None if the router has no usable one.
+
+        `stream_name`: WORKER#RANK. `before_batch`: the snapshot must begin before this batch of events; None: anywhere.
+        """
         path = f"/peer/{quote(stream_name, safe='')}"
         try:
             status, body = await fetch(
@@ -173,7 +182,7 @@ class PeerClient:
             log.warning("peer router %s: %s", url, error)
             self.outcomes["snapshot_malformed"] += 1
             return None
-        begins_too_late = first_batch_before is not None and snapshot.complete_from >= first_batch_before
+        begins_too_late = before_batch is not None and snapshot.complete_from >= before_batch
         if snapshot.version != SNAPSHOT_VERSION or begins_too_late:
             self.outcomes["snapshot_older"] += 1
             return None

@@ -43,6 +43,7 @@ KEEPALIVE_S = 1
 """Seconds between two probes of a silent connection to a peer."""
 QUEUE_MESSAGES = 64
 """Messages of each peer that wait in the socket."""
+IDLE_UTILISATION_MAX = 1e-6
 
 Amount = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 """Seconds, or seconds per second; finite."""
@@ -51,13 +52,14 @@ Name = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class TargetLoad(msgspec.Struct, array_like=True):
-    """Load that one router has on one target, as it is sent to the router's peers.
+    """Requests that one router has in flight on one target (a worker's rank), as it tells other routers.
 
     Routers have different clocks, so times are sent as ages: seconds before the message was made.
     """
 
     target: Name
     prefill_s: Amount
+    """Time to compute the prompts of all requests without a first token."""
     oldest_prefill_s: Amount
     """Prefill time of the oldest request without a first token."""
     oldest_sent_age_s: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
@@ -67,8 +69,10 @@ class TargetLoad(msgspec.Struct, array_like=True):
     decode_requests: Count
     decode_context_tokens: Count
     utilisation: Amount
+    """Prefill seconds that the router sends to the target, per second."""
     prefill_requests: Count = 0
     prefill_rate: Amount | None = None
+    """Seconds a token by which the prefill times were computed."""
 
 
 class LoadMessage(msgspec.Struct, array_like=True):
@@ -106,26 +110,30 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class PeerLoads:
-    """Exchanges this router's load with other routers."""
+    """Makes the messages that tell other routers this router's load, and applies those that come from them."""
 
     def __init__(self, tracker: LoadTracker, router: str, *, heartbeat_s: float = 0.5, expire_s: float = 2.0) -> None:
-        """`router` is a name that is unique among the peers.
+        """`tracker` counts the load. `router` is this router's name, unique among the peers.
 
         `heartbeat_s`: time between two full messages. `expire_s`: silence after which a router's load is dropped.
         """
         self._tracker = tracker
         self._router = router
-        self._heartbeat_s, self._expire_s = heartbeat_s, expire_s
+        self._heartbeat_s = heartbeat_s
+        self._expire_s = expire_s
         self._epoch = uuid.uuid4().hex
+        """Name of this run of the router, by which peers notice a restart."""
         self._seq = 0
         self._last_full_s: float | None = None
+        """Time of the last full message."""
         self._peers: dict[str, _Peer] = {}
         self._is_own_peer = False
+        """Whether the peers include this router itself."""
         self.counts = Counter(dict.fromkeys(("sent", "received", "late", "malformed", "expired"), 0))
         """Messages by outcome, for `/metrics`; `expired`: routers that were silent."""
 
     def next_message(self, now: float) -> bytes | None:
-        """Return the message to publish now, if any: changed targets, or everything once a heartbeat."""
+        """Return the encoded message to publish now: changed targets, or everything once a heartbeat; None for none."""
         tracker = self._tracker
         is_full = self._last_full_s is None or now - self._last_full_s >= self._heartbeat_s
         if not is_full and not tracker.changed_targets:
@@ -136,14 +144,14 @@ class PeerLoads:
         loads = [self._make_target_load(name, now) for name in names if name in tracker.targets]
         if is_full:
             self._last_full_s = now
-            loads = [load for load in loads if load.prefill_requests or load.decode_requests or load.utilisation > 1e-6]
+            loads = [load for load in loads if not _is_idle(load)]
         self._seq += 1
         self.counts["sent"] += 1
         message = LoadMessage(VERSION, self._router, self._epoch, self._seq, is_full, loads)
         return _ENCODER.encode(message)
 
     def apply_message(self, payload: bytes, now: float) -> None:
-        """Apply a peer's message. A malformed one is counted, and the first is logged."""
+        """Replace what is known of a peer's load by its message. A malformed message is counted and ignored."""
         try:
             message = _DECODER.decode(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -162,11 +170,11 @@ class PeerLoads:
         if peer is not None and peer.epoch == message.epoch and message.seq <= peer.seq:
             self.counts["late"] += 1
             return
-        is_restarted = peer is None or peer.epoch != message.epoch
+        is_first_of_epoch = peer is None or peer.epoch != message.epoch
         self.counts["received"] += 1
         self._peers[message.router] = _Peer(message.epoch, message.seq, now)
-        loads = {load.target: _make_peer_load(load, now) for load in message.loads}
-        self._tracker.set_peer_loads(message.router, loads, is_full=message.is_full or is_restarted)
+        load_by_target = {load.target: _make_peer_load(load, now) for load in message.loads}
+        self._tracker.set_peer_loads(message.router, load_by_target, is_full=message.is_full or is_first_of_epoch)
 
     def expire(self, now: float) -> None:
         """Drop the load of routers that are silent."""
@@ -178,7 +186,7 @@ class PeerLoads:
             log.warning("peer router %s is silent: its load no longer counts", name)
 
     def _make_target_load(self, name: str, now: float) -> TargetLoad:
-        """Return what this router has in flight at a target, for its peers: ages in place of times."""
+        """Return what this router has in flight at a target, as other routers get it: with ages in place of times."""
         load = self._tracker.make_local_load(self._tracker.targets[name], now)
         return TargetLoad(
             target=name,
@@ -205,6 +213,11 @@ class PeerLoads:
         self.counts["malformed"] += 1
 
 
+def _is_idle(load: TargetLoad) -> bool:
+    """Return whether a target has no requests, and as good as none lately."""
+    return not load.prefill_requests and not load.decode_requests and load.utilisation <= IDLE_UTILISATION_MAX
+
+
 def _make_peer_load(load: TargetLoad, now: float) -> PeerLoad:
     """Return a peer's load on a target as received at `now`: its ages become times on this router's clock."""
     return PeerLoad(
@@ -224,7 +237,7 @@ class PeerSockets:
     """ZeroMQ sockets that publish this router's messages and receive those of its peers."""
 
     def __init__(self, loads: PeerLoads) -> None:
-        """`loads`: takes the loads that peers report. Nothing is bound or connected yet."""
+        """Make and configure the sockets, without binding or connecting. `loads` makes and applies the messages."""
         self.loads = loads
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
@@ -242,8 +255,9 @@ class PeerSockets:
         self.address: str | None = None
         """Endpoint at which messages are published; None before `bind`."""
         self._endpoints: set[str] = set()
+        """Endpoints of the peers that are connected."""
         self._frames: list[zmq.Frame] = []
-        """First frames of a message that has more than were read in one slice."""
+        """Frames of a message that was read in part."""
 
     def bind(self, endpoint: str) -> None:
         """Publish messages at an endpoint. Raises zmq.ZMQError."""
@@ -259,10 +273,10 @@ class PeerSockets:
             self._sub.connect(endpoint)
             self._endpoints.add(endpoint)
 
-    def follow(self, body: bytes) -> list[str]:
-        """Follow exactly the routers in the body of `PUT /peers` and return them.
+    def set_peers(self, body: bytes) -> list[str]:
+        """Connect to exactly the routers in the JSON body of `PUT /peers`, and return their endpoints.
 
-        Raises RequestError; all routers that were followed before are still followed then.
+        If it raises RequestError, all earlier connections stay.
         """
         try:
             endpoints = set(msgspec.json.decode(body, type=PeersBody).peers)
@@ -279,14 +293,18 @@ class PeerSockets:
         return sorted(endpoints)
 
     def exchange_loads(self, now: float, messages_max: int = 1000) -> None:
-        """Apply the received messages and publish changes. Never waits. Call it every few milliseconds."""
+        """Apply the messages of other routers and publish changes of this one's load. Never waits.
+
+        It is called every few milliseconds, and reads at most `messages_max` messages at a call.
+        """
         received_bytes = 0
         for _ in range(messages_max):
             try:
                 receive_frames(self._sub, self._frames, MESSAGE_FRAMES)
             except zmq.Again:
                 break
-            payload = self._frames[-1].bytes if len(self._frames) == MESSAGE_FRAMES else b""
+            is_well_framed = len(self._frames) == MESSAGE_FRAMES
+            payload = self._frames[-1].bytes if is_well_framed else b""  # an empty message is counted as malformed
             self._frames = []
             self.loads.apply_message(payload, now)
             received_bytes += len(payload)

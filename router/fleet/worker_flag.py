@@ -19,7 +19,7 @@ from router.decide.workers import BLOCKCAST, DECODE_ROLE, KINDS_BY_DIALECT, MOON
 
 @dataclass(frozen=True, slots=True)
 class WorkerFlag:
-    """One worker as an operator describes it; values that are given here are not discovered."""
+    """One worker as an operator describes it with `--worker`. The worker is asked for values that are not given."""
 
     url: str
     """Empty if another program sends requests to the worker, and asks this router only which one to take."""
@@ -32,18 +32,19 @@ class WorkerFlag:
     """`events=none`: estimate the cache from the requests that were sent there."""
     roles: frozenset[str] = frozenset()
     kv: str = ""
-    """Dialect in which the worker moves KV; empty: as the worker says."""
+    """Protocol by which the worker exchanges KV blocks with others; empty: as the worker says."""
     bootstrap: str = ""
-    """HOST:PORT where other workers meet the worker to get its KV; empty: its host and BOOTSTRAP_PORT."""
+    """HOST:PORT where other workers ask for the worker's KV; empty: its host and BOOTSTRAP_PORT."""
     cache_tokens: int | None = None
+    """Capacity of the KV cache."""
     max_num_seqs: int | None = None
     """Sequences that the worker runs at once; None: as the worker says."""
     is_shortest_first: bool | None = None
     """`prefill_order=shortest`: whether the shortest prompt is computed first; None: as the worker says."""
     reannounces: bool = False
-    """`reannounce=1`: the worker may publish blocks as stored that it has already (EventSource.reannounces)."""
+    """`reannounce=1`: the worker may publish cache hits as newly stored blocks."""
     sends_api_key: bool = True
-    """Whether the worker is sent the workers' API key, as for any named at the router's start."""
+    """Whether requests to the worker get the workers' API key."""
     model: str = ""
     """Model that the worker serves, if it has no URL to be asked at."""
     root: str = ""
@@ -59,11 +60,11 @@ _HOST_LABEL_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])
 
 
 def parse_worker_flag(text: str) -> WorkerFlag:
-    """Parse a value of `--worker`; ranks are separated by `;`. Raises ConfigError naming the part that is wrong.
+    """Parse a value of `--worker`: a URL, or `key=value` pairs. Raises ConfigError naming the part that is wrong.
 
     Forms: `http://host:8000`; or `url=...,events=tcp://...;tcp://...,replay=...,topic=...,id=...,roles=a;b,
     cache_tokens=N,max_num_seqs=N,prefill_order=shortest,reannounce=1`; or `model=...,root=...,block_size=N` in place of
-    `url`, if other programs send the requests to the worker.
+    `url`, if other programs send the requests to the worker. Data-parallel ranks are separated by `;`.
     """
     value_by_key: dict[str, str] = {}
     if re.match(r"[a-z_]+=", text) is None:
@@ -80,11 +81,7 @@ def parse_worker_flag(text: str) -> WorkerFlag:
 
 
 def parse_worker_settings(settings: Mapping[str, Any]) -> WorkerFlag:
-    """Parse the body of `POST /workers`: a JSON object with the keys of `--worker`. Raises ConfigError.
-
-    Such a worker is sent the workers' API key only if it has `send_key`: its address may come from anyone who may use
-    the admin routes.
-    """
+    """Parse the JSON body of `POST /workers`. Without `send_key`, the worker gets no API key. Raises ConfigError."""
     value_by_key = {"send_key": "0"}
     for key, value in settings.items():
         number = int(value) if isinstance(value, float) and value.is_integer() else value  # JSON may write 5 as 5.0
@@ -100,10 +97,13 @@ def _make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
     no_events = value_by_key.get("events") == "none"
     fields: dict[str, Any] = {"url": "", "no_events": no_events}
     for key, value in value_by_key.items():
-        if not (key == "events" and no_events):
-            fields[_KEYS[key].field_name] = _KEYS[key].parse(key, value)
+        if key == "events" and no_events:
+            continue
+        fields[_KEYS[key].field_name] = _KEYS[key].parse(key, value)
+
     _check_transfer_values(value_by_key)
-    endpoints, replay_endpoints = fields.get("events", ()), fields.get("replay", ())
+    endpoints = fields.get("events", ())
+    replay_endpoints = fields.get("replay", ())
     if replay_endpoints and len(replay_endpoints) != len(endpoints):
         raise ConfigError(f"worker: {len(replay_endpoints)} replay endpoints for {len(endpoints)} event endpoints")
     if not fields["url"] and not endpoints:
@@ -116,7 +116,7 @@ def _make_worker_flag(value_by_key: Mapping[str, str]) -> WorkerFlag:
 
 
 def _check_keys(value_by_key: Mapping[str, str]) -> None:
-    """Raise ConfigError for an unknown key, a missing key, or keys that exclude each other.
+    """Raise ConfigError for an unknown key of `--worker`, a missing key, or keys that exclude each other.
 
     A worker with a URL is asked for its model and block size. A worker without one needs `model`, `events` and `id`.
     """
@@ -207,18 +207,18 @@ def _split_roles(text: str) -> frozenset[str]:
 
 
 class _Key(NamedTuple):
-    """Key of `--worker`: the field of WorkerFlag that it sets, and the values that it may have."""
+    """Rule for one key of `--worker key=value,...`: the field of WorkerFlag that it sets, and its valid values."""
 
     field_name: str
     convert: Callable[[str], Any] = str
-    """Makes the field's value of the text. Raises ConfigError."""
+    """Converts the text of a value to the field's value. Raises ConfigError."""
     pattern: str = r"[\s\S]*"
-    """Regular expression of the texts that the key may have."""
+    """Regular expression that valid texts match as a whole."""
     expected: str = ""
-    """Description of these texts for error messages."""
+    """Description of valid texts for error messages."""
 
     def parse(self, key: str, text: str) -> Any:
-        """Return the field's value. `key`: name of this key, for the ConfigError about a wrong text."""
+        """Return the field's value. Raises ConfigError, which names the `key`, for a text that is not valid."""
         if re.fullmatch(self.pattern, text) is None:
             raise ConfigError(f"worker: {key}={text!r}, expected {self.expected}")
         return self.convert(text)

@@ -37,7 +37,7 @@ def read_workers_file(path: Path) -> list[WorkerFlag]:
 
 
 def _parse_workers_file(path: Path, content: bytes) -> list[WorkerFlag]:
-    """Return the workers of a file. `path`: its name, for the ConfigError about a line that is wrong."""
+    """Return the workers in the content of a file. Raises ConfigError, which names `path` and the wrong line."""
     try:
         lines = content.decode().splitlines()
     except UnicodeDecodeError as error:
@@ -45,19 +45,20 @@ def _parse_workers_file(path: Path, content: bytes) -> list[WorkerFlag]:
     flags = []
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
-        if text:
-            try:
-                flags.append(parse_worker_flag(text))
-            except ConfigError as error:
-                raise ConfigError(f"{path}:{number}: {error}") from error
+        if not text:
+            continue
+        try:
+            flags.append(parse_worker_flag(text))
+        except ConfigError as error:
+            raise ConfigError(f"{path}:{number}: {error}") from error
     return flags
 
 
 async def watch_file(path: Path, update: WorkerListCallback) -> None:
-    """Call `update` with the workers of a file when it has changed and then stayed the same for FILE_POLL_S.
+    """Call `update` with the workers of a file whenever its content has changed, until cancelled.
 
-    Before that it may be half written. A file that is missing or has no byte changes nothing, because a program that
-    failed while it wrote the file leaves such a one. A comment alone is a list without workers.
+    A change counts once the content stays the same for FILE_POLL_S, because the file may be half written before. A file
+    that is missing or empty changes nothing, as a failed write may leave one. A comment alone is a list of no workers.
     """
     content = applied_content = b""
     while True:
@@ -69,7 +70,7 @@ async def watch_file(path: Path, update: WorkerListCallback) -> None:
         applied_content = content
         try:
             if not content:
-                read_workers_file(path)  # its error says why a file cannot be read
+                read_workers_file(path)  # raises ConfigError with the reason if the file cannot be read
                 raise ConfigError(f"{path} is empty, so its workers stay; a comment in it removes them")
             update(_parse_workers_file(path, content))
         except ConfigError as error:
@@ -100,8 +101,8 @@ async def watch_host_name(template: WorkerFlag, every_s: float, update: WorkerLi
         else:
             addresses = sorted({str(socket_address[0]) for *_, socket_address in address_infos})
             if len(addresses) > NAME_HOSTS_MAX:
-                count, taken_count = len(addresses), NAME_HOSTS_MAX
-                log.warning("%s has %d addresses; the first %d are taken", parts.hostname, count, taken_count)
+                message = "%s has %d addresses; the first %d are taken"
+                log.warning(message, parts.hostname, len(addresses), NAME_HOSTS_MAX)
             urls = [_make_url(parts, address, port) for address in addresses[:NAME_HOSTS_MAX]]
             update([replace(template, url=url, worker_id=derive_worker_id(url)) for url in urls])
         await asyncio.sleep(every_s)

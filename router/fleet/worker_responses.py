@@ -38,6 +38,8 @@ LINE_CHARS_MAX = 8192
 SLICE_BYTES = 64 << 10
 METRICS_READ_BYTES_MAX = 256 << 10
 """Most bytes of metric lines that are read; 256 ranks with vLLM's lines of 800 bytes fit."""
+LOAD_LINES_MAX = 8 * RANKS_MAX
+"""Most metric lines about the load that are read."""
 _VLLM_FRONTENDS = frozenset(("vllm-frontend-rs",))
 """Other names under which vLLM serves."""
 REQUESTS_MAX = 10**6
@@ -78,10 +80,10 @@ class ModelList(NamedTuple):
 
 
 def read_models(body: bytes) -> ModelList:
-    """Read the answer to `GET /v1/models`. Raises DecodeError.
+    """Return the models in the body of a worker's answer to `GET /v1/models`. Raises DecodeError.
 
-    vLLM names a LoRA's base in `parent` and an alias's checkpoint in `root`. Aliases share one cache, so all names
-    without a parent count as the first of them.
+    A card with a `parent` is a LoRA adapter of that model. All cards without one are aliases of the same model, share
+    one cache, and get the first name as their base. `root` is the checkpoint.
     """
     cards = _decode_model_cards(body)
     engine = cards[0].get("owned_by") if cards else None
@@ -109,7 +111,10 @@ def _read_adapter(card: dict[str, Any], parent: ServedModel | None) -> ServedMod
 
 
 def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
-    """Return the event streams of `GET /kv_event_sources`. Raises DecodeError."""
+    """Return where a worker publishes cache events, from the body of its `GET /kv_event_sources`. Raises DecodeError.
+
+    `url`: address of the worker. Its host replaces `*` in the event addresses.
+    """
     _check_object_count(body, "/kv_event_sources")
     try:
         sources = parse_sources(body, url)
@@ -136,7 +141,7 @@ def list_endpoints(source: EventSource) -> list[str]:
 
 
 class EngineSizes(NamedTuple):
-    """Sizes of a worker's caches and steps as its engine tells them; None if unknown."""
+    """Sizes of a worker's caches and scheduler steps, as its engine reports them; None if unknown."""
 
     cache_tokens: int | None = None
     """Capacity of the KV cache, summed over ranks."""
@@ -145,9 +150,9 @@ class EngineSizes(NamedTuple):
     block_size: int | None = None
     """Tokens of the longest cache block."""
     max_num_seqs: int | None = None
-    """Most sequences of one step, which engines of this project tell; of several ranks the least."""
+    """Most sequences of one scheduler step; of several ranks the least. Only engines of this project report it."""
     step_tokens: int | None = None
-    """Most prefill tokens of one step; of several ranks the least."""
+    """Most prefill tokens of one scheduler step; of several ranks the least."""
     is_shortest_first: bool = False
     """Whether an engine of this project computes the shortest prompt first (`--prefill-order`)."""
 
@@ -165,25 +170,26 @@ def read_server_info(body: bytes) -> EngineSizes:
 
 
 def read_engine_sizes(metrics: str, *, reserved_blocks: int = 0) -> EngineSizes:
-    """Read the labels of `cache_config_info` in a metrics page, which has one such line for each rank.
+    """Return the sizes that an engine's metrics page reports, in one line `cache_config_info{...}` for each rank.
 
-    `reserved_blocks` is the number of blocks of each rank that no prompt can use.
+    `reserved_blocks`: number of cache blocks of each rank that no prompt can use.
     """
-    ranks = list(itertools.islice(_iter_cache_labels(metrics), RANKS_MAX))
+    labels_by_rank = list(itertools.islice(_iter_cache_labels(metrics), RANKS_MAX))
 
     def list_numbers(label: str) -> list[int]:
-        return [parse_number(labels.get(label, "")) or 0 for labels in ranks]
+        """Return the number that each rank reports in a label; 0 if it reports none."""
+        return [parse_number(labels.get(label, "")) or 0 for labels in labels_by_rank]
 
     block_sizes = list_numbers("block_size")
-    longest_blocks = [*block_sizes, *list_numbers("effective_attention_block_size")]
+    block_size_candidates = [*block_sizes, *list_numbers("effective_attention_block_size")]
     cache_blocks = [max(blocks - reserved_blocks, 0) for blocks in list_numbers("num_gpu_blocks")]
     return EngineSizes(
         cache_tokens=_accept_token_count(sum(map(mul, cache_blocks, block_sizes))),
         host_tokens=_accept_token_count(sum(map(mul, list_numbers("num_cpu_blocks"), block_sizes))),
-        block_size=max((size for size in longest_blocks if 0 < size <= BLOCK_TOKENS_MAX), default=None),
+        block_size=max((size for size in block_size_candidates if 0 < size <= BLOCK_TOKENS_MAX), default=None),
         max_num_seqs=_accept_token_count(min(filter(None, list_numbers("max_num_seqs")), default=None)),
         step_tokens=_accept_token_count(min(filter(None, list_numbers("max_num_batched_tokens")), default=None)),
-        is_shortest_first=any(labels.get("prefill_order") == "shortest" for labels in ranks),
+        is_shortest_first=any(labels.get("prefill_order") == "shortest" for labels in labels_by_rank),
     )
 
 
@@ -196,10 +202,10 @@ def _iter_cache_labels(metrics: str) -> Iterator[dict[str, str]]:
 
 
 def read_bootstrap(status: int, body: bytes, rank_count: int) -> tuple[str, ...]:
-    """Return the ids of a worker's engines as Mooncake's `GET /query` lists them, one for each data-parallel rank.
+    """Return the engine ids in the answer of Mooncake's bootstrap server to `GET /query`, one for each rank.
 
-    Requests for KV name the engine by its id. Raises DecodeError if the answer has no id for some rank, or lists more
-    ranks than the `rank_count` that the router knows by their event streams.
+    Requests to transfer KV name the engine by its id. Raises DecodeError if the answer has no id for some rank, or
+    lists more ranks than `rank_count`, the number that the router knows by their event streams.
     """
     entries = _decode_object(body, "/query") if status == 200 else {}
     if len(entries) > rank_count:
@@ -215,19 +221,21 @@ def read_bootstrap(status: int, body: bytes, rank_count: int) -> tuple[str, ...]
 
 
 def select_metric_lines(page: bytes) -> Iterator[bytes]:
-    """Yield the used lines of a metrics page, slice by slice, up to METRICS_READ_BYTES_MAX in all.
+    """Yield those lines of a metrics page that the router uses, slice by slice, up to METRICS_READ_BYTES_MAX in all.
 
-    The caller does other work between the slices, as a page of some megabytes takes long to search.
+    The caller can do other work between slices, because a page of some megabytes takes long to search.
     """
-    start, free_bytes = 0, METRICS_READ_BYTES_MAX
+    start = 0
+    free_bytes = METRICS_READ_BYTES_MAX
     while start < len(page) and free_bytes > 0:
         end = _find_slice_end(page, start)
-        is_one_long_line = end - start > SLICE_BYTES  # nothing here reads such a line
+        is_one_long_line = end - start > SLICE_BYTES  # longer than any line that is used
         lines = b"" if is_one_long_line else b"\n".join(_METRIC_LINE_PATTERN.findall(page, start, end))
         if len(lines) > free_bytes:
-            lines = lines[:free_bytes].rpartition(b"\n")[0]
+            lines = lines[:free_bytes].rpartition(b"\n")[0]  # drop the line that was cut
             end = len(page)
-        start, free_bytes = end, free_bytes - len(lines) - 1
+        start = end
+        free_bytes -= len(lines) + 1
         yield lines
 
 
@@ -241,43 +249,47 @@ def _find_slice_end(page: bytes, start: int) -> int:
 
 
 def read_loads(metrics: str, ranks: int) -> list[EngineLoad | None]:
-    """Return the load of each rank from a metrics page; None for a rank without one or with impossible values.
+    """Return the load of each data-parallel rank from a metrics page; None for a rank that reports no valid load.
 
-    The names are those of vLLM, which this project's engine has too, or of SGLang.
+    Reads the metrics of vLLM, which this project's engine has too, and of SGLang.
     """
-    values_by_kind_by_rank: list[dict[str, list[float]]] = [{} for _ in range(ranks)]
-    for line in itertools.islice(_LOAD_PATTERN.finditer(metrics), 8 * RANKS_MAX):
-        labels = dict(_LABEL_PATTERN.findall(line[2] or ""))
-        engine = parse_number(labels.get("engine", "0")) if ranks > 1 else 0
-        kind = _LOAD_KIND_BY_METRIC[line[1]]
+    values_by_kind_of_ranks: list[dict[str, list[float]]] = [{} for _ in range(ranks)]
+    for line in itertools.islice(_LOAD_PATTERN.finditer(metrics), LOAD_LINES_MAX):
+        metric, label_text, value_text = line.groups()
+        kind = _LOAD_KIND_BY_METRIC[metric]
+        labels = dict(_LABEL_PATTERN.findall(label_text or ""))
         if kind == "awake" and labels.get("sleep_state") != "awake":
             continue  # the other series of that gauge are the sleep levels
-        value = _parse_float(line[3])
-        if engine is not None and engine < ranks:
-            is_possible = 0.0 <= value <= _VALUE_MAX_BY_KIND.get(kind, 1.0)
-            values_by_kind_by_rank[engine].setdefault(kind, []).append(value if is_possible else math.nan)
-    return [_make_load(values_by_kind) for values_by_kind in values_by_kind_by_rank]
+        rank = parse_number(labels.get("engine", "0")) if ranks > 1 else 0
+        if rank is None or rank >= ranks:
+            continue
+        value = _parse_float(value_text)
+        is_possible = 0.0 <= value <= _VALUE_MAX_BY_KIND.get(kind, 1.0)
+        values_by_kind_of_ranks[rank].setdefault(kind, []).append(value if is_possible else math.nan)
+    return [_make_load(values_by_kind) for values_by_kind in values_by_kind_of_ranks]
 
 
 def _make_load(values_by_kind: Mapping[str, list[float]]) -> EngineLoad | None:
     """Return the load of one rank; None if its metrics tell neither its requests nor that it sleeps.
 
-    `values_by_kind`: values of each of the figures that `_LOAD_KIND_BY_METRIC` names, one for each model of the rank.
-    The values are added up, and shares of the cache are averaged. With a value that is NaN, the figure is unknown.
+    `values_by_kind`: values of running, waiting, usage (share of the cache), awake and received_kv_bytes, one for each
+    model of the rank. Values are added up, shares of the cache are averaged. NaN makes the total unknown.
     """
-    total_by_kind = {kind: sum(values) for kind, values in values_by_kind.items() if not math.isnan(sum(values))}
+    total_by_kind: dict[str, float] = {}
+    for kind, values in values_by_kind.items():
+        total = sum(values)
+        if not math.isnan(total):
+            total_by_kind[kind] = total
     is_asleep = total_by_kind.get("awake") == 0
     if "running" not in total_by_kind or "waiting" not in total_by_kind:
-        return EngineLoad(0, 0, None, is_asleep=True) if is_asleep else None
-    cache_usage = None
-    if "usage" in total_by_kind:
-        cache_usage = total_by_kind["usage"] / len(values_by_kind["usage"])
+        return EngineLoad(running=0, waiting=0, is_asleep=True) if is_asleep else None
+    usage_total = total_by_kind.get("usage")
     return EngineLoad(
-        int(total_by_kind["running"]),
-        int(total_by_kind["waiting"]),
-        cache_usage,
-        is_asleep,
-        total_by_kind.get("received_kv_bytes"),
+        running=int(total_by_kind["running"]),
+        waiting=int(total_by_kind["waiting"]),
+        usage=None if usage_total is None else usage_total / len(values_by_kind["usage"]),
+        is_asleep=is_asleep,
+        received_kv_bytes=total_by_kind.get("received_kv_bytes"),
     )
 
 
@@ -316,10 +328,7 @@ def _decode_object(body: bytes, path: str) -> dict[str, Any]:
 
 
 def _check_object_count(body: bytes, path: str) -> None:
-    """Raise DecodeError for too many lists and objects.
-
-    A megabyte of empty lists takes 0.1 s to decode, and every client waits for it.
-    """
+    """Raise DecodeError for so many lists and objects that every client would wait while they are decoded."""
     if (count := body.count(b"[") + body.count(b"{")) > OBJECTS_MAX:
         raise DecodeError(f"{path}: {count} lists and objects, more than {OBJECTS_MAX}")
 

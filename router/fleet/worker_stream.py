@@ -34,14 +34,16 @@ EVICTIONS_MIN, HELD_SHARE_MIN = 8, 0.5
 
 @dataclass(slots=True)
 class ObservedCapacity:
-    """Capacity of a cache as its events show it: the most that it ever held, once it is full.
+    """Estimate of a cache's capacity from its events: the most tokens that it ever held, once it seems to be full.
 
-    A full cache evicts blocks to store others. A removal alone, by an operator or by age, shows nothing. One that
-    empties half of the cache shows that it removes blocks for other reasons than room.
+    A cache seems full after EVICTIONS_MIN batches of events that both remove and store blocks. Batches that only remove
+    do not count. If removals leave less than half of the peak, they were not for room, and the count starts again.
     """
 
     most_tokens: int = 0
+    """Peak of the tokens in the cache."""
     evictions: int = 0
+    """Batches so far that removed blocks and stored others."""
 
     @property
     def tokens(self) -> int | None:
@@ -49,7 +51,7 @@ class ObservedCapacity:
         return self.most_tokens if self.evictions >= EVICTIONS_MIN else None
 
     def record_batch(self, held_tokens: int, report: IngestReport) -> None:
-        """Record a batch, after which the cache holds `held_tokens`."""
+        """Record a batch of events, after which the cache holds `held_tokens`. `report`: what the batch changed."""
         self.most_tokens = max(self.most_tokens, held_tokens)
         if report.removed and not report.cleared:
             if held_tokens < HELD_SHARE_MIN * self.most_tokens:
@@ -161,13 +163,14 @@ class WorkerStream:
         )
 
     def record_batch(self, batch: Apply, report: IngestReport) -> None:
-        """Record a batch that was applied to the index: counts, the time of a live one, and the stream's position.
+        """Record a batch of events that was applied to the index: its counts, its time, and the stream's position.
 
-        `report`: effects of the batch on the index. After a snapshot or a clearing, the index has all blocks that the
-        worker caches.
+        `report`: what the batch changed in the index.
         """
-        if self.last_seq is None and self.wrong_rank is None and not self.is_only_rank:
+        is_first_batch = self.last_seq is None and self.wrong_rank is None
+        if is_first_batch and not self.is_only_rank:
             self._check_rank(decode_batch_rank(batch.payload))
+
         self.counters.update(batches=1, bytes=len(batch.payload), malformed=report.malformed_events)
         for name in REPORTED_COUNTERS:
             self.counters[name] += getattr(report, name)
@@ -177,7 +180,8 @@ class WorkerStream:
         else:
             self.counters["replayed" if batch.origin is Origin.REPLAY else "snapshots"] += 1
         self.record_skipped(report.malformed)
-        if batch.seq is None or report.cleared:
+
+        if batch.seq is None or report.cleared:  # after a snapshot, or with an empty cache, the index lacks nothing
             self.complete_from = 0
         elif self.complete_from is None:
             self.complete_from = batch.seq
@@ -195,20 +199,22 @@ class WorkerStream:
             )
 
     def detect_new_process(self, origin: Origin) -> bool:
-        """Return whether the last batch shows that a worker which died came back as a new process, and count that.
+        """Return whether the last batch of events shows that a worker came back as a new process, and count that.
 
-        A new process numbers its batches from 0. So its batch with the number of the last batch before the death has
-        other bytes, or a live batch has a smaller number. `origin`: origin of the last batch.
+        A new process numbers its batches from 0 again. So a batch with the last number before the worker was lost has
+        other bytes, or a live batch has a smaller number. `origin`: whether the last batch came live or by replay.
         """
-        position, old_position = self.position, self.position_before_restart
+        position = self.position
+        old_position = self.position_before_restart
         if position is None or old_position is None:
             return False
         if position.seq == old_position.seq:
             is_new_process = position.payload_digest != old_position.payload_digest
         else:
             is_new_process = position.seq < old_position.seq and origin is Origin.LIVE
-        if is_new_process or position.seq >= old_position.seq:
-            self.position_before_restart = None  # the question is answered
+        has_caught_up = position.seq >= old_position.seq
+        if is_new_process or has_caught_up:
+            self.position_before_restart = None  # later batches need no such check
         if is_new_process:
             self.counters["restarts"] += 1
             log.info("worker %s rank %d came back as another process", self.worker_id, self.rank)
@@ -230,7 +236,10 @@ class WorkerStream:
                 self.problems.append(reason)
 
     def to_json(self, state: StreamState | None, groups: list[dict[str, object]]) -> dict[str, Any]:
-        """Return the stream's state for `/workers`."""
+        """Return the stream's state as JSON values for the `/workers` page.
+
+        `state`: state of the connection. `groups`: block groups that the index has of the stream.
+        """
         return {
             "rank": self.rank,
             "endpoint": self.source.endpoint,

@@ -49,13 +49,13 @@ class Match:
 
 @dataclass(slots=True)
 class IngestReport:
-    """Counts of the changes that one payload made to the index."""
+    """Counts of the changes that one batch of cache events made to the index."""
 
     stored: int = 0
     removed: int = 0
     cleared: int = 0
     parked: int = 0
-    """Stored blocks that wait for their parent."""
+    """Stored blocks that wait for the event of their parent block."""
     unknown_removals: int = 0
     """Removed blocks that the index does not have."""
     unknown_copies: int = 0
@@ -63,11 +63,11 @@ class IngestReport:
     unknown_events: int = 0
     """Events of a type that the router does not know."""
     refused: int = 0
-    """Blocks of events that were read and go beyond a bound: names of one holder, block lengths."""
+    """Blocks that exceed a limit of the index, such as the length of a block."""
     malformed_events: int = 0
     """Events that could not be read; the others of the batch were applied."""
     malformed: list[str] = field(default_factory=list)
-    """Why they could not be read, for the first few."""
+    """Why events could not be read, for the first few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,7 @@ class IngestTask(Protocol):
         """Changes made so far."""
 
     def step(self) -> bool:
-        """Apply the next slice, some milliseconds of work; return whether more slices follow.
-
-        Raises KeyError as PrefixIndex does.
-        """
+        """Apply the next slice, some milliseconds of work; return whether more follow. Raises KeyError."""
 
 
 class DumpTask(Protocol):

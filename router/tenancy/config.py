@@ -27,7 +27,7 @@ CanaryRule = Annotated[
 # fmt: off
 @dataclass(frozen=True, slots=True)
 class TenancyConfig:
-    """Aliases, fallbacks and canaries of models; docs/how-to/share-between-tenants.md explains them."""
+    """Rules by which requests for one model name are served by another: aliases, fallbacks and canaries."""
 
     model_aliases: Annotated[tuple[AliasRule, ...], Flag("--model-alias", metavar="NAME=MODEL"),
         "Serve requests for NAME by MODEL; one * in NAME stands for any text.",

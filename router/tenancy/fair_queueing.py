@@ -19,7 +19,11 @@ MAX_QUEUES: Final = 4096
 
 
 class StartTimeFairQueueing:
-    """Decides which of several queues sends the next request, so that each gets its share of the workers' time."""
+    """Decides which of several queues sends the next request, so that each gets its share of the workers' time.
+
+    The queue with the fewest served seconds (predicted time of its requests, divided by its share) sends next. A queue
+    that begins to wait starts at the virtual time, so it saves up nothing while idle.
+    """
 
     def __init__(self) -> None:
         self._served_s_by_queue: dict[str, float] = {}
@@ -31,14 +35,17 @@ class StartTimeFairQueueing:
         return max(self._served_s_by_queue.get(queue, 0.0), self._virtual_time_s)
 
     def charge(self, queue: str, request_s: float, waiting_queues: Iterable[str]) -> None:
-        """Charge a queue for a request that it sent. `waiting_queues` are the queues with waiting requests.
+        """Charge a queue for a request that it sent, and advance the virtual time.
 
-        `request_s`: predicted time of the request, divided by the queue's share.
+        `request_s`: predicted time of the request, divided by the queue's share. `waiting_queues`: queues with waiting
+        requests.
         """
         served_s = self.get_served_s(queue)
-        self._virtual_time_s = max(self._virtual_time_s, min([served_s, *map(self.get_served_s, waiting_queues)]))
+        fewest_served_s = min([served_s, *map(self.get_served_s, waiting_queues)])
+        self._virtual_time_s = max(self._virtual_time_s, fewest_served_s)
         self._served_s_by_queue[queue] = served_s + request_s
         if len(self._served_s_by_queue) > MAX_QUEUES:
+            # Queues that are not ahead of the virtual time start there anyway, so they need no entry.
             self._served_s_by_queue = {
                 name: served_s for name, served_s in self._served_s_by_queue.items() if served_s > self._virtual_time_s
             }

@@ -17,10 +17,14 @@ _HASH_RANGE = float(1 << 64)
 
 
 class ModelNames:
-    """Resolves the model names of requests, by the rules for aliases, canaries and fallbacks."""
+    """Resolves the model that a request names to the model that serves it, by rules for aliases, canaries, fallbacks.
+
+    An alias is another name of a model. A canary serves a share of a model's conversations. A fallback serves the
+    requests for a model while no worker of it is up.
+    """
 
     def __init__(self, config: TenancyConfig) -> None:
-        alias_rules = parse_rules(config.model_aliases)
+        alias_rules = parse_rules(config.model_aliases)  # alias -> model
         self.model_by_alias = {name: model for name, model in alias_rules.items() if "*" not in name}
         """Models by alias, for aliases without `*`, which can be listed."""
         names_with_star = sorted((name for name in alias_rules if "*" in name), key=len, reverse=True)
@@ -36,9 +40,9 @@ class ModelNames:
     ) -> str:
         """Return the model that should answer a request for `requested_model`.
 
-        `get_conversation_key`: returns the key that selects a canary. `is_served`: returns whether a worker can answer
-        this request with a model. If no rule leads to a served model, the result is the alias's model or the requested
-        name, for the error message.
+        `get_conversation_key`: returns the conversation's key, which selects a canary. `is_served`: returns whether a
+        worker can answer this request with a model. If no rule leads to a served model, the result is the alias's model
+        or the requested name, for the error message.
         """
         model = self._resolve_alias(requested_model, is_served)
         canary_shares = self._canaries_by_model.get(model)
@@ -46,15 +50,12 @@ class ModelNames:
             canary = assign_canary(model, get_conversation_key(), canary_shares)
             if canary is not None and is_served(canary):
                 return canary
-            if not is_served(model):  # then any canary that is served is better
+            if not is_served(model):  # any canary that is served is better than an error
                 model = next((canary for canary, _ in canary_shares if is_served(canary)), model)
         return self._find_served_fallback(model, is_served) or model
 
     def _resolve_alias(self, requested_model: str, is_served: Callable[[str], bool]) -> str:
-        """Return the model that an alias stands for; the requested name if it is no alias.
-
-        A name that a worker serves is an alias only if it is listed by itself, not by a pattern.
-        """
+        """Return the model that an alias stands for. A served name is an alias only if it is listed without `*`."""
         model = self.model_by_alias.get(requested_model)
         if model is not None:
             return model

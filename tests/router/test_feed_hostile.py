@@ -429,7 +429,7 @@ def test_a_publisher_that_spoke_before_its_worker_was_known_is_picked_up(
     holder = index.add_holder("m")
     replay_endpoint = resolve_endpoint(str(pub.describe_source().replay_endpoint), "127.0.0.1")
     source = EventSource(endpoint="tcp://127.0.0.1:1", replay_endpoint=replay_endpoint, topic="kv@h:8000@m")
-    index_feed.follow("h:8000", [source], [holder])
+    index_feed.follow_worker("h:8000", [source], [holder])
     wait_until(lambda: count_cached_tokens(index, holder) == 8, "what it holds is known without another word")
     assert not subscription.descriptor_by_unclaimed_topic
     pub.close()
@@ -641,18 +641,18 @@ def test_one_stream_with_a_large_payload_does_not_hold_the_index(index: PrefixIn
     """A million unknown events of one worker are applied in slices; an event of another comes in between."""
     holders = [index.add_holder("m") for _ in range(2)]
     for name, holder in zip(("a", "b"), holders):
-        index_feed.follow(name, [EventSource(endpoint="tcp://127.0.0.1:1")], [holder])
+        index_feed.follow_worker(name, [EventSource(endpoint="tcp://127.0.0.1:1")], [holder])
     large, small = list(index_feed._stream_by_id)
     payload = msgspec.msgpack.encode([0.0, [["x"]] * 1_000_000, 0])
     from events.stream_types import Origin
 
-    run_slice = index_feed.handle(large, Apply(0, payload, Origin.LIVE), b"")
+    run_slice = index_feed.apply_instruction(large, Apply(0, payload, Origin.LIVE), b"")
     slices = 1
     while run_slice is not None and run_slice():
         slices += 1
         if slices == 3:
             batch = msgspec.msgpack.encode([0.0, [msgspec.to_builtins(event) for event in block_events(0, 2)], 0])
-            assert index_feed.handle(small, Apply(0, batch, Origin.LIVE), b"") is None
+            assert index_feed.apply_instruction(small, Apply(0, batch, Origin.LIVE), b"") is None
             assert count_cached_tokens(index, holders[1]) == 8
     assert 10 < slices < 200
     assert index_feed.sum_counters()["a"]["unknown_events"] == 1_000_000

@@ -139,7 +139,7 @@ def test_one_that_never_answers_is_asked_less_and_less_often() -> None:
         assert fleet.list_starting_reasons() == {"h:1": "not tried yet"}
         pauses = []
         for _ in range(8):
-            assert not await fleet._join(member)
+            assert not await fleet._probe_and_register(member)
             pauses.append(member.starting_pause_s)
         assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0, 5.0, 0.5, 1.0], "another answer: it is on its way"
         assert fleet.list_starting_reasons() == {"h:1": "/v1/models answers 503 (tried 8 times, again every 1 s)"}
@@ -372,8 +372,8 @@ async def wait_until(holds: Callable[[], object]) -> None:
 
 
 def feed_of(**methods: Any) -> Any:
-    default_methods = {"follow": lambda *_, **__: None, "find_incomplete_ranks": lambda _: {}, "forget": lambda _: None,
-               "clear_worker": lambda _: None, "count_clears": lambda _: 0,
+    default_methods = {"follow_worker": lambda *_, **__: None, "find_incomplete_ranks": lambda _: {},
+               "forget": lambda _: None, "clear_worker": lambda _: None, "count_clears": lambda _: 0,
                "count_free_streams": lambda _: 100}  # fmt: skip
     return SimpleNamespace(**{**default_methods, **methods})
 
@@ -482,7 +482,7 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
         )
         feed = feed_of(
             count_free_streams=lambda _: 2,
-            follow=lambda _, sources, *__, blocks_max: follow_calls.append((len(sources), blocks_max)),
+            follow_worker=lambda _, sources, *__, blocks_max: follow_calls.append((len(sources), blocks_max)),
         )
         now = asyncio.get_running_loop().time
         fleet: Any = Fleet(core, prober, feed, prompts, lambda _: None, FleetConfig(), now=now)  # type: ignore[arg-type]
@@ -491,7 +491,7 @@ def test_a_worker_with_more_streams_than_there_is_room_for_is_routed_by_history(
         member.cancel()
         for streams in (3, 3, 2):
             prober.streams = streams
-            assert await fleet._join(member)
+            assert await fleet._probe_and_register(member)
         assert [count for count, _ in follow_calls] == [0, 2]
         assert follow_calls[-1][1] == BLOCKS_MIN + BLOCKS_FACTOR * 5
         assert (core.workers[name].spec.cache_view, core.workers[name].spec.ranks) == (CacheView.EVENTS, 2)
@@ -1095,7 +1095,7 @@ def test_one_that_is_removed_while_it_is_looked_at_stays_away() -> None:
         async with watching(page, RARELY_HEALTH, feed_of()) as (fleet, core, name):
             page.names = ["base", "tuned"]
             member = fleet._members[name]
-            looking = asyncio.create_task(fleet._join(member))
+            looking = asyncio.create_task(fleet._probe_and_register(member))
             await asyncio.sleep(0)
             await fleet.remove(name)
             assert not await looking

@@ -307,14 +307,14 @@ def test_who_is_followed_can_be_said_anew() -> None:
         other.bind("tcp://127.0.0.1:*")
         third.bind("tcp://127.0.0.1:*")
         body = msgspec.json.encode({"peers": [other.address, third.address]})
-        assert mine.follow(body) == sorted([str(other.address), str(third.address)])
-        assert mine.follow(body) == mine.follow(body), "twice is once"
-        assert mine.follow(msgspec.json.encode({"peers": [third.address]})) == [third.address]
-        assert mine.follow(b'{"peers": []}') == []
+        assert mine.set_peers(body) == sorted([str(other.address), str(third.address)])
+        assert mine.set_peers(body) == mine.set_peers(body), "twice is once"
+        assert mine.set_peers(msgspec.json.encode({"peers": [third.address]})) == [third.address]
+        assert mine.set_peers(b'{"peers": []}') == []
         for wrong in (b"", b"[]", b'{"peers": ["http://x"]}', b'{"peers": ["tcp://x:99999"]}', b'{"peers": 1}'):
             with pytest.raises(RequestError):
-                mine.follow(wrong)
-        assert mine.follow(b'{"peers": []}') == [], "nothing came of them"
+                mine.set_peers(wrong)
+        assert mine.set_peers(b'{"peers": []}') == [], "nothing came of them"
     finally:
         for sockets in (mine, other, third):
             sockets.close()

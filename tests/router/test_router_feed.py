@@ -82,7 +82,7 @@ def test_what_is_announced_before_and_after_joining_is_known(index: ReferenceInd
     pub = publisher()
     pub.publish(block_events(0, 3))
     holder = index.add_holder("m")
-    feed.follow("a", [source_of(pub)], [holder])
+    feed.follow_worker("a", [source_of(pub)], [holder])
     wait_until(lambda: count_cached_tokens(index, holder) == 12, "the snapshot is applied")
     wait_until(lambda: feed.is_synced("a"), "synced")
     pub.publish(block_events(3, 2))
@@ -104,8 +104,8 @@ def test_a_worker_that_announces_more_than_its_cache_holds_is_forgotten(
     monkeypatch.setattr("router.fleet.feed.COUNT_EVERY", 4)
     liar, honest = publisher(), publisher()
     liar_holder, honest_holder = index.add_holder("m"), index.add_holder("m")
-    feed.follow("a", [source_of(liar)], [liar_holder], blocks_max=20)
-    feed.follow("b", [source_of(honest)], [honest_holder], blocks_max=20)
+    feed.follow_worker("a", [source_of(liar)], [liar_holder], blocks_max=20)
+    feed.follow_worker("b", [source_of(honest)], [honest_holder], blocks_max=20)
     if has_died:
         feed.restart_streams("a")
     wait_until(lambda: feed.is_synced("a") and feed.is_synced("b"), "synced")
@@ -135,9 +135,9 @@ def test_a_full_index_forgets_who_announced_most_for_its_cache(
     feed.start()
     small, large = publisher(), publisher()
     small_holder, large_holder = index.add_holder("m"), index.add_holder("m")
-    feed.follow("b", [source_of(large)], [large_holder], blocks_max=1000)
+    feed.follow_worker("b", [source_of(large)], [large_holder], blocks_max=1000)
     assert (feed.count_free_streams("a"), feed.count_free_streams("b")) == (2, 3)
-    feed.follow("a", [source_of(small)], [small_holder], blocks_max=10)
+    feed.follow_worker("a", [source_of(small)], [small_holder], blocks_max=10)
     wait_until(lambda: feed.is_synced("a") and feed.is_synced("b"), "synced")
     small.publish(block_events(0, 3))
     wait_until(lambda: count_cached_tokens(index, small_holder) == 12, "the small one's")
@@ -157,7 +157,7 @@ def test_a_restart_on_the_same_address_forgets_the_old_life(
     pub = publisher()
     source = source_of(pub)
     holder = index.add_holder("m")
-    feed.follow("a", [source], [holder])
+    feed.follow_worker("a", [source], [holder])
     pub.publish(block_events(0, 5))
     wait_until(lambda: count_cached_tokens(index, holder) == 20, "the first life")
     pub.close()
@@ -177,10 +177,10 @@ def test_restarts_without_end_do_not_fill_the_log(
 ) -> None:
     """Two publishers of one topic contradict each other with every batch."""
     caplog.set_level("INFO", "router")
-    feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [index.add_holder("m")])
+    feed.follow_worker("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [index.add_holder("m")])
     (stream_id,) = feed._stream_by_id
     for seq in range(500):
-        feed.handle(stream_id, PublisherRestarted(f"two different batches with seq {seq}"), b"")
+        feed.apply_instruction(stream_id, PublisherRestarted(f"two different batches with seq {seq}"), b"")
     assert feed.sum_counters()["a"]["restarts"] == 500
     messages = [record.getMessage() for record in caplog.records if "restarted" in record.getMessage()]
     assert messages[0] == "worker a rank 0 restarted (restart 1): two different batches with seq 0"
@@ -196,7 +196,7 @@ def test_what_a_full_cache_holds_is_reported_until_it_restarts(
     unknown, full = CapacityObserved("a", 0, None), CapacityObserved("a", 0, 40)
     pub = publisher()
     source = source_of(pub)
-    feed.follow("a", [source], [index.add_holder("m")])
+    feed.follow_worker("a", [source], [index.add_holder("m")])
     pub.publish(block_events(0, 10))
     wait_until(lambda: feed.is_synced("a"), "synced")
     for i in range(10, 20):
@@ -224,7 +224,7 @@ def test_a_cache_that_was_given_back_is_not_believed_and_its_stream_goes_on(
 ) -> None:
     pub = publisher()
     holder = index.add_holder("m")
-    feed.follow("a", [source_of(pub)], [holder])
+    feed.follow_worker("a", [source_of(pub)], [holder])
     pub.publish(block_events(0, 5))
     wait_until(lambda: count_cached_tokens(index, holder) == 20, "awake")
     clear_count, before_s = len(find_clears(reported_facts)), time.monotonic()
@@ -249,7 +249,7 @@ def test_a_lost_worker_leaves_the_index_and_comes_back(
     """The core says that a worker is lost, so the core is not told by the feed."""
     pub = publisher()
     holder = index.add_holder("m")
-    feed.follow("a", [source_of(pub)], [holder])
+    feed.follow_worker("a", [source_of(pub)], [holder])
     pub.publish(block_events(0, 5))
     wait_until(lambda: count_cached_tokens(index, holder) == 20, "announced")
     clears = find_clears(reported_facts)
@@ -287,7 +287,7 @@ def test_a_worker_that_died_and_came_back_counts_as_restarted(
         return publish_and_check
 
     source = source_of(pub)
-    feed.follow("a", [make_source(pub)], [holder])
+    feed.follow_worker("a", [make_source(pub)], [holder])
     wait_until(lambda: feed.describe_streams("a")["streams"][0]["up"], "followed")
     wait_until(after_another_event(lambda: feed.count_stored_blocks("a") >= 3), "the first life")
     for life in (1, 2):
@@ -296,7 +296,7 @@ def test_a_worker_that_died_and_came_back_counts_as_restarted(
         feed.restart_streams("a")
         assert source.replay_endpoint is not None
         pub = publisher(*(address.replace("127.0.0.1", "*") for address in (source.endpoint, source.replay_endpoint)))
-        feed.follow("a", [make_source(pub)], [holder])
+        feed.follow_worker("a", [make_source(pub)], [holder])
         wait_until(lambda: feed.is_synced("a"), "it is back")
         wait_until(after_another_event(lambda life=life: feed.sum_counters()["a"]["restarts"] == life), "counted")
     feed.restart_streams("a")
@@ -314,7 +314,7 @@ def test_events_of_another_rank_are_told(index: ReferenceIndex, feed: IndexFeed,
     sources = [msgspec.structs.replace(source_of(pub), data_parallel_rank=rank) for rank, pub in enumerate(pubs)]
     for order, wrong in ((sources, [None, None]), (sources[::-1], [1, 0])):
         ranked_sources = [msgspec.structs.replace(source, data_parallel_rank=rank) for rank, source in enumerate(order)]
-        feed.follow("a", ranked_sources, [index.add_holder("m") for _ in range(2)])
+        feed.follow_worker("a", ranked_sources, [index.add_holder("m") for _ in range(2)])
         wait_until(lambda: feed.is_synced("a"), "followed")
         for pub in pubs:
             pub.publish(block_events(0, 1))
@@ -329,18 +329,18 @@ def test_events_of_another_rank_are_told(index: ReferenceIndex, feed: IndexFeed,
 
 def test_a_snapshot_of_another_rank_is_told_once(index: ReferenceIndex, feed: IndexFeed, caplog: Any) -> None:
     """A snapshot of a full cache has a thousand chunks, and each names its rank."""
-    feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")] * 2, [index.add_holder("m") for _ in range(2)])
+    feed.follow_worker("a", [EventSource(endpoint="tcp://127.0.0.1:1")] * 2, [index.add_holder("m") for _ in range(2)])
     stream_id = next(iter(feed._stream_by_id))
     for first in range(3):
         chunk = encode_batch(EventBatch(1.0, block_events(first, 1), 1))
-        feed.handle(stream_id, Apply(None, chunk, Origin.SNAPSHOT), b"")
+        feed.apply_instruction(stream_id, Apply(None, chunk, Origin.SNAPSHOT), b"")
     assert caplog.text.count("events of rank 1 come from the address of rank 0") == 1
 
 
 def test_a_forgotten_worker_writes_nothing_more(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
     holder = index.add_holder("m")
-    feed.follow("a", [source_of(pub)], [holder])
+    feed.follow_worker("a", [source_of(pub)], [holder])
     pub.publish(block_events(0, 1))
     wait_until(lambda: count_cached_tokens(index, holder) == 4, "announced")
     feed.forget("a")
@@ -354,14 +354,14 @@ def test_a_forgotten_worker_writes_nothing_more(index: ReferenceIndex, feed: Ind
 def test_following_again_without_a_change_keeps_the_stream(index: ReferenceIndex, feed: IndexFeed) -> None:
     pub = publisher()
     holder = index.add_holder("m")
-    feed.follow("a", [source_of(pub)], [holder])
+    feed.follow_worker("a", [source_of(pub)], [holder])
     pub.publish(block_events(0, 2))
     wait_until(lambda: count_cached_tokens(index, holder) == 8, "announced")
-    feed.follow("a", [source_of(pub)], [holder])
+    feed.follow_worker("a", [source_of(pub)], [holder])
     assert feed.sum_counters()["a"]["batches"] >= 1
     assert count_cached_tokens(index, holder) == 8
     other = publisher()
-    feed.follow("a", [source_of(other)], [holder])
+    feed.follow_worker("a", [source_of(other)], [holder])
     other.publish(block_events(0, 1))
     wait_until(lambda: count_cached_tokens(index, holder) == 4, "another address: what the old stream said is replaced")
     pub.close()
@@ -371,7 +371,7 @@ def test_following_again_without_a_change_keeps_the_stream(index: ReferenceIndex
 def test_a_publisher_that_connects_is_known_by_its_topic(index: ReferenceIndex, feed: IndexFeed) -> None:
     address = feed.bind("tcp://127.0.0.1:*")
     holder = index.add_holder("m")
-    feed.follow("h:8000", [EventSource(endpoint="tcp://127.0.0.1:1", topic="kv@h:8000@m")], [holder])
+    feed.follow_worker("h:8000", [EventSource(endpoint="tcp://127.0.0.1:1", topic="kv@h:8000@m")], [holder])
     pub = EventPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint=address, topic="kv@h:8000@m"))
     end = time.monotonic() + 10
     count = 0
@@ -388,10 +388,10 @@ def test_what_cannot_be_read_is_counted_and_shown(index: ReferenceIndex, feed: I
     from events.stream_types import Apply, MalformedMessage, Origin
 
     holder = index.add_holder("m")
-    feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [holder])
+    feed.follow_worker("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [holder])
     stream_id = next(iter(feed._stream_by_id))
-    feed.handle(stream_id, Apply(0, b"\xc1nonsense", Origin.LIVE), b"")
-    feed.handle(stream_id, MalformedMessage("a frame of two parts"), b"")
+    feed.apply_instruction(stream_id, Apply(0, b"\xc1nonsense", Origin.LIVE), b"")
+    feed.apply_instruction(stream_id, MalformedMessage("a frame of two parts"), b"")
     (row,) = feed.describe_streams("a")["streams"]
     assert row["malformed"] == 2
     assert len(row["problems"]) == 2
@@ -399,20 +399,20 @@ def test_what_cannot_be_read_is_counted_and_shown(index: ReferenceIndex, feed: I
 
 def test_batches_that_come_again_are_counted(index: ReferenceIndex, feed: IndexFeed) -> None:
     """A second publisher of a topic, with old sequence numbers, shows by nothing else."""
-    feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [index.add_holder("m")])
+    feed.follow_worker("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [index.add_holder("m")])
     (stream_id,) = feed._stream_by_id
-    feed.handle(stream_id, DuplicateBatch(3), b"")
+    feed.apply_instruction(stream_id, DuplicateBatch(3), b"")
     assert feed.sum_counters()["a"]["repeated"] == 1
 
 
 def test_how_late_a_batch_counted_is_shown(index: ReferenceIndex, feed: IndexFeed) -> None:
-    feed.follow("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [index.add_holder("m")])
+    feed.follow_worker("a", [EventSource(endpoint="tcp://127.0.0.1:1")], [index.add_holder("m")])
     (stream_id,) = feed._stream_by_id
     assert feed.list_event_lags() == {}
     for seq, (payload, is_known) in enumerate(
         [(encode_batch(EventBatch(time.time() - 100.0, [])), True), (msgspec.msgpack.encode([1, [], 0]), False)]
     ):
-        feed.handle(stream_id, Apply(seq, payload, Origin.LIVE), b"")
+        feed.apply_instruction(stream_id, Apply(seq, payload, Origin.LIVE), b"")
         lag_s = feed.describe_streams("a")["streams"][0]["last_event_lag_s"]
         assert lag_s == (pytest.approx(100.0, abs=30.0) if is_known else None)
         assert feed.list_event_lags() == ({"a": lag_s} if is_known else {})
@@ -435,7 +435,7 @@ def test_messages_without_a_sequence_number_are_counted_and_shown(index: Referen
     pub = context.socket(zmq.XPUB)
     try:
         port = pub.bind_to_random_port("tcp://127.0.0.1")
-        feed.follow("a", [EventSource(endpoint=f"tcp://127.0.0.1:{port}")], [index.add_holder("m")])
+        feed.follow_worker("a", [EventSource(endpoint=f"tcp://127.0.0.1:{port}")], [index.add_holder("m")])
         # Messages that are read together with the report of their connection are dropped: a replay would bring them.
         wait_until(lambda: bool(pub.poll(0)) and feed.describe_streams("a")["streams"][0]["up"], "it is connected")
         for frames in ([b"payload"], [b"topic", b"payload"], [b"topic", b"7", b"payload"]):
@@ -459,7 +459,7 @@ def test_a_late_router_starts_from_what_a_peer_knows() -> None:
     first, second = feeds = [IndexFeed(index) for index in (old, late)]
     for feed in feeds:
         feed.start()
-    first.follow("a", [source], holders[:1])
+    first.follow_worker("a", [source], holders[:1])
     wait_until(lambda: first.is_synced("a"), "the first router follows")
     for i in range(6):
         pub.publish(block_events(i, 1))
@@ -468,7 +468,7 @@ def test_a_late_router_starts_from_what_a_peer_knows() -> None:
     assert snapshot is not None
     assert (snapshot.seq, first.make_snapshot("a", 1), first.make_snapshot("b", 0)) == (5, None, None)
     pub.publish(block_events(6, 1))  # after the snapshot, before it is used
-    second.follow("a", [source], holders[1:2], {0: snapshot})
+    second.follow_worker("a", [source], holders[1:2], {0: snapshot})
     wait_until(lambda: second.is_synced("a"), "the late router follows")
     assert count_cached_tokens(late, holders[1]) == 28
     (row,) = second.describe_streams("a")["streams"]
@@ -509,7 +509,7 @@ def test_a_snapshot_is_made_between_the_turns_of_other_streams() -> None:
     feed = IndexFeed(index)
     feed.start()
     for name, pub, holder in zip("ab", (big, other), holders):
-        feed.follow(name, [source_of(pub)], [holder])
+        feed.follow_worker(name, [source_of(pub)], [holder])
     wait_until(lambda: feed.is_synced("a") and feed.is_synced("b"), "both are followed")
     big.publish(block_events(0, 3))
     wait_until(lambda: count_cached_tokens(index, holders[0]) == 12, "what was before the snapshot")
@@ -534,7 +534,7 @@ def test_a_peers_snapshot_that_the_worker_does_not_confirm_is_forgotten(fault: s
     first, second = IndexFeed(old), IndexFeed(late)
     first.start()
     second.start()
-    first.follow("a", [source_of(pub)], [old.add_holder("m")])
+    first.follow_worker("a", [source_of(pub)], [old.add_holder("m")])
     wait_until(lambda: first.is_synced("a"), "the first router follows")
     pub.publish(block_events(5, 1))
     wait_until(lambda: first.make_snapshot("a", 0) is not None, "the first router is in step")
@@ -542,7 +542,7 @@ def test_a_peers_snapshot_that_the_worker_does_not_confirm_is_forgotten(fault: s
     assert snapshot is not None
     empty = publisher()
     follow = {"another history": other, "another seed": pub, "restarted": empty}[fault]
-    second.follow("a", [msgspec.structs.replace(source_of(follow), snapshot=False)], [holder], {0: snapshot})
+    second.follow_worker("a", [msgspec.structs.replace(source_of(follow), snapshot=False)], [holder], {0: snapshot})
     wait_until(lambda: second.is_synced("a"), "the second router follows")
     wait_until(
         lambda: count_cached_tokens(late, holder) == {"another history": 0, "another seed": 24, "restarted": 0}[fault],
@@ -562,7 +562,7 @@ def test_a_store_that_repeats_a_hit_is_no_second_copy(
     """vLLM with kv_cache_report_mode=full announces every hit again; the block is there once all the same."""
     pub = publisher()
     holder = index.add_holder("m")
-    feed.follow("a", [msgspec.structs.replace(source_of(pub), reannounces=reannounces)], [holder])
+    feed.follow_worker("a", [msgspec.structs.replace(source_of(pub), reannounces=reannounces)], [holder])
     wait_until(lambda: feed.is_synced("a"), "synced")
     for _ in range(3):
         pub.publish(block_events(0, 2))
@@ -588,7 +588,7 @@ class RouterPair:
         self.feeds = [IndexFeed(index) for index in self.indexes]
         for feed, holder in zip(self.feeds, self.holders):
             feed.start()
-            feed.follow("a", [self.source], [holder])
+            feed.follow_worker("a", [self.source], [holder])
         wait_until(lambda: all(feed.is_synced("a") for feed in self.feeds), "both follow")
 
     def tokens(self) -> list[int]:
@@ -682,7 +682,7 @@ def test_a_restarted_worker_does_not_confirm_a_peers_snapshot(pair: RouterPair) 
     for i in range(7):
         other.publish([BlockRemoved([99], "GPU")] if i < 6 else block_events(0, 1))
     restarted_source = msgspec.structs.replace(source_of(other), snapshot=False)
-    second.follow("a", [restarted_source], pair.holders[1:])
+    second.follow_worker("a", [restarted_source], pair.holders[1:])
     wait_until(lambda: second.is_synced("a") and pair.tokens()[1] == 4, "the other life is followed")
     (stream,) = second._stream_by_id.values()
     stream.complete_from = 5  # as if the ring had lost the beginning
@@ -699,7 +699,7 @@ def test_a_stream_that_never_connected_says_so(index: ReferenceIndex, feed: Inde
         bound_socket.bind(("127.0.0.1", 0))
         source = EventSource(endpoint=f"tcp://127.0.0.1:{bound_socket.getsockname()[1]}")
         holder = index.add_holder("m")
-        feed.follow("a", [source], [holder])
+        feed.follow_worker("a", [source], [holder])
         (row,) = feed.describe_streams("a")["streams"]
     assert (row["up"], row["phase"]) == (False, "disconnected")
     assert not feed.is_synced("a")
@@ -711,7 +711,7 @@ def test_a_publisher_that_has_connected_is_not_missed(
     """With --bind-events, a worker without a request so far has published nothing, and its endpoint is the router's."""
     monkeypatch.setattr("router.fleet.worker_stream.UNREACHABLE_S", 0.0)
     endpoint = feed.bind("tcp://127.0.0.1:*")
-    feed.follow("a", [EventSource(endpoint=endpoint, topic="kv@a@m")], [index.add_holder("m")])
+    feed.follow_worker("a", [EventSource(endpoint=endpoint, topic="kv@a@m")], [index.add_holder("m")])
     assert feed.list_unreachable_endpoints("a") == [endpoint], "nobody has connected"
     with zmq.Context() as context, context.socket(zmq.PUB) as silent_publisher:
         silent_publisher.connect(endpoint)
@@ -735,8 +735,8 @@ def test_an_address_where_nobody_listens_is_said_once(
         closed_socket.bind(("127.0.0.1", 0))
         endpoint = f"tcp://127.0.0.1:{closed_socket.getsockname()[1]}"
     reachable = publisher()
-    feed.follow("a", [EventSource(endpoint=endpoint)], [index.add_holder("m")])
-    feed.follow("b", [source_of(reachable)], [index.add_holder("m")])
+    feed.follow_worker("a", [EventSource(endpoint=endpoint)], [index.add_holder("m")])
+    feed.follow_worker("b", [source_of(reachable)], [index.add_holder("m")])
     wait_until(lambda: feed.is_synced("b"), "the other worker is followed")
     wait_until(lambda: feed.list_unreachable_endpoints("a") == [endpoint], "the wrong address is noticed")
     assert feed.list_unreachable_endpoints("b") == []
