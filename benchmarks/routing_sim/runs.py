@@ -112,7 +112,7 @@ WITHOUT: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "pressure": lambda: patch.object(CacheState, "estimate_pressure_s", lambda *of: 0.0),
     "shared": lambda: patch.object(CacheState, "estimate_shared_prefix", lambda *of: (0, 0.0)),
     "slot_wait": lambda: patch.object(Target, "estimate_drain_s", lambda self, share: 0.0),
-    "lengths": lambda: patch.object(OutputLengths, "expect", lambda self, request: TOKENS_PRIOR),
+    "lengths": lambda: patch.object(OutputLengths, "estimate_length", lambda self, request: TOKENS_PRIOR),
     "overdue": lambda: patch("router.decide.target.OVERDUE_SHARE", 0.0),
 }
 """Parts of the price, and how a run is made without one."""

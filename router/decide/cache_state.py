@@ -52,12 +52,14 @@ class CacheState:
     """
 
     def __init__(self, index: PrefixIndex, config: CoreConfig, recent_prompts: RecentPrompts) -> None:
-        """Begin without targets.
+        """Begin without targets, which are workers or data-parallel ranks of workers.
 
-        A prompt that ends stays pinned for `config.pin_grace_s`, until the events about it have come.
+        `index`: prefixes that the workers have cached, by their events. `recent_prompts`: prompts that run or ran
+        lately. The prompt of an ended request counts as cached for `config.pin_grace_s` more, until its events come.
         """
         self._index = index
-        self._pin_grace_s, self._cost_config = config.pin_grace_s, config.cost
+        self._cost_config = config.cost
+        self._pin_grace_s = config.pin_grace_s
         self.recent_prompts = recent_prompts
         self._chunk_tokens = recent_prompts.chunk_tokens
         self._approximate_caches: dict[str, ApproximateCache] = {}
@@ -70,21 +72,24 @@ class CacheState:
 
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, target: Target, spec: WorkerSpec) -> None:
-        """Add a target, or update its capacities from a new description of its worker."""
-        cache_tokens = spec.cache_tokens
-        target.capacity.kv_tokens = (
-            target.capacity.observed_kv_tokens if cache_tokens is None else cache_tokens // spec.ranks
-        )
-        target.capacity.set_reported_max_num_seqs(spec.max_num_seqs)
+        """Add a target, or update its capacities from a new description of its worker.
+
+        A target is one data-parallel rank of a worker, and has an equal part of the worker's memory.
+        """
+        capacity, queue = target.capacity, target.prefill_queue
+        capacity.kv_tokens = capacity.observed_kv_tokens
+        if spec.cache_tokens is not None:
+            capacity.kv_tokens = spec.cache_tokens // spec.ranks
+        capacity.host_tokens = (spec.host_tokens or 0) // spec.ranks
+        capacity.set_reported_max_num_seqs(spec.max_num_seqs)
         target.set_step_tokens(spec.step_tokens)
         target.recompute_decode_load()
-        target.capacity.host_tokens = (spec.host_tokens or 0) // spec.ranks
-        if target.prefill_queue.is_shortest_first is not spec.is_shortest_first:
-            target.prefill_queue.is_shortest_first = spec.is_shortest_first
+        if queue.is_shortest_first is not spec.is_shortest_first:
+            queue.is_shortest_first = spec.is_shortest_first
             target.recompute_queue()
-        if spec.cache_view is CacheView.APPROXIMATE:
+        if spec.cache_view is CacheView.APPROXIMATE:  # the worker sends no events about its cache
             approximate_cache = self._approximate_caches.setdefault(target.name, ApproximateCache(0))
-            approximate_cache.set_capacity((cache_tokens or APPROXIMATE_CACHE_TOKENS) // spec.ranks)
+            approximate_cache.set_capacity((spec.cache_tokens or APPROXIMATE_CACHE_TOKENS) // spec.ranks)
 
     def remove_target(self, target: Target) -> None:
         """Forget a target. Its pins end with its holder in the index."""
@@ -144,10 +149,11 @@ class CacheState:
         matches: dict[HolderId, Match] | None,
         now: float,
     ) -> list[Candidate]:
-        """Return the targets as candidates, each with the prefix that it will have cached when the request runs.
+        """Return a candidate for each target, with the length of the prompt's prefix that is cached there.
 
-        `cached_tokens` includes the prompts of running requests, `resident_tokens` only what events say is there; an
-        approximate cache has one number for both. `matches`: result of the index, or None if it was not asked yet.
+        `resident_tokens` are cached now, by the worker's events. `cached_tokens` also has what requests in flight will
+        have computed. For a worker without events, one estimate serves as both. `matches`: what the prefix index finds
+        of the prompt at each target; None: look it up.
         """
         if matches is None:
             matches = self.match(prompt)
@@ -155,18 +161,19 @@ class CacheState:
         keys = prompt.get_chunk_keys(CHUNK_TOKENS) if approximate_caches else []
         candidates = []
         for target in targets:
-            match = matches.get(target.holder)
+            candidate = Candidate(target)
+            candidates.append(candidate)
             if approximate_caches and target.name in approximate_caches:
                 cached_tokens = approximate_caches[target.name].count_cached_tokens(keys)
-                candidates.append(Candidate(target, cached_tokens, cached_tokens))
-            elif match is None:
-                candidates.append(Candidate(target))
-            else:
-                candidate = Candidate(target, match.pinned_tokens, match.tokens)
-                if match.tokens != match.gpu_tokens:
-                    tier_load_factor = target.speed.tier_load.get(now)
-                    candidate.tier_load_s = estimate_tier_load_s(match, self._cost_config) * tier_load_factor
-                candidates.append(candidate)
+                candidate.cached_tokens = candidate.resident_tokens = cached_tokens
+                continue
+            match = matches.get(target.holder)
+            if match is None:
+                continue
+            candidate.cached_tokens, candidate.resident_tokens = match.pinned_tokens, match.tokens
+            if match.tokens != match.gpu_tokens:  # a part is in slower memory, such as the host's
+                learned_factor = target.speed.tier_load.get(now)
+                candidate.tier_load_s = learned_factor * estimate_tier_load_s(match, self._cost_config)
         return candidates
 
     def add_request(
@@ -178,15 +185,18 @@ class CacheState:
         session: str | None = None,
         is_pinned: bool = True,
     ) -> None:
-        """Count the prompt of a request that is sent to a target.
+        """Record the prompt of a request that is sent to a target, so that it counts as cached there.
 
-        `is_pinned`: whether it counts as cached there at once; else `pin` is called when its KV has come.
+        With `is_pinned`, the prompt counts as cached at once. Otherwise its KV comes from another worker, and the
+        caller calls `pin` when the KV has come. `session`: conversation of the request, if it has one.
         """
-        target, keys = request.target, prompt.get_chunk_keys(self._chunk_tokens)
-        self._add_duplicate_chunks(target, self.recent_prompts.start_prompt(target, keys, now, session=session))
+        target = request.target
+        keys = prompt.get_chunk_keys(self._chunk_tokens)
+        duplicate_count = self.recent_prompts.start_prompt(target, keys, now, session=session)
+        self._add_duplicate_chunks(target, duplicate_count)
         request.prompt = prompt
         approximate_cache = self._approximate_caches.get(target.name)
-        if approximate_cache is not None:
+        if approximate_cache is not None:  # the worker sends no events about its cache
             approximate_cache.insert(prompt.get_chunk_keys(CHUNK_TOKENS))
         elif is_pinned:
             self.pin(request)
@@ -200,23 +210,24 @@ class CacheState:
     def end_request(
         self, request: InFlightRequest, now: float, *, is_computed: bool, ended_session: str | None = None
     ) -> None:
-        """End the prompt of a request, if it was read, and the session `ended_session`, if given.
+        """Record that a request no longer runs, so that its prompt counts as cached only by the worker's events.
 
-        A computed prompt stays pinned for the grace period; its events are on their way.
+        A prompt that was computed (`is_computed`) still counts for a grace period, as its events are on their way.
+        `ended_session`: conversation that ends with this request, if it is the last one.
         """
         if request.prompt is None:
             return
-        target, keys = request.target, request.prompt.get_chunk_keys(self._chunk_tokens)
-        self._add_duplicate_chunks(target, -self.recent_prompts.end_prompt(target, keys))
+        target, pin = request.target, request.pin
+        keys = request.prompt.get_chunk_keys(self._chunk_tokens)
+        duplicate_count = self.recent_prompts.end_prompt(target, keys)
+        self._add_duplicate_chunks(target, -duplicate_count)
         if ended_session is not None:
             self.recent_prompts.end_session(keys, ended_session)
-        pin = request.pin
-        request.prompt = request.pin = None  # the tracker may keep the request until its estimated first token
+        request.prompt = request.pin = None  # frees memory: others may hold the request for some time
         if pin is None:
             return
         if is_computed:
-            release_s = now + self._pin_grace_s
-            self._grace_pins.append(GracePin(release_s, target.holder, pin))
+            self._grace_pins.append(GracePin(now + self._pin_grace_s, target.holder, pin))
         else:
             self._index.unpin(pin)
 
@@ -226,40 +237,43 @@ class CacheState:
         target.free_kv_tokens += self._chunk_tokens * chunk_count
 
     def estimate_shared_prefix(self, prompt: PromptQuery, lifetime_s: float) -> tuple[int, float]:
-        """Return the length of the prefix that running requests share, and the share of its next copy for later
-        requests.
+        """Return how many of a prompt's first tokens running requests share, and how far one more copy serves others.
 
-        For example, 20 requests with the prefix run on one target, for `lifetime_s` = 10 s each, so 30 arrive within
-        SHARED_COPY_S = 15 s (Little's law). A second copy serves 15 of them beside this request: 15/16 of the copy are
-        for later requests.
+        For example, 20 requests with that prefix run on one target for `lifetime_s` = 10 s each. So 30 requests with it
+        will arrive within SHARED_COPY_S = 15 s (Little's law). A copy on a second target serves half of them, 15, and
+        this request: 15/16 of its use are by others.
         """
         keys = prompt.get_chunk_keys(self._chunk_tokens)
         shared_tokens, prompts_by_target = self.recent_prompts.find_shared_prefix(keys)
         if not shared_tokens:
             return 0, 0.0
-        arrivals = sum(prompts_by_target.values()) * SHARED_COPY_S / max(lifetime_s, LIFETIME_S_MIN)
-        sharing_requests = arrivals / (len(prompts_by_target) + 1)
-        return shared_tokens, sharing_requests / (sharing_requests + 1.0)
+        running_count, copy_count = sum(prompts_by_target.values()), len(prompts_by_target)
+        later_requests = running_count * SHARED_COPY_S / max(lifetime_s, LIFETIME_S_MIN)
+        later_requests_per_copy = later_requests / (copy_count + 1)
+        return shared_tokens, later_requests_per_copy / (later_requests_per_copy + 1.0)
 
     def add_memory_costs(
         self, prompt: PromptQuery, output_tokens: float, candidates: Sequence[Candidate], now: float
     ) -> None:
-        """Set what a prompt costs at targets that lack room for it: its wait for memory, and what it evicts."""
+        """Set what a request costs in time at targets that lack room for it in their KV memory.
+
+        The request waits until memory is free, `memory_wait_s`. It also evicts cached prompts that are likely to be
+        used again, the idle tokens: `pressure_s` is the time to compute them again.
+        """
         self.recent_prompts.expire(now)
-        tokens = prompt.prompt_tokens + output_tokens
-        idle_tokens: Counter[Target] | None = None
+        needed_tokens = prompt.prompt_tokens + output_tokens
+        idle_tokens_by_target: Counter[Target] | None = None
         for candidate in candidates:
             target = candidate.target
-            if tokens + target.load.idle_prompt_tokens <= target.free_kv_tokens:
+            if needed_tokens + target.load.idle_prompt_tokens <= target.free_kv_tokens:
                 continue
             keys = prompt.get_chunk_keys(self._chunk_tokens)
-            if idle_tokens is None:
-                idle_tokens = self.recent_prompts.count_idle_tokens(keys)
+            if idle_tokens_by_target is None:
+                idle_tokens_by_target = self.recent_prompts.count_idle_tokens(keys)
             running_tokens = self.recent_prompts.count_running_tokens(target, keys)
-            candidate.memory_wait_s = target.estimate_memory_wait_s(tokens - running_tokens)
-            candidate.pressure_s = self.estimate_pressure_s(
-                candidate, prompt.prompt_tokens, running_tokens + idle_tokens[target]
-            )
+            present_tokens = running_tokens + idle_tokens_by_target[target]
+            candidate.memory_wait_s = target.estimate_memory_wait_s(needed_tokens - running_tokens)
+            candidate.pressure_s = self.estimate_pressure_s(candidate, prompt.prompt_tokens, present_tokens)
 
     def estimate_pressure_s(self, candidate: Candidate, prompt_tokens: int, present_tokens: int) -> float:
         """Return the prefill that a target will compute again, as a prompt evicts others that will be used again.
@@ -284,8 +298,8 @@ class CacheState:
         return self._grace_pins[0].release_s if self._grace_pins else None
 
     def check_invariants(self, requests: Collection[InFlightRequest]) -> None:
-        """Assert that pins end in order and that all counts equal those over the requests in flight."""
-        release_times_s = [entry.release_s for entry in self._grace_pins]
+        """Assert that pins end in order and that all counts of chunks equal those over `requests`, now in flight."""
+        release_times_s = [grace_pin.release_s for grace_pin in self._grace_pins]
         assert release_times_s == sorted(release_times_s)
         chunk_counts = Counter(
             (key, request.target)
@@ -294,11 +308,11 @@ class CacheState:
             for key in request.prompt.get_chunk_keys(self._chunk_tokens)
         )
         self.recent_prompts.check_invariants(chunk_counts)
-        for target in {request.target for request in requests}:  # a target's name may come back
-            duplicates = sum(
-                count - 1 for (_, running_target), count in chunk_counts.items() if running_target is target
-            )
-            assert target.load.duplicate_prompt_tokens == self._chunk_tokens * duplicates
+        duplicate_counts: Counter[Target] = Counter()
+        for (_, target), count in chunk_counts.items():
+            duplicate_counts[target] += count - 1
+        for target in {request.target for request in requests}:
+            assert target.load.duplicate_prompt_tokens == self._chunk_tokens * duplicate_counts[target]
 
 
 class ApproximateCache:

@@ -54,7 +54,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class RoutingChoice(msgspec.Struct, eq=False):
-    """Priced candidates of a request, and the one that was chosen."""
+    """Priced candidates of a request, and the one that was chosen.
+
+    A candidate is a target (a worker or a rank of one), possibly with a plan to move KV there from another target.
+    """
 
     candidates: list[Candidate]
     winner: Candidate
@@ -62,30 +65,31 @@ class RoutingChoice(msgspec.Struct, eq=False):
     prompt_query: PromptQuery | None
 
     def find_candidate(self, target: Target, plan: TransferPlan | None) -> Candidate:
-        """Return the candidate with a target and a planned transfer."""
+        """Return the candidate with this target and plan."""
         return next(candidate for candidate in self.candidates if candidate.target is target and candidate.plan is plan)
 
     def find_earliest(self) -> Candidate:
-        """Return the candidate that begins the answer first, of those that can answer."""
+        """Return the candidate with the earliest first token, of those that can serve the request."""
         able_candidates = (candidate for candidate in self.candidates if not candidate.is_missing_source)
         return min(able_candidates, key=lambda candidate: candidate.terms.ttft_s)
 
     @property
     def wait_s(self) -> float:
-        """Seconds until the target that computes the prefill has computed what was sent to it before."""
+        """Seconds until the prefill can begin: the target computes earlier prompts first."""
         target, plan = self.winner.target, self.winner.plan
         wait_s = target.slowdown * target.estimate_queue_s(self.request_facts.now)
         if plan is None or plan.source_terms is None:
             return wait_s
-        source_terms = plan.source_terms
-        return max(wait_s, source_terms.ttft_s - source_terms.slowdown * source_terms.prefill_s)
+        source_terms = plan.source_terms  # price of the prefill at another target, which computes the prompt
+        source_wait_s = source_terms.ttft_s - source_terms.slowdown * source_terms.prefill_s
+        return max(wait_s, source_wait_s)
 
     @property
     def charge_s(self) -> float:
         """Worker time that the tenant is charged for: the prefill, and what the answer adds to the decode steps."""
-        return self.winner.terms.prefill_s + self.winner.target.estimate_added_decode_s(
-            self.request_facts.prompt_tokens, self.request_facts.output_tokens
-        )
+        facts = self.request_facts
+        decode_s = self.winner.target.estimate_added_decode_s(facts.prompt_tokens, facts.output_tokens)
+        return self.winner.terms.prefill_s + decode_s
 
 
 class Placement(NamedTuple):
@@ -113,20 +117,23 @@ class Chooser:
         config: CoreConfig,
         rng: random.Random,
     ) -> None:
-        """Make a chooser that reads the given parts of the core, and changes none of them but `rng`."""
+        """Make a chooser that reads these parts of the router's core, and changes none of them but `rng`."""
         self._registry = registry
         self._tracker = tracker
         self._cache_state = cache_state
         self._output_lengths = output_lengths
         self._links = links
-        self._cost_config, self._policy, self._session_affinity = config.cost, config.policy, config.session_affinity
-        self._chooses_by_price = (
-            config.policy == "kv" and config.policy_function is None and not config.session_affinity
-        )
         self._rng = rng
+
+        self._cost_config = config.cost
+        self._policy = config.policy
+        self._session_affinity = config.session_affinity
+        self.custom_policy = CustomPolicy(config.policy_function) if config.policy_function is not None else None
+        has_other_rule = self.custom_policy is not None or config.session_affinity
+        self._chooses_by_price = config.policy == "kv" and not has_other_rule
+
         self.tie_rotation = 0
         """Number of choices that were committed; the next tie is won by the next candidate in turn."""
-        self.custom_policy = CustomPolicy(config.policy_function) if config.policy_function is not None else None
         self._placement_ttl_s = config.session_ttl_s
         self.session_placements: BoundedDict[str, Placement] = BoundedDict(config.sessions_max)
         """Last placement of each session, for session affinity."""
@@ -146,22 +153,18 @@ class Chooser:
     ) -> RoutingChoice:
         """Price the ways to serve a request and pick one by the configured policy.
 
-        `targets`: those that may answer; `explain` prices all of them even in a large pool. `excluded_sources`: names
-        of targets from which no KV is moved to them. `queued_s`: seconds of prefill that wait in the router's queue;
+        `targets`: workers that may answer; `explain` prices all of them even in a large pool. `excluded_sources`: names
+        of workers from which no KV is moved to them. `queued_s`: seconds of prefill that wait in the router's queue;
         `queued_ahead_s`: the part of it that will be sent before this request, by target.
         """
+        # Which targets may win, and from which others they could get KV.
         utilisation_decay = self._tracker.compute_utilisation_decay(now)
-        prompt: PromptQuery | None = None
-        if request.token_ids is not None:
-            prompt = self._cache_state.prepare_query(
-                request.token_ids, request.scope, request.prompt_tokens, request.similar_prompt
-            )
+        prompt = self._prepare_query(request)
         load_order: LoadOrder | None = None
         is_any_queued = bool(queued_ahead_s or queued_s)
         if self._chooses_by_price and request.media_conversation is None and not is_any_queued:
             load_order = self._registry.get_load_order(request, targets, utilisation_decay, now)
         shortlist, matches = self._make_shortlist(targets, prompt, load_order)
-
         sources = self._find_sources(request, excluded_sources)
         can_move_prefill = any(map(can_prefill, sources))
         # A source that computes the prompt is chosen by its load, so its prefix may not be among the longest.
@@ -170,27 +173,39 @@ class Chooser:
             matches = self._cache_state.match(prompt)
         best_sources = find_best_sources(sources, matches) if sources and matches is not None else []
 
-        facts = RequestFacts(now, request.prompt_tokens, self._output_lengths.expect(request), utilisation_decay)
+        # What the price depends on at every target.
+        facts = RequestFacts(
+            now, request.prompt_tokens, self._output_lengths.estimate_length(request), utilisation_decay
+        )
+        facts.can_move_prefill = can_move_prefill
         pool_load = sum_loads(targets) if load_order is None else load_order.pool_load
         facts.congestion = compute_congestion(
             pool_load, find_shortest_wait_s(shortlist, now), queued_s, utilisation_decay, self._cost_config
         )
-        facts.can_move_prefill = can_move_prefill
         if prompt is not None:
             self._add_shared_prefix(facts, prompt, shortlist)
         if best_sources and matches is not None:
             self._reduce_copy_reuse(facts, best_sources[0], matches)
 
+        # The prices, and the winner.
         choice = self._price_targets(request, facts, prompt, shortlist, matches, queued_ahead_s)
         plans = self._plan_transfers(choice, sources, best_sources, matches or {}) if sources else []
         self._add_plans(choice, plans)
         choice.winner = self._pick_winner(request, choice)
-        if explain and shortlist is not targets:  # the winner stays; the other targets only get a price
-            explained_choice = self._price_targets(request, facts, prompt, targets, None, queued_ahead_s)
-            self._add_plans(explained_choice, plans)
-            explained_choice.winner = explained_choice.find_candidate(choice.winner.target, choice.winner.plan)
-            return explained_choice
-        return choice
+        if not explain or shortlist is targets:
+            return choice
+        explained_choice = self._price_targets(request, facts, prompt, targets, None, queued_ahead_s)
+        self._add_plans(explained_choice, plans)
+        explained_choice.winner = explained_choice.find_candidate(choice.winner.target, choice.winner.plan)
+        return explained_choice
+
+    def _prepare_query(self, request: RouteRequest) -> PromptQuery | None:
+        """Return a request's prompt, prepared for look-ups in the prefix index; None if it was not tokenised."""
+        if request.token_ids is None:
+            return None
+        return self._cache_state.prepare_query(
+            request.token_ids, request.scope, request.prompt_tokens, request.similar_prompt
+        )
 
     def _make_shortlist(
         self, targets: list[Target], prompt: PromptQuery | None, load_order: LoadOrder | None
@@ -219,17 +234,19 @@ class Chooser:
     def _plan_transfers(
         self, choice: RoutingChoice, sources: list[Target], best_sources: list[Target], matches: dict[HolderId, Match]
     ) -> list[Candidate]:
-        """Return ways to serve a request in which KV moves between two targets.
+        """Return the ways to serve a request in which one target sends KV to another one that answers.
 
-        Either a target pulls the cached prefix from one of the `best_sources`, which have the longest, or another
-        target computes the prompt first. The caller prices the plans beside the targets that do all alone.
+        Either the answering target pulls a cached prefix from one of `best_sources`, which have the longest. Or one of
+        `sources` computes the whole prompt first. `matches`: cached prefixes of the prompt by the prefix index.
         """
         planner = self._make_planner(choice)
         plans = planner.plan_pulls(choice.candidates, best_sources, matches)
         if choice.request_facts.can_move_prefill:
             least_busy = find_least_busy(sources, choice.request_facts.now)
-            prefillers = list(dict.fromkeys([*least_busy, *filter(can_prefill, best_sources)]))
-            plans += planner.plan_prefills(choice.candidates, self._price_prefills(choice, prefillers, matches))
+            best_prefillers = filter(can_prefill, best_sources)
+            prefillers = list(dict.fromkeys([*least_busy, *best_prefillers]))
+            priced_prefillers = self._price_prefills(choice, prefillers, matches)
+            plans += planner.plan_prefills(choice.candidates, priced_prefillers)
         return plans
 
     def _make_planner(self, choice: RoutingChoice) -> TransferPlanner:
@@ -263,23 +280,25 @@ class Chooser:
     def add_missing_source(
         self, request: RouteRequest, choice: RoutingChoice, excluded_sources: frozenset[str]
     ) -> bool:
-        """Choose a source, the target that computes the prompt for the chosen target, which cannot compute prompts.
+        """Choose the worker that computes the prompt (the source) for a winner that only decodes.
 
-        The winner of a choice usually has its source already. It has none if the prompt's tokens are unknown, if the
-        routing policy does not compare prices, or after a failure. Return False if no target can be the source.
-        Targets in `excluded_sources` failed before, and are used only if there is no other one.
+        Most choices have a source already. There is none if the prompt was not tokenised, if the policy does not
+        compare prices, or after a failure. Return False if no worker can be the source. Workers in `excluded_sources`
+        failed before, and are used only if there is no other one.
         """
-        winner, decoder, now = choice.winner, choice.winner.target, choice.request_facts.now
+        decoder, now = choice.winner.target, choice.request_facts.now
         sources = self._find_partners(request, decoder, excluded_sources)
-        sources = sources or self._find_partners(request, decoder, frozenset())
+        if not sources:
+            sources = self._find_partners(request, decoder, excluded_sources=frozenset())
         working_sources = [source for source in sources if not self._links.is_paused(source.name, decoder.name, now)]
         least_busy_sources = find_least_busy(working_sources or sources, now)
         priced_sources = self._price_prefills(choice, least_busy_sources, matches={})
-        plans = self._make_planner(choice).plan_prefills([winner], priced_sources, uses_paused_pairs=True)
+        plans = self._make_planner(choice).plan_prefills([choice.winner], priced_sources, uses_paused_pairs=True)
         if not plans:
             return False
-        self._add_plans(choice, plans[:1])
-        choice.winner = plans[0]
+        best_plan = plans[0]
+        self._add_plans(choice, [best_plan])
+        choice.winner = best_plan
         return True
 
     def _find_partners(self, request: RouteRequest, target: Target, excluded_sources: frozenset[str]) -> list[Target]:
@@ -315,7 +334,11 @@ class Chooser:
         matches: dict[HolderId, Match] | None,
         queued_ahead_s: Mapping[str, float] | None,
     ) -> RoutingChoice:
-        """Return the prices of a request at each target without a transfer. The winner is still to be picked."""
+        """Return the priced targets of a request, each serving it without KV from others; the caller picks the winner.
+
+        `matches`: cached prefixes of the prompt by the prefix index; None: look them up. `queued_ahead_s`: prefill
+        seconds by target that the router's queue will send before this request.
+        """
         if prompt is None:
             candidates = [Candidate(target) for target in targets]
         else:
@@ -414,7 +437,11 @@ class Chooser:
         attempt: int = 0,
         waited_s: float = 0.0,
     ) -> Decision:
-        """Return the choice as a value; with `explain`, it lists every candidate's price."""
+        """Return a choice as the decision that is reported: worker, prediction and price.
+
+        It names the candidate with the longest cached prefix, if that is not the winner. With `explain`, it has the
+        prices of all candidates, and why other workers are none. `attempt`: number of earlier tries that failed.
+        """
         target, terms = choice.winner.target, choice.winner.terms
         decision = Decision(
             request_id=request.request_id,
@@ -428,10 +455,11 @@ class Chooser:
             decided_s=now,
             queued_s=waited_s,
         )
-        most_cached = terms
+        most_cached_tokens = terms.cached_tokens
         for candidate in choice.candidates:
-            if candidate.cached_tokens > most_cached.cached_tokens and candidate.plan is None:
-                most_cached = decision.most_cached = candidate.terms
+            if candidate.cached_tokens > most_cached_tokens and candidate.plan is None:
+                most_cached_tokens = candidate.cached_tokens
+                decision.most_cached = candidate.terms
         if explain:
             all_terms = [candidate.terms for candidate in choice.candidates]
             decision.candidates = sorted(all_terms, key=lambda terms: terms.cost)

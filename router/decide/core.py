@@ -71,6 +71,10 @@ class RouterCore:
     ) -> None:
         """Make a core without workers. `index`: prefixes that the workers have cached. `seed`: of random choices."""
         self.config = config
+        self.counters: Counter[str] = Counter()
+        """Counts of events, by the names that `/metrics` shows."""
+
+        # What is known of the workers.
         self.index = index
         self.tracker = LoadTracker(config.service, config.cost, config.learn)
         self.cache_state = CacheState(index, config, recent_prompts or RecentPrompts())
@@ -78,15 +82,16 @@ class RouterCore:
         self.workers: Mapping[str, Worker] = self.registry.workers
         self.watchdog = Watchdog()
         self.stall_detector = StallDetector(config.health.stalled_s)
-        self.counters: Counter[str] = Counter()
-        self._rng = random.Random(seed)
+        self._links = TransferLinks(config.transfer)
+
+        # The requests, and where they are sent.
         self._active_requests: dict[str, ActiveRequest] = {}
         """Queued and in-flight requests by id."""
-        self._links = TransferLinks(config.transfer)
+        self._retry_budget = RetryBudget(config.retry)
+        self._rng = random.Random(seed)
         self._placer = RequestPlacer(
             self.registry, self.tracker, self.cache_state, self._links, config, self._rng, self.counters
         )
-        self._retry_budget = RetryBudget(config.retry)
 
     # Workers -----------------------------------------------------------------------------------------------------
     def add_worker(self, spec: WorkerSpec, now: float, *, is_up: bool = True) -> Worker:
@@ -243,10 +248,11 @@ class RouterCore:
     def record_prefill_end(
         self, request_id: str, now: float, *, is_kv_transferred: bool = False, cached_tokens: int | None = None
     ) -> list[Instruction]:
-        """Record that another worker has computed a request's prompt, for the worker that will answer it.
+        """Record that the prompt of a request was computed by another worker than the one that will answer.
 
-        The KV moves to that worker from now on; with `is_kv_transferred` it has moved already, while it was computed.
-        `cached_tokens`: as the computing worker reports them; None if it does not.
+        Its KV moves to the answering worker from now on; with `is_kv_transferred` it has moved already. The computing
+        worker had `cached_tokens` of the prompt; None if it does not report that. Return instructions for queued
+        requests, which may now be sent.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None or attempt.prefill_leg is None:
@@ -254,17 +260,17 @@ class RouterCore:
         self._placer.end_prefill_leg(attempt, now, is_computed=True, reported_cached_tokens=cached_tokens)
         if is_kv_transferred:
             self.tracker.end_transfer(attempt.in_flight, now)
-            attempt.transfer_estimate = None  # nothing is learned from this transfer, as its duration is not known
+            attempt.transfer_estimate = None  # its duration is unknown, so nothing is learned from the transfer
         return self._place_queued(now)
 
     def fail_transfer(
         self, request_id: str, now: float, *, is_pair_fault: bool = True, may_be_crash: bool = False
     ) -> list[Instruction]:
-        """Record that the KV from another worker will not come: the request's own worker computes the prompt.
+        """Record that KV from another worker, the source, will not come: the request's own worker computes the prompt.
 
-        The request gets no KV from that source again. `is_pair_fault`: the transfer itself failed, so the router avoids
-        this pair of workers for a while; False if the source refused this request alone. `may_be_crash`: the source
-        broke down on the request. A request that may have crashed too many workers fails.
+        The request gets no KV from that source again. `is_pair_fault`: the transfer failed, so the router avoids this
+        pair of workers for a while; False if the source refused this request alone. `may_be_crash`: the source broke
+        down on the request. A request that may have crashed too many workers fails.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None:
@@ -272,7 +278,8 @@ class RouterCore:
         active_request, transfer = self._active_requests[request_id], attempt.decision.transfer
         if transfer is not None and not attempt.has_transfer_failed:
             active_request.tried_sources |= {transfer.source}
-            active_request.crash_suspicions += may_be_crash
+            if may_be_crash:
+                active_request.crash_suspicions += 1
         self._placer.fail_transfer(attempt, now, is_pair_fault=is_pair_fault)
         if may_be_crash and active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX:
             return self.fail_attempt(request_id, FailureKind.SOURCE, now)
@@ -281,14 +288,20 @@ class RouterCore:
     def finish_request(
         self, request_id: str, usage: ReportedUsage | None, now: float, *, is_error: bool = False
     ) -> list[Instruction]:
-        """End a request after its whole answer was passed on. `is_error`: the worker computed nothing for it."""
+        """End a request after its answer was passed on to the client, and learn from the answer.
+
+        `usage`: token counts that the engine reports. `is_error`: the answer is an error for which the worker computed
+        nothing. Return instructions for queued requests, which may now be sent.
+        """
         attempt = self._get_attempt(request_id)
         if attempt is None:
             return []
-        active_request, engine_usage = self._active_requests[request_id], usage or ReportedUsage()
-        if attempt.decision.is_split:  # the prompt was computed elsewhere, where other tokens were cached
+        active_request, decision, engine_usage = self._active_requests[request_id], attempt.decision, usage
+        if engine_usage is None:
+            engine_usage = ReportedUsage()
+        if decision.is_split:  # the prompt was computed by another worker, which had other tokens cached
             engine_usage = ReportedUsage(engine_usage.prompt_tokens, None, engine_usage.completion_tokens)
-        elif _has_missing_transfer(attempt.decision, engine_usage):
+        elif _has_missing_transfer(decision, engine_usage):
             self._placer.fail_transfer(attempt, now)
         if not is_error:
             self._placer.record_transfer(attempt, now)
@@ -296,13 +309,14 @@ class RouterCore:
         self._placer.end_attempt(
             active_request, now, is_computed=not is_error, reported_cached_tokens=engine_usage.cached_tokens
         )
+        self._placer.end_session(active_request.request)
         del self._active_requests[request_id]
         self.counters["finished"] += 1
-        self._placer.end_session(active_request.request)
+        # Workers that refused the request are avoided from the first sign that another one can serve it.
         is_first_sign = not (is_error or attempt.has_first_token)
-        self.registry.record_answer(attempt.decision.worker, now, active_request.refused_by if is_first_sign else None)
+        self.registry.record_answer(decision.worker, now, active_request.refused_by if is_first_sign else None)
         if usage is not None:
-            self._compare_usage(active_request.request, attempt.decision, engine_usage)
+            self._compare_usage(active_request.request, decision, engine_usage)
         return self._place_queued(now)
 
     def abort_request(self, request_id: str, now: float) -> list[Instruction]:
@@ -329,12 +343,11 @@ class RouterCore:
         silent_s: float = 0.0,
         was_sent: bool = False,
     ) -> list[Instruction]:
-        """End an attempt that failed, and have another worker take over the request if that is possible.
+        """End a request's attempt at a worker after it failed, and send the request to another worker if possible.
 
-        Once its answer has begun, a request is forgotten unless there is a `continuation`: a request for the rest of
-        the answer, which costs no retry. Otherwise the first instruction is the request's Forward, Enqueue or Refuse.
-        `silent_s`: seconds since the worker's last byte. `was_sent`: the worker had the request before it refused a new
-        connection for it.
+        The first instruction returned is the request's Forward, Enqueue or Refuse. But if the client has a part of the
+        answer and there is no `continuation` (a request for the rest of it), the request ends. `silent_s`: seconds
+        since the worker's last byte. `was_sent`: the worker got the request, and then refused a new connection.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None:
@@ -343,9 +356,13 @@ class RouterCore:
         worker = self.workers.get(worker_id)
         is_probe = worker is not None and worker.probe == request_id
         self._placer.end_attempt(active_request, now, is_computed=attempt.has_first_token)
+
+        # Count the failure against the worker, which may be lost with it.
         losses: list[Instruction] = []
         if worker is not None and is_worker_fault(kind, active_request.request, worker, now - silent_s):
             losses = self._record_worker_fault(worker, kind, now, is_probe=is_probe)
+
+        # Try the request elsewhere.
         has_answer_begun = attempt.has_first_token or kind in _FAILURES_AFTER_FIRST_BYTE
         if has_answer_begun and continuation is None:
             del self._active_requests[request_id]
@@ -375,19 +392,23 @@ class RouterCore:
         return self.fail_attempt(request_id, kind, now, continuation, silent_s=self.config.health.stalled_s)
 
     def _can_move(self, active_request: ActiveRequest, attempt: Attempt, continuation: RouteRequest | None) -> bool:
-        """Return whether another worker may take over a request, or the `continuation` of its answer.
+        """Return whether another worker may take over a running request.
 
-        It may not if all other workers stand still, if the request's tries are spent, or if the queue is full.
+        It may not if all other workers have stalled, if the request has no retry left, or if the queue is full.
+        `continuation`: request for the rest of the answer, which costs no retry; None: the answer has not begun.
         """
+        request = active_request.request
         if continuation is None:
-            has_retry = self._retry_budget.has_retry(active_request.request.tenant, active_request.failed_attempts + 1)
-            if attempt.has_first_token or not has_retry:
+            if attempt.has_first_token:
                 return False
-        candidates = self.registry.find_candidates(
-            continuation or active_request.request, active_request.excluded_workers | {attempt.decision.worker}
-        )
+            if not self._retry_budget.has_retry(request.tenant, active_request.failed_attempts + 1):
+                return False
+        excluded_workers = active_request.excluded_workers | {attempt.decision.worker}
+        candidates = self.registry.find_candidates(continuation or request, excluded_workers)
+        if isinstance(candidates, Refuse):
+            return False
         stalled_workers = self.stall_detector.stalled_workers
-        if isinstance(candidates, Refuse) or all(target.worker_id in stalled_workers for target in candidates):
+        if all(target.worker_id in stalled_workers for target in candidates):
             return False
         return not self._placer.queue.is_full(active_request.queue_position)
 
@@ -436,8 +457,8 @@ class RouterCore:
     def _exclude_worker(self, active_request: ActiveRequest, worker_id: str, kind: FailureKind) -> None:
         """Record that a worker failed a request, so that the request is not sent there again.
 
-        A worker may get the request again if only the source of its KV failed, and if there is no other worker. After
-        429 it may get the request again once the answer has begun elsewhere.
+        There are two exceptions. A worker that only was too busy (429) may get the request again once an answer has
+        begun elsewhere. And if only the source of its KV failed, the worker is used again where there is no other.
         """
         if kind in REFUSALS:
             active_request.refused_by |= {worker_id}
@@ -445,23 +466,27 @@ class RouterCore:
             return
         tried_workers = active_request.tried_workers | {worker_id}
         if kind is FailureKind.SOURCE:
-            candidates = self.registry.find_candidates(active_request.request, tried_workers)
-            if isinstance(candidates, Refuse):
+            other_workers = self.registry.find_candidates(active_request.request, tried_workers)
+            if isinstance(other_workers, Refuse):
                 return
         active_request.tried_workers = tried_workers
 
     def _try_again(
         self, active_request: ActiveRequest, continuation: RouteRequest | None, kind: FailureKind, now: float
     ) -> Forward | Enqueue | Refuse:
-        """Place a request, or the `continuation` of its answer, after an attempt failed. `kind`: how it failed."""
+        """Send a request to another worker after an attempt failed, or queue it; refuse it if that is impossible.
+
+        `continuation`: request for the rest of an answer that has begun, which is sent instead. `kind`: how the attempt
+        failed, for the refusal.
+        """
         instruction: Forward | Enqueue | Refuse | None = None
-        if active_request.crash_suspicions < CRASH_SUSPICIONS_MAX:
-            if continuation is None:
-                instruction = self._retry(active_request, now)
-            else:
-                active_request.request = continuation
-                instruction = self._placer.place(active_request, now)
-                self.counters["continued"] += not isinstance(instruction, Refuse)
+        may_crash_workers = active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX
+        if continuation is None and not may_crash_workers:
+            instruction = self._retry(active_request, now)
+        elif continuation is not None and not may_crash_workers:
+            active_request.request = continuation
+            instruction = self._placer.place(active_request, now)
+            self.counters["continued"] += not isinstance(instruction, Refuse)
         if instruction is None:
             retry_after_s = self.registry.compute_retry_after_s(now)
             instruction = _refuse_after_failure(active_request.request.request_id, kind, retry_after_s)
@@ -519,12 +544,16 @@ class RouterCore:
         return alarms
 
     def _compare_usage(self, request: RouteRequest, decision: Decision, usage: ReportedUsage) -> None:
-        """Let the watchdog compare the tokens that an engine reports for an answer with those that were predicted."""
+        """Let the watchdog compare the tokens that an engine reports for an answer with those that were predicted.
+
+        The watchdog raises an alarm if too many predictions for a worker are wrong.
+        """
         worker = self.workers.get(decision.worker)
         if worker is None:
             return
-        # The router does not count the tokens of media, and of several prompts it looks up only the first.
-        is_counted = request.token_ids is not None and request.prompt_count == 1 and request.media_conversation is None
+        # The router does not count the tokens of media, and looks up only the first of several prompts.
+        is_text = request.token_ids is not None and request.media_conversation is None
+        is_counted = is_text and request.prompt_count == 1
         self.watchdog.record_answer(
             decision.worker,
             counted_tokens=request.prompt_tokens if is_counted else None,
@@ -552,36 +581,40 @@ class RouterCore:
 
 
 class RetryBudget:
-    """Number of retries that each tenant may still make.
+    """Number of retries that each tenant, an API key or a client's address, may still make.
 
-    Each request adds a fraction of a retry, so that retries cannot double a storm of failures.
+    Each new request earns a fraction of a retry. So if every request fails, retries add only that fraction to the load.
     """
 
     def __init__(self, config: RetryConfig) -> None:
-        self._attempts_max, self._ratio = config.attempts_max, config.budget_ratio
+        self._attempts_max = config.attempts_max
+        self._retries_per_request = config.budget_ratio
         self._initial_retries = float(config.budget_min)
         self._retries_max = _RETRIES_MAX_RATIO * max(config.budget_min, 1)
-        self._retries: BoundedDict[str, float] = BoundedDict(TENANTS_MAX)
-        """tenant -> retries; the tenant with the oldest last request is first."""
+        self._retries_by_tenant: BoundedDict[str, float] = BoundedDict(TENANTS_MAX)
+        """Retries that are left, by tenant; the tenant with the oldest last request is first."""
 
     def __len__(self) -> int:
-        return len(self._retries)
+        return len(self._retries_by_tenant)
 
     def add_request(self, tenant: str) -> None:
-        """Add what a new request of a tenant is worth."""
-        retries = self._retries.get(tenant, self._initial_retries) + self._ratio
-        self._retries[tenant] = min(retries, self._retries_max)
+        """Add the fraction of a retry that a new request of a tenant earns."""
+        retries = self._get_retries(tenant) + self._retries_per_request
+        self._retries_by_tenant[tenant] = min(retries, self._retries_max)
 
-    def spend_retry(self, tenant: str, attempt: int) -> bool:
-        """Take one retry for a request that was tried `attempt` times; return whether there was one."""
-        if not self.has_retry(tenant, attempt):
+    def spend_retry(self, tenant: str, attempt_count: int) -> bool:
+        """Take one retry for a request that was tried `attempt_count` times; return whether there was one."""
+        if not self.has_retry(tenant, attempt_count):
             return False
-        self._retries[tenant] = self._retries.get(tenant, self._initial_retries) - 1.0
+        self._retries_by_tenant[tenant] = self._get_retries(tenant) - 1.0
         return True
 
-    def has_retry(self, tenant: str, attempt: int) -> bool:
+    def has_retry(self, tenant: str, attempt_count: int) -> bool:
         """Return whether `spend_retry` would find a retry."""
-        return attempt < self._attempts_max and self._retries.get(tenant, self._initial_retries) >= 1.0
+        return attempt_count < self._attempts_max and self._get_retries(tenant) >= 1.0
+
+    def _get_retries(self, tenant: str) -> float:
+        return self._retries_by_tenant.get(tenant, self._initial_retries)
 
 
 def _has_missing_transfer(decision: Decision, usage: ReportedUsage) -> bool:

@@ -49,23 +49,25 @@ class Capacity:
         self.has_reported_max_num_seqs = max_num_seqs is not None
 
     def learn_max_num_seqs(self, decode_request_count: int, *, has_waited_for_slot: bool) -> None:
-        """Learn the number of sequence slots from a first token that came beside `decode_request_count` requests.
+        """Learn how many sequences the engine runs at once, when a request gets its first token.
 
-        `has_waited_for_slot`: the request waited far longer than predicted and began just as another one ended. If that
-        happens SLOT_VOTES times beside about the same number of requests, that number is the number of slots. For
-        example, one of four workers has 32 slots, the others 64: first tokens wait 13 ms in the mean, else 249 ms.
+        `decode_request_count`: requests that the engine then has past their first token. `has_waited_for_slot`: the
+        request waited far longer than predicted, and began just as another one ended, so all slots seem to have been
+        taken. If SLOT_VOTES such requests in a row agree on the count, it is the number of slots.
         """
         if self.has_reported_max_num_seqs:
             return
         votes = self._slot_count_votes
-        if decode_request_count > self.max_num_seqs:
-            self.max_num_seqs = max(MAX_NUM_SEQS_PRIOR, 2 * decode_request_count)  # the learned number is too low
+        if decode_request_count > self.max_num_seqs:  # the learned number is too low
+            self.max_num_seqs = max(MAX_NUM_SEQS_PRIOR, 2 * decode_request_count)
             votes.clear()
-        if has_waited_for_slot:
-            votes.append(decode_request_count)
-            votes_max = max(votes)
-            if len(votes) == SLOT_VOTES and votes_max - min(votes) <= max(1, votes_max // 32):
-                self.max_num_seqs = votes_max
+        if not has_waited_for_slot:
+            return
+        votes.append(decode_request_count)
+        highest_vote = max(votes)
+        do_votes_agree = highest_vote - min(votes) <= max(1, highest_vote // 32)
+        if len(votes) == SLOT_VOTES and do_votes_agree:
+            self.max_num_seqs = highest_vote
 
 
 @dataclass(slots=True, eq=False)
@@ -88,15 +90,15 @@ class Load:
     duplicate_prompt_tokens: int = 0
     """Prompt tokens of running requests that need no KV memory, as other running requests have the same ones."""
     idle_prompt_tokens: int = 0
-    """Prompt tokens that are likely to be used again and that no running request here has: RecentPrompts."""
+    """Prompt tokens that are likely to be used again, and that no running request here has."""
     incoming_transfers: int = 0
     """Number of transfers of KV to this target that are running."""
     outgoing_transfers: int = 0
     """Number of transfers of KV from this target to others that are running."""
     background_request_count: int = 0
     utilisation_scaled: float = 0.0
-    """Prefill seconds sent here per second, averaged over a minute. The value is stored as of the tracker's epoch:
-    multiply by `LoadTracker.compute_utilisation_decay(now)` for the present one."""
+    """Prefill seconds sent here per second, averaged over a minute, before decay: for the present value, multiply by
+    `LoadTracker.compute_utilisation_decay(now)`."""
     arrivals_scaled: float = 0.0
     """Requests sent here per second, averaged and scaled like `utilisation_scaled`."""
     last_request_end_s: float = -math.inf
@@ -148,33 +150,30 @@ NO_EXTERNAL_LOAD: Final = ExternalLoad()
 def estimate_external_load(
     report: EngineLoad, now: float, *, known_requests: int, known_kv_tokens: int, capacity: Capacity
 ) -> ExternalLoad:
-    """Return the part of an engine's reported load that other clients of the engine must have caused.
+    """Return the part of an engine's reported load that comes from clients which use no router.
 
     It is what exceeds `known_requests` and `known_kv_tokens`, which this router and its peers have sent. An engine that
     reports more running sequences than it has slots is taken to be full.
     """
+    slot_count = capacity.max_num_seqs
     external_requests = max(report.running + report.waiting - known_requests, 0)
     waiting = min(report.waiting, external_requests)
-    slots = capacity.max_num_seqs
+    running = min(external_requests - waiting, max(slot_count - known_requests, 0))
     kv_tokens = 0
     if capacity.kv_tokens is not None and report.usage is not None:
         # Partial blocks and tokens that are not counted yet also use memory, so a small excess tells nothing.
-        kv_tokens = max(int((report.usage - USAGE_TOLERANCE) * capacity.kv_tokens) - known_kv_tokens, 0)
-    return ExternalLoad(
-        running=min(external_requests - waiting, max(slots - known_requests, 0)),
-        waiting=min(waiting, 2 * slots),  # at most two full batches, whatever the report says
-        kv_tokens=kv_tokens,
-        report=report,
-        reported_s=now,
-    )
+        used_tokens = int((report.usage - USAGE_TOLERANCE) * capacity.kv_tokens)
+        kv_tokens = max(used_tokens - known_kv_tokens, 0)
+    waiting = min(waiting, 2 * slot_count)  # at most two full batches, whatever the report says
+    return ExternalLoad(running, waiting, kv_tokens, report, reported_s=now)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLoad:
-    """Requests that others have in flight on a target: another router, or the sum of several.
+    """Load that other senders have put on a worker: another router, or the sum of several.
 
-    *Prefills* are the prompts without a first token. Fields with `_at_s` or `_since_s` are moments on this router's
-    clock.
+    *Prefills* are their prompts that have no first token yet. Fields with `_at_s` or `_since_s` are moments on this
+    router's clock.
     """
 
     prefill_s: float = 0.0
@@ -202,13 +201,15 @@ NO_PEER_LOAD: Final = PeerLoad()
 
 
 def merge_peer_loads(loads: Sequence[PeerLoad], prefill_rate: float) -> PeerLoad:
-    """Combine the loads that several routers have on one target, with times at this router's `prefill_rate`.
+    """Combine the loads that several routers have put on one worker: counts and times are added up.
 
-    Counts and times are sums. The oldest prompt is the one that was sent first by any router. The target could begin
-    with it when the last prompt before it had ended, which is the latest `oldest_since_s`.
+    The oldest prompt is the one that any router sent first. The worker could begin with it when the last prompt before
+    it had ended, which is the latest `oldest_since_s`. Each router computes times with its own estimate of the worker's
+    speed; the result has them at `prefill_rate`, this router's estimate in seconds a token.
     """
     if not loads:
         return NO_PEER_LOAD
+    # Factors by which the times of other routers are multiplied.
     scales = [prefill_rate / load.prefill_rate if load.prefill_rate else 1.0 for load in loads]
     busy_loads = [(load, scale) for load, scale in zip(loads, scales) if load.prefill_s > 0.0]
     oldest, oldest_scale = min(busy_loads, key=lambda pair: pair[0].oldest_sent_at_s, default=(loads[0], 1.0))

@@ -18,11 +18,13 @@ from router.index.protocol import PreparedPrompt, Scope
 
 
 class RouteRequest(msgspec.Struct, eq=False):
-    """A request that needs a worker. `model` is the name that the client sent; `scope.model` is its base model."""
+    """A request for which the router chooses a worker: its prompt, limits and sender."""
 
     request_id: str
     model: str
+    """Model or adapter that the client names."""
     scope: Scope
+    """Base model, adapter and cache salt. Only prompts with equal ones share cached KV."""
     token_ids: Sequence[int] | None
     """Token ids of the body's first prompt; None if it was not tokenised, so that only load decides."""
     prompt_tokens: int
@@ -33,9 +35,8 @@ class RouteRequest(msgspec.Struct, eq=False):
     is_counted: bool = True
     """Whether all tokens of the prompts were counted; False for media and very long prompts."""
     media_conversation: int | None = None
-    """Digest of the beginning of a conversation with media; None without media.
-
-    Prompts with media cannot be matched. The router predicts that the worker of the previous turn has cached it."""
+    """Digest of the first messages of a conversation with media, such as images; None without media. The worker of the
+    previous turn is expected to have the conversation cached."""
     similar_prompt: PreparedPrompt | None = None
     """The conversation's earlier prompt, which may begin with the same tokens."""
     output_tokens_max: int = 0

@@ -42,19 +42,17 @@ class _Average:
 
 
 class OutputLengths:
-    """Average output lengths of groups of similar requests.
+    """Average lengths of earlier answers, from which the length of a new answer is estimated.
 
-    At most `LENGTH_KEYS_MAX` groups are stored. The group whose last answer is the oldest is dropped first.
+    There is an average for each group of similar requests: those of one session, of one parent session, with one
+    beginning of the prompt, or for one model. Of over `LENGTH_KEYS_MAX` groups, the longest unused is dropped.
     """
 
     def __init__(self) -> None:
         self._averages: BoundedDict[LengthKey, _Average] = BoundedDict(LENGTH_KEYS_MAX)
 
-    def expect(self, request: RouteRequest) -> float:
-        """Return the expected number of output tokens, at least 1 and within the bounds that the client sets.
-
-        Stores the groups of the request in `request.length_keys`.
-        """
+    def estimate_length(self, request: RouteRequest) -> float:
+        """Return the expected number of output tokens, at least 1 and within the bounds that the client sets."""
         request.length_keys = request.length_keys or _list_groups(request)
         tokens = self._blend_averages(request.length_keys)
         if request.output_tokens_min > tokens:
@@ -63,24 +61,23 @@ class OutputLengths:
             tokens = float(request.output_tokens_max)
         return tokens if tokens > 1.0 else 1.0
 
-    def record(self, request: RouteRequest, tokens: int) -> None:
-        """Add the length of an answer to the averages of the request's groups.
+    def record_length(self, request: RouteRequest, tokens: int) -> None:
+        """Add the length of an answer to the averages of the groups that its request belongs to.
 
-        A length is capped at `_GROWTH_MAX` times the expected one, so that a wrong report cannot spoil an average.
+        A length is capped at `_GROWTH_MAX` times the expected one, so that a wrong report cannot spoil an average. An
+        average is over about the last `_ANSWERS_AVERAGED` answers.
         """
         if tokens < 1:
             return
-        keys = request.length_keys or _list_groups(request)
-        growth_limit = _GROWTH_MAX * self._blend_averages(keys)
+        groups = request.length_keys or _list_groups(request)
+        growth_limit = _GROWTH_MAX * self._blend_averages(groups)
         capped_tokens = min(float(tokens), float(TOKENS_MAX), growth_limit)
-        for key in keys:
-            average = self._averages.get(key)
+        for group in groups:
+            average = self._averages.get(group)
             if average is None:
-                average = self._averages[key] = _Average()
-            else:
-                self._averages.move_to_end(key)
-            count = average.count + 1.0
-            average.count = count if count < _ANSWERS_AVERAGED else _ANSWERS_AVERAGED
+                average = self._averages[group] = _Average()
+            self._averages.move_to_end(group)
+            average.count = min(average.count + 1.0, _ANSWERS_AVERAGED)
             average.mean += (capped_tokens - average.mean) / average.count
 
     def forget_session(self, request: RouteRequest) -> None:
@@ -88,14 +85,14 @@ class OutputLengths:
         if request.session is not None:
             self._averages.pop((request.model, request.session), None)
 
-    def _blend_averages(self, keys: Sequence[LengthKey]) -> float:
-        """Return the expected length from the averages of these groups, before the client's bounds.
+    def _blend_averages(self, groups: Sequence[LengthKey]) -> float:
+        """Return the expected length from the averages of these groups, the most general first.
 
-        The average of a more general group counts as _PRIOR_ANSWERS answers of the next one.
+        The estimate from more general groups counts as _PRIOR_ANSWERS answers of the next group.
         """
         tokens = TOKENS_PRIOR
-        for key in keys:
-            average = self._averages.get(key)
+        for group in groups:
+            average = self._averages.get(group)
             if average is not None:
                 count = average.count
                 tokens = (count * average.mean + _PRIOR_ANSWERS * tokens) / (count + _PRIOR_ANSWERS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Final
 
@@ -36,19 +36,19 @@ OTHERS_SHARE_MAX: Final = 0.5
 
 
 class Attempt(msgspec.Struct, eq=False):
-    """One try of a request at a worker."""
+    """One try of a request at a worker, to which KV of the prompt may come from another worker."""
 
     decision: Decision
     in_flight: InFlightRequest
-    """The attempt as the load tracker and the cache state count it."""
+    """The request as it counts in the load and the expected cache contents of its worker."""
     has_first_token: bool = False
     prefill_leg: InFlightRequest | None = None
-    """The prefill at another worker, which hands the KV over to the attempt's worker; None once it has ended."""
+    """The prefill at another worker, which then sends the KV; None if there is none, or once it has ended."""
     transfer_estimate: TransferEstimate | None = None
-    """Parts of the transfer's time; None if there is no transfer so far, or if its duration will not be known."""
+    """Expected time of the KV transfer; None if there is no transfer so far, or if its duration will not be known."""
     transfer_started_s: float = 0.0
     transfer_start_totals: WorkTotals | None = None
-    """Work totals of the worker when the transfer started; None if there is no transfer so far."""
+    """Work that the worker had done when the transfer started; None if there is no transfer so far."""
     observed_transfer_s: float | None = None
     """Duration of the transfer; None if it is unknown because the first token waited longer for something else."""
     has_transfer_failed: bool = False
@@ -59,7 +59,7 @@ class Attempt(msgspec.Struct, eq=False):
 
 
 class ActiveRequest(msgspec.Struct, eq=False):
-    """A request that is queued or in flight, from its arrival to the end of its answer.
+    """A request from its arrival to the end of its answer, and what its failed attempts have shown.
 
     Each try to serve it at a worker is an attempt. After a failed one the request may get another at another worker.
     """
@@ -85,7 +85,7 @@ class ActiveRequest(msgspec.Struct, eq=False):
 
     @property
     def queue_position(self) -> QueuePosition:
-        """The place that the request has in the queue, or would have."""
+        """Tenant, priority and age, which decide when the request is sent if it has to wait in the queue."""
         request = self.request
         return QueuePosition(request.tenant, self.is_background, request.priority, self.arrived_s)
 
@@ -113,11 +113,20 @@ class RequestPlacer:
         rng: random.Random,
         counters: Counter[str],
     ) -> None:
-        """Share the parts of the core. `counters`: counts of events, by the names that `/metrics` shows."""
-        self._registry, self._tracker, self._cache_state, self._links = registry, tracker, cache_state, links
-        self._config, self._rng, self._counters = config, rng, counters
+        """Begin without requests, with the other parts of the router's core.
+
+        `counters`: counts of events, by the names that `/metrics` shows.
+        """
+        self._registry = registry
+        self._tracker = tracker
+        self._cache_state = cache_state
+        self._links = links
+        self._config = config
+        self._rng = rng
+        self._counters = counters
         self._output_lengths = OutputLengths()
         self.chooser = Chooser(registry, tracker, cache_state, self._output_lengths, links, config, rng)
+
         self.queue = RequestQueue(config.queue)
         uses_price = config.policy == "kv" and config.policy_function is None
         self._queues_when_busy = config.queue.fair and uses_price
@@ -141,22 +150,24 @@ class RequestPlacer:
         queued_ahead_s: Mapping[str, float] | None = None,
         may_queue: bool = True,
     ) -> Forward | Enqueue | Refuse:
-        """Send a request to the best worker, or queue it, or return why it is refused.
+        """Choose a worker for a request, and send the request there, queue it, or refuse it.
 
-        `queued_ahead_s`: prefill seconds that the queue holds for each target and sends earlier; None: look it up.
+        `queued_ahead_s`: prefill seconds by target that the queue will send before it; None: look them up. They are
+        given when the request is queued already and it is its turn. Without `may_queue` it is sent or refused.
         """
+        is_its_turn = queued_ahead_s is not None
         choice = self._choose_worker(active_request, now, queued_ahead_s=queued_ahead_s, waits_behind_queue=may_queue)
         if isinstance(choice, Refuse):
             return choice
-        request, config = active_request.request, self._config.queue
         if not active_request.failed_attempts:
             refusal = self._apply_ttft_limit(active_request, choice, now)
             if refusal is not None:
                 return refusal
-        if may_queue and self._must_wait(active_request, choice, now, is_retried=queued_ahead_s is not None):
+        if may_queue and self._must_wait(active_request, choice, now, is_its_turn=is_its_turn):
             return self._enqueue(active_request, choice, now)
         if self.queue.requests:
-            if config.fair:
+            request = active_request.request
+            if self._config.queue.fair:
                 self.queue.charge(active_request.queue_position, choice.charge_s / request.share)
             self.queue.remove(request.request_id)
         return self._begin_attempt(active_request, choice, now)
@@ -182,7 +193,7 @@ class RequestPlacer:
         `queued_ahead_s`: these prefill seconds, by target; None: look them up.
         """
         self._tracker.advance(now)
-        request = active_request.request
+        request, excluded_sources = active_request.request, active_request.excluded_sources
         candidates = self._registry.find_candidates(request, active_request.excluded_workers)
         if isinstance(candidates, Refuse):
             return candidates
@@ -195,14 +206,16 @@ class RequestPlacer:
             queued_ahead_s=queued_ahead_s,
             queued_s=self.queue.waiting_prefill_s,
             explain=active_request.wants_explanation,
-            excluded_sources=active_request.excluded_sources,
+            excluded_sources=excluded_sources,
         )
-        is_queue_unknown = queued_ahead_s is None and self._queues_when_busy and bool(self.queue.requests)
-        if waits_behind_queue and is_queue_unknown:
-            self.chooser.rechoose_behind_queue(choice, self.queue.compute_prefill_ahead(active_request.queue_position))
-        # A worker that only decodes needs another worker to compute the prompt, and the choice may have none yet.
-        excluded_sources = active_request.excluded_sources
-        if not choice.winner.is_missing_source or self.chooser.add_missing_source(request, choice, excluded_sources):
+        is_any_queued = self._queues_when_busy and bool(self.queue.requests)
+        if waits_behind_queue and is_any_queued and queued_ahead_s is None:
+            queued_ahead_s = self.queue.compute_prefill_ahead(active_request.queue_position)
+            self.chooser.rechoose_behind_queue(choice, queued_ahead_s)
+        if not choice.winner.is_missing_source:
+            return choice
+        # The chosen worker only decodes: another worker has to compute the prompt.
+        if self.chooser.add_missing_source(request, choice, excluded_sources):
             return choice
         message = "Every worker that could compute the prompt failed."
         return Refuse(request.request_id, 502, "upstream_failed", message)
@@ -210,32 +223,34 @@ class RequestPlacer:
     def _apply_ttft_limit(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Refuse | None:
         """Apply the limit on the time to the first token, if there is one; return a refusal if no worker can keep it.
 
-        If the chosen worker would begin the answer too late, the worker that begins it earliest is chosen instead.
+        If the chosen worker is predicted to be too late, the one with the earliest first token is chosen instead.
         """
         request_limit_s, default_limit_s = active_request.request.ttft_s_max, self._config.queue.ttft_s_max
-        if request_limit_s is None and default_limit_s is None:
+        limits_s = [limit_s for limit_s in (request_limit_s, default_limit_s) if limit_s is not None]
+        if not limits_s:
             return None
-        max_ttft_s = min(limit_s for limit_s in (request_limit_s, default_limit_s) if limit_s is not None)
-        remaining_s = max_ttft_s - (now - active_request.arrived_s)
-        if choice.winner.terms.ttft_s > remaining_s:
+        max_ttft_s = min(limits_s)
+        waited_s = now - active_request.arrived_s
+        if choice.winner.terms.ttft_s > max_ttft_s - waited_s:
             choice.winner = choice.find_earliest()
-        if choice.winner.terms.ttft_s <= remaining_s:
+        if choice.winner.terms.ttft_s <= max_ttft_s - waited_s:
             return None
         self._counters["too_slow"] += 1
         return _refuse_slow(active_request.request.request_id, choice.winner.terms, max_ttft_s)
 
-    def _must_wait(self, active_request: ActiveRequest, choice: RoutingChoice, now: float, *, is_retried: bool) -> bool:
+    def _must_wait(
+        self, active_request: ActiveRequest, choice: RoutingChoice, now: float, *, is_its_turn: bool
+    ) -> bool:
         """Return whether a request has to wait in the queue although a worker was chosen for it.
 
         A background request waits until the chosen worker is idle and no request waits. With fair queueing, other
-        requests wait if their worker is busy, or if they would overtake queued requests. `is_retried`: it is the
-        request's turn.
+        requests wait if their worker is busy, or if they would overtake queued requests.
         """
         if active_request.is_background:
             return self.queue.waiting_count > 0 or not self._has_background_room(choice, now)
         if not self._queues_when_busy:
             return False
-        would_overtake = not is_retried and choice.winner.queued_ahead_s > 0.0
+        would_overtake = not is_its_turn and choice.winner.queued_ahead_s > 0.0
         return would_overtake or choice.wait_s > self._config.queue.enqueue_above_s
 
     def _has_background_room(self, choice: RoutingChoice, now: float) -> bool:
@@ -253,7 +268,10 @@ class RequestPlacer:
 
     # Attempts ----------------------------------------------------------------------------------------------------
     def _begin_attempt(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Forward:
-        """Record an attempt's load, prompt and worker. Return the instruction to forward the request."""
+        """Begin an attempt at the chosen worker: count its load there, and return the instruction to send the request.
+
+        With a plan, KV comes from another worker: it is pulled now, or computed there first (`is_split`).
+        """
         request, target, plan = active_request.request, choice.winner.target, choice.winner.plan
         decision = self.chooser.make_decision(
             request,
@@ -356,20 +374,21 @@ class RequestPlacer:
             self._start_transfer(attempt, now)
 
     def observe_transfer(self, attempt: Attempt, now: float) -> None:
-        """Measure the duration of a transfer of KV at the first token of its request.
+        """Derive the duration of a KV transfer from the time of its request's first token.
 
-        For example, the first token comes 0.9 s after the transfer began, and the rest of the prompt took 0.2 s of
-        them. If other prompts took 0.1 s, the transfer took 0.6 s. If they took over half of 0.7 s, nothing is learned.
+        For example, the first token comes 0.9 s after the transfer began, and the rest of the prompt takes 0.2 s. If
+        other prompts took 0.1 s of the 0.7 s that are left, the transfer took 0.6 s. Nothing is derived if they took
+        more than half of that time, or if the request also waited for a sequence slot.
         """
         in_flight, target, terms = attempt.in_flight, attempt.in_flight.target, attempt.decision.terms
         start_totals = attempt.transfer_start_totals
         if start_totals is None or attempt.transfer_estimate is None or terms.slot_wait_s > 0.0:
             return
-        compute_s = max(terms.slowdown * in_flight.prefill_s, in_flight.prefill_s + target.step_s)
-        waited_s = now - attempt.transfer_started_s - compute_s
-        other_prompts_s = terms.slowdown * target.estimate_prefilled_s(start_totals)
-        if other_prompts_s <= OTHERS_SHARE_MAX * waited_s:
-            attempt.observed_transfer_s = waited_s - other_prompts_s
+        own_prefill_s = max(terms.slowdown * in_flight.prefill_s, in_flight.prefill_s + target.step_s)
+        waited_s = now - attempt.transfer_started_s - own_prefill_s
+        other_prefills_s = terms.slowdown * target.estimate_prefilled_s(start_totals)
+        if other_prefills_s <= OTHERS_SHARE_MAX * waited_s:
+            attempt.observed_transfer_s = waited_s - other_prefills_s
 
     def record_transfer(self, attempt: Attempt, now: float) -> None:
         """Learn from the transfer of an attempt whose answer is complete, unless the transfer failed."""
@@ -397,12 +416,15 @@ class RequestPlacer:
         """Learn from a whole answer how long answers are and how fast its worker is."""
         assert active_request.attempt is not None
         output_tokens = self._tracker.record_answer(active_request.attempt.in_flight, completion_tokens, now)
-        self._output_lengths.record(active_request.request, output_tokens)
+        self._output_lengths.record_length(active_request.request, output_tokens)
 
     def end_attempt(
         self, active_request: ActiveRequest, now: float, *, is_computed: bool, reported_cached_tokens: int | None = None
     ) -> None:
-        """End the present attempt of a request. What it computed stays pinned until the events about it have come."""
+        """End the present attempt of a request: its worker's load and expected cache no longer count it.
+
+        `is_computed`: the prompt was computed, so it is cached there. `reported_cached_tokens`: by the engine's answer.
+        """
         request, attempt = active_request.request, active_request.attempt
         assert attempt is not None
         active_request.attempt = None
@@ -418,7 +440,7 @@ class RequestPlacer:
         self._cache_state.end_request(in_flight, now, is_computed=is_computed, ended_session=ended_session)
         worker = self._registry.workers.get(attempt.decision.worker)
         if worker is not None and worker.probe == request.request_id:
-            worker.probe = None  # it showed nothing, or the caller says what: the next request may be the probe
+            worker.probe = None  # another request may now try whether the worker serves again
             self._registry.apply_worker_changes()
 
     def end_session(self, request: RouteRequest) -> None:
@@ -429,16 +451,19 @@ class RequestPlacer:
 
     # The queue ---------------------------------------------------------------------------------------------------
     def _enqueue(self, active_request: ActiveRequest, choice: RoutingChoice, now: float) -> Enqueue | Refuse:
-        """Put a request into the queue for the worker that was chosen, which changes if the request is there already.
+        """Put a request into the queue; if it is there already, record its newly chosen worker.
 
-        The request waits for its turn until its own deadline, or else for the longest wait of the configuration.
+        The request waits for its turn until its own deadline, or else for the longest wait of the configuration. Return
+        a refusal if the queue is full.
         """
         request, position, config = active_request.request, active_request.queue_position, self._config.queue
         is_new = request.request_id not in self.queue.requests
         if is_new and self.queue.is_full(position):
             return Refuse(request.request_id, 429, "queue_full", QUEUE_FULL_MESSAGE, max(1.0, choice.wait_s))
-        max_wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max
-        deadline_s = active_request.arrived_s + max_wait_s if request.deadline_s is None else request.deadline_s
+        deadline_s = request.deadline_s
+        if deadline_s is None:
+            max_wait_s = config.background_wait_s_max if position.is_background else config.wait_s_max
+            deadline_s = active_request.arrived_s + max_wait_s
         self.queue.put(
             request.request_id,
             position,
@@ -455,21 +480,22 @@ class RequestPlacer:
         return Enqueue(request.request_id, deadline_s)
 
     def place_queued(self, active_requests: Mapping[str, ActiveRequest], now: float) -> list[Forward | Refuse]:
-        """Try the first queued requests again; return an instruction for each that leaves the queue.
+        """Try to send the first queued requests; return an instruction for each that leaves the queue.
 
-        A request that stays keeps its place: its prefill counts as waiting time for the requests after it.
+        A request that has to stay keeps its turn: its prefill counts as waiting time for the requests after it.
+        `active_requests`: requests by id.
         """
         self._tracker.advance(now)
         self._next_queue_try_at_s = now + QUEUED_TRY_INTERVAL_S
         instructions: list[Forward | Refuse] = []
-        queued_ahead_s: dict[str, float] = {}  # by target: prefill of the requests that stay
+        queued_ahead_s_by_target: defaultdict[str, float] = defaultdict(float)
         for request_id in self.queue.get_next_request_ids(QUEUED_TRIES_MAX):
             if not self._tracker.has_free_target(self._config.queue.enqueue_above_s, now):
                 break  # every worker is busy, so that all further requests would stay too
-            instruction = self.place(active_requests[request_id], now, queued_ahead_s=queued_ahead_s)
+            instruction = self.place(active_requests[request_id], now, queued_ahead_s=queued_ahead_s_by_target)
             if isinstance(instruction, Enqueue):
-                queued = self.queue.requests[request_id]
-                queued_ahead_s[queued.target] = queued_ahead_s.get(queued.target, 0.0) + queued.prefill_s
+                queued_request = self.queue.requests[request_id]
+                queued_ahead_s_by_target[queued_request.target] += queued_request.prefill_s
             else:
                 self.queue.remove(request_id)
                 instructions.append(instruction)

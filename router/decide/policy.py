@@ -35,34 +35,19 @@ def choose_cheapest(costs: Sequence[float], rotation: int) -> int:
 
 
 class CustomPolicy:
-    """Calls an operator's own function, `choose(request, terms)`, which returns an index into `terms`.
+    """Chooses workers by an operator's own function, `choose(request, terms)`, which returns an index into `terms`.
 
-    There is one `Terms` for each candidate. If the function raises or returns no index, the failure is counted, the
-    first one is logged, and the price decides. Raises ConfigError if the function cannot be found.
+    `terms` has the price of each candidate. If the function raises or returns no index, the failure is counted, the
+    first one is logged, and the router chooses by the price.
     """
 
     def __init__(self, name: str) -> None:
-        module, colon, function = name.partition(":")
-        try:
-            policy = getattr(importlib.import_module(module), function) if colon else None
-        except ModuleNotFoundError as error:
-            message = f"--policy-function: got {name!r}: {error}; PYTHONPATH must name the folder of its file"
-            raise ConfigError(message) from error
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"--policy-function: got {name!r}: {error}") from error
-        if not callable(policy):
-            raise ConfigError(f"--policy-function: got {name!r}, expected MODULE:NAME of a function")
-        try:
-            with contextlib.suppress(ValueError):  # a function written in C may have no signature
-                inspect.signature(policy).bind(None, [])
-        except TypeError as error:
-            message = f"--policy-function: got {name!r}, expected a function of a request and its candidates: {error}"
-            raise ConfigError(message) from error
-        self._function: Callable[[RouteRequest, list[Terms]], object] = policy
+        """Import the function that `name` has as MODULE:NAME. Raises ConfigError."""
+        self._function = _import_policy(name)
         self.failures = 0
 
     def choose(self, request: RouteRequest, terms: list[Terms]) -> int | None:
-        """Return the index that the operator's function chose; None if it failed."""
+        """Return the index of the candidate that the operator's function chose; None if it failed."""
         try:
             index = self._function(request, terms)
             if type(index) is not int or not 0 <= index < len(terms):
@@ -73,6 +58,28 @@ class CustomPolicy:
                 log.exception("the policy function failed; the price decides, here and whenever it fails again")
             return None
         return index
+
+
+def _import_policy(name: str) -> Callable[[RouteRequest, list[Terms]], object]:
+    """Import a policy function by its MODULE:NAME. Raises ConfigError if it is not found or takes other arguments."""
+    module_name, colon, function_name = name.partition(":")
+    try:
+        policy = getattr(importlib.import_module(module_name), function_name) if colon else None
+    except ModuleNotFoundError as error:
+        message = f"--policy-function: got {name!r}: {error}; PYTHONPATH must name the folder of its file"
+        raise ConfigError(message) from error
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--policy-function: got {name!r}: {error}") from error
+    if not callable(policy):
+        raise ConfigError(f"--policy-function: got {name!r}, expected MODULE:NAME of a function")
+    try:
+        with contextlib.suppress(ValueError):  # a function written in C may have no signature
+            inspect.signature(policy).bind(None, [])
+    except TypeError as error:
+        message = f"--policy-function: got {name!r}, expected a function of a request and its candidates: {error}"
+        raise ConfigError(message) from error
+    function: Callable[[RouteRequest, list[Terms]], object] = policy
+    return function
 
 
 def choose_round_robin(targets: Sequence[Target], rotation: int) -> int:

@@ -35,15 +35,13 @@ class RequestFacts(msgspec.Struct, eq=False, gc=False):
     output_tokens: float
     """Expected length of the answer."""
     utilisation_decay: float
-    """Factor that turns a target's `utilisation_scaled` into prefill seconds per second."""
+    """Factor by which a worker's stored utilisation is multiplied, since utilisation decays with time."""
     congestion: float = 0.0
-    """Seconds that later requests wait longer, all together, for a second of new prefill at a target without a factor
-    of its own."""
+    """Seconds that all later requests together wait longer for each second of new prefill on a worker of mean speed."""
     shared_tokens: int = 0
     """Length of the prefix that running requests have in common with the prompt."""
     copy_reuse_share: float = 0.0
-    """Share of the requests that use one more copy of that prefix, on an idle worker, and come after this request. If
-    three later requests are expected to use the copy, it is 3/4."""
+    """How far one more cached copy of that prefix serves later requests: 3/4 if this and three later ones use it."""
     can_move_prefill: bool = False
     """Whether one worker may compute the prompt for another: then it matters whose answers the prefill interrupts."""
 
@@ -73,10 +71,9 @@ class Candidate(msgspec.Struct, eq=False):
 
     target: Target
     cached_tokens: int = 0
-    """Tokens of the prompt that no worker has to compute: the usable prefix that is cached or computed by requests in
-    flight."""
+    """Length of the usable prefix that is cached, or that requests in flight compute."""
     resident_tokens: int = 0
-    """Part of the cached prefix that events (or the approximate cache) vouch for now."""
+    """Part of that prefix that is in the cache now, as far as is known."""
     media_cached_tokens: int = 0
     """Tokens of a prompt with media that are assumed to be cached, because the target served the conversation last."""
     tier_load_s: float = 0.0
@@ -216,16 +213,18 @@ def estimate_shared_prefill(target: Target, request: RequestFacts, present_token
 def estimate_decode_s(
     target: Target, request: RequestFacts, prefill_s: float, shared: SharedPrefill, utilisation: float
 ) -> float:
-    """Return the time of an answer after its first token, and the delay of the other answers at the target.
+    """Return the time of an answer after its first token, plus the time by which it delays the target's other answers.
 
-    A step of the engine gives each answer one token. An answer lengthens the steps of all by its context, on average
+    A step of the engine gives each answer one token. A new answer lengthens the steps of all by its context, on average
     the prompt and half of the answer. All answers stand still during a prefill.
     """
     speed, output_tokens, request_count = target.speed, request.output_tokens, target.total_request_count
     context_s = speed.decode_context_s * (request.prompt_tokens + 0.5 * output_tokens)
-    steps_s = output_tokens * (speed.single_step_s + context_s + target.mutual_step_delay_s + request_count * context_s)
-    # If all workers compute their own prompts, only one more copy of a shared prefix is an avoidable interruption.
+    # Time of one step of the new answer, plus what it adds to the steps of the others, and they to its own.
+    step_s = speed.single_step_s + context_s + target.mutual_step_delay_s + request_count * context_s
+    steps_s = output_tokens * step_s
     if not request.can_move_prefill:
+        # Each worker computes its own prompts. So only a further copy of a shared prefix is an avoidable interruption.
         return steps_s + (shared.total_s - shared.reused_s) * request_count
     decode_request_count = target.load.decode_request_count + target.peer_load.decode_requests
     others_pause_s = (prefill_s - shared.reused_s) * decode_request_count
@@ -244,14 +243,17 @@ def _estimate_own_pause_s(target: Target, output_tokens: float, utilisation: flo
 
 
 class PoolLoad(NamedTuple):
-    """Sums over the workers of a pool."""
+    """Load of a pool, the workers that can serve one model: sums over these workers.
+
+    The two rates are as of an earlier time. Both have to be multiplied by one factor, `utilisation_decay`.
+    """
 
     prefill_rate: float
-    """Prefill seconds that this router sends there per second; times `utilisation_decay`, the rate now."""
+    """Prefill seconds that this router sends there per second."""
     arrival_rate: float
-    """Requests that this router sends there per second; times `utilisation_decay`, the rate now."""
+    """Requests that this router sends there per second."""
     peer_utilisation: float
-    """Prefill seconds that other routers send there per second."""
+    """Prefill seconds that other routers send there per second, now."""
     worker_count: int
 
     def add_change(self, load: PoolLoad, old_load: PoolLoad) -> PoolLoad:
@@ -287,7 +289,7 @@ def find_shortest_wait_s(targets: Sequence[Target], now: float) -> float:
 def compute_congestion(
     pool: PoolLoad, shortest_wait_s: float, queued_s: float, utilisation_decay: float, config: CostConfig
 ) -> float:
-    """Return how many seconds later requests wait longer, all together, for a second of new prefill.
+    """Return by how many seconds a second of new prefill lengthens the waits of later requests, all together.
 
         congestion = weight * utilisation * (1 + backlog) / (1 - utilisation)
 
@@ -297,7 +299,9 @@ def compute_congestion(
     """
     utilisation = (pool.peer_utilisation + pool.prefill_rate * utilisation_decay) / pool.worker_count
     backlog_s = shortest_wait_s + queued_s / pool.worker_count
-    backlog = backlog_s * pool.arrival_rate / pool.prefill_rate if pool.prefill_rate > 0.0 else 0.0
+    backlog = 0.0
+    if pool.prefill_rate > 0.0:
+        backlog = backlog_s * pool.arrival_rate / pool.prefill_rate  # the mean prefill: prefill_rate / arrival_rate
     ratio = min(utilisation, 2.0) * (1.0 + backlog) / max(1.0 - utilisation, 0.1)
     return min(max(config.congestion_weight * ratio, CONGESTION_MIN), CONGESTION_MAX)
 

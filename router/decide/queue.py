@@ -97,23 +97,22 @@ class _Lane:
         )
 
     def iter_ahead(self, line_name: str, sort_key: SortKey) -> Iterator[QueuedRequest]:
-        """Yield the requests that are served before a new request of a line: those of its line, then those of other
-        lines.
+        """Yield the requests that will be sent before a new request: those of its own line, then those of other lines.
 
-        The line with the fewest served seconds sends next. For example, nothing was served yet, and two requests of 3 s
-        are before the new one in its line. Then another line with requests of 4 s sends two of them before the new
-        request.
+        A line has the requests of one tenant. The line with the fewest served seconds sends next. For example, nothing
+        was served yet, and two requests of 3 s are before the new one in its line. Then another line with requests of
+        4 s sends two of them before the new request.
         """
         own_line = self.lines.get(line_name, ())
         own_requests = list(itertools.takewhile(lambda request: request.sort_key <= sort_key, own_line))
+        yield from own_requests
         charged_s = sum(request.charge_s for request in own_requests[:LOOKAHEAD_MAX])  # bounded, to save time
         own_served_s = self.scheduler.get_served_s(line_name) + charged_s
-        yield from own_requests
-        for name, line in self.lines.items():
-            if name == line_name:
+        for other_name, other_line in self.lines.items():
+            if other_name == line_name:
                 continue
-            served_s = self.scheduler.get_served_s(name)
-            for request in line:
+            served_s = self.scheduler.get_served_s(other_name)
+            for request in other_line:
                 if served_s >= own_served_s:
                     break
                 yield request
@@ -169,23 +168,26 @@ class RequestQueue:
         deadline_s: float,
         refuse_at_deadline: bool,
     ) -> None:
-        """Queue a request for its cheapest target, or change the target of a request that is queued.
+        """Queue a request for the worker that is cheapest now (`target`), or change the worker of a queued request.
 
-        `prefill_s`: expected seconds of prefill on `target`. `charge_s`: seconds that the tenant is charged when the
-        request is sent. `refuse_at_deadline`: whether the request is refused at its deadline; else it is sent.
+        `prefill_s`: expected seconds of prefill there. `charge_s`: seconds that the tenant is charged when the request
+        is sent. `refuse_at_deadline`: whether the request is refused at its deadline; else it is sent then.
         """
-        lane, request = self._get_lane(position), self.requests.get(request_id)
-        if request is not None:
-            assert request.position == position, f"queued request {request_id} has another place than before"
-            lane.prefill_s += prefill_s - request.prefill_s
-            request.target, request.prefill_s, request.charge_s = target, prefill_s, charge_s
+        lane, queued_request = self._get_lane(position), self.requests.get(request_id)
+        if queued_request is not None:
+            assert queued_request.position == position, f"queued request {request_id} has another place than before"
+            lane.prefill_s += prefill_s - queued_request.prefill_s
+            queued_request.target = target
+            queued_request.prefill_s = prefill_s
+            queued_request.charge_s = charge_s
             return
         sort_key = (position.priority, position.arrived_s, self._arrival_count)
         self._arrival_count += 1
-        request = self.requests[request_id] = QueuedRequest(
+        new_request = QueuedRequest(
             request_id, position, sort_key, deadline_s, refuse_at_deadline, target, prefill_s, charge_s
         )
-        lane.insert(request, self._get_line_name(position))
+        self.requests[request_id] = new_request
+        lane.insert(new_request, self._get_line_name(position))
         heapq.heappush(self._deadlines, (deadline_s, request_id))
 
     def remove(self, request_id: str) -> bool:

@@ -25,13 +25,14 @@ SHARED_RUNNING_MIN: Final = 2
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """Consecutive chunks that every prompt has all of, or none."""
+    """Consecutive chunks (256 tokens each) that recent prompts have in common: each prompt has all of them, or none."""
 
     keys: list[int]
-    """Keys of the chunks."""
+    """Keys of the chunks; a key is the digest of all tokens of a prompt up to the chunk's end."""
     target: Target
-    """Target to which the chunks were sent last."""
+    """Worker, or rank of one, to which a prompt with the chunks was sent last."""
     used_at_s: float
+    """When that prompt was sent."""
     running_counts: dict[Target, int]
     """Number of running prompts that have the chunks, for each target where there are any."""
     only_session: str | None
@@ -41,7 +42,7 @@ class _Segment:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the target should keep the chunks in memory that is not held by a running request."""
+        """Whether the chunks are likely to be used again at `target`, and no running request holds them there."""
         return self.is_reused and self.target not in self.running_counts
 
 
@@ -67,32 +68,34 @@ class RecentPrompts:
     def start_prompt(self, target: Target, keys: Sequence[int], now: float, *, session: str | None = None) -> int:
         """Record that a prompt starts at a target; return how many of its chunks other prompts run there already.
 
-        `keys` are the keys of the prompt's chunks.
+        `keys` are the keys of the prompt's chunks. Chunks that no recent prompt had become a new segment. A segment of
+        which the prompt has only a part is split first, and two that are now used by the same prompts are joined.
         """
-        duplicate_count, start = 0, 0
-        previous: _Segment | None = None
+        duplicate_count = start = 0
+        previous_segment: _Segment | None = None
         while start < len(keys):
             segment = self._segments.get(keys[start])
             if segment is None:
                 end = start + 1
                 while end < len(keys) and keys[end] not in self._segments:
                     end += 1
-                segment = _Segment(list(keys[start:end]), target, now, {target: 1}, session)
-                self._add(segment)
-                start, previous = end, None
+                self._add(_Segment(list(keys[start:end]), target, now, {target: 1}, session))
+                start, previous_segment = end, None
                 continue
             segment = self._split(segment, self._count_common(segment, keys, start))
             start += len(segment.keys)
             if target in segment.running_counts:
                 duplicate_count += len(segment.keys)
             self._use(segment, target, now, session)
-            if previous is not None and self._join(previous, segment):
-                continue
-            previous = segment
+            if previous_segment is None or not self._join(previous_segment, segment):
+                previous_segment = segment
         return duplicate_count
 
     def end_prompt(self, target: Target, keys: Sequence[int]) -> int:
-        """Record that a prompt runs no longer; return how many of its chunks other prompts still run at the target."""
+        """Record that a prompt runs no longer; return how many of its chunks other prompts still run at the target.
+
+        The other chunks become idle there: cached, and likely to be used again if they were used twice.
+        """
         duplicate_count = 0
         for segment, chunk_count in self._find_segments(keys):
             running_count = segment.running_counts[target]
@@ -232,16 +235,16 @@ class RecentPrompts:
         segments = list(self._order)
         assert {segment.keys[0]: segment for segment in segments} == self._segments
         keys = [key for segment in segments for key in segment.keys]
-        assert len(keys) == len(set(keys))
-        counts = {
-            (key, target): n
+        assert len(keys) == len(set(keys)), "a chunk is in two segments"
+        stored_counts = {
+            (key, target): count
             for segment in segments
             for key in segment.keys
-            for target, n in segment.running_counts.items()
+            for target, count in segment.running_counts.items()
         }
-        assert counts == running_counts
+        assert stored_counts == running_counts
         for target in {segment.target for segment in segments}:
             idle_chunks = sum(len(segment.keys) for segment in segments if segment.is_idle and segment.target is target)
             assert target.load.idle_prompt_tokens == idle_chunks * self.chunk_tokens
-        last_use_times_s = [segment.used_at_s for segment in segments]
-        assert last_use_times_s == sorted(last_use_times_s)
+        use_times_s = [segment.used_at_s for segment in segments]
+        assert use_times_s == sorted(use_times_s), "the segments are not in the order of last use"

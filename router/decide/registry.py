@@ -51,19 +51,24 @@ class WorkerRegistry:
     def __init__(
         self, index: PrefixIndex, tracker: LoadTracker, cache_state: CacheState, breaker: CircuitBreaker
     ) -> None:
-        """Make a registry without workers. `tracker` and `cache_state` get the targets of each added worker, too."""
+        """Make a registry without workers.
+
+        The workers that are added get holders in `index`, and their targets are added to `tracker` and `cache_state`.
+        """
         self._index = index
         self._tracker = tracker
         self._cache_state = cache_state
         self.breaker = breaker
         self.on_state_change: Callable[[Worker, WorkerState | None], None] = lambda worker, before: None
         """Called with a worker and its previous state when its state changes; PROBING counts as DOWN."""
+
         self.workers: dict[str, Worker] = {}
         """Workers by id."""
         self._targets: dict[str, list[Target]] = {}
         """Worker id -> its targets, one for each rank."""
         self.avoided_workers: frozenset[str] = frozenset()
         """Ids of the workers that are candidates only where no other worker is."""
+
         # Derived from the workers: discarded or computed again when a worker changes.
         self.down_workers: list[Worker] = []
         self.reachable_workers: frozenset[str] | None = None
@@ -79,15 +84,18 @@ class WorkerRegistry:
 
     # Workers -----------------------------------------------------------------------------------------------------
     def add_worker(self, spec: WorkerSpec, *, is_up: bool) -> Worker:
-        """Register a worker, or replace its description.
+        """Register a worker, or replace the description of a known one.
 
-        A known worker keeps its targets, with their load and learned speed, if its cached blocks remain valid.
+        A worker has a target for each data-parallel rank. A known worker keeps its targets, with their load and learned
+        speed, unless the new description makes its cached blocks invalid.
         """
         worker = self.workers.get(spec.worker_id)
         are_targets_valid = worker is not None and _has_same_caches(worker.spec, spec)
         if worker is None:
-            worker = self.workers[spec.worker_id] = Worker(spec, WorkerState.UP if is_up else WorkerState.STARTING)
-        worker.spec, worker.models = spec, {model.name: model for model in spec.models}
+            worker = Worker(spec, WorkerState.UP if is_up else WorkerState.STARTING)
+            self.workers[spec.worker_id] = worker
+        worker.spec = spec
+        worker.models = {model.name: model for model in spec.models}
         if not are_targets_valid:
             self._drop_targets(worker)
             self._make_targets(worker)
@@ -132,12 +140,14 @@ class WorkerRegistry:
     def record_answer(self, worker_id: str, now: float, refused_by: frozenset[str] | None) -> None:
         """Record that a worker answered a request: its past failures no longer count.
 
-        `refused_by`: workers that refused the request, which are avoided for a while; a request that every worker
-        refuses says nothing about them. None: the answer is an error, or its first token was recorded.
+        `refused_by`: workers that refused the request before, often none. They are avoided for a while, as this worker
+        could serve it. None: the answer is an error, or this was recorded at its first token.
         """
-        if refused_by:
-            for refusing_worker in filter(None, map(self.workers.get, refused_by)):
+        for refusing_worker_id in refused_by or ():
+            refusing_worker = self.workers.get(refusing_worker_id)
+            if refusing_worker is not None:
                 self.breaker.record_refusal(refusing_worker, now)
+        if refused_by:
             self.avoided_workers |= refused_by
         worker = self.workers.get(worker_id)
         if worker is None:
@@ -145,9 +155,8 @@ class WorkerRegistry:
         worker.last_answer_at_s = now
         if refused_by is not None:
             worker.refusal_pause_s = 0.0
-        if not worker.failures and worker.health is WorkerState.UP:
-            return
-        if self.breaker.record_success(worker):
+        is_healthy = worker.health is WorkerState.UP and not worker.failures
+        if not is_healthy and self.breaker.record_success(worker):
             self.apply_worker_changes()
 
     def get_targets(self, worker_id: str) -> list[Target]:
@@ -188,49 +197,54 @@ class WorkerRegistry:
 
     # Eligibility -------------------------------------------------------------------------------------------------
     def find_candidates(self, request: RouteRequest, tried_workers: frozenset[str]) -> list[Target] | Refuse:
-        """Return the targets that may serve a request, or a refusal if there is none."""
-        pool, shortest_context = self._get_pool((request.model, request.role))
-        if not pool:
+        """Return the targets (workers or ranks of them) that may serve a request, or a refusal if there is none.
+
+        Workers in `tried_workers` failed the request before. Avoided workers are returned only if there are no others.
+        """
+        model = request.model
+        pool = self._get_pool((model, request.role))
+        targets = pool.targets
+        if not targets:
             return self._refuse_unserved(request)
-        tokens_needed = _count_needed_tokens(request)
-        if shortest_context is not None and tokens_needed > shortest_context:
-            whole_pool = pool
-            pool = [target for target in pool if self._fits_context(target.worker_id, request.model, tokens_needed)]
-            if not pool:
-                return self._refuse_long_prompt(request, tokens_needed, whole_pool)
+        needed_tokens = _count_needed_tokens(request)
+        if pool.shortest_context is not None and needed_tokens > pool.shortest_context:
+            targets = [target for target in targets if self._fits_context(target.worker_id, model, needed_tokens)]
+            if not targets:
+                return self._refuse_long_prompt(request, needed_tokens, pool.targets)
         if request.worker is not None:
-            pool = [target for target in pool if request.worker in (target.worker_id, target.name)]
-            if not pool:
+            targets = [target for target in targets if request.worker in (target.worker_id, target.name)]
+            if not targets:
                 return self._refuse_pinned(request)
         if request.allowed_workers is not None:
-            pool = [target for target in pool if target.worker_id in request.allowed_workers]
-            if not pool:
+            targets = [target for target in targets if target.worker_id in request.allowed_workers]
+            if not targets:
                 message = "None of the endpoints that the gateway allows, or that requests are sent to, can take this."
                 return Refuse(request.request_id, 503, "no_worker", message, 1.0)
         if tried_workers:
-            pool = [target for target in pool if target.worker_id not in tried_workers]
-            if not pool:
+            targets = [target for target in targets if target.worker_id not in tried_workers]
+            if not targets:
                 return Refuse(request.request_id, 502, "upstream_failed", "Every worker that could serve this failed.")
         if self.avoided_workers:
-            return [target for target in pool if target.worker_id not in self.avoided_workers] or pool
-        return pool
+            return [target for target in targets if target.worker_id not in self.avoided_workers] or targets
+        return targets
 
     def find_sources(self, request: RouteRequest, excluded_workers: frozenset[str]) -> list[Target]:
-        """Return the targets that may send their cached KV of a request's prompt to another worker."""
-        sources = self._sources.get(request.model)
-        if sources is None:
-            sources = self._sources[request.model] = self._list_sources(request.model)
-        if not sources:
-            return sources
-        allowed_workers, tokens_needed = request.allowed_workers, _count_needed_tokens(request)
-        return [
-            target
-            for target in sources
-            if (allowed_workers is None or target.worker_id in allowed_workers)
-            and target.worker_id not in self.avoided_workers
-            and target.worker_id not in excluded_workers
-            and self._fits_context(target.worker_id, request.model, tokens_needed)
-        ]
+        """Return the targets that may send KV of a request's prompt to the worker that will answer."""
+        model, allowed_workers = request.model, request.allowed_workers
+        model_sources = self._sources.get(model)
+        if model_sources is None:
+            model_sources = self._sources[model] = self._list_sources(model)
+        needed_tokens = _count_needed_tokens(request)
+        sources: list[Target] = []
+        for target in model_sources:
+            worker_id = target.worker_id
+            if worker_id in self.avoided_workers or worker_id in excluded_workers:
+                continue
+            if allowed_workers is not None and worker_id not in allowed_workers:
+                continue
+            if self._fits_context(worker_id, model, needed_tokens):
+                sources.append(target)
+        return sources
 
     def _list_sources(self, model: str) -> list[Target]:
         """Return the targets of a model that are up and can send their cached KV to other workers."""
@@ -242,20 +256,22 @@ class WorkerRegistry:
         ]
 
     def get_load_order(
-        self, request: RouteRequest, candidates: list[Target], decay: float, now: float
+        self, request: RouteRequest, candidates: list[Target], utilisation_decay: float, now: float
     ) -> LoadOrder | None:
-        """Return the order of the candidates by load if they are a whole pool of POOL_SIZE_MIN targets or more.
+        """Return the candidates of a request in the order of their load, if they are many.
 
-        Otherwise return None. `decay`: factor that makes the tracker's scaled utilisation the present one.
+        Return None if there are fewer than POOL_SIZE_MIN, or if they are not all targets of the model and role.
+        `utilisation_decay`: factor by which stored utilisations are multiplied for their values now.
         """
-        key = (request.model, request.role)
-        if len(candidates) < POOL_SIZE_MIN or self._pools[key].targets is not candidates:
+        pool_key = (request.model, request.role)
+        if len(candidates) < POOL_SIZE_MIN or self._pools[pool_key].targets is not candidates:
             return None
-        order = self._load_orders.get(key)
+        order = self._load_orders.get(pool_key)
         if order is None:
-            order = self._load_orders[key] = LoadOrder(candidates, self._tracker.cost, now, decay)
-            self._tracker.load_orders.append(order)
-        order.update(now, decay)
+            order = LoadOrder(candidates, self._tracker.cost, now, utilisation_decay)
+            self._load_orders[pool_key] = order
+            self._tracker.load_orders.append(order)  # it is told of every change of a target's load
+        order.update(now, utilisation_decay)
         return order
 
     def find_ineligibility_reasons(self, request: RouteRequest) -> dict[str, str]:
@@ -264,11 +280,11 @@ class WorkerRegistry:
         return {name: reason for name, reason in reasons.items() if reason is not None}
 
     def _find_ineligibility_reason(self, worker: Worker, request: RouteRequest) -> str | None:
-        """Return the first reason why a worker is no candidate for a request; None if it is one."""
+        """Return the first reason why a worker cannot get a request, as a short text; None if it can."""
         model, role = request.model, request.role
-        reason = _find_unavailable_reason(worker, model, role)
-        if reason is not None:
-            return reason
+        unavailable_reason = _find_unavailable_reason(worker, model, role)
+        if unavailable_reason is not None:
+            return unavailable_reason
         if not self._fits_context(worker.worker_id, model, _count_needed_tokens(request)):
             return "context too short"
         if role is None and _computes_prefills_only(worker):
@@ -287,14 +303,14 @@ class WorkerRegistry:
         return max(1.0, min(waits, default=1.0))
 
     def _get_pool(self, key: tuple[str, str | None]) -> _Pool:
-        """Return the targets that can serve a model in a role; they are looked up once, until a worker changes.
+        """Return the targets that can serve a model in a role. The result is stored until a worker changes.
 
-        `key`: the model, and "prefill", "decode" or None for requests that one worker answers alone.
+        `key`: the model, and the role: "prefill", "decode", or None for requests that one worker answers alone.
         """
+        model, role = key
         stored_pool = self._pools.get(key)
         if stored_pool is not None:
             return stored_pool
-        model, role = key
         targets: list[Target] = []
         context_limits: list[int] = []
         for worker in self._select_workers(model, role):
@@ -303,7 +319,7 @@ class WorkerRegistry:
             if context_limit is not None:
                 context_limits.append(context_limit)
         new_pool = _Pool(targets, min(context_limits, default=None))
-        if targets:  # clients choose names: pools of unserved ones are not stored
+        if targets:  # clients may send any name, so pools of names that nobody serves are not stored
             self._pools[key] = new_pool
         return new_pool
 
@@ -336,22 +352,25 @@ class WorkerRegistry:
         return Refuse(request.request_id, 400, "context_length_exceeded", message, context_max=limit)
 
     def _refuse_unserved(self, request: RouteRequest) -> Refuse:
-        """Return the refusal of a request for a model and role that no worker takes now."""
-        request_id, model = request.request_id, request.model
-        serving_workers = self._list_workers_serving(model)
-        is_pool_awake = any(worker.state in (WorkerState.UP, WorkerState.SLEEPING) for worker in self.workers.values())
-        if not serving_workers and is_pool_awake:
+        """Return the refusal of a request for a model and role that no worker takes now.
+
+        The status is 404 if no worker serves that model or role at all, and 503 if those that do are not up.
+        """
+        request_id, model, role = request.request_id, request.model, request.role
+        all_workers, serving_workers = self.workers.values(), self._list_workers_serving(model)
+        is_any_started = any(worker.state in (WorkerState.UP, WorkerState.SLEEPING) for worker in all_workers)
+        if not serving_workers and is_any_started:
             model_names = ", ".join(sorted(self.get_served_models())) or "none"
             return Refuse(request_id, 404, "unknown_model", f"No worker serves model {model!r}; served: {model_names}.")
-        if request.role is not None and all(request.role not in worker.spec.roles for worker in serving_workers):
-            return Refuse(request_id, 404, "unknown_role", f"No worker has the role {request.role!r}.")
+        if role is not None and all(role not in worker.spec.roles for worker in serving_workers):
+            return Refuse(request_id, 404, "unknown_role", f"No worker has the role {role!r}.")
         if not model:
-            text = _count_states(self.workers.values())
-            return Refuse(request_id, 503, "no_worker", f"No worker is up: {text}.", 1.0)
-        text = f"No worker of model {model!r} is up: {_count_states(serving_workers)}"
+            message = f"No worker is up: {_count_states(all_workers)}."
+            return Refuse(request_id, 503, "no_worker", message, retry_after_s=1.0)
+        message = f"No worker of model {model!r} is up: {_count_states(serving_workers)}"
         if any(worker.state is WorkerState.UP and worker.spec.transfer.needs_partner for worker in serving_workers):
-            text += ", but no pair of one for prefills and one for decodes"
-        return Refuse(request_id, 503, "no_worker", f"{text}.", 1.0)
+            message += ", but no pair of one for prefills and one for decodes"
+        return Refuse(request_id, 503, "no_worker", f"{message}.", retry_after_s=1.0)
 
     def _refuse_pinned(self, request: RouteRequest) -> Refuse:
         worker_id = request.worker or ""

@@ -9,8 +9,8 @@ finds the others. So the lowest price may be missed. The chosen price is higher 
 * the differences in `decode` and in the wait for KV memory between the request and the typical one
 * changes of the target's load and progress of its oldest prefill since the target was sorted
 
-Pure: time is an argument. Invariant: `holders` is `_sorted_holders` without its keys, and `pool_load` is the sum of the
-loads at the last sorting.
+Pure: time is an argument. Invariant: `holders` is `_sorted_holders` without the prices, and `pool_load` is the sum of
+the loads at the last sorting.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class LoadOrder:
         """Sort all targets anew."""
         self._changed_holders: set[HolderId] = set()
         self._sorted_holders = sorted(
-            (self._compute_sort_key(target, now, utilisation_decay), holder) for holder, target in self.targets.items()
+            (self._compute_price(target, now, utilisation_decay), holder) for holder, target in self.targets.items()
         )
         # The index reads the array without a copy.
         self.holders = cast("MutableSequence[HolderId]", array("Q", [holder for _, holder in self._sorted_holders]))
-        self._key_by_holder = {holder: key for key, holder in self._sorted_holders}
+        self._price_by_holder = {holder: price for price, holder in self._sorted_holders}
         self._load_by_holder = {holder: sum_loads([target]) for holder, target in self.targets.items()}
         self.pool_load = sum_loads(list(self.targets.values()))
 
@@ -72,30 +72,32 @@ class LoadOrder:
             self._rotation_index = (self._rotation_index + 1) % len(self._rotation)
 
     def _reposition(self, holder: HolderId, now: float, utilisation_decay: float) -> None:
-        """Sort one target anew, after its load or the price of a typical request there may have changed.
+        """Move a target within the order, after its load or the price of a typical request there may have changed.
 
-        Two lists have the targets in ascending order of that price, and change together: `_sorted_holders` has
-        (price, holder) pairs, to be searched by bisection, and `holders` plain numbers, which native code reads.
+        `holder`: the target's id in the prefix index. The order by price is stored twice: as (price, holder) pairs in
+        `_sorted_holders`, for bisection, and as plain ids in `holders`, which native code reads.
         """
         target = self.targets[holder]
         load = sum_loads([target])
         self.pool_load = self.pool_load.add_change(load, self._load_by_holder[holder])
         self._load_by_holder[holder] = load
-        key, old_key = self._compute_sort_key(target, now, utilisation_decay), self._key_by_holder[holder]
-        if key == old_key:
-            return
-        old_position = bisect.bisect_left(self._sorted_holders, (old_key, holder))
-        del self._sorted_holders[old_position], self.holders[old_position]
-        position = bisect.bisect_left(self._sorted_holders, (key, holder))
-        self._sorted_holders.insert(position, (key, holder))
-        self.holders.insert(position, holder)
-        self._key_by_holder[holder] = key
 
-    def _compute_sort_key(self, target: Target, now: float, utilisation_decay: float) -> float:
+        price = self._compute_price(target, now, utilisation_decay)
+        old_price = self._price_by_holder[holder]
+        if price == old_price:
+            return
+        old_position = bisect.bisect_left(self._sorted_holders, (old_price, holder))
+        del self._sorted_holders[old_position], self.holders[old_position]
+        position = bisect.bisect_left(self._sorted_holders, (price, holder))
+        self._sorted_holders.insert(position, (price, holder))
+        self.holders.insert(position, holder)
+        self._price_by_holder[holder] = price
+
+    def _compute_price(self, target: Target, now: float, utilisation_decay: float) -> float:
         """Return the price of the typical request at a target.
 
         The price falls while the target computes a prompt. Here it falls no more once half of that prompt is done:
-        otherwise the key would be out of date before it is read.
+        otherwise the price would be out of date before it is read.
         """
         queue = target.prefill_queue
         read_at_s = min(now, queue.busy_since_s + 0.5 * queue.oldest_prefill_s * target.slowdown)
@@ -105,7 +107,7 @@ class LoadOrder:
 
     def check_invariants(self) -> None:
         """Assert that the order is sorted and complete, and that `pool_load` is the sum of all loads."""
-        assert self._sorted_holders == sorted((key, holder) for holder, key in self._key_by_holder.items())
+        assert self._sorted_holders == sorted((price, holder) for holder, price in self._price_by_holder.items())
         assert list(self.holders) == [holder for _, holder in self._sorted_holders]
         for total, loads in zip(self.pool_load, zip(*self._load_by_holder.values())):
             assert abs(total - sum(loads)) <= 1e-6 * (1.0 + sum(loads))

@@ -59,22 +59,24 @@ class RequestPhase(enum.Enum):
 
 
 class PromptQuery(msgspec.Struct, eq=False):
-    """Prompt of a request, prepared for several look-ups in the index."""
+    """Prompt of a request, prepared for several look-ups of its cached prefixes in the index."""
 
     index: PrefixIndex
     prepared_ids: PreparedPrompt
+    """The prompt's token ids, as the index reads them."""
     scope: Scope
+    """Model, adapter and cache salt of the prompt."""
     prompt_tokens: int
-    _keys: dict[int, list[int]] = {}
-    """chunk size in tokens -> keys of the prompt's chunks."""
+    _keys_by_chunk_size: dict[int, list[int]] = {}
 
     def get_chunk_keys(self, chunk_tokens: int) -> list[int]:
-        """Return the keys of the prompt's chunks; a key is the digest of all tokens up to its chunk's end."""
+        """Return a key for each chunk of `chunk_tokens` tokens: the digest of all tokens up to the chunk's end."""
         if self.prompt_tokens <= chunk_tokens:
             return []
-        keys = self._keys.get(chunk_tokens)
+        keys = self._keys_by_chunk_size.get(chunk_tokens)
         if keys is None:
-            keys = self._keys[chunk_tokens] = self.index.chunk_keys(self.prepared_ids, self.scope, chunk_tokens)
+            keys = self.index.chunk_keys(self.prepared_ids, self.scope, chunk_tokens)
+            self._keys_by_chunk_size[chunk_tokens] = keys
         return keys
 
 
@@ -143,30 +145,30 @@ class InFlightRequest(msgspec.Struct, eq=False):
 
 
 class ShortestFirstOrder:
-    """Order of the waiting prompts at an engine that computes the prompt with the least remaining prefill first.
+    """Order in which an engine computes waiting prompts, if the one with the least remaining prefill goes first.
 
-    No prompt goes before the prompt that computes its prefix. So a prompt is sorted by its *order seconds*: its own
-    remaining prefill, or the order seconds of the prompt that it waits for if those are more. Only the oldest
-    `_SORTED_PREFILLS_MAX` prompts are sorted. In seven simulated settings the mean TTFT is 1.06 times as long without
-    this order, and up to 1.35 times if only the shorter prompts are counted.
+    But a prompt that reuses a prefix which another waiting prompt computes goes after that one. So the sort key of a
+    prompt, its *order seconds*, is its remaining prefill time, or the order seconds of the prompt that it waits for if
+    those are more. Only the oldest `_SORTED_PREFILLS_MAX` prompts are sorted.
     """
 
     def __init__(self, awaited_by_request: Mapping[InFlightRequest, InFlightRequest | None]) -> None:
-        """Sort the waiting prompts. `awaited_by_request`: each with the prompt that computes its prefix, or None."""
+        """Sort the waiting prompts, given from the oldest on, each with the prompt that it waits for, or None."""
         order_s_by_request: dict[InFlightRequest, float] = {}
         for request, awaited_request in itertools.islice(awaited_by_request.items(), _SORTED_PREFILLS_MAX):
             order_s = request.estimate_remaining_prefill_s()
             if awaited_request in order_s_by_request:  # else there is none, or it has computed the prefix
                 order_s = max(order_s, order_s_by_request[awaited_request])
             order_s_by_request[request] = order_s
+
         self.order_s_by_request = dict(sorted(order_s_by_request.items(), key=itemgetter(1)))
         """Order seconds of each sorted prompt, ascending."""
-        self.shortest_request = next(iter(self.order_s_by_request), None)
-        """The prompt that the engine computes now; None if none waits."""
         self.sorted_order_s = list(self.order_s_by_request.values())
         remaining_s = map(InFlightRequest.estimate_remaining_prefill_s, self.order_s_by_request)
         self.cumulative_remaining_s = list(itertools.accumulate(remaining_s, initial=0.0))
         """Sums of the remaining prefill seconds of the first 0, 1, 2 ... prompts."""
+        self.shortest_request = next(iter(self.order_s_by_request), None)
+        """The prompt that the engine computes now; None if none waits."""
         self.shortest_remaining_s = self.cumulative_remaining_s[1] if order_s_by_request else 0.0
         """Remaining prefill seconds of `shortest_request`."""
         self.waiting_per_sorted = len(awaited_by_request) / max(len(self.sorted_order_s), 1)
@@ -183,19 +185,19 @@ class ShortestFirstOrder:
         """Return the wait of a new prompt in seconds, and the number of prompts that it overtakes.
 
         For example, prompts of 0.1 s, 0.3 s and 0.8 s wait. A new one of 0.5 s waits for 0.4 s and overtakes one.
-        `order_s`: order seconds of the new prompt. `shortest_progress_s`: seconds of the shortest prompt that the
-        engine has computed since this order was made.
+        `order_s`: sort key of the new prompt. `shortest_progress_s`: seconds of the shortest prompt that the engine has
+        computed since this order was made.
         """
         if not self.sorted_order_s:
             return 0.0, 0
-        # The shortest prompt is compared by its present remainder, the others as they were sorted: those before index
-        # `end` are computed before the new prompt.
-        shortest_s = self.shortest_remaining_s - shortest_progress_s
-        end = bisect_right(self.sorted_order_s, order_s, 1)
+        # Of the prompts after the shortest one, those before index `end` are computed before the new prompt.
+        end = bisect_right(self.sorted_order_s, order_s, lo=1)
         wait_s = (self.cumulative_remaining_s[end] - self.shortest_remaining_s) * self.waiting_per_sorted
         overtaken_count = round((len(self.sorted_order_s) - end) * self.waiting_per_sorted)
-        if shortest_s <= order_s:
-            return wait_s + max(shortest_s, 0.0), overtaken_count
+        # The shortest prompt is computed already, so that only the rest of it counts.
+        shortest_rest_s = self.shortest_remaining_s - shortest_progress_s
+        if shortest_rest_s <= order_s:
+            return wait_s + max(shortest_rest_s, 0.0), overtaken_count
         return wait_s, overtaken_count + 1
 
 
@@ -289,30 +291,35 @@ class PrefillQueue:
         self.progress_recorded_at_s = now
 
     def recompute(self, peer_load: PeerLoad, step_prefill_s: float) -> None:
-        """Recompute the order and the total prefill of the queue, and which prompt the engine computes now.
+        """Recompute the total prefill of the queue, and which prompt the engine computes now, after the queue changed.
 
-        Called after `requests` or `peer_load`, the work that other routers sent to the target, has changed. The current
-        prompt is the shortest or the oldest of this router, unless a prompt of another router was sent earlier.
-        `step_prefill_s`: seconds that the prefill in one full step of the engine takes.
+        `peer_load`: prompts that other routers sent to the engine; the oldest of them is computed now if it was sent
+        before this router's. `step_prefill_s`: seconds that the prefill in one full step of the engine takes.
         """
         self.order, self.total_prefill_s = _NO_ORDER, self.own_prefill_s
         if self.is_shortest_first:
             self.order = ShortestFirstOrder(self.requests)
             self.total_prefill_s = self.order.estimate_total_s(self.own_prefill_s)
-        oldest_request = self.get_oldest()
-        if oldest_request is None:
-            current_prefill_s, current_sent_at_s = 0.0, math.inf
-        elif self.is_shortest_first:  # what is left of the shortest prompt since its progress was last recorded
-            current_prefill_s, current_sent_at_s = self.order.shortest_remaining_s, self.progress_recorded_at_s
-        else:
-            current_prefill_s, current_sent_at_s = oldest_request.prefill_s, oldest_request.sent_at_s
+        current_prefill_s, current_since_s = self._find_current_prefill()
         if peer_load.prefill_s > 0.0:
             self.total_prefill_s += peer_load.prefill_s
-            if peer_load.oldest_sent_at_s < current_sent_at_s:
-                current_prefill_s, current_sent_at_s = peer_load.oldest_prefill_s, peer_load.oldest_sent_at_s
-        self.busy_since_s = max(self.oldest_since_s, peer_load.oldest_since_s, current_sent_at_s)
+            if peer_load.oldest_sent_at_s < current_since_s:
+                current_prefill_s, current_since_s = peer_load.oldest_prefill_s, peer_load.oldest_sent_at_s
+        self.busy_since_s = max(self.oldest_since_s, peer_load.oldest_since_s, current_since_s)
         self.fixed_step_share = max(0.0, 1.0 - current_prefill_s / step_prefill_s)
         self.oldest_prefill_s = min(current_prefill_s, self.total_prefill_s)
+
+    def _find_current_prefill(self) -> tuple[float, float]:
+        """Return the prefill seconds of this router's prompt that the engine computes, and since when they are left.
+
+        Without a prompt, these are zero and infinity.
+        """
+        oldest_request = self.get_oldest()
+        if oldest_request is None:
+            return 0.0, math.inf
+        if self.is_shortest_first:
+            return self.order.shortest_remaining_s, self.progress_recorded_at_s
+        return oldest_request.prefill_s, oldest_request.sent_at_s
 
 
 class Target:
@@ -324,19 +331,27 @@ class Target:
         `rank`: number of the worker's data-parallel rank; None if it has one only. `holder`: id of the rank's cache in
         the prefix index. `pool`: learned speed of the workers with the same model, at which the target begins.
         """
-        self.worker_id, self.rank, self.holder = worker_id, rank, holder
+        self.worker_id = worker_id
+        self.rank = rank
+        self.holder = holder
         self.name = worker_id if rank is None else f"{worker_id}#{rank}"
-        self.capacity, self.load, self.prefill_queue = Capacity(), Load(), PrefillQueue()
-        self.totals = RoutedTotals()
+
+        self.capacity = Capacity()
         self.speed = Speed(pool)
         self.transfer_facts = NO_TRANSFERS
         self.can_prefill_for_others = True
         """Whether the roles of its worker allow it to compute prompts for other workers to answer."""
+
+        # Load of this router's requests, and of others.
+        self.load = Load()
+        self.prefill_queue = PrefillQueue()
+        self.totals = RoutedTotals()
         self.peer_load = NO_PEER_LOAD
         """Sum of the loads of other routers and of `external_load`."""
         self.external_load = NO_EXTERNAL_LOAD
         """Load that the engine reports and that no router sent."""
-        # The following are derived by `recompute_decode_load`.
+
+        # Derived from all these by `recompute_decode_load`.
         self.slowdown = 1.0
         """Factor by which running decodes stretch a prefill."""
         self.step_s = 0.0
@@ -344,10 +359,7 @@ class Target:
         self.total_request_count = 0
         """Requests here before and after their first token, other routers' included."""
         self.mutual_step_delay_s = 0.0
-        """Seconds by which the requests here lengthen a step of a new request, plus those by which it lengthens theirs.
-
-        The time for the new request's own context is not included.
-        """
+        """Seconds by which the requests here lengthen a step of a new request, and it theirs, besides its context."""
         self.slot_wait_s = 0.0
         """Time that one more request would wait for a free sequence slot."""
         self.free_kv_tokens = math.inf
@@ -373,29 +385,33 @@ class Target:
         self.recompute_queue()
 
     def recompute_decode_load(self) -> None:
-        """Recompute what is derived from speed, loads and capacity."""
+        """Recompute the step time, the waits and the free memory, after speed, load or capacity have changed."""
         load, speed, peer_load, capacity = self.load, self.speed, self.peer_load, self.capacity
         decode_request_count = load.decode_request_count + peer_load.decode_requests
         context_tokens = load.decode_context_tokens + peer_load.decode_context_tokens
         total_request_count = load.request_count + peer_load.request_count
         self.total_request_count = total_request_count
+
+        # Time of a decode step, and by how much the decodes stretch a prefill.
         self.step_s = (
             speed.step_s + speed.decode_request_s * decode_request_count + speed.decode_context_s * context_tokens
         )
         self.slowdown = 1.0 + self.step_s / speed.step_prefill_s
-        if load.request_count:
-            load.mean_remaining_output_tokens = load.remaining_output_tokens / load.request_count
-        excess_requests = total_request_count + 1 - capacity.max_num_seqs
-        self.slot_wait_s = (
-            self.estimate_drain_s(excess_requests / capacity.max_num_seqs) if excess_requests > 0 else 0.0
-        )
         self.mutual_step_delay_s = 2.0 * speed.decode_request_s * total_request_count
         self.mutual_step_delay_s += speed.decode_context_s * (context_tokens + load.pending_prompt_tokens)
+
+        # Wait of one more request for a sequence slot, if all are taken.
+        if load.request_count:
+            load.mean_remaining_output_tokens = load.remaining_output_tokens / load.request_count
+        self.slot_wait_s = 0.0
+        excess_requests = total_request_count + 1 - capacity.max_num_seqs
+        if excess_requests > 0:
+            self.slot_wait_s = self.estimate_drain_s(excess_requests / capacity.max_num_seqs)
+
         self.free_kv_tokens = math.inf
         if capacity.kv_tokens is not None:
-            self.free_kv_tokens = float(
-                capacity.kv_tokens - context_tokens - load.pending_prompt_tokens + load.duplicate_prompt_tokens
-            )
+            held_tokens = context_tokens + load.pending_prompt_tokens - load.duplicate_prompt_tokens
+            self.free_kv_tokens = float(capacity.kv_tokens - held_tokens)
 
     def recompute_queue(self) -> None:
         """Recompute what `estimate_queue_s` reads after the queue has changed."""
@@ -435,24 +451,24 @@ class Target:
     def estimate_shortest_first_wait(
         self, prefill_s: float, awaited_request: InFlightRequest | None, queued_s: float
     ) -> tuple[float, int]:
-        """Return the wait of a new prompt in seconds, and the number of prompts that it overtakes.
+        """Return the wait of a new prompt at an engine that computes the shortest first, and how many it overtakes.
 
-        For an engine that computes the shortest prompt first. The prefill of the new prompt takes `prefill_s`. The
-        prompt cannot start before `awaited_request`, which computes its prefix, if there is one. `queued_s`: prefill
-        seconds that are left of all prompts here now, as `estimate_queue_s` returns them.
+        The wait is in seconds. The prefill of the new prompt takes `prefill_s`, and cannot start before
+        `awaited_request`, if given, has computed its prefix. `queued_s`: prefill seconds that are left of all prompts
+        here now, as `estimate_queue_s` returns them.
         """
         queue, peer_load = self.prefill_queue, self.peer_load
-        # A prompt goes before the new one if the seconds that it is sorted by are not more than these.
+        # The new prompt's sort key: prompts with at most this much remaining prefill are computed before.
         order_s = prefill_s
         if awaited_request is not None:
             order_s = max(order_s, queue.order.order_s_by_request[awaited_request])
         current_progress_s = queue.total_prefill_s - queued_s
         wait_s, overtaken_count = queue.order.estimate_wait(order_s, current_progress_s)
-        # Of other routers' and arriving prompts, only the sum is known: each is assumed to have the mean length.
-        for group_prefill_s, prompt_count in (
-            (peer_load.prefill_s, peer_load.prefill_requests),
-            (queue.arriving_prefill_s, self.load.incoming_transfers),
-        ):
+        # Of prompts of other routers, and of those that wait for KV from another worker, only the sum is known. Each is
+        # assumed to have the mean length.
+        peer_prompts = (peer_load.prefill_s, peer_load.prefill_requests)
+        arriving_prompts = (queue.arriving_prefill_s, self.load.incoming_transfers)
+        for group_prefill_s, prompt_count in (peer_prompts, arriving_prompts):
             if group_prefill_s <= order_s * prompt_count:
                 wait_s += group_prefill_s
             else:
@@ -494,16 +510,16 @@ class Target:
         return share * self.load.mean_remaining_output_tokens * self.step_s if self.total_request_count else 0.0
 
     def estimate_memory_wait_s(self, needed_tokens: float) -> float:
-        """Return the time until so many tokens of the KV memory are free. A request frees all that it holds at its end.
+        """Return the time until enough requests have ended for `needed_tokens` of the KV memory to be free.
 
-        Each request is assumed to hold as much as the mean of those here. An answer that is longer than expected is
-        assumed to be half done: a few long ones can hold a small cache for minutes.
+        Each request is assumed to hold as much as the mean of those here, and frees it at its end. An answer that is
+        longer than expected is assumed to be half done: a few long ones can hold a small cache for minutes.
         """
         request_count = self.total_request_count
         if needed_tokens <= self.free_kv_tokens or self.capacity.kv_tokens is None or not request_count:
             return 0.0
         held_tokens = self.capacity.kv_tokens - self.free_kv_tokens
-        if held_tokens <= 0.0:  # nothing that ends frees memory: the request is larger than the cache
+        if held_tokens <= 0.0:  # no running request holds memory, so none that ends frees any
             return 0.0
         missing_share = min((needed_tokens - self.free_kv_tokens) / held_tokens, 1.0)
         ending_share = math.ceil(missing_share * request_count) / request_count

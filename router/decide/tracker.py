@@ -55,20 +55,20 @@ _RESCALE_WINDOWS: Final = 20.0
 
 
 class _RequestTimetable:
-    """Requests with the times at which something is expected to happen to them."""
+    """Priority queue of requests by the time at which an event is expected, such as their first token."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[float, int, InFlightRequest]] = []
-        """Heap of (time, number of entries that were added before, request)."""
+        """Heap of (time, number of entries that were added before, request). The number decides between equal times."""
         self._entry_count = 0
 
     def add(self, at_s: float, request: InFlightRequest) -> None:
-        """Expect something to happen to a request at `at_s`."""
+        """Add a request for which the event is expected at `at_s`."""
         heapq.heappush(self._entries, (at_s, self._entry_count, request))
         self._entry_count += 1
 
     def pop_due(self, now: float) -> Iterator[tuple[float, InFlightRequest]]:
-        """Remove and yield all times up to `now` with their requests, the earliest first."""
+        """Remove and yield (expected time, request) of all that are due by `now`, the earliest first."""
         while self._entries and self._entries[0][0] <= now:
             at_s, _, request = heapq.heappop(self._entries)
             yield at_s, request
@@ -78,26 +78,32 @@ class LoadTracker:
     """Load and speed of every target, from this router's requests, its peers and the engines' reports."""
 
     def __init__(self, service: StepTimes, cost: CostConfig, learn: LearnConfig) -> None:
-        """Begin without targets. `service`: speed that is assumed of a target before anything is learned."""
+        """Begin without targets. `service`: step times that are assumed of a worker before anything is learned."""
         self._service = service
-        self.cost = cost
         self._learn = learn
-        self._speed_by_pool: dict[str, PoolSpeed] = {}
-        """Speed of the targets of each pool. A pool stays here after the last worker of its model is removed."""
+        self.cost = cost
         self.targets: dict[str, Target] = {}
-        self._epoch_s: float | None = None
-        """Time by which the utilisation of all targets is scaled (`_advance_decay_epoch`)."""
-        self._estimated_first_tokens = _RequestTimetable()
-        """Estimated times of the first tokens of requests that do not stream."""
-        self._estimated_arrivals = _RequestTimetable()
-        """Estimated ends of the KV transfers that requests wait for."""
+        """Workers, or data-parallel ranks of workers, by name."""
+        self._speed_by_pool: dict[str, PoolSpeed] = {}
+        """Learned speed of the workers of each model. It stays here after the last of them is removed."""
         self._silence_checked_at_s = -math.inf
+        """When workers without any answer were last checked for slowness."""
+
+        # Events that the router does not see, at their estimated times.
+        self._estimated_first_tokens = _RequestTimetable()
+        """First tokens of requests that do not stream."""
+        self._estimated_arrivals = _RequestTimetable()
+        """Ends of the KV transfers that requests wait for."""
+
+        # Load that decays, load of other routers, and those that are told of changes.
+        self._epoch_s: float | None = None
+        """Time to which the utilisation of all targets is scaled (`_advance_decay_epoch`)."""
         self._peer_loads_by_router: dict[str, dict[str, PeerLoad]] = {}
-        """Load of each router's requests, by router and by name of the target."""
+        """Load by other routers' requests: by router, then by name of the target."""
         self.changed_targets: set[str] = set()
-        """Names of targets whose load by this router changed after the last report to the peers."""
+        """Names of targets to which this router's load has changed since it was last reported to the other routers."""
         self.load_orders: list[LoadOrder] = []
-        """Targets sorted by price. Each order is told of every target whose load changes."""
+        """Targets sorted by price. Each order is told of every target when its load changes."""
 
     # Targets -----------------------------------------------------------------------------------------------------
     def add_target(self, worker_id: str, rank: int | None, holder: HolderId, *, pool: str = "") -> Target:
@@ -131,33 +137,35 @@ class LoadTracker:
     ) -> InFlightRequest:
         """Count a request that is sent to `target`. Pass the returned object to the methods that report its progress.
 
-        `candidate` says where the cached tokens come from: slower tiers, a request that computes them first, or another
-        target (then call `start_transfer` when the KV begins to move). None: the target's fastest memory.
+        `candidate` says where the cached tokens come from: slower memory, a running request that computes them first,
+        or another worker (then call `start_transfer` when the KV begins to move). None: the target's fastest memory.
         """
         candidate = candidate or Candidate(target)
         plan, queue, load = candidate.plan, target.prefill_queue, target.load
         queue.record_progress(target.slowdown, now)
         tier_load_s = candidate.tier_load_s
         if tier_load_s:
-            tier_load_s /= target.speed.tier_load.get(now)  # by the configured rates
+            tier_load_s /= target.speed.tier_load.get(now)  # without the learned factor
         request = InFlightRequest(
-            target,
-            prompt_tokens,
-            cached_tokens,
-            expected_output_tokens,
-            is_streaming,
-            tier_load_s,
-            now,
-            target.speed.estimate_prefill_s(prompt_tokens, cached_tokens),
-            queue.next_send_index,
-            plan.source if plan else None,
+            target=target,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+            expected_output_tokens=expected_output_tokens,
+            is_streaming=is_streaming,
+            tier_load_s=tier_load_s,
+            sent_at_s=now,
+            prefill_s=target.speed.estimate_prefill_s(prompt_tokens, cached_tokens),
+            send_index=queue.next_send_index,
+            source=plan.source if plan else None,
         )
+
         # The target computes earlier prompts while the KV moves, so the longer of the two waits counts.
         queue_s, _ = estimate_queue(candidate, request.prefill_s, now)
         wait_s = max(plan.arrival_s if plan else 0.0, target.slowdown * queue_s)
         request.expected_ttft_s = wait_s + target.slowdown * request.prefill_s
         if not is_streaming:
             self._estimated_first_tokens.add(now + request.expected_ttft_s, request)
+
         self._mark_changed(target)
         if plan is None:
             queue.add(request, find_awaited_request(candidate))
@@ -183,25 +191,23 @@ class LoadTracker:
         return True
 
     def record_progress(self, request: InFlightRequest, output_tokens: int, at_s: float | None = None) -> None:
-        """Record that the answer of a decoding request has `output_tokens` tokens.
+        """Record that the answer of a decoding request has `output_tokens` tokens so far.
 
-        `at_s`: arrival time of the last token. If it is given, the time of decode steps is learned from it.
+        `at_s`: arrival time of the last token. If given, the time of decode steps is learned from it now and then,
+        while no prefill lengthens them.
         """
         if request.phase is not RequestPhase.DECODE:
             return
-        target = request.target
+        target, load = request.target, request.target.load
+        old_context_tokens, old_overdue_tokens = request.context_tokens, request.overdue_output_tokens
         request.output_tokens = output_tokens
-        context_tokens = request.prompt_tokens + output_tokens
-        target.load.decode_context_tokens += context_tokens - request.context_tokens
-        target.load.overdue_output_tokens -= request.overdue_output_tokens
-        request.context_tokens = context_tokens
-        target.load.overdue_output_tokens += request.overdue_output_tokens
+        request.context_tokens = request.prompt_tokens + output_tokens
+        load.decode_context_tokens += request.context_tokens - old_context_tokens
+        load.overdue_output_tokens += request.overdue_output_tokens - old_overdue_tokens
         target.recompute_decode_load()
-        if (
-            at_s is not None
-            and not target.prefill_queue.requests
-            and at_s - target.speed.last_step_observation_s >= target.speed.pool.step_observation_interval_s
-        ):
+        if at_s is None or target.prefill_queue.requests:
+            return
+        if at_s - target.speed.last_step_observation_s >= target.speed.pool.step_observation_interval_s:
             self._observe_steps(request, output_tokens - request.observed_output_tokens, at_s)
 
     def end_request(
@@ -214,19 +220,20 @@ class LoadTracker:
     ) -> None:
         """Remove a request that finished, failed or was aborted from the counts of its target.
 
-        `is_computed`: False if the target computed nothing of the request; the target's utilisation is then without its
-        prefill. `reported_cached_tokens`: number of cached tokens by the engine's answer.
+        `is_computed`: False if the target computed nothing of the request; its prefill then leaves the target's
+        utilisation, too. `reported_cached_tokens`: cached tokens by the engine's answer; None if not reported.
         """
         assert request.phase is not RequestPhase.ENDED, "the request has ended already"
-        target, load = request.target, request.target.load
+        target, load, totals = request.target, request.target.load, request.target.totals
         self._mark_changed(target)
         target.advance_work_totals(now)
         target.prefill_queue.record_progress(target.slowdown, now)
-        load.request_count -= 1
+
         load.last_request_end_s = now
-        # Exactly zero when none is left, so that rounding never accumulates.
-        remaining_output_tokens = load.remaining_output_tokens - request.expected_output_tokens
-        load.remaining_output_tokens = remaining_output_tokens if load.request_count else 0.0
+        load.request_count -= 1
+        load.remaining_output_tokens -= request.expected_output_tokens
+        if not load.request_count:
+            load.remaining_output_tokens = 0.0  # exactly, so that rounding never accumulates
         if request.has_no_first_token:
             self._remove_prefill(request, now)
         else:
@@ -235,11 +242,12 @@ class LoadTracker:
             load.overdue_output_tokens -= request.overdue_output_tokens
         request.phase = RequestPhase.ENDED
         target.recompute()
+
         if not is_computed:
             self._add_utilisation(target, -request.prefill_s, request.sent_at_s)
         if reported_cached_tokens is not None:
-            target.totals.predicted_cached_tokens += request.cached_tokens
-            target.totals.reported_cached_tokens += reported_cached_tokens
+            totals.predicted_cached_tokens += request.cached_tokens
+            totals.reported_cached_tokens += reported_cached_tokens
 
     def _remove_prefill(self, request: InFlightRequest, now: float) -> None:
         """Stop counting the prefill of a request that ends without a first token."""
@@ -264,20 +272,21 @@ class LoadTracker:
         self._estimated_arrivals.add(now + transfer_s, request)
 
     def end_transfer(self, request: InFlightRequest, now: float) -> None:
-        """End the wait of a request for KV, if it waits for any: it joins its target's prefill queue."""
+        """End a request's wait for KV from another worker, if it waits: it joins the prefill queue of its target."""
         if not request.is_waiting_for_kv:
             return
-        target = request.target
+        target, queue = request.target, request.target.prefill_queue
         if request.phase is RequestPhase.TRANSFER and request.source is not None:
-            target.load.incoming_transfers -= 1
             request.source.load.outgoing_transfers -= 1
-            # Exactly zero when none is left, so that rounding never accumulates.
-            arriving_prefill_s = target.prefill_queue.arriving_prefill_s - request.prefill_s
-            target.prefill_queue.arriving_prefill_s = arriving_prefill_s if target.load.incoming_transfers else 0.0
-        request.phase, request.sent_at_s = RequestPhase.PREFILL, now
-        target.prefill_queue.record_progress(target.slowdown, now)
-        request.send_index = target.prefill_queue.next_send_index
-        target.prefill_queue.add(request)
+            target.load.incoming_transfers -= 1
+            queue.arriving_prefill_s -= request.prefill_s
+            if not target.load.incoming_transfers:
+                queue.arriving_prefill_s = 0.0  # exactly, so that rounding never accumulates
+        request.phase = RequestPhase.PREFILL
+        request.sent_at_s = now
+        request.send_index = queue.next_send_index
+        queue.record_progress(target.slowdown, now)
+        queue.add(request)
         if request.on_arrival is not None and self.targets.get(target.name) is target:
             request.on_arrival(request)
         self._reprice_prefill(request, now)  # the target's speed may have been learned while the request waited
@@ -311,9 +320,9 @@ class LoadTracker:
                 order.mark_changed(target)
 
     def advance(self, now: float) -> None:
-        """Update all loads to `now`: end the transfers and prefills whose estimated end has passed.
+        """Update all loads to `now`: end the KV transfers and prefills of which the estimated end has passed.
 
-        Must be called before any load is read.
+        Must be called before any load is read. It also looks for slow workers among those that have not answered yet.
         """
         for arrived_at_s, request in self._estimated_arrivals.pop_due(now):
             self.end_transfer(request, arrived_at_s)
@@ -321,18 +330,15 @@ class LoadTracker:
             if request.has_no_first_token:
                 self.end_transfer(request, first_token_at_s)
                 self._start_decode(request, first_token_at_s)
-        if now - self._silence_checked_at_s >= _SILENCE_CHECK_INTERVAL_S:
-            self._silence_checked_at_s = now
-            silent_pools = {pool for pool in self._speed_by_pool.values() if pool.is_unmeasured}
-            if silent_pools:
-                self._learn_from_silence(silent_pools, now)
+        if now - self._silence_checked_at_s < _SILENCE_CHECK_INTERVAL_S:
+            return
+        self._silence_checked_at_s = now
+        silent_pools = {pool for pool in self._speed_by_pool.values() if pool.is_unmeasured}
+        if silent_pools:
+            self._learn_from_silence(silent_pools, now)
 
     def _learn_from_silence(self, silent_pools: set[PoolSpeed], now: float) -> None:
-        """Raise the prior of pools without any answer yet if the median target's prefill is overdue.
-
-        In a cold start of 16 workers three times slower than the prior, the first 68 requests take 1.04 times the TTFT
-        with known speeds; without this 1.16.
-        """
+        """Raise the assumed times of pools without any answer yet, if the prefill of the median worker is overdue."""
         ratios_by_pool: dict[PoolSpeed, list[float]] = {}
         for target in self.targets.values():
             if target.prefill_queue.requests and target.speed.pool in silent_pools:
@@ -343,21 +349,24 @@ class LoadTracker:
                 self._apply_learned_speeds(pool.members)
 
     def _start_decode(self, request: InFlightRequest, now: float) -> None:
-        """Move a request from the prefill queue of its target to the decoding requests: it has its first token.
-
-        A stream also keeps a copy of the target's work totals, from which the time of decode steps is learned.
-        """
-        target, load, prefill_queue = request.target, request.target.load, request.target.prefill_queue
+        """Count a request as decoding from now on, because it has its first token or is expected to have it."""
+        target, load, queue = request.target, request.target.load, request.target.prefill_queue
         self._mark_changed(target)
-        target.prefill_queue.record_progress(target.slowdown, now)
-        prefill_queue.remove(request)
+
+        # It leaves the prefill queue.
+        queue.record_progress(target.slowdown, now)
+        queue.remove(request)
+        queue.oldest_since_s = max(queue.oldest_since_s, now)
         load.pending_prompt_tokens -= request.prompt_tokens
+
+        # It joins the decoding requests.
         target.advance_work_totals(now)
-        prefill_queue.oldest_since_s = max(prefill_queue.oldest_since_s, now)
         request.phase = RequestPhase.DECODE
         request.context_tokens = request.prompt_tokens
         load.decode_request_count += 1
         load.decode_context_tokens += request.context_tokens
+
+        # Its prefill counts as done. From a copy of the totals, the time of decode steps is learned later.
         totals = target.speed.work_totals
         totals.uncached_tokens += request.prompt_tokens - request.cached_tokens
         totals.quadratic_work += float(request.prompt_tokens**2 - request.cached_tokens**2)
@@ -386,31 +395,32 @@ class LoadTracker:
         load.arrivals_scaled += arrivals * growth / UTILISATION_WINDOW_S
 
     def _advance_decay_epoch(self, now: float) -> float:
-        """Return the epoch, a time by which decaying loads are scaled, so that time alone changes none of them.
+        """Return the epoch, the time to which decaying loads are scaled, so that time alone changes no stored number.
 
-        A load x from time t is stored as x * exp((t - epoch) / window). Multiplied by exp(-(now - epoch) / window), it
-        is the load at `now`. Before the stored numbers overflow, the epoch is moved to `now` and all are rescaled.
+        A load x at time t is stored as x * exp((t - epoch) / window). Multiplied by exp(-(now - epoch) / window), it is
+        the load at `now`. Before the stored numbers overflow, the epoch is moved to `now` and all are rescaled.
         """
         window_s = UTILISATION_WINDOW_S
         if self._epoch_s is None:
             self._epoch_s = now
-        elif now - self._epoch_s > _RESCALE_WINDOWS * window_s:
-            factor = math.exp(-(now - self._epoch_s) / window_s)
-            for target in self.targets.values():
-                target.load.utilisation_scaled *= factor
-                target.load.arrivals_scaled *= factor
-            self._epoch_s = now
-            decay_at_epoch = 1.0
-            for order in self.load_orders:
-                order.rebuild(now, decay_at_epoch)
+        if now - self._epoch_s <= _RESCALE_WINDOWS * window_s:
+            return self._epoch_s
+        decay = math.exp(-(now - self._epoch_s) / window_s)
+        for target in self.targets.values():
+            target.load.utilisation_scaled *= decay
+            target.load.arrivals_scaled *= decay
+        self._epoch_s = now
+        for order in self.load_orders:
+            order.rebuild(now, utilisation_decay=1.0)
         return self._epoch_s
 
     # Learning ----------------------------------------------------------------------------------------------------
     def _observe_first_token(self, request: InFlightRequest, now: float) -> None:
-        """Learn how long a target takes for prefill, from the first token of a streamed answer.
+        """Measure how long a target takes for prefill, at the first token of a streamed answer.
 
-        A prefill interval is the time from the begin of a prompt to its first token. It is learned from when it is
-        closed, unless the target also did work of unknown size: another router's prompts, or prompts with moved KV.
+        A prefill interval is the time in which a prompt, or several, were computed. The first token of a prompt ends
+        its interval or extends the open one. An interval is not used if the target also did work of unknown size:
+        another router's prompts, or prompts with KV from another worker.
         """
         if not request.is_streaming:
             return
@@ -419,26 +429,31 @@ class LoadTracker:
         oldest_since_s = max(target.prefill_queue.oldest_since_s, target.peer_load.oldest_since_s)
         interval = self._continue_interval(request, oldest_since_s, now, is_in_turn=is_in_turn)
         if interval is None:
-            interval = target.speed.open_prefill_interval = PrefillInterval.begin(
+            interval = PrefillInterval.begin(
                 request.sent_at_s, oldest_since_s, load.decode_request_count, load.decode_context_tokens, now
             )
             interval.is_usable = is_in_turn
-        has_unmeasured_work = target.peer_load.prefill_s > 0.0 or bool(target.external_load)
-        if has_unmeasured_work or request.source is not None:
+            target.speed.open_prefill_interval = interval
+        has_unknown_work = target.peer_load.prefill_s > 0.0 or bool(target.external_load)
+        if has_unknown_work or request.source is not None:
             interval.is_usable = False
         interval.add_first_token(request.prompt_tokens, request.cached_tokens, request.tier_load_s, now)
 
     def _continue_interval(
         self, request: InFlightRequest, oldest_since_s: float, now: float, *, is_in_turn: bool
     ) -> PrefillInterval | None:
-        """Return the open interval of a request's target if the request's first token belongs to it, else close it.
+        """Return the open prefill interval of a target if a new first token belongs to it; else close it, return None.
 
-        First tokens that arrive together end the same engine step, so their prompts share an interval. A later first
-        token belongs to it if its prompt was next (`is_in_turn`) and may have begun in the interval's last step.
+        First tokens that arrive together end the same engine step, so their prompts share an interval. A later one
+        belongs to it, too, if its prompt was next (`is_in_turn`) and may have begun in the interval's last step.
         `oldest_since_s`: when the prompts before it had been computed.
         """
-        target, load, interval = request.target, request.target.load, request.target.speed.open_prefill_interval
-        if interval is None or now - interval.end_s <= _SAME_STEP_S:
+        target, load = request.target, request.target.load
+        interval = target.speed.open_prefill_interval
+        if interval is None:
+            return None
+        has_same_step = now - interval.end_s <= _SAME_STEP_S
+        if has_same_step:
             return interval
         if is_in_turn and interval.can_add_step(request.sent_at_s, oldest_since_s, target.speed.step_tokens):
             interval.add_step(load.decode_request_count, load.decode_context_tokens)
@@ -475,21 +490,22 @@ class LoadTracker:
             self._apply_learned_speeds(speed.observe(observation))
 
     def _measure_steps(self, request: InFlightRequest, step_count: int, now: float) -> Observation | None:
-        """Return the time and all work of the target since the request was last measured, or had its first token.
+        """Return what a worker did, and in what time, since a request of it was last measured or had its first token.
 
-        The work of other requests is included, because it lengthens the steps. None if no time has passed, or if the
-        answer is not streamed. The next measurement starts now.
+        The work for other requests is included, because it lengthens the `step_count` steps that wrote this answer. The
+        next measurement starts now. None if no time has passed, or if the answer is not streamed.
         """
-        target, work_totals, start_totals = request.target, request.target.speed.work_totals, request.observed_totals
+        target, start_totals = request.target, request.observed_totals
         if start_totals is None:
             return None
         target.advance_work_totals(now)
         elapsed_s = now - start_totals.updated_at_s
         if elapsed_s <= 0.0:
             return None
-        request.observed_totals = msgspec.structs.replace(work_totals, updated_at_s=now)
+        totals = target.speed.work_totals
+        request.observed_totals = msgspec.structs.replace(totals, updated_at_s=now)
         request.observed_output_tokens = request.output_tokens
-        return work_totals.compute_work_since(start_totals, elapsed_s, step_count=step_count)
+        return totals.compute_work_since(start_totals, elapsed_s, step_count=step_count)
 
     def close_interval(self, target: Target) -> None:
         """Close a target's open prefill interval and learn from it."""
@@ -519,15 +535,15 @@ class LoadTracker:
 
     # Other routers -----------------------------------------------------------------------------------------------
     def make_local_load(self, target: Target, now: float) -> PeerLoad:
-        """Return the load that this router has put on a target, as it tells other routers of the same workers."""
-        load, prefill_queue = target.load, target.prefill_queue
-        oldest_request = prefill_queue.get_oldest()
+        """Return the load that this router has put on a target, to tell it to other routers of the same workers."""
+        load, queue = target.load, target.prefill_queue
+        oldest_request = queue.get_oldest()
         return PeerLoad(
-            prefill_s=prefill_queue.own_prefill_s,
+            prefill_s=queue.own_prefill_s,
             prefill_requests=load.request_count - load.decode_request_count,
             oldest_prefill_s=oldest_request.prefill_s if oldest_request else 0.0,
             oldest_sent_at_s=oldest_request.sent_at_s if oldest_request else now,
-            oldest_since_s=prefill_queue.oldest_since_s,
+            oldest_since_s=queue.oldest_since_s,
             decode_requests=load.decode_request_count,
             decode_context_tokens=load.decode_context_tokens,
             utilisation=load.utilisation_scaled * self.compute_utilisation_decay(now),
@@ -551,7 +567,7 @@ class LoadTracker:
 
     # Reports of engines --------------------------------------------------------------------------------------------
     def record_engine_load(self, name: str, engine_load: EngineLoad | None, now: float, *, in_flight: int) -> None:
-        """Record the load that a target's engine reports.
+        """Record the load that a worker's engine reports, to learn of requests that no router sent.
 
         `engine_load`: None if the engine did not answer. Its last report then stays valid for REPORT_VALID_S.
         `in_flight`: number of this router's requests at the target when the engine was asked.
@@ -559,12 +575,11 @@ class LoadTracker:
         target = self.targets.get(name)
         if target is None:
             return
+        external_load = NO_EXTERNAL_LOAD
         if engine_load is not None:
             external_load = self._estimate_external_load(target, engine_load, now, in_flight)
         elif now - target.external_load.reported_s <= REPORT_VALID_S:
             return
-        else:
-            external_load = NO_EXTERNAL_LOAD
         target.advance_work_totals(now)
         target.external_load = external_load
         self._merge_peer_load(target)

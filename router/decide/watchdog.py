@@ -27,28 +27,29 @@ BLOCK_TOKENS: Final = 256
 
 
 class StallDetector:
-    """Detects that all streams of a worker have stopped moving while streams of other workers move."""
+    """Detects workers that send nothing for `stall_s` seconds on any of their streams, while other workers do."""
 
     def __init__(self, stall_s: float) -> None:
         self.stall_s = stall_s
         self._updated_s: float | None = None
         self.stalled_workers: dict[str, float] = {}
-        """worker -> time of its last byte, for stalled workers."""
+        """Time of the last byte of each stalled worker."""
 
     def update(self, last_byte_s: Mapping[str, float], now: float) -> set[str]:
-        """Return the workers that have stalled, or moved again, since the last call.
+        """Look for stalled workers; return those that have stalled, or sent bytes again, since the last call.
 
-        `last_byte_s`: worker -> time of the last byte, for workers with a begun stream and a client that reads. No
-        further worker counts as stalled if all stand still, or if the last call is over `stall_s / 2` seconds ago: the
-        router itself may have been stuck.
+        `last_byte_s`: time of the last byte by worker, for workers with a running stream that a client reads. The
+        router itself may be stuck if all of them stand still, or if the last call is over `stall_s / 2` seconds ago.
+        Then no further worker counts as stalled.
         """
-        is_late = self._updated_s is not None and now - self._updated_s > self.stall_s / 2
-        self._updated_s = now
         stalled_workers = {worker: last_s for worker, last_s in last_byte_s.items() if now - last_s >= self.stall_s}
-        if is_late or (len(stalled_workers) == len(last_byte_s) > 1):
-            stalled_workers = {
-                worker: last_s for worker, last_s in stalled_workers.items() if worker in self.stalled_workers
-            }
+        do_all_stand_still = len(stalled_workers) == len(last_byte_s) > 1
+        is_call_late = self._updated_s is not None and now - self._updated_s > self.stall_s / 2
+        self._updated_s = now
+        if is_call_late or do_all_stand_still:
+            new_workers = stalled_workers.keys() - self.stalled_workers.keys()
+            for worker in new_workers:
+                del stalled_workers[worker]
         changed_workers = stalled_workers.keys() ^ self.stalled_workers.keys()
         self.stalled_workers = stalled_workers
         return changed_workers
@@ -60,33 +61,33 @@ class StallDetector:
 
 
 class _DeviationAlarm:
-    """Alarm that is raised if too large a share of the predictions for a worker's last requests was wrong."""
+    """Alarm for one worker: raised if too large a share of what was predicted for its last requests was wrong."""
 
     def __init__(self, name: str, share_max: float, message_template: str) -> None:
+        """Begin without requests. The alarm is raised above a wrong share of `share_max`."""
         self._name = name
         self._share_max = share_max
-        """Share of wrong predictions above which the alarm is raised."""
         self._message_template = message_template
-        self._deviations: deque[tuple[int, int]] = deque(maxlen=WINDOW)
-        """(wrong amount, compared amount) of each of the last requests."""
+        self._amounts: deque[tuple[int, int]] = deque(maxlen=WINDOW)
+        """(wrong amount, predicted amount) of each of the last requests, in tokens or in prompts."""
 
-    def add(self, wrong: int, compared: int) -> None:
-        """Add what was compared for one request, and how much of that was wrong."""
-        self._deviations.append((wrong, compared))
+    def add_request(self, wrong_amount: int, predicted_amount: int) -> None:
+        """Add what was predicted for one request, and how much of that was wrong."""
+        self._amounts.append((wrong_amount, predicted_amount))
 
     def describe(self) -> list[str]:
-        """Return [] or the one text "name: ..." of the alarm."""
-        wrong = sum(wrong for wrong, _ in self._deviations)
-        compared = sum(compared for _, compared in self._deviations)
-        request_count = len(self._deviations)
-        if request_count < REQUESTS_MIN or wrong <= self._share_max * compared:
+        """Return the text of the alarm, "name: ...", in a list, which is empty if the alarm is not raised."""
+        wrong = sum(wrong for wrong, _ in self._amounts)
+        predicted = sum(predicted for _, predicted in self._amounts)
+        request_count = len(self._amounts)
+        if request_count < REQUESTS_MIN or wrong <= self._share_max * predicted:
             return []
-        message = self._message_template.format(part=wrong, count=request_count, percent=100 * wrong // compared)
+        message = self._message_template.format(part=wrong, count=request_count, percent=100 * wrong // predicted)
         return [f"{self._name}: {message}"]
 
 
 class _WorkerAlarms:
-    """Alarms of one worker, from its last requests."""
+    """Alarms of one worker, raised where its last answers and the router's predictions for them do not agree."""
 
     def __init__(self) -> None:
         self.prompt_lengths = _DeviationAlarm(
@@ -115,8 +116,9 @@ class _WorkerAlarms:
     def compare_cached_tokens(self, predicted_tokens: int, reported_tokens: int, prompt_tokens: int) -> None:
         """Add the predicted and the reported cached tokens of a prompt."""
         if predicted_tokens or reported_tokens:
-            self.cached_tokens.add(abs(predicted_tokens - reported_tokens), max(predicted_tokens, reported_tokens))
-        self.missing_tokens.add(max(predicted_tokens - reported_tokens, 0), prompt_tokens)
+            wrong_tokens = abs(predicted_tokens - reported_tokens)
+            self.cached_tokens.add_request(wrong_tokens, max(predicted_tokens, reported_tokens))
+        self.missing_tokens.add_request(max(predicted_tokens - reported_tokens, 0), prompt_tokens)
 
     def update_announced_blocks(self, announced_blocks: int) -> None:
         """Start to count unannounced requests anew if the worker has announced blocks since the last call."""
@@ -167,16 +169,18 @@ class Watchdog:
         alarms = self._alarms.get(worker_id)
         if alarms is None:
             alarms = self._alarms[worker_id] = _WorkerAlarms()
-        if counted_tokens is not None and prompt_tokens is not None:
-            alarms.prompt_lengths.add(int(counted_tokens != prompt_tokens), 1)
-        if counted_tokens is not None and cached_tokens is not None:
-            alarms.compare_cached_tokens(predicted_cached_tokens, cached_tokens, counted_tokens)
-        prompt_length = prompt_tokens if prompt_tokens is not None else counted_tokens
-        uncached_tokens = 0 if prompt_length is None else prompt_length - (cached_tokens or 0)
+        prompt_length = counted_tokens if prompt_tokens is None else prompt_tokens
+        known_cached_tokens = cached_tokens or 0
+        has_reused_block = False
+        if counted_tokens is not None:
+            if prompt_tokens is not None:
+                alarms.prompt_lengths.add_request(int(counted_tokens != prompt_tokens), 1)
+            if cached_tokens is not None:
+                alarms.compare_cached_tokens(predicted_cached_tokens, cached_tokens, counted_tokens)
+            if resident_tokens is not None:
+                has_reused_block = known_cached_tokens > resident_tokens
+        uncached_tokens = 0 if prompt_length is None else prompt_length - known_cached_tokens
         has_new_block = uncached_tokens >= (block_tokens or BLOCK_TOKENS)
-        has_reused_block = (
-            counted_tokens is not None and resident_tokens is not None and (cached_tokens or 0) > resident_tokens
-        )
         if has_new_block or has_reused_block:  # events announce such blocks, if the worker publishes any
             alarms.update_announced_blocks(self.count_stored_blocks(worker_id))
             alarms.unannounced_requests += 1

@@ -68,29 +68,29 @@ KINDS_BY_DIALECT = {
 
 @dataclass(frozen=True, slots=True)
 class TransferFacts:
-    """Facts that a worker reports about moving KV, the keys and values of attention. By default, it moves none."""
+    """Facts that a worker reports about moving KV to and from other workers. By default, it moves none."""
 
     group: str = ""
     """Workers with the same text can read each other's KV: equal engine, version, model, dtype, block size and number
     of tensor-parallel ranks. Empty: the worker moves no KV."""
     kinds: frozenset[TransferKind] = frozenset()
-    """Transfers that the engine knows. A transfer needs a source and a destination that both know it."""
+    """Kinds of transfer that the engine can make, if the engine at the other end can make them, too."""
     can_give: bool = True
-    """Whether the worker may be a source."""
+    """Whether the worker may send KV."""
     can_take: bool = True
-    """Whether the worker may be a destination."""
+    """Whether the worker may receive KV."""
     bytes_per_token: float = 0.0
     """Bytes of KV of one token, on all tensor-parallel ranks together."""
     gb_s: float = 0.0
     """Rate at which the worker says that KV comes from it, in 1e9 bytes a second; 0 if it does not say."""
     dialect: str = ""
-    """How a request names its transfer: a key of `KINDS_BY_DIALECT`."""
+    """Form in which a request tells the engine about its transfer: a key of `KINDS_BY_DIALECT`."""
     address: str = ""
     """HOST:PORT where other workers ask for KV; empty if the dialect needs none."""
     engine_ids: tuple[str, ...] = ()
     """Name of the engine's process in the dialect, for each data-parallel rank; empty if the dialect needs none."""
     needs_partner: bool = False
-    """Whether the worker answers no request alone, as SGLang's workers with a role: another computes the prompt."""
+    """Whether another worker has to compute the prompts of the worker's requests, as with SGLang's decode role."""
 
 
 NO_TRANSFERS = TransferFacts()
@@ -111,6 +111,7 @@ class WorkerSpec:
     url: str
     models: tuple[ServedModel, ...] = ()
     roles: frozenset[str] = frozenset()
+    """Roles of the worker, such as "prefill" or "decode"."""
     ranks: int = 1
     """Number of data-parallel ranks, each with a cache of its own."""
     engine: str = ""
@@ -196,7 +197,7 @@ class Worker:
 
 
 class CircuitBreaker:
-    """Rules of the circuit breaker. It changes workers and stores none."""
+    """Decides from failures and successes when a worker gets no requests for a while. It stores no worker itself."""
 
     def __init__(self, config: HealthConfig) -> None:
         self._config = config
@@ -204,10 +205,10 @@ class CircuitBreaker:
     def record_failure(
         self, worker: Worker, now: float, *, reason: str, is_fatal: bool = False, is_probe: bool = False
     ) -> bool:
-        """Count a failure; return whether it took the worker down.
+        """Count a failure of a worker; return whether it took the worker down.
 
-        `is_fatal`: it counts as enough failures. `is_probe`: the probe failed. Other failures of a worker that is down
-        belong to the same incident and do not lengthen the pause.
+        `is_fatal`: one such failure is enough. `is_probe`: the request failed that was to show whether the worker
+        serves again. Other failures of a worker that is down do not lengthen the pause.
         """
         worker.failures += 1
         was_up = worker.health is WorkerState.UP
@@ -217,11 +218,12 @@ class CircuitBreaker:
         return was_up and worker.health is WorkerState.DOWN
 
     def record_refusal(self, worker: Worker, now: float) -> None:
-        """Avoid a worker for a pause, twice as long as the last one if it served nothing since."""
-        if now >= worker.avoided_until_s:
-            pause_s = worker.refusal_pause_s
-            worker.refusal_pause_s = min(pause_s * 2, self._config.open_s_max) if pause_s else self._config.open_s
-            worker.avoided_until_s = now + worker.refusal_pause_s
+        """Avoid a worker that refused a request; for twice as long as the last time if it served nothing since."""
+        if now < worker.avoided_until_s:
+            return
+        last_pause_s, first_pause_s = worker.refusal_pause_s, self._config.open_s
+        worker.refusal_pause_s = min(last_pause_s * 2, self._config.open_s_max) if last_pause_s else first_pause_s
+        worker.avoided_until_s = now + worker.refusal_pause_s
 
     def open(self, worker: Worker, now: float, reason: str, *, is_longer: bool = False) -> None:
         """Take a worker down until a pause is over. `is_longer`: the pause is twice the last one."""
@@ -242,11 +244,11 @@ class CircuitBreaker:
         return worker.state is WorkerState.UP
 
     def try_half_open(self, worker: Worker, now: float) -> bool:
-        """Let one request probe a worker that is down, once the pause is over; return whether it is."""
-        is_over = worker.state is WorkerState.DOWN and now >= worker.open_until_s
-        if is_over:
+        """Let one request try a worker that is down, if its pause is over; return whether that is so."""
+        is_pause_over = worker.state is WorkerState.DOWN and now >= worker.open_until_s
+        if is_pause_over:
             worker.health, worker.probe = WorkerState.PROBING, None
-        return is_over
+        return is_pause_over
 
 
 def is_worker_fault(kind: FailureKind, request: RouteRequest, worker: Worker, silent_since_s: float) -> bool:
@@ -284,17 +286,20 @@ def merge_models(workers: Iterable[Worker]) -> dict[str, ServedModel]:
 
 
 def find_base_conflict(spec: WorkerSpec, workers: Iterable[Worker]) -> str:
-    """Return how a worker and another one disagree about the first name of a model; "" if none does.
+    """Return a message if a new worker and one of `workers` take one model name as an alias of different models.
 
-    Caches count under the first name. So a request for a name that both serve finds the cache of only one of them.
+    The cache of a worker is looked up under the model's first name. So a request for the common name would find the
+    cache of only one of the two. Return "" if there is no such conflict.
     """
     own_models = [model for model in spec.models if model.lora is None]
     for worker in workers:
+        if worker.worker_id == spec.worker_id:
+            continue
         for model in own_models:
-            other = worker.models.get(model.name)
-            if other is not None and other.base != model.base and worker.worker_id != spec.worker_id:
+            other_model = worker.models.get(model.name)
+            if other_model is not None and other_model.base != model.base:
                 return (
-                    f"lists {model.name} as a name of {model.base}, and {worker.worker_id} as one of {other.base}: "
-                    "requests find the cache of only one of them, so give both the same first name"
+                    f"lists {model.name} as a name of {model.base}, and {worker.worker_id} as one of "
+                    f"{other_model.base}: requests find the cache of only one of them, so give both the same first name"
                 )
     return ""

@@ -267,11 +267,11 @@ def test_expected_lengths_stay_within_reason(answer_lengths: list[int]) -> None:
     lengths = OutputLengths()
     route_request = make_request("r", 1, session="s")
     bounded_request = make_request("r", 1, session="s", output_tokens_max=7)
-    assert lengths.expect(route_request) == TOKENS_PRIOR
+    assert lengths.estimate_length(route_request) == TOKENS_PRIOR
     for tokens in answer_lengths:
-        lengths.record(route_request, tokens)
-        assert 1.0 <= lengths.expect(route_request) <= TOKENS_MAX
-        assert lengths.expect(bounded_request) <= 7.0
+        lengths.record_length(route_request, tokens)
+        assert 1.0 <= lengths.estimate_length(route_request) <= TOKENS_MAX
+        assert lengths.estimate_length(bounded_request) <= 7.0
 
 
 def test_lengths_are_learned_by_session_prompt_and_model() -> None:
@@ -281,14 +281,14 @@ def test_lengths_are_learned_by_session_prompt_and_model() -> None:
     long = RouteRequest("b", "m", SCOPE, [2] * 300, 300)
     terse = RouteRequest("c", "m", SCOPE, [2] * 300, 300, session="s")
     for _ in range(60):
-        lengths.record(short, 20)
-        lengths.record(long, 2000)
+        lengths.record_length(short, 20)
+        lengths.record_length(long, 2000)
     for _ in range(30):
-        lengths.record(terse, 50)
-    assert lengths.expect(short) == pytest.approx(20, rel=3.0)
-    assert lengths.expect(long) > 1000
-    assert lengths.expect(terse) < 300
-    unknown = lengths.expect(RouteRequest("d", "m", SCOPE, [3] * 300, 300))
+        lengths.record_length(terse, 50)
+    assert lengths.estimate_length(short) == pytest.approx(20, rel=3.0)
+    assert lengths.estimate_length(long) > 1000
+    assert lengths.estimate_length(terse) < 300
+    unknown = lengths.estimate_length(RouteRequest("d", "m", SCOPE, [3] * 300, 300))
     assert 20 < unknown < 2000
 
 

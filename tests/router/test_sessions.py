@@ -153,11 +153,11 @@ def test_what_only_an_ended_session_used_is_needed_no_more() -> None:
 def test_a_sub_agents_answers_are_expected_to_be_like_its_parents() -> None:
     lengths = OutputLengths()
     for number in range(40):
-        lengths.record(RouteRequest("p", "m", SCOPE, None, 10, session="main"), 900)
-        lengths.record(RouteRequest("q", "m", SCOPE, None, 10, session=f"other{number}"), 30)
+        lengths.record_length(RouteRequest("p", "m", SCOPE, None, 10, session="main"), 900)
+        lengths.record_length(RouteRequest("q", "m", SCOPE, None, 10, session=f"other{number}"), 30)
     sub, stranger = (RouteRequest("r", "m", SCOPE, None, 10, session="new", parent=up) for up in ("main", None))
-    assert lengths.expect(sub) > 1.5 * lengths.expect(stranger)
+    assert lengths.estimate_length(sub) > 1.5 * lengths.estimate_length(stranger)
     main_request = RouteRequest("s", "m", SCOPE, None, 10, session="main")
-    before = lengths.expect(main_request)
+    before = lengths.estimate_length(main_request)
     lengths.forget_session(main_request)
-    assert lengths.expect(main_request) < before
+    assert lengths.estimate_length(main_request) < before

@@ -32,9 +32,10 @@ class Observation:
 
 
 class WorkTotals(msgspec.Struct, eq=False):
-    """Running totals of a target's work, of which a copy is kept when an answer begins.
+    """Running totals of the work that a worker did, by which its speed is learned.
 
-    The totals at the answer's end, less that copy, are the work that the target did while it wrote the answer.
+    A copy is made when an answer begins. The totals at the answer's end, less that copy, are the work that the worker
+    did meanwhile.
     """
 
     updated_at_s: float = 0.0
@@ -49,9 +50,9 @@ class WorkTotals(msgspec.Struct, eq=False):
     """Attention work of those prefills: sum of L^2 - h^2 for prompts of L tokens, h of them cached. Tokens^2."""
 
     def compute_work_since(self, start: WorkTotals, elapsed_s: float, *, step_count: int) -> Observation:
-        """Return the work between `start` and these totals, which took `elapsed_s` seconds and `step_count` steps.
+        """Return the work that was done since `start`, in `elapsed_s` seconds and `step_count` steps.
 
-        The integrals are divided by the time, so the observation has the mean numbers of requests and of tokens.
+        The integrals divided by that time are the mean numbers of decoding requests and of their context tokens.
         """
         return Observation(
             elapsed_s=elapsed_s,
@@ -92,21 +93,22 @@ class PrefillInterval:
     def begin(
         cls, sent_at_s: float, oldest_since_s: float, decode_requests: int, decode_context_tokens: int, now: float
     ) -> PrefillInterval:
-        """Begin the interval of a prompt that got its first token `now`; `add_first_token` sets the interval's end.
+        """Return the interval of a prompt that got its first token `now`; `add_first_token` sets the interval's end.
 
-        The interval starts when the prompt was sent (`sent_at_s`), or when the prompts before it had been computed
-        (`oldest_since_s`) if that was later. If the prompt was sent later and the target was decoding, the running step
-        had to end first: on average, half a step passed.
+        It starts when the prompt was sent (`sent_at_s`) and the prompts before it had been computed (`oldest_since_s`),
+        whichever was later. If the prompt came to an engine that only decoded, the running step had to end first: on
+        average, half a step passed.
         """
         has_met_running_step = decode_requests > 0 and sent_at_s > oldest_since_s
         waited_steps = 0.5 if has_met_running_step else 0.0
         start_s = max(oldest_since_s, sent_at_s)
+        waited_s = (now - start_s) * waited_steps / (1.0 + waited_steps)
         return cls(
             start_s,
             decode_requests,
             decode_context_tokens,
             waited_steps=waited_steps,
-            last_step_start_s=start_s + (now - start_s) * waited_steps / (1.0 + waited_steps),
+            last_step_start_s=start_s + waited_s,
         )
 
     def add_first_token(self, prompt_tokens: int, cached_tokens: int, tier_load_s: float, now: float) -> None:

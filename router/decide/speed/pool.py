@@ -44,24 +44,29 @@ class PoolSpeed:
     """Speed of the targets that serve one model."""
 
     def __init__(self, prior: StepTimes, config: LearnConfig) -> None:
-        """Begin with the times of `prior`, which are assumed before anything is learned."""
+        """Begin with the step times of `prior`, which are assumed before anything is learned."""
+        self.is_enabled = config.enabled
         self.prior = prior
         self._prior_step_s = prior.step_s + prior.decode_request_s
-        self.is_enabled = config.enabled
+        self.model = prior
+        """Step times that are in use: the prior's, multiplied by the ratios below."""
+        self.members: list[Speed] = []
+        """Speeds of the workers in the pool."""
+
         self._prefills: deque[IntervalTimes] = deque(maxlen=_INTERVALS_MAX)
         """Last intervals between first tokens."""
         self._steps: deque[IntervalTimes] = deque(maxlen=_INTERVALS_MAX)
         """Last intervals between tokens of an answer."""
-        self._prior_ratio = 1.0
-        """Factor of the prior's times, which is raised while no answer has come and prompts are overdue."""
-        self._prefill_ratio = self._step_ratio = 1.0
-        """Factors of the prior's times for prefill and for steps, by what was learned and by the prior."""
-        self.members: list[Speed] = []
-        """Speeds of the pool's targets."""
         self.observation_count = 0
-        """Intervals that were observed on all targets."""
-        self.model = prior
-        """Service model of a target without a factor of its own."""
+        """Number of all intervals so far."""
+
+        # Ratios of the actual times to the prior's.
+        self._prior_ratio = 1.0
+        """Ratio that is assumed; it is raised while no answer has come and prompts are overdue."""
+        self._prefill_ratio = 1.0
+        """Learned ratio for prefill."""
+        self._step_ratio = 1.0
+        """Learned ratio for steps."""
 
     @property
     def is_unmeasured(self) -> bool:
@@ -111,22 +116,22 @@ class PoolSpeed:
         return [member] if member.forget_old_factor() else []
 
     def _learn_ratios(self) -> None:
-        """Set both ratios to the mean of the prior's ratio and the one that explains the last intervals best.
+        """Learn the ratios of actual to assumed time, one for prefill and one for steps, from the last intervals.
 
-        An interval that spends 70 % of its time in prefill counts as 0.7 intervals for the ratio of prefills, and as
-        0.3 for that of steps. While no step is measured, steps have the ratio of prefills: a target with slow prefills
-        also writes slowly.
+        An interval that spends 70 % of its time in prefill counts as 0.7 intervals for the ratio of prefill, and as 0.3
+        for that of steps. The fewer intervals count, the nearer is a learned ratio to its prior. The prior for steps is
+        the ratio of prefill, as a worker with slow prefills is likely to have slow steps too.
         """
-        prefill_ratio, step_ratio = fit_ratios(
-            [*self._take_middle_half(self._prefills), *self._take_middle_half(self._steps)]
-        )
+        typical_intervals = [*self._take_middle_half(self._prefills), *self._take_middle_half(self._steps)]
+        prefill_ratio, step_ratio = fit_ratios(typical_intervals)
         intervals = [*self._prefills, *self._steps]
-        prefill_weight = sum(
-            self._prefill_ratio * interval.prefill_s / self.predict_s(interval) for interval in intervals
-        )
-        self._step_ratio = self._prefill_ratio = combine_ratios(self._prior_ratio, prefill_ratio, prefill_weight)
+        prefill_shares = [self._prefill_ratio * times.prefill_s / self.predict_s(times) for times in intervals]
+        prefill_weight = sum(prefill_shares)
+        step_weight = len(intervals) - prefill_weight
+        self._prefill_ratio = combine_ratios(self._prior_ratio, prefill_ratio, prefill_weight)
+        self._step_ratio = self._prefill_ratio
         if self._prior_step_s > 0.0:
-            self._step_ratio = combine_ratios(self._prefill_ratio, step_ratio, len(intervals) - prefill_weight)
+            self._step_ratio = combine_ratios(self._prefill_ratio, step_ratio, step_weight)
 
     def _take_middle_half(self, intervals: Iterable[IntervalTimes]) -> list[IntervalTimes]:
         """Return the intervals without the quarter that was fastest, and the quarter that was slowest.
@@ -168,22 +173,25 @@ class Speed:
     """Speed of one target: its factor, the rates in use, and the observations in progress."""
 
     def __init__(self, pool: PoolSpeed) -> None:
-        """Join a pool, and begin with its speed."""
+        """Begin with the speed of a pool: of the workers that serve the same model."""
         self.pool = pool
         self.factor = 1.0
         """Time that the target takes for any work, divided by the time that its pool takes."""
         self.tier_load = TimeFactor()
-        """Factor of the time of loads from slower tiers."""
+        """Factor of the expected time to load cached KV from slower memory, such as the host's."""
         self.reported_step_tokens: int | None = None
-        """Most tokens of a step as the engine tells them; None: as configured."""
+        """Most tokens of a step, by the engine's report; None: as configured."""
+
+        # Observations from which the speed is learned.
         self.work_totals = WorkTotals()
-        self.last_step_observation_s = -math.inf
         self.open_prefill_interval: PrefillInterval | None = None
+        self.last_step_observation_s = -math.inf
         self.observation_count = 0
         self._recent_ratios: deque[float] = deque(maxlen=_TARGET_INTERVALS_MAX)
-        """Elapsed times of the last intervals, divided by the times that the pool's ratios predict."""
+        """Elapsed times of the last intervals, divided by the times that the pool's speed predicts."""
         self._last_observation_number = pool.observation_count
-        """The pool's number of observations at the target's last one."""
+        """Number of the pool's observations at the target's last one."""
+
         pool.members.append(self)
         self.refresh()
 
@@ -193,20 +201,25 @@ class Speed:
         self.set_step_times(replace(service, step_tokens=self.reported_step_tokens or service.step_tokens))
 
     def set_step_times(self, service: StepTimes) -> None:
-        """Set the rates in use."""
+        """Set the times that prices are computed with, and others that follow from them.
+
+        They are copied to attributes of this object, because every price reads them.
+        """
         self.service = service
         self.step_tokens = service.step_tokens
+        """Most tokens of one step."""
         self.prefill_rate = service.prefill_s_per_token
-        """Seconds a token at an empty context."""
+        """Seconds of prefill for one token at an empty context."""
         self.quadratic_rate = self.prefill_rate / (2.0 * service.quadratic_tokens)
+        """Seconds of attention for a prompt, divided by the square of its length."""
         self.step_s = service.step_s
         """Fixed time of a step."""
         self.decode_request_s = service.decode_request_s
         self.decode_context_s = service.decode_context_s
         self.single_step_s = service.step_s + service.decode_request_s
-        """Time of a step of one sequence without its context."""
+        """Time of a decode step of one sequence, besides the time for its context."""
         self.step_prefill_s = self.prefill_rate * service.step_tokens
-        """Time of a step's prefill tokens at an empty context."""
+        """Time of a step that is full of prefill tokens, at an empty context."""
 
     def estimate_prefill_s(self, prompt_tokens: int, cached_tokens: int) -> float:
         """Return P, the time to compute the uncached part of a prompt."""
@@ -219,24 +232,28 @@ class Speed:
         return times.prefill_s + times.steps_s
 
     def observe(self, observation: Observation) -> list[Speed]:
-        """Learn from one interval of this target; return the speeds that changed and need a call of `refresh`.
+        """Learn from the time that this worker took for known work; return the speeds that changed.
 
-        For example, an interval took 0.6 s, and its work takes the pool 0.4 s. The ratio is 1.5, and the median of the
-        last such ratios is the factor of this target. The pool learns from the interval too, and one other member may
-        lose an old factor. Nothing is learned from an interval without time or work.
+        For example, the work took 0.6 s, and takes the pool's workers 0.4 s in general. The ratio is 1.5, and the
+        median of the last such ratios is the factor of this worker. The pool learns from the time, too. The caller
+        calls `refresh` of the returned speeds. Nothing is learned from an observation without time or work.
         """
         pool = self.pool
         times = predict_times(pool.prior, observation)
-        if not pool.is_enabled or times.elapsed_s <= 0.0 or times.prefill_s + times.steps_s <= 0.0:
+        has_work = times.elapsed_s > 0.0 and times.prefill_s + times.steps_s > 0.0
+        if not pool.is_enabled or not has_work:
             return []
-        self._recent_ratios.append(times.elapsed_s / pool.predict_s(times))
         self.observation_count += 1
-        # Slow targets do not slow the pool: their times are scaled. Fast ones speed it up: their times are not.
-        slowdown = max(self.factor, 1.0)
-        pool_times = times._replace(elapsed_s=times.elapsed_s / slowdown)
+
+        # Times of a slow worker are scaled, so that it does not slow the pool. Those of a fast one are not.
+        ratio_to_pool = times.elapsed_s / pool.predict_s(times)
+        pool_times = times._replace(elapsed_s=times.elapsed_s / max(self.factor, 1.0))
         has_pool_changed = pool.observe(pool_times, is_decode=observation.is_decode)
         self._last_observation_number = pool.observation_count
-        previous_factor, self.factor = self.factor, self._choose_factor()
+
+        self._recent_ratios.append(ratio_to_pool)
+        previous_factor = self.factor
+        self.factor = self._choose_factor()
         changed_speeds = [self] if self.factor != previous_factor else []
         changed_speeds += pool.forget_next_old_factor()
         return pool.members if has_pool_changed else changed_speeds
@@ -256,17 +273,20 @@ class Speed:
         return True
 
     def _choose_factor(self) -> float:
-        """Return the time that a task takes on this target, as a multiple of the time at its pool's speed.
+        """Return the time that work takes on this worker, as a multiple of the time at its pool's speed.
 
-        This is 1.0 if there are few ratios or their median is near 1.0, else the median. `_RETURNS_TO_POOL_BELOW` is
-        smaller than `_LEAVES_POOL_BEYOND`, so that noise does not change it to and fro. Small changes are ignored.
+        It is the median of the recent ratios, or 1.0 if they are few or their median is near 1.0. A worker at the
+        pool's speed gets a factor only beyond `_LEAVES_POOL_BEYOND`, and loses it below `_RETURNS_TO_POOL_BELOW`, which
+        is smaller, so that noise does not change the factor to and fro. Small changes are ignored, too.
         """
         ratios = self._recent_ratios
         if len(ratios) < _TARGET_INTERVALS_MIN:
             return 1.0
         median_ratio = max(sorted(ratios)[len(ratios) // 2], 1.0 / _FASTER_MAX)
-        tolerance = _LEAVES_POOL_BEYOND if self.factor == 1.0 else _RETURNS_TO_POOL_BELOW
+        has_own_factor = self.factor != 1.0
+        tolerance = _RETURNS_TO_POOL_BELOW if has_own_factor else _LEAVES_POOL_BEYOND
         if is_within(median_ratio, 1.0, tolerance):
             return 1.0
-        is_unchanged = is_within(median_ratio, self.factor, _MODEL_TOLERANCE)
-        return self.factor if is_unchanged else median_ratio
+        if is_within(median_ratio, self.factor, _MODEL_TOLERANCE):
+            return self.factor
+        return median_ratio

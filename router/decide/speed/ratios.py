@@ -44,14 +44,15 @@ def fit_ratios(intervals: Sequence[IntervalTimes]) -> tuple[float, float]:
 
 
 def _refine_ratios(intervals: Sequence[IntervalTimes], prefill_ratio: float, step_ratio: float) -> tuple[float, float]:
-    """Return the ratios, each multiplied by the factor with which they explain the intervals best (least squares).
+    """Return both ratios after one step of a least-squares fit: each multiplied by a factor.
 
     For example, by the given ratios an interval of 1.0 s has 0.6 s of prefill and 0.3 s of steps: the factors should
     solve `prefill_factor * 0.6 + step_factor * 0.3 = 1`. Also `prefill_factor = 1` and `step_factor = 1` should hold,
     as if each were half an interval (`_UNCHANGED_WEIGHT`), so that few intervals change the ratios little.
     """
-    prefill_squares = step_squares = prefill_sum = step_sum = _UNCHANGED_WEIGHT
-    products = 0.0
+    # Sums of the two normal equations, with these two assumptions counted first.
+    prefill_squares, step_squares, products = _UNCHANGED_WEIGHT, _UNCHANGED_WEIGHT, 0.0
+    prefill_sum, step_sum = _UNCHANGED_WEIGHT, _UNCHANGED_WEIGHT
     for times in intervals:
         prefill_share = prefill_ratio * times.prefill_s / times.elapsed_s
         step_share = step_ratio * times.steps_s / times.elapsed_s
@@ -60,6 +61,7 @@ def _refine_ratios(intervals: Sequence[IntervalTimes], prefill_ratio: float, ste
         products += prefill_share * step_share
         prefill_sum += prefill_share
         step_sum += step_share
+    # Their solution by Cramer's rule.
     determinant = prefill_squares * step_squares - products * products
     prefill_factor = (prefill_sum * step_squares - step_sum * products) / determinant
     step_factor = (step_sum * prefill_squares - prefill_sum * products) / determinant
@@ -84,10 +86,10 @@ class _ObservedRatio(NamedTuple):
 
 
 class TimeFactor:
-    """Factor that corrects predicted times of KV from slower memory or from another worker.
+    """Learned factor between the predicted and the actual time in which KV comes from slower memory or another worker.
 
-    The factor is the weighted geometric mean of a prior and of the median of the recent ratios of observed to predicted
-    time. With the median, a few late arrivals on busy machines have little effect.
+    It is the weighted geometric mean of a prior and of the median of the recent ratios of observed to predicted time.
+    With the median, a few late arrivals on busy machines have little effect.
     """
 
     def __init__(self) -> None:

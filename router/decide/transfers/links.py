@@ -55,19 +55,22 @@ class TransferLinks:
         self._all_pairs_factor = TimeFactor()
 
     def estimate(self, source: Target, destination: Target | None, tokens: int, now: float) -> TransferEstimate:
-        """Return the time of a transfer that begins now and shares the network equally with those under way.
+        """Return the expected time to move the KV of `tokens` tokens between two workers, if that begins now.
 
-        `destination`: None if it is not chosen yet.
+        The network is shared equally with the transfers under way. `destination`: None if it is not chosen yet.
         """
-        facts, active_count = source.transfer_facts, source.load.outgoing_transfers
+        facts = source.transfer_facts
+        active_count, destination_name = source.load.outgoing_transfers, ""
         if destination is not None:
             active_count = max(active_count, destination.load.incoming_transfers)
+            destination_name = destination.name
         byte_count = (1 + active_count) * tokens * facts.bytes_per_token
-        transfer_s = self._config.floor_s + byte_count / (1e9 * (facts.gb_s or self._config.gb_s))
+        bytes_per_s = 1e9 * (facts.gb_s or self._config.gb_s)
+        transfer_s = self._config.floor_s + byte_count / bytes_per_s
         return TransferEstimate(
             wait_s=source.estimate_step_remaining_s(now) if facts.dialect == BLOCKCAST else 0.0,
             unscaled_s=max(transfer_s, UNSCALED_S_MIN),
-            factor=self._get_factor(source.name, "" if destination is None else destination.name, now),
+            factor=self._get_factor(source.name, destination_name, now),
         )
 
     def _get_factor(self, source: str, destination: str, now: float) -> float:

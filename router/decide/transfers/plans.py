@@ -95,20 +95,24 @@ class TransferPlanner:
     def plan_prefills(
         self, candidates: Sequence[Candidate], priced_sources: Sequence[Candidate], *, uses_paused_pairs: bool = False
     ) -> list[Candidate]:
-        """Return the plans in which one target computes the prompt and another one the answer, the best sources first.
+        """Return plans in which one target, the source, computes the prompt, and another one the answer.
 
-        `uses_paused_pairs`: whether a pair is planned for although a transfer between them failed lately.
+        Each of the best `candidates` for the answer gets plans with its SOURCES_MAX cheapest sources.
+        `uses_paused_pairs`: whether two targets are planned for although a transfer between them failed lately.
         """
         sources = sorted(priced_sources, key=lambda source: source.terms.cost)
         plans: list[Candidate] = []
         for destination in self._find_destinations(candidates):
-            usable_sources = (
-                source
-                for source in sources
-                if uses_paused_pairs or not self._is_paused(source.target, destination.target)
-            )
-            prefills = (self._plan_prefill(destination, source) for source in usable_sources)
-            plans += islice(filter(None, prefills), SOURCES_MAX)
+            prefills: list[Candidate] = []
+            for source in sources:
+                if len(prefills) == SOURCES_MAX:
+                    break
+                if self._is_paused(source.target, destination.target) and not uses_paused_pairs:
+                    continue
+                prefill = self._plan_prefill(destination, source)
+                if prefill is not None:
+                    prefills.append(prefill)
+            plans += prefills
         return plans
 
     def _plan_prefill(self, destination: Candidate, source: Candidate) -> Candidate | None:
