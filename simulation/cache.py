@@ -21,17 +21,21 @@ class SimCache:
         """
         self.capacity = capacity
         self.host_capacity = host_capacity
-        self.host_blocks: OrderedDict[int, None] = OrderedDict()
-        """Blocks in host memory, the least recently used first."""
-        self.last_loaded_blocks = 0
-        """Number of blocks that the last `reserve` moved back from host memory."""
         self.is_shared = is_shared
+
+        # Blocks on the device, and in host memory.
         self.reference_count_by_block: dict[int, int] = {}
         """Number of running requests that use each block."""
         self.idle_blocks: OrderedDict[int, None] = OrderedDict()
         """Blocks without references, the least recently used first."""
         self.unnamed_blocks = 0
         """Number of reserved blocks that are not computed yet."""
+        self.host_blocks: OrderedDict[int, None] = OrderedDict()
+        """Blocks in host memory, the least recently used first."""
+        self.last_loaded_blocks = 0
+        """Number of blocks that the last `reserve` moved back from host memory."""
+
+        # Listeners.
         self.on_store: Callable[[list[int], int | None], None] | None = None
         """Called with new consecutive blocks of a prompt, and the block before them."""
         self.on_remove: Callable[[list[int]], None] | None = None
@@ -98,7 +102,10 @@ class SimCache:
         return [self.host_blocks.popitem(last=False)[0] for _ in range(len(self.host_blocks) - self.host_capacity)]
 
     def _reference(self, cached_block_ids: list[int]) -> int:
-        """Add a reference to cached blocks. Returns how many of them came back from host memory for that."""
+        """Count one more running request that uses these cached blocks; return how many were in host memory.
+
+        Those move back to the device.
+        """
         reference_counts, loaded_blocks = self.reference_count_by_block, []
         for block in cached_block_ids:
             if block in reference_counts:

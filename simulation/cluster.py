@@ -35,9 +35,10 @@ Placements = Sequence[tuple[int, int] | Placement]
 
 
 class Router:
-    """Base class of routing policies under test.
+    """Base class of routing policies that are simulated: chooses a worker for each request.
 
-    Methods that return `Placements` name the requests to forward now, with their workers.
+    The cluster calls a method at each event. Methods that return `Placements` name the requests to send now, with their
+    workers. They may be any requests that wait in the router.
     """
 
     cluster: Cluster
@@ -46,6 +47,7 @@ class Router:
         self.cluster = cluster
 
     def route(self, request: SimRequest, now: float) -> Placements:
+        """Handle the arrival of a request."""
         raise NotImplementedError
 
     def on_prefill_end(self, request: SimRequest, now: float) -> Placements:
@@ -134,25 +136,29 @@ class Cluster:
         """Prepare a run at time 0 with idle workers and empty caches, and attach the routers, which choose workers."""
         self.config = config
         self.workload = workload
-        self.routers = routers
         self.result = SimulationResult()
+
+        # The clock, and what happens next.
+        self.now = 0.0
+        self._scheduled_actions: list[tuple[float, int, Callable[[], None]]] = []
+        """Heap of (time, number, action). Of actions at one time, that with the lower number is first."""
+        self._schedule_count = 0
+        """Number of actions that were scheduled so far."""
+        self._followers_by_request: dict[int, list[SimRequest]] = {}
+        """Requests that arrive some time after the answer to another request, by the index of that request."""
+
+        # The workers, and the links between them.
         self.workers = _make_workers(config, workload.block_size)
         if not config.has_shared_cache:  # a shared cache has the same blocks for every worker
             self._publish_cache_changes()
-        self.now = 0.0
-        """Time of the simulated clock."""
-        self._scheduled_actions: list[tuple[float, int, Callable[[], None]]] = []
-        """Heap of (time, number, action). Named tuples would take a twentieth of a run's instructions."""
-        self._schedule_count = 0
-        """Actions scheduled so far. Each has its number in that order, and of equal times, the lower one is first."""
-        self._is_tick_scheduled_by_router = [False] * len(routers)
-        self._followers_by_request: dict[int, list[SimRequest]] = {}
-        """Requests that arrive some time after the answer to another request, by the index of that request."""
         self._links = Links(config.link_times.tokens_per_s if config.link_times is not None else 0.0)
         self._link_end_s = math.inf
         """Time for which the end of the next transfer is scheduled."""
         self._source_hit_blocks_by_request: dict[int, int] = {}
-        """Cached blocks of prompts at the sources that computed them."""
+        """Blocks of a prompt that were cached at the worker which computed it for another one, by request."""
+
+        self.routers = routers
+        self._is_tick_scheduled_by_router = [False] * len(routers)
         for router in routers:
             router.attach(self)
 
@@ -164,7 +170,7 @@ class Cluster:
     def run(self, ttft_limit_s: float | None = None) -> SimulationResult:
         """Simulate until every request is answered, or stop when one has waited longer than `ttft_limit_s`.
 
-        Each action (an arrival, a step's end, a router's tick) happens at a simulated time; the earliest is next.
+        An action is an arrival, a step's end or a router's tick. Each has a time, and the earliest is done next.
         """
         for time_s, request in self.workload.iter_arrivals(self.config.speed):
             self.schedule(time_s, partial(self._arrive, request))
@@ -172,16 +178,15 @@ class Cluster:
             if request.previous_index is not None:
                 self._followers_by_request.setdefault(request.previous_index, []).append(request)
         result, request_count = self.result, len(self.workload.requests)
-        # Actions alone would never end, as routers exchange messages for ever.
+        # There are always actions, as routers exchange messages for ever: the run ends with the last answer.
         while self._scheduled_actions and len(result.e2e_s_by_request) < request_count:
             self.now, _, action = heapq.heappop(self._scheduled_actions)
             action()
             if ttft_limit_s is not None and self._compute_longest_wait_s() > ttft_limit_s:
                 result.is_overloaded = True
                 break
-        assert result.is_overloaded or len(result.e2e_s_by_request) == request_count, (
-            f"{request_count - len(result.e2e_s_by_request)} requests were lost"
-        )
+        lost_count = request_count - len(result.e2e_s_by_request)
+        assert result.is_overloaded or not lost_count, f"{lost_count} requests were lost"
         self._collect_counts()
         return result
 
@@ -252,20 +257,23 @@ class Cluster:
         self._move(placement, source, request.block_ids[:source_blocks], missing_blocks * request.block_size)
 
     def _move(self, placement: Placement, source: SimWorker, block_ids: list[int], moved_tokens: int) -> None:
-        """Move tokens from a source, store the prefix `block_ids` of which they are a part, and submit the request."""
+        """Move KV from a source to the worker of a request, and give the request to the worker when it has come.
+
+        `block_ids`: blocks of the prompt that the worker has then. `moved_tokens`: how many tokens have to move.
+        """
         link_times = self.config.link_times
         assert link_times is not None, "the workers move no KV"
         self.result.moved_tokens += moved_tokens
 
-        def end() -> None:
+        def start_transfer() -> None:
+            self._links.start(source.number, placement.worker, moved_tokens, self.now, end_transfer)
+            self._schedule_link_end()
+
+        def end_transfer() -> None:
             self.workers[placement.worker].cache.store_moved(block_ids)
             self._submit(placement)
 
-        def start() -> None:
-            self._links.start(source.number, placement.worker, moved_tokens, self.now, end)
-            self._schedule_link_end()
-
-        self.schedule(self.now + link_times.floor_s, start)
+        self.schedule(self.now + link_times.floor_s, start_transfer)
 
     def _schedule_link_end(self) -> None:
         """Schedule a call when the next transfer between workers ends, at the present shares of the links."""

@@ -63,7 +63,7 @@ class SimSequence:
     """Tokens of the prefill that are computed, or were cached; while the request waits, those that were cached when it
     came."""
     computed_before_arrival: int = 0
-    """Prompt tokens that the engine had computed, or could have computed, when the request came."""
+    """Prompt tokens of any requests that the engine had computed, or could have computed, when this one came."""
     hit_blocks: int = 0
     """Blocks of the prompt that were cached when the request was admitted first."""
     moved_tokens: int = 0
@@ -139,30 +139,34 @@ class SimWorker:
         self.cache = cache
         self.limits = limits
         self.block_size = block_size
+        self.prefilled_tokens = 0
+        self.preemption_count = 0
+
+        # Requests: first waiting, then prefilling, then decoding.
         self.waiting_sequences: deque[SimSequence] = deque()
         self.prefilling_sequences: list[SimSequence] = []
         self.decoding_heap: list[DecodingSequence] = []
         """Heap of the decoding sequences: the next to finish comes first."""
         self.decoding_context_tokens = 0
         """Tokens in the contexts of all decoding sequences, at the start of the current decode run or step."""
-        self.step_count = 0
-        self.wake_s: float | None = None
-        """End of the step, or of the run of decode-only steps, that is computed now; None while the worker is idle."""
-        self._chunks: list[PromptChunk] = []
-        """Chunks of the step that is computed now."""
-        self._decode_run: DecodeRun | None = None
-        """The run of decode-only steps that is computed now; None: none is."""
         self._admission_count = 0
-        self._generated_blocks = 0
-        """Blocks of generated tokens, which the cache counts in `unnamed_blocks`."""
         self._generated_tokens = 0
         """Tokens that running sequences have generated since they began."""
-        self._prefill_capacity_used = 0
-        """Prompt tokens that steps computed, or could have computed while a request waited for a slot."""
+        self._generated_blocks = 0
+        """Blocks of these tokens, which the cache counts in `unnamed_blocks`."""
+
+        # The step, or the run of several decode-only steps, that is computed now.
+        self.step_count = 0
+        """Number of finished steps."""
+        self.wake_s: float | None = None
+        """End of the current step or run; None while the worker is idle."""
+        self._chunks: list[PromptChunk] = []
+        """Chunks of prompts in the step; none in a decode-only run."""
+        self._decode_run: DecodeRun | None = None
         self._unused_prefill_tokens = 0
-        """Prompt tokens that one step of the decode run cannot compute, as requests wait for a slot."""
-        self.prefilled_tokens = 0
-        self.preemption_count = 0
+        """Prompt tokens that one step could compute in addition, if requests did not wait for a slot."""
+        self._prefill_capacity_used = 0
+        """Prompt tokens that all steps computed, or could have computed while a request waited for a slot."""
 
     @property
     def running_sequence_count(self) -> int:
@@ -184,7 +188,7 @@ class SimWorker:
             self._cut_decode_run(now)
 
     def advance(self, now: float) -> StepResult:
-        """End the step that ends at `wake_s`, and begin the next."""
+        """End the step, or run of decode-only steps, that ends at `wake_s`, and begin the next."""
         step_result = StepResult()
         finished_steps = 1
         if self._decode_run is not None:
@@ -192,8 +196,9 @@ class SimWorker:
             self._prefill_capacity_used += self._unused_prefill_tokens * finished_steps
             self._decode_run = None
         self.step_count += finished_steps
-        self.decoding_context_tokens += len(self.decoding_heap) * finished_steps
-        self._generated_tokens += len(self.decoding_heap) * finished_steps
+        generated_tokens = len(self.decoding_heap) * finished_steps
+        self.decoding_context_tokens += generated_tokens
+        self._generated_tokens += generated_tokens
         self._finish_decodes(step_result)
         for chunk in self._chunks:
             self._finish_chunk(chunk.sequence, chunk.tokens, step_result)
@@ -325,11 +330,12 @@ class SimWorker:
         return self.step_times.count_started_steps(elapsed_s, len(self.decoding_heap), self.decoding_context_tokens)
 
     def _admit(self, sequence: SimSequence) -> bool:
-        """Reserve the blocks of a waiting sequence; return False if the cache has no room."""
+        """Reserve the blocks of a waiting sequence, so that it can start; return False if the cache has no room."""
         hit_blocks = self.count_hit_blocks(sequence.request)
         needed_blocks = self._count_needed_blocks(sequence)
-        must_fit = self.cache.is_shared and not self.running_sequence_count
-        if self.running_sequence_count and self._would_pass_watermark(needed_blocks - hit_blocks):
+        is_idle = not self.running_sequence_count
+        must_fit = is_idle and self.cache.is_shared
+        if not is_idle and self._would_pass_watermark(needed_blocks - hit_blocks):
             return False
         if not self.cache.reserve(sequence.request.block_ids, hit_blocks, needed_blocks, force=must_fit):
             return False
@@ -350,23 +356,24 @@ class SimWorker:
         return -(-(sequence.prefill_tokens + sequence.remaining_tokens) // self.block_size)
 
     def _finish_chunk(self, sequence: SimSequence, chunk_tokens: int, step_result: StepResult) -> None:
-        """Apply a computed chunk of a prompt: name its blocks and, after the last chunk, begin to decode."""
+        """End a computed chunk of a prompt: its full blocks are cached, and after the last chunk the answer begins."""
         sequence.computed_tokens += chunk_tokens
         full_blocks = min(sequence.computed_tokens, sequence.request.prompt_tokens) // self.block_size
         if full_blocks > sequence.registered_blocks:
             self.cache.register(sequence.request.block_ids, sequence.registered_blocks, full_blocks)
             sequence.registered_blocks = full_blocks
-        if sequence.computed_tokens == sequence.prefill_tokens:
-            if not sequence.has_first_token:
-                sequence.has_first_token = True
-                step_result.first_token_sequences.append(sequence)
-            if sequence.remaining_tokens <= 1:
-                self._finish(sequence, step_result)
-                return
-            sequence.finish_step = self.step_count + sequence.remaining_tokens - 1
-            heapq.heappush(self.decoding_heap, _make_heap_entry(sequence))
-            self.decoding_context_tokens += sequence.prefill_tokens + 1
-            self._generated_tokens += 1
+        if sequence.computed_tokens < sequence.prefill_tokens:
+            return
+        if not sequence.has_first_token:
+            sequence.has_first_token = True
+            step_result.first_token_sequences.append(sequence)
+        if sequence.remaining_tokens <= 1:
+            self._finish(sequence, step_result)
+            return
+        sequence.finish_step = self.step_count + sequence.remaining_tokens - 1
+        heapq.heappush(self.decoding_heap, _make_heap_entry(sequence))
+        self.decoding_context_tokens += sequence.prefill_tokens + 1
+        self._generated_tokens += 1
 
     def _finish_decodes(self, step_result: StepResult) -> None:
         """Finish the sequences with their last token in this step."""
@@ -421,7 +428,7 @@ class SimWorker:
         self.cache.evict_excess()
 
     def _preempt(self, sequence: SimSequence) -> None:
-        """Release the blocks of a decoding sequence, which then waits until its tokens are computed again.
+        """Take the blocks from a decoding sequence, which then waits to be computed again from the start.
 
         The tokens that it has generated since its prefill become a part of the next prefill.
         """
@@ -431,13 +438,12 @@ class SimWorker:
         self.decoding_heap.remove(_make_heap_entry(sequence))
         heapq.heapify(self.decoding_heap)
         self._stop_decoding(sequence, generated_tokens)
-        self.cache.release(
-            sequence.request.block_ids[: sequence.registered_blocks],
-            sequence.reserved_blocks - sequence.registered_blocks,
-        )
+        registered_block_ids = sequence.request.block_ids[: sequence.registered_blocks]
+        self.cache.release(registered_block_ids, sequence.reserved_blocks - sequence.registered_blocks)
         sequence.prefill_tokens += generated_tokens
         sequence.remaining_tokens = missing_tokens
-        sequence.computed_tokens = sequence.moved_tokens = 0
+        sequence.computed_tokens = 0
+        sequence.moved_tokens = 0
         if self.limits.shortest_first:
             self._enqueue(sequence)
         else:

@@ -179,10 +179,10 @@ def _decode_spec(json_text: str, source: str) -> SimulationSpec:
 
 
 def _make_preset_spec(gpu_name: str, model_name: str) -> SimulationSpec:
-    """Return the spec of a model on one GPU, computed from their data sheets. Raises ConfigError if it does not fit.
+    """Return the simulated speed and memory of a model on one GPU, computed from their data sheets.
 
     Prefill is limited by arithmetic: two operations a parameter and token. A step is limited by memory: it reads the
-    weights, in two bytes a parameter, and the KV cache of its requests.
+    weights, in two bytes a parameter, and the KV cache of its requests. Raises ConfigError if the weights do not fit.
     """
     gpu, model = GPU_BY_NAME[gpu_name], MODEL_BY_NAME[model_name]
     weight_bytes = 2 * model.parameter_count
@@ -190,8 +190,9 @@ def _make_preset_spec(gpu_name: str, model_name: str) -> SimulationSpec:
     if kv_tokens < 1:
         raise ConfigError(f"--simulate {gpu_name}:{model_name}: the weights do not fit in the memory of one such GPU")
     bytes_per_s = BANDWIDTH_SHARE * gpu.bytes_per_s
+    operations_per_s = COMPUTE_SHARE * gpu.bf16_per_s
     return SimulationSpec(
-        prefill_s_per_token=2 * model.parameter_count / (COMPUTE_SHARE * gpu.bf16_per_s),
+        prefill_s_per_token=2 * model.parameter_count / operations_per_s,
         # A token's scores and sums over a context of n are 4 * n * width operations a layer.
         quadratic_tokens=model.parameter_count / (2 * model.num_layers * model.attention_width),
         step_s=STEP_OVERHEAD_S + weight_bytes / bytes_per_s,

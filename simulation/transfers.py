@@ -35,7 +35,7 @@ class _Transfer:
 
 @dataclass(slots=True)
 class Links:
-    """Transfers under way. The caller calls `advance` at `next_end_s()`."""
+    """Transfers of KV between workers, which share the workers' links. The caller calls `advance` at `next_end_s()`."""
 
     tokens_per_s: float
     _transfers: list[_Transfer] = field(default_factory=list)
@@ -48,7 +48,7 @@ class Links:
         self._share_links()
 
     def advance(self, now: float) -> None:
-        """End the transfers that are complete."""
+        """End the transfers that are complete, but for rounding, and call their `on_end`."""
         self._move(now)
         ended_transfers = [transfer for transfer in self._transfers if transfer.remaining_tokens < 1e-3]
         self._transfers = [transfer for transfer in self._transfers if transfer.remaining_tokens >= 1e-3]

@@ -52,9 +52,9 @@ class ConstrainedAnswers:
     def next_token(self, seq: Sequence, preferred_token: int) -> int:
         """Return the next token of `seq`, a sequence with an answer that must match a grammar.
 
-        Reasoning that the prompt began ends at once. Reasoning that the answer begins is free. After it comes the token
-        that the grammar forces, or one of those that it allows. `preferred_token`: token that the simulation generates
-        where the grammar allows it. Raises GrammarError if the answer cannot go on.
+        It is the token that the grammar forces, or one of those that it allows: `preferred_token` where possible. The
+        grammar does not apply to reasoning. Reasoning that the prompt began ends at once; reasoning that the answer
+        begins is of preferred tokens. Raises GrammarError if the answer cannot go on.
         """
         constraint = seq.request.params.constraint
         assert constraint is not None
@@ -62,11 +62,20 @@ class ConstrainedAnswers:
         reasoning_end = constraint.reasoning_end_token
         prompt_began_reasoning = constraint.reasoning_start_token is None
         first_token = answer_tokens[0] if answer_tokens else preferred_token
-        if reasoning_end is not None and (prompt_began_reasoning or first_token == constraint.reasoning_start_token):
+        has_reasoning = prompt_began_reasoning or first_token == constraint.reasoning_start_token
+        if reasoning_end is not None and has_reasoning:
             if reasoning_end not in answer_tokens:
                 return reasoning_end if prompt_began_reasoning else preferred_token
             answer_tokens = answer_tokens[answer_tokens.index(reasoning_end) + 1 :]
-        state = self._advance_matcher(seq.request.request_id, constraint.lark_grammar, answer_tokens)
+        return self._next_grammar_token(
+            seq.request.request_id, constraint.lark_grammar, answer_tokens, preferred_token=preferred_token
+        )
+
+    def _next_grammar_token(
+        self, request_id: str, grammar: str, answer_tokens: list[int], *, preferred_token: int
+    ) -> int:
+        """Return the token after `answer_tokens`, the part of an answer that matches a grammar so far."""
+        state = self._advance_matcher(request_id, grammar, answer_tokens)
         if not state.forced_token_ids:
             state.forced_token_ids = deque(state.matcher.compute_ff_tokens())
         if state.forced_token_ids:
@@ -74,20 +83,22 @@ class ConstrainedAnswers:
         allowed_bitmask: bytes = state.matcher.compute_bitmask()
         if state.matcher.is_error():
             raise GrammarError(summarize_error(state.matcher))
-        has_tags = PARAMETER_END_TAG in constraint.lark_grammar  # tool calls have their arguments between tags
+        has_tags = PARAMETER_END_TAG in grammar  # tool calls have their arguments between tags
         return self._choose_token(answer_tokens, allowed_bitmask, preferred_token, has_tags=has_tags)
 
     def _choose_token(
         self, answer_tokens: list[int], allowed_bitmask: bytes, preferred_token: int, *, has_tags: bool
     ) -> int:
-        """Return the first of these tokens that the grammar allows.
+        """Return the first of these tokens that the grammar allows, which has a bit for each token in the bitmask.
 
-        The end of the answer once it is long enough; with `has_tags`, the end tag of an argument; the preferred token,
-        unless a word has just begun; a token that closes a part of JSON; the token that the answer has least often.
+        The end of the answer, once it is long enough; with `has_tags`, the end tag of a tool call's argument; the
+        preferred token, unless the last one was a word; a token that closes a part of JSON; the token that the answer
+        has least often.
         """
 
         def is_allowed(token: int) -> bool:
-            return token >> 3 < len(allowed_bitmask) and bool(allowed_bitmask[token >> 3] >> (token & 7) & 1)
+            byte_index, bit = token >> 3, token & 7
+            return byte_index < len(allowed_bitmask) and bool(allowed_bitmask[byte_index] >> bit & 1)
 
         may_end = is_allowed(self._eos_token_id)
         may_prefer = is_allowed(preferred_token) and preferred_token != self._eos_token_id

@@ -34,13 +34,18 @@ def locate_tokenizer(model: str | None) -> ModelFiles:
 
 
 def load_executor(config: EngineConfig, folder: Path) -> Executor:
-    """Make the executor of a simulation, with the tokenizer of a folder. Raises ConfigError, TokenizerError."""
+    """Return what the engine needs to simulate a model: one that makes up tokens, and the sizes of its cache.
+
+    The tokenizer is that of a folder. Raises ConfigError, TokenizerError.
+    """
     assert config.simulate is not None
     spec = read_spec(config.simulate)
     _check_flags(config)
     tokenizer = Tokenizer.load(config.tokenizer or folder, with_fast_encoder=False)
-    if spec.script_turns and (reason := find_unsupported_reason(tokenizer)) is not None:
-        raise ConfigError(f"--simulate: script: turns cannot be said: {reason}")
+    if spec.script_turns:
+        unsupported_reason = find_unsupported_reason(tokenizer)
+        if unsupported_reason is not None:
+            raise ConfigError(f"--simulate: script: turns cannot be said: {unsupported_reason}")
     model = SimulatedModel(config, spec, tokenizer)
     # The blocks have no contents, so any head size is right. With this one, a unit of memory is one block.
     cache_group = GroupSpec(FULL_ATTENTION, layer_indices=(0,), num_kv_heads=1, head_dim=128, dtype_bytes=2)
@@ -77,13 +82,20 @@ class SimulatedModel:
     """
 
     def __init__(self, config: EngineConfig, spec: SimulationSpec, tokenizer: Tokenizer) -> None:
-        self._config, self._spec, self._tokenizer = config, spec, tokenizer
-        self._word_ids, self._script = sample_words(tokenizer), _encode_script(spec, tokenizer)
+        self._config = config
+        self._spec = spec
+        self._tokenizer = tokenizer
+        self._word_ids = sample_words(tokenizer)
+        self._script = _encode_script(spec, tokenizer)
         self._runner: SimulatedRunner | None = None
         """None before `make_runner` and after `close`."""
 
     def make_runner(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None) -> Runner:
-        """Make the runner, which makes up answers. Raises ConfigError if the tokenizer cannot end them."""
+        """Make the object that runs steps: it makes up the tokens of answers, and sleeps as long as a step takes.
+
+        `grammars`: compiles the grammars that some answers must match. Raises ConfigError if answers have an end, and
+        the tokenizer has no token for it.
+        """
         spec = self._spec
         must_end_answers = bool(self._script or spec.answer_tokens)
         if must_end_answers and not eos_token_ids:
@@ -172,18 +184,20 @@ def sample_words(tokenizer: Tokenizer) -> list[int]:
     A client sends an answer back as text, in the history of its next request. The tokenizer encodes these words to the
     same ids again, so that the answer is found in the prefix cache. Without such words, other ids are returned.
     """
+    hf_tokenizer = tokenizer.hf_tokenizer
     token_ids = list(range(tokenizer.vocab_size))
     random.Random(0).shuffle(token_ids)
     word_ids: list[int] = []
     for token_id in token_ids[:_MAX_PROBED_TOKENS]:
-        text = tokenizer.hf_tokenizer.decode([token_id])
+        if len(word_ids) == WORD_COUNT:
+            break
+        text = hf_tokenizer.decode([token_id])
         if not _WORD_PATTERN.fullmatch(text):
             continue
-        # Twice, as the token must stay the same after another word.
-        if tokenizer.hf_tokenizer.encode(text * 2, add_special_tokens=False).ids == [token_id] * 2:
+        # Encoded twice in a row, as the token must be the same after another word.
+        encoded_ids = hf_tokenizer.encode(text * 2, add_special_tokens=False).ids
+        if encoded_ids == [token_id, token_id]:
             word_ids.append(token_id)
-            if len(word_ids) == WORD_COUNT:
-                break
     if word_ids:
         return word_ids
     return [token_id for token_id in token_ids if token_id not in tokenizer.special_ids][:WORD_COUNT]

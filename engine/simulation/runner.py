@@ -34,21 +34,18 @@ def compute_step_seconds(times: StepTimes, plan: StepPlan, block_size: int) -> f
 
     Copies to host memory take no time, because they are made while the step is computed.
     """
-    decode_count = context_tokens = 0
-    prefill_s = 0.0
+    decode_count, context_tokens, prefill_s = 0, 0, 0.0
     for chunk in plan.chunks:
-        is_decode = chunk.end - chunk.start == 1 and chunk.end > chunk.seq.prompt_len
+        chunk_tokens = chunk.end - chunk.start
+        is_decode = chunk_tokens == 1 and chunk.end > chunk.seq.prompt_len
         if is_decode:
             decode_count += 1
             context_tokens += chunk.end
         else:
-            prefill_s += times.compute_prefill_s(chunk.end - chunk.start, chunk.start)
-    loaded_block_count = sum(move.direction is CopyDirection.FROM_HOST for move in plan.block_copies)
-    return (
-        times.compute_decode_s(decode_count, context_tokens)
-        + prefill_s
-        + times.load_s_per_token * block_size * loaded_block_count
-    )
+            prefill_s += times.compute_prefill_s(chunk_tokens, chunk.start)
+    loaded_block_count = sum(copy.direction is CopyDirection.FROM_HOST for copy in plan.block_copies)
+    load_s = times.load_s_per_token * block_size * loaded_block_count
+    return times.compute_decode_s(decode_count, context_tokens) + prefill_s + load_s
 
 
 class SimulatedAnswers:
@@ -76,7 +73,8 @@ class SimulatedAnswers:
         if self._script:
             # A hash of the prompt's last tokens chooses the line.
             prompt_end = seq.token_ids[: seq.prompt_len][-64:]
-            line = self._script[crc32(repr(prompt_end).encode()) % len(self._script)]
+            prompt_hash = crc32(repr(prompt_end).encode())
+            line = self._script[prompt_hash % len(self._script)]
             token_index = output_len % (len(line) + 1)
             return line[token_index] if token_index < len(line) else self._eos_token_id
         if self._answer_length is not None and output_len + 1 == self._answer_length:
@@ -99,7 +97,7 @@ class SimulatedRunner:
         block_size: int = 16,
         constrained_answers: ConstrainedAnswers | None = None,
     ) -> None:
-        """Make a runner with the speed `times`. `clock`: the clock of `Sequence.arrival_s`.
+        """Make a runner with the step times of a simulated device. `clock`: the clock of `Sequence.arrival_s`.
 
         `constrained_answers`: makes answers that must match a grammar; None: requests have no grammars.
         """
@@ -110,7 +108,11 @@ class SimulatedRunner:
         self._sleep = sleep
         self._block_size = block_size
         self._due_at_s = 0.0
-        self._total_lag, self._recent_lag = SimulationLag(), SimulationLag()
+        """When the last step should have ended."""
+        self._total_lag = SimulationLag()
+        """How late the steps ended, since the start."""
+        self._recent_lag = SimulationLag()
+        """How late they ended since the last report in the log."""
         self._next_report_at_s = clock() + REPORT_S
 
     @property
@@ -122,7 +124,10 @@ class SimulatedRunner:
         return partial(self._execute, plan)
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        """Make up the tokens of a step, and sleep until its simulated end."""
+        """Make up the tokens of a step, and sleep until its simulated end.
+
+        The step begins when the one before should have ended, or when the first of its requests arrived.
+        """
         first_arrival_s = min(chunk.seq.arrival_s for chunk in plan.chunks)
         step_s = compute_step_seconds(self._times, plan, self._block_size)
         self._due_at_s = max(self._due_at_s, first_arrival_s) + step_s
