@@ -143,11 +143,7 @@ class CacheState:
         return {match.holder: match for match in self._index.match(prompt.prepared_ids, prompt.scope)}
 
     def find_cache_hits(
-        self,
-        prompt: PromptQuery,
-        targets: Sequence[Target],
-        matches: dict[HolderId, Match] | None,
-        now: float,
+        self, prompt: PromptQuery, targets: Sequence[Target], matches: dict[HolderId, Match] | None, now: float
     ) -> list[Candidate]:
         """Return a candidate for each target, with the length of the prompt's prefix that is cached there.
 
@@ -164,8 +160,8 @@ class CacheState:
             candidate = Candidate(target)
             candidates.append(candidate)
             if approximate_caches and target.name in approximate_caches:
-                cached_tokens = approximate_caches[target.name].count_cached_tokens(keys)
-                candidate.cached_tokens = candidate.resident_tokens = cached_tokens
+                candidate.cached_tokens = approximate_caches[target.name].count_cached_tokens(keys)
+                candidate.resident_tokens = candidate.cached_tokens
                 continue
             match = matches.get(target.holder)
             if match is None:
@@ -223,7 +219,7 @@ class CacheState:
         self._add_duplicate_chunks(target, -duplicate_count)
         if ended_session is not None:
             self.recent_prompts.end_session(keys, ended_session)
-        request.prompt = request.pin = None  # frees memory: others may hold the request for some time
+        request.prompt, request.pin = None, None  # frees memory: others may hold the request for some time
         if pin is None:
             return
         if is_computed:

@@ -28,6 +28,7 @@ from router.decide.policy import (
 )
 from router.decide.price import (
     Candidate,
+    PoolLoad,
     RequestFacts,
     TransferPlan,
     compute_congestion,
@@ -173,31 +174,38 @@ class Chooser:
             matches = self._cache_state.match(prompt)
         best_sources = find_best_sources(sources, matches) if sources and matches is not None else []
 
-        # What the price depends on at every target.
-        facts = RequestFacts(
-            now, request.prompt_tokens, self._output_lengths.estimate_length(request), utilisation_decay
-        )
+        # The prices, and the winner.
+        output_tokens = self._output_lengths.estimate_length(request)
+        facts = RequestFacts(now, request.prompt_tokens, output_tokens, utilisation_decay)
         facts.can_move_prefill = can_move_prefill
         pool_load = sum_loads(targets) if load_order is None else load_order.pool_load
-        facts.congestion = compute_congestion(
-            pool_load, find_shortest_wait_s(shortlist, now), queued_s, utilisation_decay, self._cost_config
-        )
+        self._set_congestion(facts, pool_load, shortlist, queued_s)
         if prompt is not None:
             self._add_shared_prefix(facts, prompt, shortlist)
         if best_sources and matches is not None:
             self._reduce_copy_reuse(facts, best_sources[0], matches)
-
-        # The prices, and the winner.
         choice = self._price_targets(request, facts, prompt, shortlist, matches, queued_ahead_s)
         plans = self._plan_transfers(choice, sources, best_sources, matches or {}) if sources else []
         self._add_plans(choice, plans)
         choice.winner = self._pick_winner(request, choice)
         if not explain or shortlist is targets:
             return choice
+
+        # The same choice, with the prices of the targets that are not on the shortlist.
         explained_choice = self._price_targets(request, facts, prompt, targets, None, queued_ahead_s)
         self._add_plans(explained_choice, plans)
         explained_choice.winner = explained_choice.find_candidate(choice.winner.target, choice.winner.plan)
         return explained_choice
+
+    def _set_congestion(self, facts: RequestFacts, pool_load: PoolLoad, targets: list[Target], queued_s: float) -> None:
+        """Set how much a second of new prefill costs later requests, by the load of the pool and of these targets."""
+        facts.congestion = compute_congestion(
+            pool_load,
+            find_shortest_wait_s(targets, facts.now),
+            queued_s,
+            facts.utilisation_decay,
+            self._cost_config,
+        )
 
     def _prepare_query(self, request: RouteRequest) -> PromptQuery | None:
         """Return a request's prompt, prepared for look-ups in the prefix index; None if it was not tokenised."""
@@ -243,8 +251,7 @@ class Chooser:
         plans = planner.plan_pulls(choice.candidates, best_sources, matches)
         if choice.request_facts.can_move_prefill:
             least_busy = find_least_busy(sources, choice.request_facts.now)
-            best_prefillers = filter(can_prefill, best_sources)
-            prefillers = list(dict.fromkeys([*least_busy, *best_prefillers]))
+            prefillers = list(dict.fromkeys([*least_busy, *filter(can_prefill, best_sources)]))
             priced_prefillers = self._price_prefills(choice, prefillers, matches)
             plans += planner.plan_prefills(choice.candidates, priced_prefillers)
         return plans
@@ -296,9 +303,8 @@ class Chooser:
         plans = self._make_planner(choice).plan_prefills([choice.winner], priced_sources, uses_paused_pairs=True)
         if not plans:
             return False
-        best_plan = plans[0]
-        self._add_plans(choice, [best_plan])
-        choice.winner = best_plan
+        self._add_plans(choice, plans[:1])
+        choice.winner = plans[0]
         return True
 
     def _find_partners(self, request: RouteRequest, target: Target, excluded_sources: frozenset[str]) -> list[Target]:

@@ -251,8 +251,7 @@ class RouterCore:
         """Record that the prompt of a request was computed by another worker than the one that will answer.
 
         Its KV moves to the answering worker from now on; with `is_kv_transferred` it has moved already. The computing
-        worker had `cached_tokens` of the prompt; None if it does not report that. Return instructions for queued
-        requests, which may now be sent.
+        worker had `cached_tokens` of the prompt; None if it does not report that.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None or attempt.prefill_leg is None:
@@ -291,14 +290,13 @@ class RouterCore:
         """End a request after its answer was passed on to the client, and learn from the answer.
 
         `usage`: token counts that the engine reports. `is_error`: the answer is an error for which the worker computed
-        nothing. Return instructions for queued requests, which may now be sent.
+        nothing. Returns the instructions for queued requests that can be sent now.
         """
         attempt = self._get_attempt(request_id)
         if attempt is None:
             return []
-        active_request, decision, engine_usage = self._active_requests[request_id], attempt.decision, usage
-        if engine_usage is None:
-            engine_usage = ReportedUsage()
+        active_request, decision = self._active_requests[request_id], attempt.decision
+        engine_usage = usage or ReportedUsage()
         if decision.is_split:  # the prompt was computed by another worker, which had other tokens cached
             engine_usage = ReportedUsage(engine_usage.prompt_tokens, None, engine_usage.completion_tokens)
         elif _has_missing_transfer(decision, engine_usage):
@@ -474,10 +472,9 @@ class RouterCore:
     def _try_again(
         self, active_request: ActiveRequest, continuation: RouteRequest | None, kind: FailureKind, now: float
     ) -> Forward | Enqueue | Refuse:
-        """Send a request to another worker after an attempt failed, or queue it; refuse it if that is impossible.
+        """Send a request to another worker after an attempt failed, or queue it; else refuse it because of `kind`.
 
-        `continuation`: request for the rest of an answer that has begun, which is sent instead. `kind`: how the attempt
-        failed, for the refusal.
+        `continuation`: request for the rest of an answer that has begun, which is sent instead.
         """
         instruction: Forward | Enqueue | Refuse | None = None
         may_crash_workers = active_request.crash_suspicions >= CRASH_SUSPICIONS_MAX
@@ -544,10 +541,7 @@ class RouterCore:
         return alarms
 
     def _compare_usage(self, request: RouteRequest, decision: Decision, usage: ReportedUsage) -> None:
-        """Let the watchdog compare the tokens that an engine reports for an answer with those that were predicted.
-
-        The watchdog raises an alarm if too many predictions for a worker are wrong.
-        """
+        """Compare the tokens that an engine reports for an answer with those predicted, for the worker's alarms."""
         worker = self.workers.get(decision.worker)
         if worker is None:
             return

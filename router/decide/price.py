@@ -301,7 +301,7 @@ def compute_congestion(
     backlog_s = shortest_wait_s + queued_s / pool.worker_count
     backlog = 0.0
     if pool.prefill_rate > 0.0:
-        backlog = backlog_s * pool.arrival_rate / pool.prefill_rate  # the mean prefill: prefill_rate / arrival_rate
+        backlog = backlog_s * pool.arrival_rate / pool.prefill_rate  # in prefills of mean length
     ratio = min(utilisation, 2.0) * (1.0 + backlog) / max(1.0 - utilisation, 0.1)
     return min(max(config.congestion_weight * ratio, CONGESTION_MIN), CONGESTION_MAX)
 

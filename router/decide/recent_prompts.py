@@ -71,7 +71,7 @@ class RecentPrompts:
         `keys` are the keys of the prompt's chunks. Chunks that no recent prompt had become a new segment. A segment of
         which the prompt has only a part is split first, and two that are now used by the same prompts are joined.
         """
-        duplicate_count = start = 0
+        duplicate_count, start = 0, 0
         previous_segment: _Segment | None = None
         while start < len(keys):
             segment = self._segments.get(keys[start])

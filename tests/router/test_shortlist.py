@@ -199,7 +199,7 @@ def test_the_order_follows_transfers() -> None:
     order.update(0.01, 1.0)
     core.tracker.start_transfer(request, 0.5, 0.01)
     order.update(0.01, 1.0)
-    assert order._key_by_holder[target.holder] == order._compute_sort_key(target, 0.01, 1.0)
+    assert order._price_by_holder[target.holder] == order._compute_price(target, 0.01, 1.0)
 
 
 def test_the_order_follows_loads_peers_and_time() -> None:
@@ -220,7 +220,7 @@ def test_the_order_follows_loads_peers_and_time() -> None:
         order.check_invariants()
     order.update(now, core.tracker.compute_utilisation_decay(now))  # the last one's load too
     fresh = sorted(
-        order._compute_sort_key(target, now, core.tracker.compute_utilisation_decay(now))
+        order._compute_price(target, now, core.tracker.compute_utilisation_decay(now))
         for target in order.targets.values()
     )
     sort_keys = [key for key, _ in order._sorted_holders]
