@@ -54,25 +54,25 @@ def decode_batch_rank(payload: bytes) -> int | None:
 
 
 def decode_batch(payload: bytes) -> DecodedBatch:
-    """Decode a batch of events from any known version of an engine.
+    """Decode a batch of KV cache events from any known version of an engine.
 
-    Events that are malformed or of an unknown type are left out and counted in the result. Raises DecodeError if the
-    payload is not `[ts, events, rank]` in msgpack.
+    Events that are malformed or of an unknown type are left out of the batch, and reported in the result. Raises
+    DecodeError if the payload is not `[timestamp, events, rank]` in msgpack.
     """
     try:
         raw_batch = _RAW_BATCH_DECODER.decode(payload)
     except _DECODE_ERRORS as error:
         raise DecodeError(f"unreadable event batch of {len(payload)} bytes: {error}") from error
     decoded_batch = DecodedBatch(EventBatch(raw_batch.ts, [], raw_batch.data_parallel_rank))
-    type_counts = decoded_batch.unknown_type_counts
+    unknown_type_counts = decoded_batch.unknown_type_counts
     for event_index, raw_event in enumerate(raw_batch.events):
         try:
             type_name, event = parse_event(raw_event)
         except _DECODE_ERRORS as error:
             decoded_batch.errors.append(f"event {event_index}: {error}")
             continue
-        if event is None:
-            type_counts[type_name] = type_counts.get(type_name, 0) + 1
-        else:
+        if event is not None:
             decoded_batch.batch.events.append(event)
+        else:
+            unknown_type_counts[type_name] = unknown_type_counts.get(type_name, 0) + 1
     return decoded_batch

@@ -18,8 +18,8 @@ Positive = Annotated[int, msgspec.Meta(ge=1, le=10**9)]
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a worker's event publisher, read from the JSON of `--kv-events-config`.
 
-    Keys and defaults are vLLM's, so given settings publish nothing unless they enable events. Without the flag, our
-    engine publishes. The texts in the annotations are the help of the command line.
+    Keys and defaults are vLLM's: with the flag, events are published only if `enable_kv_cache_events` is set. Without
+    the flag, our engine publishes. The texts in the annotations are the help of the command line.
     """
 
     enable_kv_cache_events: Annotated[bool, "Publish events. On where none of these settings is given."] = False

@@ -36,15 +36,16 @@ def parse_event(raw_event: Raw) -> tuple[str, Event | None]:
     Some engines send an event as a map, others as an array with the type and the fields in their fixed order. Raises
     ValidationError or UnicodeDecodeError for a malformed event.
     """
-    values = _EVENT_DECODER.decode(raw_event)
-    if isinstance(values, list):
-        if not values:
+    decoded_event = _EVENT_DECODER.decode(raw_event)
+    if isinstance(decoded_event, list):
+        if not decoded_event:
             raise ValidationError("empty array")
-        type_name = _TEXT_DECODER.decode(values[0])
+        raw_type, *raw_values = decoded_event
+        type_name = _TEXT_DECODER.decode(raw_type)
         field_names = _POSITIONAL_FIELDS.get(type_name, ())
-        raw_value_by_field = dict(zip(field_names, values[1:]))  # further values of newer versions are ignored
+        raw_value_by_field = dict(zip(field_names, raw_values))  # further values of newer versions are ignored
     else:
-        raw_value_by_field = msgspec.structs.asdict(values)
+        raw_value_by_field = msgspec.structs.asdict(decoded_event)
         type_name = raw_value_by_field.pop("type")
     event_class = EVENT_CLASS_BY_NAME.get(type_name)
     if event_class is None:
@@ -64,32 +65,33 @@ def _infer_block_size(event: BlockStored) -> None:
 
 
 def _move_texts_to_extra_keys(event: BlockStored) -> None:
-    """Move the texts among an event's token ids to the extra keys of their blocks, and put 0 in their places.
+    """Replace the names of media among an event's token ids by 0, and add them to the extra keys of their blocks.
 
-    TensorRT-LLM names an image or other media by a text that stands among the token ids. A block gets only the first of
-    its texts, as (text, offset in the block). Raises ValidationError if the tokens do not fill the blocks exactly.
+    TensorRT-LLM puts a text that names an image or other media among the token ids. The first text of each block
+    becomes the key (text, offset in the block). Raises ValidationError if the tokens do not fill the blocks exactly.
     """
     token_ids: list[Any] = event.token_ids
-    if str not in map(type, token_ids):
+    has_text = str in map(type, token_ids)
+    if not has_text:
         return
     block_count, block_size = len(event.block_hashes), event.block_size
     if not block_count or block_count * block_size != len(token_ids):
         raise ValidationError("BlockStored.token_ids has texts and not one name a block")
     keys_by_block: list[Any] = list(event.extra_keys or ())
     keys_by_block += [None] * (block_count - len(keys_by_block))
-    first_position_by_block: dict[int, int] = {}
-    for position, value in enumerate(token_ids):
-        if isinstance(value, str):
-            first_position_by_block.setdefault(position // block_size, position)
-    for block_index, position in first_position_by_block.items():
-        other_keys = keys_by_block[block_index] or ()
-        keys_by_block[block_index] = (*other_keys, (token_ids[position], position % block_size))
+    for block_index in range(block_count):
+        block_tokens = token_ids[block_index * block_size : (block_index + 1) * block_size]
+        for offset, token in enumerate(block_tokens):
+            if isinstance(token, str):
+                other_keys = keys_by_block[block_index] or ()
+                keys_by_block[block_index] = (*other_keys, (token, offset))
+                break
     event.extra_keys = keys_by_block
-    event.token_ids = [0 if isinstance(value, str) else value for value in token_ids]
+    event.token_ids = [0 if isinstance(token, str) else token for token in token_ids]
 
 
 def _decode_fields(event_class: type[Event], raw_value_by_field: dict[str, Raw]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the decoded value of each field of an event; the value of a missing field is None.
+    """Yield the name and the decoded value of each field of `event_class`; the value of a missing field is None.
 
     Raises ValidationError, which names the field, for a malformed value and for a missing field that is required.
     """

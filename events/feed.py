@@ -60,6 +60,8 @@ LIVE_SLICE, LIVE_SLICE_BYTES = 128, 1 << 20
 REPLY_SLICE = 256
 TURN_BYTES = 256 << 10
 """Most bytes of payload that are applied for one stream before other streams are served."""
+REPLY_COST_BYTES = 64
+"""Bytes for which each message of a reply counts besides its payload, as small ones take time too."""
 TICK_S = 0.1
 STUCK_AFTER_S = 15.0
 """Seconds without a tick after which the thread counts as stuck."""
@@ -89,22 +91,25 @@ class EventFeed:
         self._context: Context = zmq.Context()
         # As many sockets as ZeroMQ can have: the default of 1,023 is used up by 341 streams.
         self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
+
         self._loop = make_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-feed", daemon=True)
         self._lock = threading.Lock()
         """Held while a command is submitted, so that the loop is not closed meanwhile."""
         self._is_closing = False
         self._ticked_at_s = 0.0
+
+        self._stream_by_id: dict[str, FollowedStream] = {}
         self._subscription_by_socket: dict[Any, Subscription] = {}
         """Subscription of each SUB socket and of each monitor socket."""
         self._stream_by_dealer: dict[Any, FollowedStream] = {}
         """Stream of each DEALER socket, on which the replies to a request come."""
-        self._stream_by_id: dict[str, FollowedStream] = {}
         self._busy_streams: set[FollowedStream] = set()
-        """Streams with work, which is done in turns of the loop."""
+        """Streams with queued work, of which a part is done in each turn of the loop."""
         self._is_turn_scheduled = False
         self._scheduled_sockets: set[Any] = set()
         """Sockets that are read in the next turn of the loop."""
+
         self.ignored_message_count = 0
         """Live messages whose topic belongs to no followed stream."""
         self.fault_count = 0
@@ -219,9 +224,9 @@ class EventFeed:
             self._loop.call_soon(self._read_socket, socket)
 
     def _read_socket(self, socket: Any) -> None:
-        """Read some messages of a socket, unless a handler has closed it.
+        """Read some messages of a SUB, monitor or DEALER socket, unless the socket was closed meanwhile.
 
-        ZeroMQ reports a socket only once for several messages, so that one with more input is read in the next turn.
+        ZeroMQ reports several new messages only once, so a socket with more input is read again in the next turn.
         """
         self._scheduled_sockets.discard(socket)
         subscription = self._subscription_by_socket.get(socket)
@@ -231,9 +236,9 @@ class EventFeed:
         if stream is not None:
             self._run_guarded(stream, self._read_replies, stream)
         elif subscription is not None:
-            read = self._read_monitor if socket is subscription.monitor else self._read_live
-            own_stream = subscription.stream if isinstance(subscription, StreamSubscription) else None
-            self._run_guarded(own_stream, read, subscription)
+            read_messages = self._read_monitor if socket is subscription.monitor else self._read_live
+            failed_stream = subscription.stream if isinstance(subscription, StreamSubscription) else None
+            self._run_guarded(failed_stream, read_messages, subscription)
         if not socket.closed and _has_input(socket):
             self._schedule_read(socket)
 
@@ -252,7 +257,7 @@ class EventFeed:
                 stream.disconnected_at = now
                 self._run_guarded(stream, self._reopen, stream)
             elif not stream.is_busy:
-                self._run_guarded(stream, self._apply_stimulus, stream, lambda state: state.on_tick(now))
+                self._run_guarded(stream, self._update_state, stream, lambda state: state.on_tick(now))
 
     def _run_guarded(self, stream: FollowedStream | None, work: Callable[..., object], *args: object) -> None:
         """Run `work`, and do not let an exception end the thread, which follows all streams.
@@ -267,30 +272,30 @@ class EventFeed:
                 logger.exception("the thread that reads events goes on after an error")
                 time.sleep(FAULT_PAUSE_S)
             else:
-                self._reset(stream, error)
+                self._restart_stream(stream, error)
 
-    def _reset(self, stream: FollowedStream, error: Exception) -> None:
-        """Begin a stream anew after an exception: have all of its blocks removed, and follow it again after a pause.
+    def _restart_stream(self, stream: FollowedStream, error: Exception) -> None:
+        """Forget all about a stream of cache events after an exception, and follow it again after a pause.
 
-        It is unknown which events were handled before the exception, so the handler is told that the stream has no
-        blocks, that a message was malformed, and that the connection, if there is a subscription, is lost. Each pause
-        is twice as long as the one before, up to MAX_RETRY_S.
+        It is unknown which events were handled before, so the handler is told to remove all blocks of the stream.
         """
         stream.fault_count += 1
-        doublings = min(stream.fault_count - 1, 10)
-        pause_s = min(RETRY_S * 2**doublings, MAX_RETRY_S)
+        pause_s = _choose_retry_pause_s(stream.fault_count)
         reason = f"{type(error).__name__}: {error}"
         stream_id = stream.source.stream_id
         is_surprising = stream.fault_count == 1 and not isinstance(error, EventsError)
         logger.error("stream %s begins anew in %g s: %s", stream_id, pause_s, reason, exc_info=is_surprising)
+
         self._cancel_request(stream)
         self._busy_streams.discard(stream)
         stream.reset(time.monotonic() + pause_s)
-        # Each call is guarded by itself, because the handler may be what raised the exception.
-        for instruction in (Clear(reason), MalformedMessage(reason)):
-            self._run_guarded(None, self._handle, stream_id, instruction, stream.topic)
+
+        notices: list[Instruction] = [Clear(reason), MalformedMessage(reason)]
         if stream.subscription is not None:
-            self._run_guarded(None, self._handle, stream_id, Connection(False), stream.topic)
+            notices.append(Connection(False))
+        for notice in notices:
+            # Guarded one by one, because the handler may have raised the exception.
+            self._run_guarded(None, self._handle, stream_id, notice, stream.topic)
 
     def _add(self, source: StreamSource) -> None:
         """Follow a stream, in place of one with the same id."""
@@ -352,11 +357,12 @@ class EventFeed:
             self._subscription_by_socket.pop(socket, None)
         subscription.close()
 
-    def _apply_stimulus(self, stream: FollowedStream, stimulus: Callable[[StreamState], list[Instruction]]) -> None:
-        self._enqueue_instructions(stream, stimulus(stream.stream_state))
+    def _update_state(self, stream: FollowedStream, update: Callable[[StreamState], list[Instruction]]) -> None:
+        """Call a method of a stream's state machine, and queue the instructions that the method returns."""
+        self._enqueue_instructions(stream, update(stream.stream_state))
 
     def _read_monitor(self, subscription: Subscription) -> bool:
-        """Handle what a socket's monitor reports about its connections; return whether it reported anything.
+        """Handle connections that began or ended, as ZeroMQ's monitor of a SUB socket reports; return whether any did.
 
         A StreamSubscription has one connection, to the publisher of its stream. A bound socket has a connection from
         each publisher, and the stream of a publisher is unknown until its first message comes.
@@ -409,20 +415,13 @@ class EventFeed:
                 self._run_guarded(stream, self._on_disconnected, stream)
 
     def _read_live(self, subscription: Subscription) -> None:
-        """Read and handle some of the live messages that wait in a socket, so that other sockets get their turn.
+        """Read and handle some of the live messages that wait in a SUB socket.
 
-        Messages of a stream that has not worked off the earlier ones stay in ZeroMQ's queue.
+        While a stream has queued work, its further messages stay in ZeroMQ's queue.
         """
         if isinstance(subscription, StreamSubscription) and subscription.stream.is_busy:
             return
-        messages: list[list[zmq.Frame]] = []
-        received_bytes = 0
-        while len(messages) < LIVE_SLICE and received_bytes < LIVE_SLICE_BYTES:
-            try:
-                messages.append(subscription.receive())
-            except zmq.Again:
-                break
-            received_bytes += sum(len(frame) for frame in messages[-1])
+        messages = self._receive_live(subscription)
         # ZeroMQ reports the end of a connection before messages of the next one can be received. So without a report
         # now, all messages came on the known connection. Otherwise they are dropped, and the replay that follows a new
         # connection brings them again. On a bound socket each message itself tells its connection.
@@ -432,8 +431,24 @@ class EventFeed:
         for frames in messages:
             self._handle_live_message(subscription, frames)
 
+    def _receive_live(self, subscription: Subscription) -> list[list[zmq.Frame]]:
+        """Return the frames of the next live messages; at most LIVE_SLICE, so that other sockets get their turn."""
+        messages: list[list[zmq.Frame]] = []
+        received_bytes = 0
+        while len(messages) < LIVE_SLICE and received_bytes < LIVE_SLICE_BYTES:
+            try:
+                frames = subscription.receive()
+            except zmq.Again:
+                break
+            messages.append(frames)
+            received_bytes += sum(map(len, frames))
+        return messages
+
     def _handle_live_message(self, subscription: Subscription, frames: list[zmq.Frame]) -> None:
-        """Give a live message to its stream; drop and count it if it is of no stream, or its stream is full."""
+        """Give a live message to the state machine of its stream, and queue the work that results.
+
+        The message is dropped and counted if its topic belongs to no stream, or if too much of its stream waits.
+        """
         try:
             message = parse_live_message([frame.bytes for frame in frames])
         except DecodeError as error:
@@ -450,12 +465,11 @@ class EventFeed:
             stream.stream_state.dropped_message_count += 1
             return
         stream.topic = message.topic
-        self._run_guarded(
-            stream,
-            self._apply_stimulus,
-            stream,
-            lambda state: state.on_live_batch(message.seq, message.payload, time.monotonic(), message.publisher_id),
-        )
+
+        def handle_batch(state: StreamState) -> list[Instruction]:
+            return state.on_live_batch(message.seq, message.payload, time.monotonic(), message.publisher_id)
+
+        self._run_guarded(stream, self._update_state, stream, handle_batch)
 
     def _report_malformed(self, stream: FollowedStream | None, error: DecodeError) -> None:
         if stream is None:
@@ -473,17 +487,22 @@ class EventFeed:
         """
         stream = subscription.stream_by_topic.get(topic)
         if stream is None:
-            is_new = subscription.record_unclaimed_topic(topic, descriptor)
-            if is_new and not self._claim_topic(subscription, topic):
-                has_room = len(subscription.descriptor_by_unclaimed_topic) < MAX_TOPICS
-                level = logging.WARNING if has_room else logging.DEBUG
-                logger.log(level, "events of topic %r are ignored", topic)
+            self._match_topic(subscription, topic, descriptor)
             return subscription.stream_by_topic.get(topic)
-        if subscription.descriptor_by_topic.get(topic) != descriptor:
+        has_reconnected = subscription.descriptor_by_topic.get(topic) != descriptor
+        if has_reconnected:
             self._run_guarded(stream, self._on_disconnected, stream)
             subscription.descriptor_by_topic[topic] = descriptor
             self._run_guarded(stream, self._on_connected, stream)
         return stream
+
+    def _match_topic(self, subscription: BoundSubscription, topic: bytes, descriptor: int) -> None:
+        """Search the stream of a topic that has none yet, once; log if there is none."""
+        is_new = subscription.record_unclaimed_topic(topic, descriptor)
+        if is_new and not self._claim_topic(subscription, topic):
+            has_room = len(subscription.descriptor_by_unclaimed_topic) < MAX_TOPICS
+            level = logging.WARNING if has_room else logging.DEBUG
+            logger.log(level, "events of topic %r are ignored", topic)
 
     def _claim_topic(self, subscription: BoundSubscription, topic: bytes) -> bool:
         """Follow an unclaimed topic if it belongs to a stream; return whether it does."""
@@ -510,29 +529,32 @@ class EventFeed:
         self._mark_busy(stream)
 
     def _process_stream(self, stream: FollowedStream) -> None:
-        """Perform the waiting work of a stream, up to TURN_BYTES, so that the other streams get their turn.
+        """Perform queued work of a stream, until it has used TURN_BYTES and other streams get their turn.
 
-        Replies come after other work.
+        Replies to a request are read only when no other work is queued.
         """
         used_bytes = 0
         while stream.is_busy and used_bytes < TURN_BYTES:
-            if not stream.pending_work:
-                frames = stream.pop_reply()
-                used_bytes += 64 + sum(map(len, frames)) // 16  # its payload is counted when it is applied
-                stream.enqueue(self._handle_reply(stream, frames))
-                continue
-            work = stream.pop_work()
-            if isinstance(work, Instruction):
-                used_bytes += len(work.payload) if isinstance(work, Apply) else 0
-                self._perform(stream, work)
+            if stream.pending_work:
+                used_bytes += self._perform_next(stream)
             else:
-                used_bytes = TURN_BYTES  # one slice in each turn
-                has_more = work()
-                if has_more:
-                    stream.pending_work.appendleft(work)
+                frames = stream.pop_reply()
+                stream.enqueue(self._handle_reply(stream, frames))
+                used_bytes += REPLY_COST_BYTES + sum(map(len, frames)) // 16  # it counts in full when it is applied
         self._report_dropped_messages(stream)
         if not stream.is_busy:
             self._busy_streams.discard(stream)
+
+    def _perform_next(self, stream: FollowedStream) -> int:
+        """Perform an instruction, or one slice of long work; return the bytes that this uses of the stream's turn."""
+        work = stream.pop_work()
+        if isinstance(work, Instruction):
+            self._perform(stream, work)
+            return len(work.payload) if isinstance(work, Apply) else 0
+        has_more = work()
+        if has_more:
+            stream.pending_work.appendleft(work)
+        return TURN_BYTES  # one slice in each turn
 
     def _perform(self, stream: FollowedStream, instruction: Instruction) -> None:
         """Send a request, or give another instruction to the handler."""
@@ -558,9 +580,9 @@ class EventFeed:
     def _send_request(
         self, stream: FollowedStream, request_id: int, endpoint: str | None, request: list[bytes]
     ) -> None:
-        """Send a request for batches or a snapshot, in place of an earlier request of this stream.
+        """Ask a publisher for missed batches or for a snapshot, in place of an earlier request of this stream.
 
-        It gets a new connection, so that late replies to the earlier request cannot be taken for replies to this one.
+        Each request has a new connection, so that late replies to an earlier request are not taken for its replies.
         """
         self._cancel_request(stream)
         assert endpoint is not None
@@ -586,9 +608,9 @@ class EventFeed:
             stream.clear_replies()
 
     def _read_replies(self, stream: FollowedStream) -> None:
-        """Queue the replies to a stream's request that have arrived, up to REPLY_SLICE.
+        """Queue the replies to a stream's request that have arrived, at most REPLY_SLICE.
 
-        If the queued replies have too many bytes, the stream cannot keep up: its request fails, and may be repeated.
+        If too many bytes of replies wait, the request fails, and may be repeated.
         """
         dealer = stream.reply_socket
         assert dealer is not None
@@ -605,26 +627,36 @@ class EventFeed:
         self._mark_busy(stream)
 
     def _handle_reply(self, stream: FollowedStream, frames: list[bytes]) -> list[Instruction]:
-        """Give one message of a reply to the stream's state; return what is to be done about it."""
-        now, request_id = time.monotonic(), stream.request_id
+        """Give one message of a reply to the stream's state machine; return the instructions that result.
+
+        A reply to a replay request ends with a marker. The socket for snapshots sends one message only.
+        """
+        now = time.monotonic()
+        state, request_id = stream.stream_state, stream.request_id
         try:
             if stream.awaits_snapshot:
                 snapshot = parse_snapshot_message(frames)
                 self._cancel_request(stream)
-                return stream.stream_state.on_snapshot(request_id, *snapshot, now)
+                return state.on_snapshot(request_id, snapshot.last_seq, snapshot.publisher_id, snapshot.chunks, now)
             reply = parse_reply_message(frames)
         except DecodeError as error:
             return [MalformedMessage(str(error))]
         if reply.is_end:
             self._cancel_request(stream)
-            return stream.stream_state.on_reply_end(stream.request_id, now)
-        return stream.stream_state.on_reply(request_id, reply.seq, reply.payload, now, reply.publisher_id)
+            return state.on_reply_end(request_id, now)
+        return state.on_reply(request_id, reply.seq, reply.payload, now, reply.publisher_id)
 
     def _close_sockets(self) -> None:
         for stream in self._stream_by_id.values():
             self._cancel_request(stream)
         for subscription in set(self._subscription_by_socket.values()):
             self._unregister(subscription)
+
+
+def _choose_retry_pause_s(fault_count: int) -> float:
+    """Return the pause after a stream's n-th exception: it doubles each time, up to MAX_RETRY_S."""
+    doubling_count = min(fault_count - 1, 10)
+    return min(RETRY_S * 2.0**doubling_count, MAX_RETRY_S)
 
 
 def _has_input(socket: Any) -> bool:

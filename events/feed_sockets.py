@@ -28,6 +28,7 @@ MAX_REPLIES_BYTES = 256 << 20
 
 Replies are taken out of ZeroMQ's queue at once, as vLLM's ROUTER drops what a slow peer does not take.
 """
+MAX_RECONNECT_PAUSE_MS = 2_000
 MAX_TOPICS, MAX_TOPIC_BYTES = 1_000, 512
 """Most unclaimed topics that a bound socket remembers, and the longest of them in bytes."""
 
@@ -68,33 +69,40 @@ class FollowedStream:
         """Begin to follow a stream at the resume position of its source, or without history."""
         self.source = source
         self.stream_state = self._make_state(source.resume_position)
-        self.topic = (source.topic or "").encode()
-        """Topic of the last live message; replies of older vLLM carry none."""
+
+        # The connection.
         self.subscription: Subscription | None = None
         """Subscription on which the live messages come; None if it could not be opened."""
-        self.reply_socket: Socket | None = None
-        """Socket of the pending request; None if no request is pending."""
-        self.request_id = 0
-        self.awaits_snapshot = False
-        """Whether the pending request was sent to `snapshot_endpoint`."""
+        self.topic = (source.topic or "").encode()
+        """Topic of the last live message; replies of older vLLM carry none."""
         self.is_connected = False
         self.disconnected_at: float | None = None
         """Time at which the connection was lost; None while connected."""
         self.fault_count = 0
         """Exceptions that ended the stream so far."""
         self.retry_at: float | None = None
-        """Time at which the stream is followed again after a fault, without its earlier state."""
+        """Time at which the stream is followed again after an exception, without its earlier state."""
+
+        # Queued work.
         self.pending_work: deque[Instruction | SlicedWork] = deque()
-        """Instructions of the state, and long work, which is ended before anything after it begins."""
+        """Instructions of `stream_state`, and long work; each is complete before the next begins."""
         self.pending_bytes = 0
         """Bytes of the payloads in `pending_work`."""
-        self.reply_frames: list[zmq.Frame] = []
-        """First frames of a reply that has more than were read in one slice."""
-        self.replies: deque[list[bytes]] = deque()
-        """Replies to the pending request, in the order of arrival."""
-        self.reply_bytes = 0
         self.reported_drop_count = 0
-        """Dropped messages that the handler knows of."""
+        """Dropped messages that were reported to the feed's handler."""
+
+        # The pending request for missed batches or a snapshot.
+        self.reply_socket: Socket | None = None
+        """Socket of the request; None if no request is pending."""
+        self.request_id = 0
+        self.awaits_snapshot = False
+        """Whether the request was sent to `snapshot_endpoint`."""
+        self.reply_frames: list[zmq.Frame] = []
+        """Frames of a reply of which the last ones are still to be read."""
+        self.replies: deque[list[bytes]] = deque()
+        """Complete replies, in the order of arrival."""
+        self.reply_bytes = 0
+        """Bytes of `replies`."""
 
     @property
     def is_busy(self) -> bool:
@@ -171,7 +179,7 @@ def receive_frames(socket: Socket, frames: list[zmq.Frame], frames_max: int) -> 
     raise zmq.Again
 
 
-def notice_lost_hosts(socket: Socket, probe_interval_s: int) -> None:
+def enable_keepalive(socket: Socket, probe_interval_s: int) -> None:
     """Have the kernel close connections to hosts that are gone, by TCP keepalive.
 
     ZeroMQ's own heartbeats must not be used with a bound on the queue: libzmq 4.3 ends the process if one fails
@@ -184,7 +192,7 @@ def notice_lost_hosts(socket: Socket, probe_interval_s: int) -> None:
 
 
 class _SubSocket:
-    """SUB socket that receives live messages, and the monitor on which ZeroMQ reports the socket's connections."""
+    """ZeroMQ SUB socket that receives live messages, with a monitor socket that reports its connections."""
 
     def __init__(self, context: Context, topic: str | None) -> None:
         """Create the socket, with bounds on what a publisher can send.
@@ -196,15 +204,15 @@ class _SubSocket:
         self.socket.rcvhwm = MAX_QUEUED_MESSAGES
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, MAX_HANDSHAKE_MS)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_PAUSE_MS)
         self.socket.subscribe(topic or "")
-        notice_lost_hosts(self.socket, KEEPALIVE_S)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        enable_keepalive(self.socket, KEEPALIVE_S)
         self.monitor: Socket = self.socket.get_monitor_socket(_MONITORED)
         self._frames: list[zmq.Frame] = []
-        """First frames of a message that has more than were read in one slice."""
+        """Frames of a message of which the last ones are still to be read."""
 
     def receive(self) -> list[zmq.Frame]:
-        """Return the next message, at most its first MAX_FRAMES + 1 frames. Raises zmq.Again if it is not there yet."""
+        """Return the frames of the next message, at most MAX_FRAMES + 1. Raises zmq.Again if it is not complete yet."""
         receive_frames(self.socket, self._frames, MAX_FRAMES)
         frames, self._frames = self._frames, []
         return frames
@@ -240,21 +248,21 @@ class StreamSubscription(_SubSocket):
 
 
 class BoundSubscription(_SubSocket):
-    """Subscription to publishers that connect to us. The topic of a message identifies its publisher.
+    """Subscription to publishers that connect to us. Each publisher sends its stream under a topic of its own.
 
-    A connection is identified by its file descriptor, as ZeroMQ reports it. A topic is unclaimed until it is matched
-    to a stream.
+    A topic is unclaimed as long as it belongs to no stream that is followed. A connection is identified by its file
+    descriptor, as ZeroMQ reports it.
     """
 
     def __init__(self, context: Context, endpoint: str, find_source: Callable[[str], StreamSource | None]) -> None:
-        """Bind the socket. `find_source` returns the source of a topic's stream. Raises zmq.ZMQError."""
-        super().__init__(context, None)
+        """Bind the socket. `find_source` returns the stream to follow for a topic, or None. Raises zmq.ZMQError."""
+        super().__init__(context, topic=None)
         self.find_source = find_source
         self.stream_by_topic: dict[bytes, FollowedStream] = {}
         self.descriptor_by_topic: dict[bytes, int] = {}
-        """Connection of the last message of each stream's topic."""
+        """Connection of the last message of each topic that belongs to a stream."""
         self.descriptor_by_unclaimed_topic: OrderedDict[bytes, int] = OrderedDict()
-        """Connection of the last message of each topic without a stream, the first seen forgotten first."""
+        """Connection of the last message of each unclaimed topic. If there are too many, the oldest is dropped."""
         self.descriptors: set[int] = set()
         """All connections, also those of peers that have not completed the handshake."""
         self.publisher_count = 0
@@ -267,9 +275,10 @@ class BoundSubscription(_SubSocket):
 
     def unclaim_topics(self, stream: FollowedStream) -> None:
         """Make the topics of a stream unclaimed."""
-        for topic in [topic for topic, topic_stream in self.stream_by_topic.items() if topic_stream is stream]:
-            del self.stream_by_topic[topic]
-            self.descriptor_by_topic.pop(topic, None)
+        for topic, topic_stream in list(self.stream_by_topic.items()):
+            if topic_stream is stream:
+                del self.stream_by_topic[topic]
+                self.descriptor_by_topic.pop(topic, None)
 
     def remove_connection(self, descriptor: int) -> None:
         """Forget a connection. ZeroMQ does not say whether its peer had completed the handshake."""
@@ -277,7 +286,7 @@ class BoundSubscription(_SubSocket):
         self.publisher_count = min(self.publisher_count, len(self.descriptors))
 
     def record_unclaimed_topic(self, topic: bytes, descriptor: int) -> bool:
-        """Record a message whose topic has no stream; return True if the topic was not remembered yet."""
+        """Remember an unclaimed topic and its connection; return whether the topic is new."""
         if len(topic) > MAX_TOPIC_BYTES:
             return False
         is_new = topic not in self.descriptor_by_unclaimed_topic
@@ -291,7 +300,10 @@ Subscription: TypeAlias = StreamSubscription | BoundSubscription
 
 
 def open_request_socket(context: Context, endpoint: str, request: list[bytes]) -> Socket:
-    """Send a request to a publisher, and return the socket on which the reply will come. Raises zmq.ZMQError."""
+    """Send a request to a publisher's ROUTER socket, and return the DEALER socket on which the reply will come.
+
+    Raises zmq.ZMQError.
+    """
     dealer: Socket = context.socket(zmq.DEALER)
     dealer.linger = 0
     dealer.rcvhwm = MAX_QUEUED_MESSAGES

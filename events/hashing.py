@@ -91,26 +91,22 @@ def hash_packed_blocks(
     first_keys: tuple[str, ...] = (),
     other_keys: tuple[str, ...] = (),
 ) -> list[BlockHash]:
-    """Hash the full blocks of token ids that `pack_token_ids` packed; a partial last block has no hash.
+    """Return the hashes of the full blocks of token ids that `pack_token_ids` packed; a partial last block has none.
 
-    The hash of each block covers the hash of the block before it; `parent` precedes the first, None at the start of a
-    prompt. `first_keys` are the extra keys of the first block, `other_keys` those of the others.
+    Each hash covers the hash of the block before. `parent` is the hash of the block before the first one; None at the
+    start of a prompt. `first_keys` are the extra keys of the first block, `other_keys` those of the others.
     """
     block_bytes = block_size * _TOKEN_BYTES
     packed_block_size = _encode_uint32(block_size)
-    packed_keys = other_packed_keys = b""
-    if first_keys or other_keys:
-        packed_keys, other_packed_keys = _pack_keys(first_keys), _pack_keys(other_keys)
-    block_digest: int = ROOT_HASH if parent is None else parent
+    packed_keys = _pack_keys(first_keys)
+    other_packed_keys = _pack_keys(other_keys)
+    block_hash: int = ROOT_HASH if parent is None else parent
     hashes: list[BlockHash] = []
     for start_byte in range(0, len(packed_ids) - block_bytes + 1, block_bytes):
-        block_digest = xxh3_64_intdigest(
-            block_digest.to_bytes(8, "little")
-            + packed_block_size
-            + packed_ids[start_byte : start_byte + block_bytes]
-            + packed_keys
-        )
-        hashes.append(BlockHash(block_digest))
+        packed_parent = block_hash.to_bytes(8, "little")
+        packed_tokens = packed_ids[start_byte : start_byte + block_bytes]
+        block_hash = xxh3_64_intdigest(packed_parent + packed_block_size + packed_tokens + packed_keys)
+        hashes.append(BlockHash(block_hash))
         packed_keys = other_packed_keys
     return hashes
 

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -45,21 +45,22 @@ CONNECT_PATIENCE_S = 3.0
 
 @dataclass(frozen=True)
 class EventFilter:
-    """Selects the events to show, by the program's options. An empty field selects all of them."""
+    """Selects the KV cache events to show, by the options of the command line. An empty field selects all."""
 
     types: tuple[str, ...] = ()
     """`stored`, `removed` or `cleared`."""
     groups: tuple[int, ...] = ()
     media: tuple[str, ...] = ()
     holders: tuple[str, ...] = ()
-    """Parts of the names of streams."""
+    """Texts of which a stream's name must contain one."""
 
     def matches_stream(self, stream_id: str) -> bool:
         return not self.holders or any(holder in stream_id for holder in self.holders)
 
     def matches(self, event: Event) -> bool:
-        """Return whether to show an event. A clearing concerns every group and medium."""
-        if self.types and not isinstance(event, tuple(EVENT_CLASS_BY_NAME[name] for name in self.types)):
+        """Return whether to show an event. The event that clears the cache is of every group and medium."""
+        shown_classes = tuple(EVENT_CLASS_BY_NAME[name] for name in self.types)
+        if shown_classes and not isinstance(event, shown_classes):
             return False
         if isinstance(event, events.AllBlocksCleared):
             return True
@@ -70,7 +71,7 @@ class EventFilter:
 
 @dataclass
 class PositionFile:
-    """File with the last batch shown of each stream, so that the program can continue there after a kill."""
+    """File with the position of the last batch shown of each stream, where the program continues when started again."""
 
     path: Path | None
     """None: positions are not saved."""
@@ -88,7 +89,7 @@ class PositionFile:
             raise click.ClickException(f"--state {path}: not a state file of kv_subscriber: {error}") from error
 
     def record(self, item: Message | Notice) -> None:
-        """Take over the position of a batch; after a clearing, the stream has no position."""
+        """Remember the position of a batch, to be saved later. After a `Clear` notice a stream has no position."""
         if isinstance(item, Message):
             if item.position is not None:
                 self.position_by_stream[item.stream_id] = item.position
@@ -135,6 +136,7 @@ def format_event(event: Event, *, show_tokens: bool) -> str:
 
 
 def format_notice(notice: object) -> str:
+    """Return the text to print for a notice: something that happened to a stream besides its batches."""
     if isinstance(notice, events.Gap):
         return f"GAP      seq {notice.first_seq} to {notice.next_seen - 1} are missing; asking for replay"
     if isinstance(notice, events.PublisherRestarted):
@@ -152,7 +154,10 @@ def format_notice(notice: object) -> str:
 
 
 def format_text_lines(item: Message | Notice, event_filter: EventFilter, *, show_tokens: bool) -> Iterator[str]:
-    """Yield a line for a notice, or for each event of a batch that the filter selects or that could not be read."""
+    """Yield the lines of text to print for a notice, or for the events of a batch that the filter selects.
+
+    Events of the batch that could not be read have lines, too.
+    """
     time_of_day = time.strftime("%H:%M:%S")
     if isinstance(item, Notice):
         yield f"{time_of_day} {item.stream_id} {format_notice(item.content)}"
@@ -216,12 +221,12 @@ def open_recording(path: Path | None) -> Any:
 def iter_sources(
     addresses: tuple[str, ...], replays: tuple[str, ...], topic: str | None, config: StreamConfig
 ) -> Iterator[StreamSource]:
-    """Yield the streams at the addresses of the command line.
+    """Yield the streams of KV cache events at the addresses of the command line.
 
-    An address is a publisher's (`tcp://`, `ipc://`), or the URL of a worker, which is asked for its publishers.
-    The n-th of `replays` is the address at which the n-th publisher sends earlier batches again; there may be fewer.
-    Only batches of `topic` are read; None: of all topics. Raises ClickException for a wrong address, and for a worker
-    that cannot be asked.
+    An address is a publisher's (`tcp://`, `ipc://`), or the URL of a worker, which is asked for its publishers. The
+    n-th of `replays` is the address where the n-th publisher sends missed batches again; there may be fewer. Only
+    batches of `topic` are read; None: of all topics. Raises ClickException for a wrong address, and for a worker that
+    does not answer.
     """
     endpoints = [address for address in addresses if "://" in address and not address.startswith("http")]
     if len(replays) > len(endpoints):
@@ -237,7 +242,10 @@ def iter_sources(
 
 
 def discover_streams(worker_url: str, topic: str | None, config: StreamConfig) -> Iterator[StreamSource]:
-    """Ask a worker for its publishers, and yield their streams. Raises ClickException if it names none."""
+    """Ask a worker at which addresses it publishes KV cache events, and yield these streams.
+
+    Raises ClickException if the worker does not answer, or publishes no events.
+    """
     try:
         sources = events.discover(worker_url)
     except (events.EventsError, OSError) as error:
@@ -246,7 +254,8 @@ def discover_streams(worker_url: str, topic: str | None, config: StreamConfig) -
         ) from error
     if not sources:
         raise click.ClickException(f"{worker_url} publishes no events: start the worker with --kv-events-config")
-    if sources == [make_default_source(urlsplit(worker_url).hostname or "127.0.0.1")]:
+    default_source = make_default_source(urlsplit(worker_url).hostname or "127.0.0.1")
+    if sources == [default_source]:
         message = f"{worker_url} has no /kv_event_sources: connecting to vLLM's default, {sources[0].endpoint}"
         click.echo(message, err=True)
     for source in sources:
@@ -297,10 +306,15 @@ def command(
     snapshot: bool, types: tuple[str, ...], groups: tuple[int, ...], media: tuple[str, ...], holders: tuple[str, ...],
     tokens: bool, as_json: bool, record: Path | None, state_path: Path | None, batches: int | None,
 ) -> None:  # fmt: skip
-    """Follow the streams, print their events, and save what was seen, until Ctrl-C or `batches` batches."""
+    """Follow streams of KV cache events and print the events, until Ctrl-C or `batches` batches.
+
+    The positions in the streams are saved to `state_path`, and the raw frames to `record`, if they are given.
+    """
     if not addresses and not binds:
         raise click.UsageError("nothing to follow: give an event address, a worker's URL or --bind")
-    start_mode = StartMode.SNAPSHOT if snapshot else StartMode.RING if from_start else StartMode.LIVE
+    start_mode = StartMode.RING if from_start else StartMode.LIVE
+    if snapshot:
+        start_mode = StartMode.SNAPSHOT
     position_file = PositionFile.load(state_path)
     event_filter = EventFilter(types, groups, media, holders)
     sources = [
@@ -308,18 +322,18 @@ def command(
         for source in iter_sources(addresses, replays, topic, StreamConfig(start_mode=start_mode))
         if event_filter.matches_stream(source.stream_id)
     ]
+    format_lines = partial(format_text_lines, event_filter=event_filter, show_tokens=tokens)
     if as_json:
         format_lines = partial(format_json_lines, event_filter=event_filter)
-    else:
-        format_lines = partial(format_text_lines, event_filter=event_filter, show_tokens=tokens)
-    batch_count = 0
+
     with events.Subscriber(sources) as subscriber, open_recording(record) as recording_file:
         for address in binds:
             subscriber.feed.bind(address, make_bound_source)
-        try:
-            for item in receive_items(subscriber, position_file, sources):
-                if not event_filter.matches_stream(item.stream_id):
-                    continue
+        items = receive_items(subscriber, position_file, sources)
+        shown_items = (item for item in items if event_filter.matches_stream(item.stream_id))
+        batch_count = 0
+        with suppress(KeyboardInterrupt, BrokenPipeError):
+            for item in shown_items:
                 for line in format_lines(item):
                     print(line, flush=True)
                 position_file.record(item)
@@ -329,8 +343,6 @@ def command(
                         print(format_frames(item), file=recording_file, flush=True)
                 if batch_count == batches:
                     break
-        except (KeyboardInterrupt, BrokenPipeError):
-            pass
         position_file.save()
 
 
@@ -342,7 +354,7 @@ def make_bound_source(topic: str) -> StreamSource:
 def receive_items(
     subscriber: events.Subscriber, position_file: PositionFile, sources: list[StreamSource]
 ) -> Iterator[Message | Notice]:
-    """Yield batches and notices as they come; meanwhile, save positions.
+    """Yield batches and notices as they come, and save the positions in the streams from time to time.
 
     Streams that have sent nothing after CONNECT_PATIENCE_S are named on stderr, once.
     """
@@ -356,9 +368,8 @@ def receive_items(
             endpoint_by_silent_stream.pop(item.stream_id, None)
         if now >= report_at:
             for endpoint in endpoint_by_silent_stream.values():
-                click.echo(
-                    f"{endpoint}: cannot connect yet: does a worker publish there (--kv-events-config)?", err=True
-                )
+                message = f"{endpoint}: cannot connect yet: does a worker publish there (--kv-events-config)?"
+                click.echo(message, err=True)
             endpoint_by_silent_stream.clear()
         if item is not None:
             yield item

@@ -93,7 +93,7 @@ class EventPublisher:
     ) -> None:
         """Open the sockets and start the publisher's thread.
 
-        `model`, `block_size` and `groups` are told to subscribers by `describe_source`.
+        `describe_source` tells subscribers the `model`, `block_size` and cache `groups`.
         """
         if not config.is_enabled:
             raise ConfigError("--kv-events-config: enable_kv_cache_events is false, there is nothing to publish")
@@ -101,23 +101,26 @@ class EventPublisher:
         self.dp_rank = dp_rank
         self.epoch = uuid.uuid4().hex
         self.stats = PublisherStats()
-        self._model, self._block_size, self._groups = model, block_size, groups
+        self._model = model
+        self._block_size = block_size
+        self._groups = groups
         self._topic = config.topic.encode()
 
         self._lock = threading.Lock()
-        """Guards the ring and the queue; held for microseconds."""
+        """Guards the replay buffer and the queue; held for microseconds."""
         self._replay_buffer = ReplayBuffer(config.buffer_steps)
         self._unsent_entries: deque[ReplayEntry] = deque()
         """Queue of the batches that are to be applied and sent."""
         self._resident_set = ResidentSet()
+        """Blocks that are cached after `_last_applied_entry`, for snapshots."""
         self._last_applied_entry: ReplayEntry | None = None
-
         self._pending_replies: deque[Reply] = deque()
+
         self._is_closing = False
         self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when there is a batch, or when the publisher closes: wakes the thread."""
         self._is_woken = False
-        """Whether the thread was woken and has not looked for batches since; waking it again needs no system call."""
+        """Whether `_wakeup_fd` is readable already, so that waking the thread needs no further system call."""
 
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._open_sockets()
@@ -173,10 +176,9 @@ class EventPublisher:
     # The publisher's thread
 
     def _run(self) -> None:
-        """Send live batches and replies to replay requests, until `close` is called and no batch waits.
+        """Send live batches and answer replay requests, until `close` is called and no batch waits.
 
-        The wakeup is cleared only once all batches are sent, as each wakeup costs a system call. A batch that was added
-        just before is found by looking again.
+        This is the main function of the publisher's thread.
         """
         poller = zmq.Poller()
         poller.register(self._wakeup_fd, zmq.POLLIN)
@@ -190,7 +192,7 @@ class EventPublisher:
             if not has_more and self._wakeup_fd in ready_sockets:
                 os.eventfd_read(self._wakeup_fd)
                 self._is_woken = False
-                has_more = bool(self._unsent_entries)
+                has_more = bool(self._unsent_entries)  # one may have been added before the wakeup was cleared
             if self._is_closing and not self._unsent_entries:
                 break
             are_all_peers_busy = False
@@ -263,9 +265,9 @@ class EventPublisher:
         return Reply(identity, iter_replay([entry for entry in entries if entry.seq <= last_seq]), now)
 
     def _send_replies(self, replay_socket: zmq.Socket[bytes]) -> bool:
-        """Send up to REPLY_SLICE messages: one of each pending reply in turn, so that no reply waits for another.
+        """Send up to REPLY_SLICE messages, one of each pending reply in turn, so that no reply waits for another.
 
-        Return whether replies are pending, but all their peers are busy: none takes a message now.
+        Return whether replies are pending but no peer takes a message now.
         """
         busy_peer_count = 0  # peers in a row that took nothing
         for _ in range(REPLY_SLICE):
@@ -273,37 +275,39 @@ class EventPublisher:
                 break
             reply = self._pending_replies.popleft()
             outcome = self._send_next_message(reply, replay_socket)
-            if outcome is _SendOutcome.REPLY_ENDED:
-                continue
-            self._pending_replies.append(reply)
-            busy_peer_count = busy_peer_count + 1 if outcome is _SendOutcome.PEER_BUSY else 0
+            if outcome is not _SendOutcome.REPLY_ENDED:
+                self._pending_replies.append(reply)
+            if outcome is _SendOutcome.PEER_BUSY:
+                busy_peer_count += 1
+            elif outcome is _SendOutcome.SENT:
+                busy_peer_count = 0
         return bool(self._pending_replies) and busy_peer_count >= len(self._pending_replies)
 
     def _send_next_message(self, reply: Reply, replay_socket: zmq.Socket[bytes]) -> _SendOutcome:
         """Send the next message of a reply if its peer takes the message.
 
-        The reply ends with its last message, if the peer left, or if the peer took nothing for REPLY_STALL_S.
+        The reply ends after its last message, when the peer has left, or when the peer took nothing for REPLY_STALL_S.
         """
         if reply.next_message is None:
             return _SendOutcome.REPLY_ENDED
+        seq, payload = reply.next_message
         try:
-            replay_socket.send_multipart(
-                build_reply_frames(reply.identity, self._topic, *reply.next_message), zmq.NOBLOCK
-            )
+            replay_socket.send_multipart(build_reply_frames(reply.identity, self._topic, seq, payload), zmq.NOBLOCK)
         except zmq.Again:
             if time.monotonic() - reply.progress_at < REPLY_STALL_S:
                 return _SendOutcome.PEER_BUSY
             logger.warning("gave up a replay reply: the peer took nothing for %.0f s", REPLY_STALL_S)
             return _SendOutcome.REPLY_ENDED
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
+            has_left = error.errno == zmq.EHOSTUNREACH
+            if not has_left:
                 raise
             return _SendOutcome.REPLY_ENDED
         reply.advance(time.monotonic())
         return _SendOutcome.SENT
 
     def _open_sockets(self) -> None:
-        """Open the PUB socket and, if it is configured, the ROUTER socket for replay, on this rank's addresses.
+        """Open the PUB socket for live batches and, if it is configured, the ROUTER socket that answers requests.
 
         Raises ConfigError, after closing everything, if an address cannot be used.
         """
@@ -318,7 +322,7 @@ class EventPublisher:
             self._endpoint = _bind_or_connect(self._live_socket, endpoint, binds=should_bind(endpoint))
             if self.config.replay_endpoint is not None:
                 self._replay_socket = self._context.socket(zmq.ROUTER)
-                # Without this a ROUTER drops what a slow peer cannot take, in the middle of a reply.
+                # Otherwise a ROUTER drops the messages that a slow peer cannot take, in the middle of a reply.
                 self._replay_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
                 self._replay_socket.sndhwm = MAX_MESSAGES_AHEAD
                 endpoint = make_rank_endpoint(self.config.replay_endpoint, self.dp_rank)
@@ -338,7 +342,7 @@ class EventPublisher:
 
 
 def _bind_or_connect(socket: zmq.Socket[bytes], endpoint: str, *, binds: bool) -> str:
-    """Bind the socket to an address, or connect it, and return the address to tell subscribers.
+    """Bind a publisher's socket to an address, or connect it, and return the address to tell subscribers.
 
     The returned address has the port that the system chose for port 0 or `*`. A wildcard host stays `*`.
     """

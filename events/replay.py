@@ -23,7 +23,7 @@ BLOCKS_PER_SNAPSHOT_CHUNK = 1024
 
 
 class ReplayEntry:
-    """One batch of the stream. It is encoded when its bytes are first needed, and keeps them for later replays."""
+    """One published batch of events. It is encoded when first needed, and keeps the bytes to be sent again later."""
 
     __slots__ = ("_dp_rank", "_events", "_payload", "_ts", "seq")
 
@@ -35,7 +35,7 @@ class ReplayEntry:
         self._payload: bytes | None = None
 
     def read_events(self) -> list[Event]:
-        """Return the events, which are read from their producer once. Not to be called after `encode_payload`."""
+        """Return the events; the first call reads them from their producer. Must not follow `encode_payload`."""
         assert self._events is not None, f"events of seq {self.seq} were already encoded"
         if not isinstance(self._events, list):
             self._events = list(self._events)
@@ -50,11 +50,12 @@ class ReplayEntry:
 
 
 class ReplayBuffer:
-    """The newest `capacity` batches of a stream, for subscribers that ask for batches they missed."""
+    """Ring buffer of a stream's newest `capacity` batches, for subscribers that ask for batches they missed."""
 
     def __init__(self, capacity: int) -> None:
         self._entries: deque[ReplayEntry] = deque(maxlen=capacity)
         self.next_seq = 0
+        """Sequence number of the next batch."""
 
     def append(self, ts: float, events: Collection[Event], dp_rank: int | None) -> ReplayEntry:
         """Append a batch and return its entry. The events are not read yet."""
@@ -64,10 +65,10 @@ class ReplayBuffer:
         return entry
 
     def list_entries_from(self, start_seq: int) -> list[ReplayEntry]:
-        """Return the entries in the ring with `seq >= start_seq`, in order."""
+        """Return the buffered batches with `seq >= start_seq`, in order."""
         first_seq = self.next_seq - len(self._entries)
-        skip_count = max(0, start_seq - first_seq)
-        return list(self._entries)[skip_count:]
+        skipped_count = max(0, start_seq - first_seq)
+        return list(self._entries)[skipped_count:]
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -83,10 +84,10 @@ def iter_replay(entries: Iterable[ReplayEntry]) -> Iterator[SeqAndPayload]:
 def iter_snapshot(
     blocks: list[ResidentBlock], last_entry: ReplayEntry | None, dp_rank: int | None, ts: float
 ) -> Iterator[SeqAndPayload]:
-    """Yield the messages of a snapshot: at least one chunk of blocks, the last applied batch, and the end marker.
+    """Yield the messages that tell a subscriber which blocks are cached: chunks of `blocks`, then the end marker.
 
-    `last_entry` is the batch after which the snapshot was taken. The subscriber continues after its sequence number.
-    None means that nothing was published yet; then the snapshot has no such batch.
+    Before the end marker comes `last_entry`, the batch after which the snapshot was taken: the subscriber goes on after
+    its sequence number. None: nothing was published yet. There is at least one chunk, which may be empty.
     """
     events: list[Event] = []
     block_count = 0
@@ -104,21 +105,21 @@ def iter_snapshot(
 
 @dataclass(slots=True)
 class Reply:
-    """A reply that is being sent to one peer, message by message."""
+    """Reply of a publisher to one subscriber, which is sent message by message."""
 
     identity: bytes
-    """ZeroMQ routing id of the peer."""
+    """ZeroMQ routing id of the subscriber."""
     messages: Iterator[SeqAndPayload]
-    """Messages after the next one."""
+    """Messages after `next_message`."""
     progress_at: float
-    """Time of the peer's last progress, in monotonic seconds."""
+    """Time at which the subscriber last took a message, in monotonic seconds."""
     next_message: SeqAndPayload | None = None
-    """Message to send next; None at the end."""
+    """Sequence number and payload of the message to send next; None at the end."""
 
     def __post_init__(self) -> None:
         self.next_message = next(self.messages, None)
 
     def advance(self, now: float) -> None:
-        """Record that the peer took the message."""
+        """Go to the next message, because the subscriber took this one."""
         self.next_message = next(self.messages, None)
         self.progress_at = now

@@ -83,9 +83,9 @@ class ResidentSet:
             self._block_by_key.clear()
 
     def _store(self, event: BlockStored) -> None:
-        """Add the blocks of an event, each linked to the block before it.
+        """Add the consecutive blocks of an event, each with its tokens and the name of the block before it.
 
-        Raises InvariantError, after adding the blocks before, if a block is resident already.
+        Raises InvariantError if the number of tokens is wrong, or at the first block that is resident already.
         """
         block_size = event.block_size
         if not event.block_hashes or len(event.token_ids) != len(event.block_hashes) * block_size:
@@ -95,36 +95,40 @@ class ResidentSet:
         token_ids = array("I", event.token_ids)
         stored_event = _copy_with_blocks(event, [])
         extra_keys_by_block = event.extra_keys or [None] * len(event.block_hashes)
-        parent_name, start_token = event.parent_block_hash, 0
+        parent_name = event.parent_block_hash
+        start_token = 0
         for block_name, extra_keys in zip(event.block_hashes, extra_keys_by_block):
             block_key = (event.group_idx, event.medium, block_name)
             if block_key in self._block_by_key:
                 raise InvariantError(f"stored block {block_name!r} of group {event.group_idx} was resident already")
+            block_tokens = token_ids[start_token : start_token + block_size]
             self._block_by_key[block_key] = ResidentBlock(
-                block_name, parent_name, token_ids[start_token : start_token + block_size], extra_keys, stored_event
+                block_name, parent_name, block_tokens, extra_keys, stored_event
             )
-            parent_name, start_token = block_name, start_token + block_size
+            parent_name = block_name
+            start_token += block_size
 
 
 def make_snapshot_events(blocks: Iterable[ResidentBlock]) -> Iterator[BlockStored]:
-    """Yield BlockStored events that announce these blocks again, parents before children.
+    """Yield BlockStored events that announce these blocks again, each block after its parent, the one before it.
 
-    A subscriber can then link each block to its parent at once. Consecutive blocks of one prefix share an event, of at
-    most MAX_BLOCKS_PER_EVENT blocks.
+    Consecutive blocks of one prefix share an event, of at most MAX_BLOCKS_PER_EVENT blocks.
     """
-    joined_blocks: list[ResidentBlock] = []
+    event_blocks: list[ResidentBlock] = []
     for block in _order_parents_first(sorted(blocks, key=_is_partial_attention)):
-        is_continuation = (
-            joined_blocks
-            and block.parent_name == joined_blocks[-1].name
-            and block.stored_event == joined_blocks[-1].stored_event
-        )
-        if joined_blocks and (not is_continuation or len(joined_blocks) >= MAX_BLOCKS_PER_EVENT):
-            yield _copy_with_blocks(joined_blocks[0].stored_event, joined_blocks)
-            joined_blocks = []
-        joined_blocks.append(block)
-    if joined_blocks:
-        yield _copy_with_blocks(joined_blocks[0].stored_event, joined_blocks)
+        if event_blocks and not _can_join_event(block, event_blocks):
+            yield _copy_with_blocks(event_blocks[0].stored_event, event_blocks)
+            event_blocks = []
+        event_blocks.append(block)
+    if event_blocks:
+        yield _copy_with_blocks(event_blocks[0].stored_event, event_blocks)
+
+
+def _can_join_event(block: ResidentBlock, event_blocks: list[ResidentBlock]) -> bool:
+    """Return whether a block continues the prefix of an event's blocks, and the event has room for it."""
+    last_block = event_blocks[-1]
+    is_continuation = block.parent_name == last_block.name and block.stored_event == last_block.stored_event
+    return is_continuation and len(event_blocks) < MAX_BLOCKS_PER_EVENT
 
 
 def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]:
@@ -133,7 +137,8 @@ def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]
     `blocks` come in the order in which they were stored. If A, the first block of the prefix A, B, C, moved to host
     memory and back, that order is B, C, A. Blocks of sliding windows and states need no parent, and come last.
     """
-    if len({block.stored_event.medium for block in blocks}) < 2:
+    media = {block.stored_event.medium for block in blocks}
+    if len(media) < 2:
         return blocks  # on one medium, parents are stored before their children
     blocks_by_name: dict[BlockName, list[ResidentBlock]] = {}
     partial_blocks = []
@@ -142,17 +147,19 @@ def _order_parents_first(blocks: list[ResidentBlock]) -> Iterable[ResidentBlock]
             partial_blocks.append(block)
         else:
             blocks_by_name.setdefault(block.name, []).append(block)
+
     ordered_names: dict[BlockName, None] = {}  # a dict as an ordered set
     for block_name in blocks_by_name:
-        path_to_root: dict[BlockName, None] = {}  # the block and its ancestors that are not ordered yet
+        unordered_path: dict[BlockName, None] = {}  # from the block up to its first ancestor that is ordered
         name: BlockName | None = block_name
         # A name that comes twice is in a circle of parents, which only a faulty engine announces.
-        while name in blocks_by_name and name not in ordered_names and name not in path_to_root:
-            path_to_root[name] = None
+        while name in blocks_by_name and name not in ordered_names and name not in unordered_path:
+            unordered_path[name] = None
             name = blocks_by_name[name][0].parent_name
-        ordered_names.update(dict.fromkeys(reversed(path_to_root)))
+        ordered_names.update(dict.fromkeys(reversed(unordered_path)))
+
     full_blocks = [block for block_name in ordered_names for block in blocks_by_name[block_name]]
-    return [*full_blocks, *partial_blocks]
+    return full_blocks + partial_blocks
 
 
 def _is_partial_attention(block: ResidentBlock) -> bool:

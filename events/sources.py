@@ -55,9 +55,9 @@ class KVTransferOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventSource(msgspec.Struct, frozen=True, kw_only=True):
-    """One publisher stream of a worker: where it publishes, and what.
+    """One stream of KV cache events of a worker: its addresses, and the cache that it describes.
 
-    The first five fields are vLLM's, the others ours.
+    An entry of `GET /kv_event_sources`. The first five fields are vLLM's, the others ours.
     """
 
     enable_kv_cache_events: bool = True
@@ -69,14 +69,14 @@ class EventSource(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_endpoint: str | None = None
     """Address of a socket that answers snapshots only (vLLM's open change 57789)."""
     epoch: Name | None = None
-    """Id of the publisher's start, for operators; None: the worker does not report one."""
+    """Id that each start of the publisher makes anew, for operators; None: the worker does not report one."""
     snapshot: bool = False
     """Whether the replay socket answers snapshot requests."""
     model: Name | None = None
     block_size: BlockTokens | None = None
     groups: Annotated[tuple[GroupInfo, ...], Meta(max_length=GROUPS_MAX)] = ()
     reannounces: bool = False
-    """Whether stores may repeat held blocks (vLLM's `kv_cache_report_mode=full`): such copies are not counted."""
+    """Whether cached blocks are announced again (vLLM's `kv_cache_report_mode=full`): these are no second copies."""
     kv_transfer: KVTransferOffer | None = None
     """Address at which peers get the blocks that this stream announces; None: they get none."""
 
@@ -105,13 +105,13 @@ def parse_sources(body: bytes, worker_url: str) -> list[EventSource]:
             sources = msgspec.convert(answer, list[EventSource])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DecodeError(f"{worker_url}/kv_event_sources: {error}") from error
-    sources.sort(key=lambda source: source.data_parallel_rank)
     host = urlsplit(worker_url).hostname or "127.0.0.1"
-    return [
+    publishing_sources = [
         _resolve_addresses(source, host)
         for source in sources
         if source.enable_kv_cache_events and source.publisher != "null"
     ]
+    return sorted(publishing_sources, key=lambda source: source.data_parallel_rank)
 
 
 def _resolve_addresses(source: EventSource, host: str) -> EventSource:

@@ -53,32 +53,38 @@ class StreamState:
     """
 
     def __init__(self, config: StreamConfig | None = None, resume_position: StreamPosition | None = None) -> None:
-        """Begin without history, or, after a restart of the subscriber, behind the batch of its last position."""
+        """Begin without history, or after the last batch that the subscriber applied before its own restart."""
         self.config = config or StreamConfig()
-        self.dropped_message_count = 0
-        """Live batches that were lost because too many waited."""
         self.phase = StreamPhase.LIVE
         self.is_online = False
+        self.dropped_message_count = 0
+        """Live batches that were lost because too many waited."""
+
+        # What was applied so far.
+        self._publisher_id = b""
         self._next_seq: int | None = None
         """Number of the next batch to apply; None if no batch is known."""
         self._digest_by_applied_seq: BoundedDict[int, int] = BoundedDict(self.config.max_recent_batches)
         """Digests of the newest applied batches, by which a batch that comes again is recognised."""
         self._early_batches = OutOfOrderBatches(self.config.max_early_batches, self.config.max_early_bytes)
+        self._has_applied_state = resume_position is not None
+        """Whether something was applied since the last Clear."""
         if resume_position is not None:
             self._next_seq = resume_position.seq + 1
             self._digest_by_applied_seq[resume_position.seq] = resume_position.payload_digest
-        self._publisher_id = b""
-        self._has_applied_state = resume_position is not None
-        """Whether something was applied since the last Clear."""
+
+        # The pending request.
         self._request_id = 0
         self._deadline: float | None = None
-        """Time at which the pending request counts as failed; None if none is pending."""
+        """Time at which the request counts as failed; None if none is pending."""
         self._attempt_count = 0
         """Requests in a row that failed in this phase, or brought a gap."""
         self._restart_attempt_count = 0
         """Times that the stream has started over since it was last live."""
+
+        # State of single phases.
         self._awaits_last_batch = False
-        """REPAIR: whether the last applied batch has not come again yet."""
+        """REPAIR: whether the last applied batch, with which a replay begins, has not come again yet."""
         self._is_tail_check = False
         """REPAIR: whether this is only a check after silence; no batch is known to be missing."""
         self._snapshot_chunk_count = 0
@@ -117,10 +123,10 @@ class StreamState:
         return []
 
     def on_live_batch(self, seq: int, payload: bytes, now: float, publisher_id: bytes = b"") -> list[Instruction]:
-        """Return what to do about a live batch. `seq`: its number, as a publisher counts its batches.
+        """Return what to do about a live batch with sequence number `seq`: apply it if it is the next one.
 
-        The next batch is applied. After a gap, the batch is stored, and a replay of the missing ones is requested. An
-        old number is a repetition, or a sign that the publisher has restarted. `publisher_id` changes with a restart.
+        After a gap, the batch is stored, and a replay of the missing ones is requested. An old number is a repetition,
+        or a sign that the publisher has restarted. `publisher_id` changes with a restart; empty if it is unknown.
         """
         if not self.is_online:
             return []  # sent before the next connection; replay brings the batch again
@@ -155,9 +161,9 @@ class StreamState:
     def on_reply(
         self, request_id: int, seq: int, payload: bytes, now: float, publisher_id: bytes = b""
     ) -> list[Instruction]:
-        """Handle a message of the reply to request `request_id`, other than its end marker.
+        """Handle a message of a reply, other than its end marker: a batch, or a chunk of a snapshot.
 
-        A reply to an earlier request is ignored.
+        `request_id`: request that it answers. A reply to an earlier request than the pending one is ignored.
         """
         if not self._is_pending(request_id):
             return []
@@ -181,10 +187,9 @@ class StreamState:
         if not self._is_pending(request_id):
             return []
         self._deadline = None
-        if self.phase is StreamPhase.SNAPSHOT:
-            if not self._is_snapshot_complete():
-                return [*self._clear("no snapshot"), *self._start_rebuild(now)]
-        elif self.phase is StreamPhase.REPAIR and self._awaits_last_batch and not self._is_tail_check:
+        if self.phase is StreamPhase.SNAPSHOT and not self._is_snapshot_complete():
+            return [*self._clear("no snapshot"), *self._start_rebuild(now)]
+        if self.phase is StreamPhase.REPAIR and self._awaits_last_batch and not self._is_tail_check:
             assert self._next_seq is not None
             return self._handle_restart(f"the publisher does not know seq {self._next_seq - 1}", now)
         if self.phase is not StreamPhase.REPAIR and self._next_seq is None:
@@ -199,9 +204,9 @@ class StreamState:
     def on_snapshot(
         self, request_id: int, last_seq: int | None, publisher_id: bytes, chunks: Sequence[bytes], now: float
     ) -> list[Instruction]:
-        """Handle the answer of a snapshot socket: chunks that tell the state after batch `last_seq`.
+        """Apply a snapshot, whose `chunks` tell which blocks are cached after batch `last_seq`, and go live.
 
-        `last_seq` is None if the publisher has no snapshot now.
+        It is the answer of a socket that sends snapshots only. `last_seq` is None if there is no snapshot now.
         """
         if not self._is_pending(request_id) or self.phase is not StreamPhase.SNAPSHOT:
             return []
@@ -231,21 +236,25 @@ class StreamState:
             return []
         self._deadline = None
         self._attempt_count += 1
-        is_exhausted = self._attempt_count >= self.config.max_attempts
+        if self.phase is StreamPhase.SNAPSHOT:
+            return self._handle_failed_snapshot(reason, now)
         if self.phase is StreamPhase.REPAIR and self._is_tail_check:
             instructions = self._finish_reply(now)
-            self._silence_began_at = now  # nobody confirmed the tail: check again after the next silence
+            self._silence_began_at = now  # unknown whether batches are missing: check after the next silence
             return instructions
-        if is_exhausted and self.phase is not StreamPhase.SNAPSHOT:
+        if self._attempt_count >= self.config.max_attempts:
             return self._give_up(reason, now)
         if self.phase is StreamPhase.REPAIR:
             return self._start_repair(now)
+        return [*self._clear(reason), *self._start_rebuild(now)]
+
+    def _handle_failed_snapshot(self, reason: str, now: float) -> list[Instruction]:
+        """Request a snapshot again; after `max_attempts`, request a replay for now, and a snapshot later."""
         instructions = self._clear(reason)
-        if self.phase is StreamPhase.SNAPSHOT:
-            if not is_exhausted:
-                return [*instructions, *self._start_snapshot(now)]
-            self._attempt_count = 0
-            self._retry_at = now + self.config.snapshot_retry_s
+        if self._attempt_count < self.config.max_attempts:
+            return [*instructions, *self._start_snapshot(now)]
+        self._attempt_count = 0
+        self._retry_at = now + self.config.snapshot_retry_s
         return [*instructions, *self._start_rebuild(now)]
 
     def on_tick(self, now: float) -> list[Instruction]:
@@ -290,7 +299,7 @@ class StreamState:
         return [self._apply(seq, payload, Origin.REPLAY)]
 
     def _compare_last_batch(self, seq: int, payload: bytes, now: float) -> list[Instruction]:
-        """Check that the first batch of a replay is the batch that was applied last, with the same bytes.
+        """Check that a replay begins with the batch that was applied last, which shows that no batch is lost.
 
         If its bytes differ, the publisher has restarted and counts anew. If the replay begins later, batches are lost.
         In both cases the stream starts over.
@@ -302,7 +311,8 @@ class StreamState:
         if seq > last_seq:
             reason = f"replay begins at seq {seq}, seq {last_seq} is no longer kept"
             return self._discard_and_start_over(reason, now)
-        if self._digest_by_applied_seq.get(seq) != digest_payload(payload):
+        is_same_batch = self._digest_by_applied_seq.get(seq) == digest_payload(payload)
+        if not is_same_batch:
             return self._handle_restart(f"seq {seq} is another batch than before", now)
         self._awaits_last_batch = False
         return []
@@ -343,15 +353,16 @@ class StreamState:
         if self._next_seq is None:
             self.phase = StreamPhase.LIVE
             return []
+        if not self.config.can_replay and self.config.has_snapshots:
+            return self._discard_and_start_over(NO_REPLAY, now)
         if not self.config.can_replay:
-            if self.config.has_snapshots:
-                return self._discard_and_start_over(NO_REPLAY, now)
             return self._give_up(NO_REPLAY, now)
         self.phase = StreamPhase.REPAIR
+        last_seq = self._next_seq - 1
         # After a vLLM snapshot, the last batch has no digest: the publisher id shows whether this is the same process.
-        is_checked_by_id = self._publisher_id and self._digest_by_applied_seq.get(self._next_seq - 1) is None
-        self._awaits_last_batch = self._next_seq > 0 and not is_checked_by_id
-        return [RequestReplay(self._begin_request(now), max(0, self._next_seq - 1))]
+        is_checked_by_id = self._publisher_id and self._digest_by_applied_seq.get(last_seq) is None
+        self._awaits_last_batch = last_seq >= 0 and not is_checked_by_id
+        return [RequestReplay(self._begin_request(now), start_seq=max(0, last_seq))]
 
     def _start_over(self, now: float) -> list[Instruction]:
         """Request a snapshot or a replay of the ring, after the stream was cleared."""
@@ -383,7 +394,7 @@ class StreamState:
         return self._request_id
 
     def _finish_reply(self, now: float) -> list[Instruction]:
-        """Apply the live batches that arrived early, during a replay or a snapshot, and go live.
+        """Apply the live batches that arrived during a replay or a snapshot, and go live after the reply to a request.
 
         Batches that are still missing are requested again.
         """
@@ -395,16 +406,19 @@ class StreamState:
             payload = self._early_batches.pop(seq)
             if seq == self._next_seq:
                 instructions.append(self._apply(seq, payload, Origin.LIVE))
-            elif self._digest_by_applied_seq.get(seq) in (None, digest_payload(payload)):
-                instructions.append(DuplicateBatch(seq))  # the reply brought it, too
-            else:
+                continue
+            replayed_digest = self._digest_by_applied_seq.get(seq)
+            if replayed_digest is not None and replayed_digest != digest_payload(payload):
                 reason = f"seq {seq} is another batch than before"
                 return [*instructions, *self._handle_restart(reason, now, seq, payload)]
+            instructions.append(DuplicateBatch(seq))  # the reply brought it, too
         self._awaits_last_batch = False
+
         highest_seq = self._early_batches.highest_seq
         if highest_seq is not None and self._next_seq is not None and highest_seq >= self._next_seq:
             return [*instructions, *self._request_again(f"replay never brings seq {self._next_seq}", now)]
-        if not (self.phase is StreamPhase.REPAIR and self._is_tail_check):
+        is_tail_check = self.phase is StreamPhase.REPAIR and self._is_tail_check
+        if not is_tail_check:
             self._silence_began_at = now
         self._enter_live()
         return instructions

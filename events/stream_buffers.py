@@ -11,9 +11,9 @@ def digest_payload(payload: bytes) -> int:
 
 
 class OutOfOrderBatches:
-    """Live batches that wait until earlier batches have been replayed. At most `max_batches` with `max_bytes` wait.
+    """Buffer of live batches that arrived before earlier ones, and wait until those have been replayed.
 
-    A batch that does not fit is dropped; it is then missing like the earlier ones, and is replayed too.
+    It holds at most `max_batches` of `max_bytes` in total. A batch that does not fit is dropped, and replayed too.
     """
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
@@ -25,10 +25,11 @@ class OutOfOrderBatches:
         """Largest sequence number that has arrived, also if its batch was dropped."""
 
     def store(self, seq: int, payload: bytes) -> bool:
-        """Store a batch, and return True, or return False if it does not fit."""
+        """Store a batch, in place of one with the same number; return whether it fits."""
         self.highest_seq = seq if self.highest_seq is None else max(self.highest_seq, seq)
         self._used_bytes -= len(self._payload_by_seq.pop(seq, b""))
-        if len(self._payload_by_seq) >= self._max_batches or self._used_bytes + len(payload) > self._max_bytes:
+        is_full = len(self._payload_by_seq) >= self._max_batches
+        if is_full or self._used_bytes + len(payload) > self._max_bytes:
             return False
         self._payload_by_seq[seq] = payload
         self._used_bytes += len(payload)
@@ -50,8 +51,8 @@ class OutOfOrderBatches:
         """List the consecutive batches that end with the newest; empty if the newest was dropped."""
         run: list[tuple[int, bytes]] = []
         seq = self.highest_seq
-        while seq is not None and (payload := self._payload_by_seq.get(seq)) is not None:
-            run.append((seq, payload))
+        while seq is not None and seq in self._payload_by_seq:
+            run.append((seq, self._payload_by_seq[seq]))
             seq -= 1
         return run[::-1]
 
@@ -64,9 +65,9 @@ class OutOfOrderBatches:
         """Assert that the bytes are counted right and that the buffer is within its bounds. Tests call this."""
         assert self._used_bytes == sum(map(len, self._payload_by_seq.values()))
         assert len(self._payload_by_seq) <= self._max_batches
-        assert not self._payload_by_seq or (
-            self.highest_seq is not None and self.highest_seq >= max(self._payload_by_seq)
-        )
+        if self._payload_by_seq:
+            assert self.highest_seq is not None
+            assert self.highest_seq >= max(self._payload_by_seq)
 
     def __bool__(self) -> bool:
         return bool(self._payload_by_seq)

@@ -44,7 +44,7 @@ MAX_EARLY_BATCHES, MAX_EARLY_BYTES = 20_000, 256 << 20
 
 @dataclass(frozen=True)
 class StreamConfig:
-    """How a stream is followed: what its publisher offers, the bounds of buffers, and the times of retries."""
+    """Settings for following a stream of events: what its publisher offers, bounds of buffers, and times of retries."""
 
     start_mode: StartMode = StartMode.SNAPSHOT
     can_replay: bool = True
@@ -54,19 +54,19 @@ class StreamConfig:
     max_early_batches: int = MAX_EARLY_BATCHES
     max_early_bytes: int = MAX_EARLY_BYTES
     max_recent_batches: int = 1024
-    """Most applied batches whose digests are kept to tell a repetition from a restart."""
+    """Most applied batches whose digests are kept, to tell a repeated batch from one of a restarted publisher."""
     request_timeout_s: float = 5.0
-    """Longest silence of a publisher before its reply is complete."""
+    """Longest wait for the next message of a reply."""
     max_attempts: int = 3
-    """Requests for the same missing batches before the stream goes on without them."""
+    """Most requests for the same missing batches; then the stream goes on without them."""
     snapshot_retry_s: float = 10.0
     """Seconds until a snapshot is requested again, after missing batches could not be recovered."""
     tail_check_s: float = 1.0
-    """Seconds of silence after which the publisher is asked once whether the last batch seen is its last."""
+    """Seconds of silence after which the publisher is asked, once, whether it has sent later batches."""
 
     @property
     def can_recover(self) -> bool:
-        """Whether missing batches can be recovered."""
+        """Whether missing batches can be recovered, by a replay or a snapshot."""
         return self.can_replay or self.has_snapshots
 
 

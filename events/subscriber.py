@@ -53,9 +53,10 @@ Item: TypeAlias = Message | Notice
 
 
 class Subscriber:
-    """Iterator over the items of streams, for ever or until `close`. Also a context manager."""
+    """Iterator over the batches and notices of streams of KV cache events, until `close`. Also a context manager."""
 
     def __init__(self, sources: Iterable[StreamSource], max_queued_items: int = 10_000) -> None:
+        """Follow `sources`. When `max_queued_items` wait, no more messages are read."""
         self._queue: queue.Queue[tuple[str, Instruction, bytes]] = queue.Queue(max_queued_items)
         self._is_closed = False
         self.feed = EventFeed(self.handle)
@@ -99,6 +100,7 @@ class Subscriber:
     # The feed's thread
 
     def handle(self, stream_id: str, instruction: Instruction, topic: bytes) -> None:
+        """Queue a batch or a notice as soon as the queue has room."""
         while not self._is_closed:
             with contextlib.suppress(queue.Full):
                 self._queue.put((stream_id, instruction, topic), timeout=0.1)
@@ -121,7 +123,8 @@ def discover(worker_url: str, timeout_s: float = 5.0) -> list[EventSource]:
             body: bytes = response.read()
     except urllib.error.HTTPError as error:
         with error:
-            if error.code in (404, 405):
+            has_no_route = error.code in (404, 405)
+            if has_no_route:
                 return [make_default_source(urlsplit(worker_url).hostname or "127.0.0.1")]
             raise DecodeError(f"{error.url} answered {error.code} {error.reason}") from error
     return parse_sources(body, worker_url)

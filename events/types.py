@@ -30,16 +30,16 @@ def _default_none() -> None:
 
 
 class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defaults=True, gc=False):
-    """Consecutive blocks of a prompt were stored in the cache.
+    """Event: consecutive KV cache blocks of a prompt were stored in a worker's cache.
 
     Our engine always sends all tokens of at least one block: `len(token_ids) == len(block_hashes) * block_size`. Other
     engines send fewer hashes, or none, for groups with a sliding window or a state. The first seven fields are always
-    sent, the others only if they are not None. A publisher has to fill in the first four.
+    sent, the others only if they are not None.
     """
 
     block_hashes: list[BlockName]
     parent_block_hash: BlockName | None
-    """Name of the block before the first of the run; None if the run starts a prompt."""
+    """Name of the block before the first of these blocks; None if they start a prompt."""
     token_ids: list[int]
     block_size: int
     """Tokens in a block."""
@@ -56,13 +56,13 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     session_id: str | None = None
     lookahead_token_ids: list[int] | None = None
     cache_salt: str | None = None
-    """Salt of the whole run as SGLang sends it; vLLM and our engine put the salt into `extra_keys`."""
+    """Salt of all blocks as SGLang sends it; vLLM and our engine put the salt into `extra_keys`."""
     mm_keys: list[list[Any] | None] | None = None
     """Media in each block, as TensorRT-LLM sends them."""
     skipped_parent_block_hash: BlockName | None = None
     """Name of the block that `skipped_token_ids` follow; None if they start a prompt."""
     skipped_token_ids: list[int] | None = None
-    """Tokens before the run, up to its parent, of which no block was announced (vLLM's partial blocks)."""
+    """Tokens up to the end of the parent block whose blocks no event announced (vLLM's partial blocks)."""
     skipped_extra_keys: list[list[Any] | None] | None = None
 
 

@@ -172,7 +172,7 @@ def test_whatever_line_raises_is_behind_the_guard(
         "_handle_live_message",
         "_enqueue_instructions",
         "_process_stream",
-        "_apply_stimulus",
+        "_update_state",
         "_read_monitor",
     ):
         original, faults = getattr(feed, name), feed.fault_count
