@@ -9,18 +9,19 @@ PIECE_BYTES: Final = 1 << 20
 
 
 class BodyPieces:
-    """The pieces of a body as far as it has come: complete ones, and one that grows."""
+    """Bytes of an HTTP body received so far, kept as pieces of about PIECE_BYTES, so that a long body is not copied."""
 
     __slots__ = ("complete", "growing")
 
     def __init__(self) -> None:
         self.complete: list[bytes] = []
+        """Pieces to which no more bytes are added."""
         self.growing = bytearray()
-        """Piece to which further bytes are appended; call `end_piece` after that."""
+        """Last piece. Whoever appends bytes to it directly calls `end_piece` after that."""
 
     @property
     def byte_count(self) -> int:
-        """Number of bytes that have come."""
+        """Number of bytes received so far."""
         return sum(map(len, self.complete)) + len(self.growing)
 
     def append(self, data: bytes) -> None:
@@ -29,7 +30,7 @@ class BodyPieces:
         self.end_piece()
 
     def end_piece(self) -> None:
-        """Begin a new piece if the growing one is large enough."""
+        """Begin a new piece if the last one is large enough."""
         if len(self.growing) >= PIECE_BYTES:
             self.complete.append(bytes(self.growing))
             self.growing = bytearray()

@@ -17,7 +17,7 @@ UNCOUNTED_BYTES: Final = 16 * 1024
 
 
 class BufferBudget:
-    """Limits the memory for requests and answers that are buffered at once, in total and for each tenant."""
+    """Limits the memory for buffered requests and answers, in total and for each tenant, an API key or an address."""
 
     def __init__(self, limits: HttpLimits, metrics: Metrics) -> None:
         self._limits = limits
@@ -25,20 +25,21 @@ class BufferBudget:
         self._bytes_by_tenant: dict[str, int] = {}
 
     def change(self, tenant: str, old_bytes: int, new_bytes: int) -> None:
-        """Change the bytes that a tenant holds from `old_bytes` to `new_bytes`.
+        """Replace a reservation of `old_bytes` of a tenant by one of `new_bytes`.
 
-        Raises RequestError, and changes nothing, if that is more than the bound of the tenant or of the process.
+        Raises RequestError, and changes nothing, if the tenant or the process would then hold more than its limit.
         """
-        added_bytes, total_bytes = new_bytes - old_bytes, self._metrics.request_buffer_bytes
+        added_bytes = new_bytes - old_bytes
         tenant_bytes = self._bytes_by_tenant.get(tenant, 0) + added_bytes
+        total_bytes = self._metrics.request_buffer_bytes + added_bytes
         assert tenant_bytes >= 0
         if added_bytes > 0 and tenant_bytes > self._limits.tenant_buffer_bytes_max:
             self._metrics.refused_bytes["tenant"] += 1
             raise _make_overload_error(429, "this client has too many bytes of requests in flight")
-        if added_bytes > 0 and total_bytes + added_bytes > self._limits.request_buffer_bytes_max:
+        if added_bytes > 0 and total_bytes > self._limits.request_buffer_bytes_max:
             self._metrics.refused_bytes["sum"] += 1
             raise _make_overload_error(503, "the router keeps as many bytes of requests as it may")
-        self._metrics.request_buffer_bytes = total_bytes + added_bytes
+        self._metrics.request_buffer_bytes = total_bytes
         if tenant_bytes:
             self._bytes_by_tenant[tenant] = tenant_bytes
         else:
@@ -50,7 +51,7 @@ class BufferBudget:
 
 
 class BufferCharge:
-    """Charges the buffered bytes of one client to its tenant. Up to UNCOUNTED_BYTES are free."""
+    """Share of one client's connection in its tenant's memory budget. Up to UNCOUNTED_BYTES are not charged."""
 
     __slots__ = ("_budget", "charged_bytes", "request_bytes", "tenant", "unsent_response_bytes")
 
@@ -59,14 +60,14 @@ class BufferCharge:
         self.charged_bytes = 0
         self.tenant = ""
         self.request_bytes = 0
-        """Bytes of the current request, with its head and as far as it is decoded."""
+        """Buffered bytes of the current request: its head, and its body as far as it was received and decoded."""
         self.unsent_response_bytes = 0
-        """Bytes of answers that the client has not taken."""
+        """Bytes of answers that wait to be sent, as the client reads slowly."""
 
     def update(self, unparsed_bytes: int = 0) -> None:
         """Charge the bytes that are buffered now, and `unparsed_bytes` of further input.
 
-        Raises RequestError, and changes nothing, if they are too many.
+        Raises RequestError, and changes nothing, if the budget has no room for them.
         """
         buffered_bytes = self.request_bytes + self.unsent_response_bytes + unparsed_bytes
         new_bytes = buffered_bytes if buffered_bytes > UNCOUNTED_BYTES else 0

@@ -38,11 +38,10 @@ class ChunkedBody:
     )  # fmt: skip
 
     def __init__(self, max_content_bytes: int | None = None, max_framing_bytes: int = 0) -> None:
-        """Limit the body of a client, which may be hostile; without `max_content_bytes` nothing is limited.
+        """Make a parser for one body; without `max_content_bytes` its size is not limited.
 
         More content than `max_content_bytes` raises BodyTooLarge. The framing (chunk sizes, extensions, trailers) may
-        be `max_framing_bytes` longer than the content. More of it costs work and carries nothing, so it raises
-        ProtocolError.
+        be `max_framing_bytes` longer than the content; more of it raises ProtocolError.
         """
         self._max_content_bytes = max_content_bytes
         self._max_framing_bytes = max_framing_bytes
@@ -50,6 +49,7 @@ class ChunkedBody:
         """Content bytes announced by the chunk sizes read so far."""
         self._framing_bytes = 0
         self.is_complete = False
+
         self.remaining_bytes = BETWEEN_CHUNKS
         """Content bytes of the current chunk that have not arrived.
 
@@ -68,7 +68,7 @@ class ChunkedBody:
         """
         position, data_end = 0, len(data)
         while position < data_end and not self.is_complete:
-            if self.remaining_bytes == BETWEEN_CHUNKS and not self._partial_line and not self._is_in_trailers:
+            if self.is_between_chunks:
                 position = self._read_complete_chunks(data, position, payload)
                 if position == data_end:
                     break
@@ -78,24 +78,15 @@ class ChunkedBody:
                     payload += content
                 self.remaining_bytes -= len(content)
                 position += len(content)
-                continue
-            line_end = data.find(b"\n", position, position + MAX_LINE_BYTES)
-            if line_end < 0:
-                self._partial_line += data[position : position + MAX_LINE_BYTES + 1]
-                if len(self._partial_line) > MAX_LINE_BYTES:
-                    raise ProtocolError("chunk header too long")
-                return data_end
-            line = self._partial_line + data[position : line_end + 1]
-            self._partial_line = b""
-            position = line_end + 1
-            self._read_line(line)
+            else:
+                position = self._read_framing(data, position)
         return position
 
     def _read_complete_chunks(self, data: bytes, position: int, payload: bytearray | None) -> int:
-        """Read complete chunks from `position` on, and return the position after them.
+        """Read the chunks that `data` holds completely, from `position` on, and return the position after them.
 
-        Most chunks come whole, and are read here at once, with a third fewer instructions. Everything else is left to
-        `_read_line`: the last chunk, a chunk that continues in the next read, and malformed lines.
+        This is the fast path, as most chunks come whole. It leaves the rest to `_read_framing`: the last chunk, a chunk
+        that continues in the next read, and malformed lines.
         """
         while position < len(data):
             size_match = _SIZE_LINE_PATTERN.match(data, position, position + MAX_LINE_BYTES)
@@ -122,29 +113,46 @@ class ChunkedBody:
         if self._framing_bytes > self._max_framing_bytes + self._content_bytes:
             raise ProtocolError("a chunked body of more framing than content")
 
+    def _read_framing(self, data: bytes, position: int) -> int:
+        """Read a line of the framing from `position` on, or as much of it as has come; return the position after it."""
+        line_end = data.find(b"\n", position, position + MAX_LINE_BYTES)
+        if line_end < 0:
+            self._partial_line += data[position : position + MAX_LINE_BYTES + 1]
+            if len(self._partial_line) > MAX_LINE_BYTES:
+                raise ProtocolError("chunk header too long")
+            return len(data)
+        line = self._partial_line + data[position : line_end + 1]
+        self._partial_line = b""
+        self._read_line(line)
+        return line_end + 1
+
     def _read_line(self, line: bytes) -> None:
-        """Read a complete line of the framing: a size, a trailer, or the line end after a chunk's content."""
+        """Read a complete line of the framing: a chunk's size, a trailer, or the line end after a chunk's content."""
         if len(line) > MAX_LINE_BYTES:
             raise ProtocolError("chunk header too long")
         chunk_bytes = 0
-        is_chunk_end = self.remaining_bytes == 0
-        if is_chunk_end:
+        if self.remaining_bytes == 0:  # the content of a chunk came before
             if line != b"\r\n":
                 raise ProtocolError(f"chunk longer than its size: {line[:40]!r}")
             self.remaining_bytes = BETWEEN_CHUNKS
         elif self._is_in_trailers:
             self._read_trailer(line)
         else:
-            match = _SIZE_LINE_PATTERN.fullmatch(line)
-            if match is None:
-                raise ProtocolError(f"bad chunk size {line[:40]!r}")
-            chunk_bytes = int(match[1], 16)
-            if chunk_bytes:
-                self.remaining_bytes = chunk_bytes
-            else:  # the last chunk
-                self._is_in_trailers = True
+            chunk_bytes = self._read_size(line)
         if self._max_content_bytes is not None:
             self._check_sizes(chunk_bytes, len(line))
+
+    def _read_size(self, line: bytes) -> int:
+        """Read the line before a chunk, and return the chunk's size: 0 for the last chunk, before the trailers."""
+        match = _SIZE_LINE_PATTERN.fullmatch(line)
+        if match is None:
+            raise ProtocolError(f"bad chunk size {line[:40]!r}")
+        chunk_bytes = int(match[1], 16)
+        if chunk_bytes:
+            self.remaining_bytes = chunk_bytes
+        else:
+            self._is_in_trailers = True
+        return chunk_bytes
 
     def _read_trailer(self, line: bytes) -> None:
         """Check a line after the last chunk. An empty line ends the body."""
@@ -157,7 +165,7 @@ class ChunkedBody:
 
     @property
     def is_between_chunks(self) -> bool:
-        """Whether the last chunk could come next."""
+        """Whether the next bytes begin a chunk, which may be the last one."""
         return self.remaining_bytes == BETWEEN_CHUNKS and not self._partial_line and not self._is_in_trailers
 
     def finish(self) -> None:

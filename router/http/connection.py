@@ -62,30 +62,38 @@ class TaskResponder:
 
 
 class Client(Protocol):
-    """Interface of an object that receives an answer, such as a `ClientConnection`."""
+    """Interface by which an answer is sent to the client of the current request, such as a `ClientConnection`."""
 
     responder: Responder | None
+    """Object that answers the current request."""
     has_response_started: bool
     peer: str
+    """IP address of the client."""
     cors_headers: bytes
     """Header lines of every answer to the current request."""
 
     @property
     def tenant(self) -> str: ...
 
-    def write(self, data: bytes) -> None: ...
+    def write(self, data: bytes) -> None:
+        """Send bytes of the answer."""
 
-    def finish(self, *, keep_alive: bool) -> None: ...
+    def finish(self, *, keep_alive: bool) -> None:
+        """End the answer."""
 
-    def crash(self, error: Exception) -> None: ...
+    def crash(self, error: Exception) -> None:
+        """End the request because of an exception, which is a fault of the router."""
 
-    def abort_response(self) -> None: ...
+    def abort_response(self) -> None:
+        """Close the connection in the middle of an answer, so that the client sees that it is incomplete."""
 
-    def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None: ...
+    def respond_error(self, error: RequestError, headers: Collection[Header] = ()) -> None:
+        """Answer with an error."""
 
     def refuse(
         self, status: int, code: str, message: str, retry_after_s: float | None, *, param: str | None = None
-    ) -> None: ...
+    ) -> None:
+        """Answer with an error of the router. `param` is the field of the body that the error is about."""
 
 
 def cancel_responder(client: Client, place: str, record_crash: Callable[[str, Exception], None]) -> None:
@@ -103,14 +111,14 @@ def cancel_responder(client: Client, place: str, record_crash: Callable[[str, Ex
 
 
 class Application(Protocol):
-    """Interface of the object to which connections pass their requests."""
+    """Interface of the server program to which client connections pass their requests."""
 
     limits: HttpLimits
     budget: BufferBudget
     scheduler: FairScheduler
-    """Order in which connections read long bodies."""
+    """Gives connections their turns to read long bodies."""
     arrival_scheduler: FairScheduler
-    """Order in which connections begin their requests."""
+    """Gives connections their turns to begin requests."""
     is_ending: bool
     """Whether connections are closed after their next answer, so that clients go to another router."""
 
@@ -134,7 +142,7 @@ class Application(Protocol):
 
 
 class _SendProgress:
-    """Finds out when a client last received bytes of its answers, to end connections of clients that stopped reading.
+    """Finds out when a client last received bytes, so that connections of clients that stopped reading are closed.
 
     The transport tells only how many bytes are unsent now, so two such numbers are compared.
     """
@@ -148,13 +156,15 @@ class _SendProgress:
         self._received_at_s = now
 
     def update(self, unsent_bytes: int, now: float) -> float:
-        """Record how many bytes are unsent now, and return when the client last received some. Call often.
+        """Return when the client last received bytes, given how many are unsent now. Call it often.
 
         If nothing is unsent, that is `now`, as the client is not late with anything.
         """
         received_bytes = self.written_bytes - unsent_bytes
-        if not unsent_bytes or received_bytes != self._received_bytes:
-            self._received_bytes, self._received_at_s = received_bytes, now
+        has_progressed = received_bytes != self._received_bytes
+        if has_progressed or not unsent_bytes:
+            self._received_bytes = received_bytes
+            self._received_at_s = now
         return self._received_at_s
 
 
@@ -179,37 +189,43 @@ class ClientConnection(asyncio.Protocol):
         """
         self._app = app
         self._open_connections = open_connections
-        self._parser = RequestParser(app.limits)
         self._transport: Any = None
         """Transport of asyncio or of uvloop, which have no common type."""
-        self.responder: Responder | None = None
-        """Object that answers the current request after `Application.handle` has returned."""
         self.peer = ""
-        self.cors_headers = b""
-        """Header lines that allow a browser's page to read the current answer."""
+        self._parser = RequestParser(app.limits)
+        self._charge = BufferCharge(app.budget)
+
+        # The current request and its answer.
+        self._request: HttpRequest | None = None
+        """The request, as soon as its head is read. Its path decides the format of an error."""
+        self._queued_request: HttpRequest | None = None
+        """Request that waits for its turn to start. The connection counts as busy."""
         self._is_busy = False
         """Whether a request is being answered, or waits for its turn."""
-        self._charge = BufferCharge(app.budget)
-        self.has_response_started = False
-        """Whether bytes of the current answer were sent."""
-        self._request: HttpRequest | None = None
-        """The current request, as soon as its head is read. Its path decides the format of an error."""
         self._is_handling = False
         """Whether requests are started in this call stack. Then the end of an answer does not start the next one."""
-        self._keep_alive = True
-        """Whether further requests of the client are read after the current answer."""
+        self.responder: Responder | None = None
+        """Object that answers the request after `Application.handle` has returned."""
+        self.cors_headers = b""
+        """Header lines that allow a browser's page to read the answer."""
+        self.has_response_started = False
+        """Whether bytes of the answer were sent."""
+
+        # Flow control and time limits.
         self._is_reading_paused = False
         self._is_writing_paused = False
         """Whether the client reads more slowly than answers are written. No further request starts meanwhile."""
         self._send_progress = _SendProgress(app.now())
+        self._waiting_since_s = self._app.now()
+        """Time from which the time limit for the client's next request counts."""
+
+        # The end of the connection.
+        self._keep_alive = True
+        """Whether further requests of the client are read after the current answer."""
         self._has_unread_input = False
         """Whether the client may still send bytes that will not be read."""
         self._is_lingering = False
-        """Whether the answer is sent, and further bytes are discarded until the client closes the connection."""
-        self._queued_request: HttpRequest | None = None
-        """Request that waits for its turn to start. The connection counts as busy."""
-        self._waiting_since_s = self._app.now()
-        """Time from which the time limit for the client's next request counts."""
+        """Whether the last answer is sent, and further input is discarded until the client closes the connection."""
 
     # From the event loop ------------------------------------------------------------------------------------------
 
@@ -221,10 +237,9 @@ class ClientConnection(asyncio.Protocol):
         self._open_connections.add(self)
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, and start the requests that they complete.
+        """Parse bytes received from the client, and start the requests that they complete.
 
-        Bytes that come while an answer is sent wait, up to a limit. After the last answer they are discarded, so that
-        the client can read that answer before the connection is closed.
+        Requests that come during an answer wait, up to a limit of bytes. After the last answer, input is discarded.
         """
         if self._is_lingering:
             self._discard_input(data)
@@ -274,11 +289,11 @@ class ClientConnection(asyncio.Protocol):
             self.crash(error)
 
     def resume_writing(self) -> None:
-        """Go on with the answer, or start the next request, as the client has read what was written."""
+        """Go on with the answer, or start the next request, because the client has read what was written."""
         self._is_writing_paused = False
         self._charge.unsent_response_bytes = 0
         if not self._is_busy and not self._parser.has_partial_request:
-            self._waiting_since_s = self._app.now()  # the requests that the client sent meanwhile are read only now
+            self._waiting_since_s = self._app.now()  # no request was read while writing was paused
         try:
             if self._charge.charged_bytes:
                 self._charge_buffered_bytes()
@@ -286,10 +301,11 @@ class ClientConnection(asyncio.Protocol):
                 self.responder.on_client_resumed()
         except Exception as error:  # noqa: BLE001  a boundary
             self.crash(error)
-        if self._keep_alive or self._is_busy or self._is_lingering:
-            self._resume_requests()
+        was_last_answer = not self._keep_alive and not self._is_busy
+        if was_last_answer and not self._is_lingering:
+            self._close()
         else:
-            self._close()  # the requests that followed were dropped, as there was no memory for them
+            self._resume_requests()
 
     # For whoever answers ------------------------------------------------------------------------------------------
 
@@ -376,12 +392,12 @@ class ClientConnection(asyncio.Protocol):
         if self._is_lingering:
             if waited_s > LINGER_S:
                 self._transport.abort()
-        elif self._parser.has_partial_request:
-            if waited_s > timeouts.request_s:
-                message = f"the request was not complete within {timeouts.request_s:g} s"
-                self._reject_and_close(RequestError(message, param=None, code="bad_http", status=408))
-        elif waited_s > timeouts.keep_alive_s:
-            self._transport.close()
+        elif not self._parser.has_partial_request:
+            if waited_s > timeouts.keep_alive_s:
+                self._transport.close()
+        elif waited_s > timeouts.request_s:
+            message = f"the request was not complete within {timeouts.request_s:g} s"
+            self._reject_and_close(RequestError(message, param=None, code="bad_http", status=408))
 
     def close_when_idle(self) -> None:
         """Close the connection after the current answer."""
@@ -396,14 +412,14 @@ class ClientConnection(asyncio.Protocol):
     # Inside -------------------------------------------------------------------------------------------------------
 
     def _handle_requests(self, received_bytes: int = 0) -> None:
-        """Start requests that are received completely, until one of them is not answered at once.
+        """Start requests that are received completely, one after the other, until one is not answered at once.
 
         If too many requests were started in this turn of the event loop, the next one waits for a later turn.
         `received_bytes`: size of the last read, if any.
         """
         self._is_handling = True
         try:
-            while self._keep_alive and self._transport is not None and not (self._is_busy or self._is_writing_paused):
+            while self._can_start_request():
                 request = self._parser.next_request()
                 if request is None:
                     self._await_more_input(received_bytes)
@@ -419,6 +435,10 @@ class ClientConnection(asyncio.Protocol):
             self.crash(error)
         finally:
             self._is_handling = False
+
+    def _can_start_request(self) -> bool:
+        is_open = self._keep_alive and self._transport is not None
+        return is_open and not self._is_busy and not self._is_writing_paused
 
     def _resume_requests(self) -> None:
         """Start the next requests, unless the connection is busy."""
@@ -447,23 +467,25 @@ class ClientConnection(asyncio.Protocol):
             self._handle_requests()
 
     def _start_request(self, request: HttpRequest) -> None:
-        """Check and charge a complete request, decode its body if it is compressed, and pass it to the application."""
+        """Check a complete request, decode its body if it is compressed, and pass it to the application.
+
+        A request that is refused, or that fails by an exception, is answered with an error.
+        """
         self._is_busy = True
         self.has_response_started = False
         self._request = request
         self.cors_headers = self._app.build_cors_headers(request)
         if self._app.is_ending:
             request.keep_alive = False
-        if not request.keep_alive:
-            self._keep_alive = False
+        self._keep_alive = self._keep_alive and request.keep_alive
         try:
             coding = self._admit(request)
             self._charge_buffered_bytes()
-            if coding is None or not request.body_bytes:
-                self._app.handle(self, request)
-            else:
+            if coding is not None and request.body_bytes:
                 decoder = BodyDecoder(request.pieces, coding, self._app.limits.body_bytes_max)
                 self.responder = TaskResponder(self._decode(request, decoder))
+            else:
+                self._app.handle(self, request)
         except RequestError as refused:
             self._refuse(refused)
         except Exception as error:  # noqa: BLE001  a boundary: this request fails, the connection lives
@@ -530,28 +552,31 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def _await_more_input(self, received_bytes: int) -> None:
-        """Prepare to wait for the rest of a request. Raises RequestError if its head shows that it is refused.
+        """Read on, because the next request is not complete. Raises RequestError if its head shows that it is refused.
 
-        After a long read, other connections get a turn before this one reads on.
+        After a long read of `received_bytes`, other connections get a turn before this one reads on.
         """
         request = self._begin_partial_request()
         if request is not None:
             self._admit(request)
         self._charge_buffered_bytes()
-        transport = self._transport
         if self._parser.has_more or received_bytes >= LONG_READ_BYTES:
             self._app.scheduler.schedule(self._resume_requests)
-            if not self._is_reading_paused:
-                self._is_reading_paused = True
-                transport.pause_reading()
+            self._pause_reading()
         elif self._is_reading_paused:
             self._is_reading_paused = False
-            transport.resume_reading()
+            self._transport.resume_reading()
         if self._parser.pop_expect_continue():
-            transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _pause_reading(self) -> None:
+        """Read no more bytes from the client, if it is still connected."""
+        if not self._is_reading_paused and self._transport is not None:
+            self._is_reading_paused = True
+            self._transport.pause_reading()
 
     def _begin_partial_request(self) -> HttpRequest | None:
-        """Return a request once, when its head has come; else None. From now on errors are in the format of its API."""
+        """Return a request once, when its head has come; else None. Errors then have the format of its API."""
         request = self._parser.pop_partial_request()
         if request is not None:
             self._request = request
@@ -559,9 +584,9 @@ class ClientConnection(asyncio.Protocol):
         return request
 
     def _limit_pipelined_input(self) -> None:
-        """Stop reading if the client sent too many bytes ahead of an answer.
+        """Stop reading if the client has sent more than MAX_PIPELINED_BYTES of requests during the current answer.
 
-        If there is no memory for these bytes, drop them, and close the connection after the answer.
+        If the memory budget has no room for these requests, drop them, and close the connection after the answer.
         """
         try:
             self._charge_buffered_bytes()
@@ -569,11 +594,9 @@ class ClientConnection(asyncio.Protocol):
             self._parser.stop()
             self._keep_alive = False
             self._has_unread_input = True
-            self._charge_buffered_bytes()
-        has_too_much = self._parser.buffered_bytes > MAX_PIPELINED_BYTES
-        if has_too_much and not self._is_reading_paused and self._transport is not None:
-            self._is_reading_paused = True
-            self._transport.pause_reading()
+            self._charge_buffered_bytes()  # less than before, as the dropped requests are not counted any more
+        if self._parser.buffered_bytes > MAX_PIPELINED_BYTES:
+            self._pause_reading()
 
     def _cancel_responder(self) -> None:
         cancel_responder(self, "client", self._app.record_crash)
@@ -599,9 +622,9 @@ class ClientConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        is_tls = transport.get_extra_info("sslcontext") is not None  # asyncio closes both directions of TLS only
+        can_close_one_direction = transport.get_extra_info("sslcontext") is None  # asyncio cannot with TLS
         may_have_input = self._has_unread_input or self._parser.has_partial_request or self._parser.buffered_bytes
-        if is_tls or not may_have_input:
+        if not may_have_input or not can_close_one_direction:
             transport.close()
             return
         self._is_lingering = True

@@ -29,7 +29,7 @@ CORS_HEADERS: Final = frozenset((
 
 
 class CorsPolicy:
-    """Decides which web pages may call this API, and tells browsers by response headers."""
+    """Decides which web pages may call this API from a browser, and builds the response headers that say so (CORS)."""
 
     def __init__(self, origins: Iterable[str]) -> None:
         self._origins = frozenset(origin.lower().encode() for origin in origins)
@@ -37,17 +37,18 @@ class CorsPolicy:
     def build_header_lines(self, request: HttpRequest, methods: Iterable[str] = ()) -> bytes:
         """Return the CORS header lines of the answer to a request. They allow nothing to an unknown origin.
 
-        `methods`: methods of the request's path. Only the answer to OPTIONS, by which a browser asks, names them.
+        A browser first asks by an OPTIONS request what is allowed. Only that answer names `methods`, those of the path.
         """
         origin = request.get_header(b"origin")
         allows_any = ANY_ORIGIN in self._origins
         if origin is None or not (allows_any or origin.lower() in self._origins):
             return b"vary: origin\r\n"
-        template = b"access-control-allow-origin: %b\r\nvary: origin\r\naccess-control-expose-headers: %b\r\n"
-        header_lines = template % (ANY_ORIGIN if allows_any else origin, EXPOSED_HEADERS)
-        if request.method != "OPTIONS":
-            return header_lines
-        allowed_headers = request.get_header(b"access-control-request-headers") or USUAL_HEADERS
-        header_lines += b"access-control-allow-methods: %b\r\n" % ", ".join(sorted(methods)).encode()
-        header_lines += b"access-control-allow-headers: %b\r\n" % allowed_headers
-        return header_lines + b"access-control-max-age: %d\r\n" % MAX_AGE_S
+        header_lines = b"access-control-allow-origin: %b\r\nvary: origin\r\n" % (ANY_ORIGIN if allows_any else origin)
+        header_lines += b"access-control-expose-headers: %b\r\n" % EXPOSED_HEADERS
+        if request.method == "OPTIONS":
+            allowed_methods = ", ".join(sorted(methods)).encode()
+            allowed_headers = request.get_header(b"access-control-request-headers") or USUAL_HEADERS
+            header_lines += b"access-control-allow-methods: %b\r\n" % allowed_methods
+            header_lines += b"access-control-allow-headers: %b\r\n" % allowed_headers
+            header_lines += b"access-control-max-age: %d\r\n" % MAX_AGE_S
+        return header_lines

@@ -43,7 +43,7 @@ class UnsupportedEncoding(RequestError):
 
 
 class _ZstdDecoder:
-    """Decoder of zstd with the interface of zlib's decoders."""
+    """Adapter that gives the decoder of one zstd frame the interface of zlib's decoders."""
 
     def __init__(self) -> None:
         self._frame = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG})
@@ -63,28 +63,29 @@ class _ZstdDecoder:
 
 
 class _DeflateDecoder:
-    """Decoder of `deflate`, with the interface of zlib's decoders.
+    """Decoder of `content-encoding: deflate`, with the interface of zlib's decoders.
 
-    The name means zlib's format, but some clients send raw deflate. The first bytes show which format it is.
+    The standard means zlib's format, but some clients send raw deflate. The first bytes show which format it is.
     """
 
     def __init__(self) -> None:
         self._stream = zlib.decompressobj()
-        self._is_first = True
+        self._is_first_read = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
+        """Decode at most `max_length` bytes. Raises zlib.error if `data` has neither format."""
         try:
             return self._stream.decompress(data, max_length)
         except zlib.error:
-            if not self._is_first:
+            if not self._is_first_read:
                 raise
-            self._stream = zlib.decompressobj(-zlib.MAX_WBITS)
+            self._stream = zlib.decompressobj(-zlib.MAX_WBITS)  # raw deflate
             return self._stream.decompress(data, max_length)
         finally:
-            self._is_first = False
+            self._is_first_read = False
 
 
 _DECODER_BY_CODING: Final[dict[str, Callable[[], Any]]] = {
@@ -132,7 +133,7 @@ class BodyDecoder:
         return self._body.to_tuple()
 
     def decode_slice(self) -> bool:
-        """Decode one more slice of the body; return whether the body is decoded completely.
+        """Decode the next slice of a compressed body; return whether the whole body is decoded now.
 
         Raises RequestError if the body is malformed or too long.
         """
@@ -144,9 +145,9 @@ class BodyDecoder:
         self._unconsumed = self._stream.unconsumed_tail
         self._append_output(output)
         if self._stream.eof:
-            has_further_member = self._start_member()
-            return not has_further_member
-        if not (data or output):
+            has_next_member = self._start_next_member()
+            return not has_next_member
+        if not data and not output:
             raise self._make_decode_error("the compressed body ends too early")
         return False
 
@@ -158,8 +159,8 @@ class BodyDecoder:
             raise RequestError(message, param=None, code="bad_http", status=413)
         self._body.append(output)
 
-    def _start_member(self) -> bool:
-        """Start to decode the next gzip member or zstd frame; return False if no input follows."""
+    def _start_next_member(self) -> bool:
+        """Start to decode the next gzip member or zstd frame; return False if there is no further input."""
         self._unconsumed = self._stream.unused_data or next(self._input, b"")
         if not self._unconsumed:
             return False
@@ -180,16 +181,18 @@ async def decode_in_turns(
     tenant: str,
     charge_bytes: Callable[[int], None],
 ) -> None:
-    """Decode the body of a request in turns of the event loop, so that a large body does not hold others up.
+    """Decode the compressed body of a request in slices, so that other requests are served between them.
 
-    `charge_bytes` charges bytes to the tenant, or raises RequestError. Raises RequestError for a malformed body, too.
+    `charge_bytes` charges the buffered bytes to the tenant, or raises RequestError if they are too many. A malformed
+    body raises RequestError, too.
     """
     is_done = False
     while not is_done:
         await scheduler.take_turn(tenant)
         is_done = decoder.decode_slice()
         charge_bytes(decoder.decoded_bytes if is_done else decoder.buffered_bytes)
-    request.pieces, request.is_decoded = decoder.pieces, True
+    request.pieces = decoder.pieces
+    request.is_decoded = True
 
 
 def _iter_slices(pieces: Sequence[bytes]) -> Iterator[bytes]:

@@ -64,19 +64,24 @@ class FairScheduler:
         await turn
 
     def _run_batch(self) -> None:
-        """Run the callbacks of one iteration. A tenant that still has some moves behind the other tenants."""
-        loop, queue_by_tenant = asyncio.get_running_loop(), self._queue_by_tenant
-        callbacks: list[Callable[[], None]] = []
-        while queue_by_tenant and len(callbacks) < self._callbacks_per_iteration:
-            tenant = next(iter(queue_by_tenant))
-            queue = queue_by_tenant.pop(tenant)
-            callbacks.append(queue.popleft())
-            if queue:
-                queue_by_tenant[tenant] = queue
-        if queue_by_tenant:
+        """Run some of the queued callbacks, one of each tenant in turn, and leave the others to the next iteration."""
+        loop = asyncio.get_running_loop()
+        callbacks = self._pop_callbacks()
+        if self._queue_by_tenant:
             loop.call_soon(self._run_batch)
         for callback in callbacks:
             try:
                 callback()
             except Exception as error:  # noqa: BLE001  a boundary: the other callbacks run
                 loop.call_exception_handler({"message": "in a turn of the loop", "exception": error})
+
+    def _pop_callbacks(self) -> list[Callable[[], None]]:
+        """Remove and return the callbacks of one iteration of the loop, taken from the tenants in turn."""
+        callbacks: list[Callable[[], None]] = []
+        while self._queue_by_tenant and len(callbacks) < self._callbacks_per_iteration:
+            tenant = next(iter(self._queue_by_tenant))
+            queue = self._queue_by_tenant.pop(tenant)
+            callbacks.append(queue.popleft())
+            if queue:
+                self._queue_by_tenant[tenant] = queue  # behind the other tenants
+        return callbacks

@@ -42,15 +42,15 @@ class ProtocolError(Exception):
     """The peer sent something that is not HTTP/1.x, or contradicts itself."""
 
 
-class _LineNames(dict[bytes, bytes]):
-    """Maps a header line as it was sent to its name in lower case, and remembers both for the next message.
+class _HeaderNameCache(dict[bytes, bytes]):
+    """Cache from a header line, as it was sent, to the lower-case name of the header.
 
-    A peer repeats most lines in every message. To look a line up saves 3 % of the CPU of a short request. Long lines
-    are not remembered, and a full memory is emptied.
+    Peers send most lines again in every message, and a lookup is faster than parsing. Long lines are not cached, and a
+    full cache is emptied.
     """
 
     def __missing__(self, line: bytes) -> bytes:
-        """Return the name of a new line. Raises ProtocolError if the line is malformed."""
+        """Parse a line that is not cached, and return its name. Raises ProtocolError if the line is malformed."""
         match = _LINE_PATTERN.fullmatch(line)
         if match is None:
             raise ProtocolError("its head is none of HTTP/1.x")  # without the line, which may hold an API key
@@ -63,20 +63,20 @@ class _LineNames(dict[bytes, bytes]):
 
 
 _LINE_PATTERN = re.compile(LINE_PATTERN)
-_names = _LineNames()
+_name_by_line = _HeaderNameCache()
 
 
 class HeaderBlock:
-    """Headers as they were sent. Immutable."""
+    """Headers of an HTTP message, kept as the lines that were sent, so that a proxy can forward them. Immutable."""
 
     __slots__ = ("lines_by_name", "raw")
 
     def __init__(self, raw: bytes) -> None:
-        """Read the lines of a block. Raises ProtocolError if one is malformed."""
+        """Split a block of header lines. Raises ProtocolError if a line is malformed."""
         self.raw = raw
         lines = raw.splitlines(keepends=True)
-        self.lines_by_name = {_names[line]: line for line in lines}
-        """Lines of each name in lower case, nearly always one."""
+        self.lines_by_name = {_name_by_line[line]: line for line in lines}
+        """Lines of each lower-case name, joined; nearly always it is one line."""
         if len(self.lines_by_name) < len(lines):
             self.lines_by_name = _join_lines_of_each_name(lines)
 
@@ -86,7 +86,7 @@ class HeaderBlock:
         return cls(b"".join([b"%b: %b\r\n" % pair for pair in pairs]))
 
     def replace(self, name: bytes, value: bytes) -> HeaderBlock:
-        """Return these headers with one line of `name` (lower-case) in place of its lines."""
+        """Return a copy of the headers in which `name` (lower-case) has this value only."""
         lines_by_name = {**self.lines_by_name, name: b"%b: %b\r\n" % (name, value)}
         return HeaderBlock(b"".join(lines_by_name.values()))
 
@@ -106,12 +106,13 @@ class HeaderBlock:
 
     def read_connection_options(self) -> set[bytes]:
         """Return the options of all `Connection` headers in lower case: `close`, `keep-alive`, or names of headers."""
-        return {option.strip(b" \t") for option in b",".join(self.get_all(b"connection")).lower().split(b",")}
+        joined_options = b",".join(self.get_all(b"connection")).lower()
+        return {option.strip(b" \t") for option in joined_options.split(b",")}
 
     def join_lines_without(self, names: frozenset[bytes]) -> bytes:
-        """Return the lines of all headers but `names` (lower-case) and those that a `Connection` header names.
+        """Return the lines of all headers, except `names` (lower-case) and those that a `Connection` header names.
 
-        A `Connection` header lists headers that are meant for this connection only. Lines of one name come together.
+        A `Connection` header names the headers that a proxy must not forward. Lines of one name come together.
         """
         if b"connection" in self.lines_by_name:
             names = names | (self.read_connection_options() - _ALWAYS_FORWARDED)
@@ -122,7 +123,7 @@ def _join_lines_of_each_name(lines: Iterable[bytes]) -> dict[bytes, bytes]:
     """Return the lines of each name in lower case. Each line is copied once, however many a hostile client sends."""
     lines_by_name: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for line in lines:
-        lines_by_name[_names[line]].append(line)
+        lines_by_name[_name_by_line[line]].append(line)
     return {name: b"".join(lines) for name, lines in lines_by_name.items()}
 
 

@@ -35,17 +35,20 @@ class Listener:
         *,
         reuse_port: bool = False,
     ) -> int:
-        """Take the address without accepting connections yet, and return the port. Raises OSError.
+        """Bind the address without accepting connections yet, and return the port. Raises OSError.
 
-        `tls`: None for plain HTTP. With `reuse_port` other processes may take the address too. Connections over the
+        `tls`: None for plain HTTP. With `reuse_port` other processes may bind the address too. Connections over the
         limit are closed: plain ones after an answer 503, and TLS ones without an answer.
         """
 
         def make_protocol() -> asyncio.Protocol:
+            """Return the object that handles an accepted connection."""
             is_full = len(self.connections) + len(self.handshake_tasks) >= self._max_connections
             if tls is not None:
                 return _TlsAcceptor(self, None if is_full else tls)
-            return _OverLimitConnection() if is_full else ClientConnection(self._app, self.connections)
+            if is_full:
+                return _OverLimitConnection()
+            return ClientConnection(self._app, self.connections)
 
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
@@ -111,23 +114,23 @@ class Listener:
 
 
 class _TlsAcceptor(asyncio.Protocol):
-    """Protocol of a TCP connection that was accepted, until its TLS handshake begins in a task of the listener.
+    """Protocol of an accepted TCP connection: hands its socket to the listener, which makes the TLS handshake.
 
-    asyncio could make the handshake itself, but would not show the connection before its end. Then clients that never
-    finish a handshake would not count against the listener's limit of connections.
+    asyncio could make the handshake itself, but shows a connection only after it. Clients that never finish their
+    handshake would then not count against the listener's limit of connections.
     """
 
     def __init__(self, listener: Listener, tls: ssl.SSLContext | None) -> None:
-        """`tls`: None if the listener has `max_connections` already, so that this connection is closed at once."""
+        """Handle one connection. `tls`: None if the listener has too many, so that this one is closed at once."""
         self._listener = listener
         self._tls = tls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Give the socket to the listener for its TLS handshake, and drop asyncio's plain transport of it."""
+        """Give the socket to the listener for its TLS handshake, and close asyncio's transport without TLS."""
         tcp_transport: Any = transport
         try:
             if self._tls is not None:
-                # A copy of the socket keeps the connection open when its plain transport is closed below.
+                # A copy of the socket, which stays open when the transport is closed below.
                 client_socket = tcp_transport.get_extra_info("socket").dup()
                 client_socket.setblocking(False)
                 self._listener.start_tls_handshake(client_socket, self._tls)

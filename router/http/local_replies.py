@@ -44,15 +44,18 @@ def build_response_head(
     keep_alive: bool,
     extra_lines: bytes = b"",
 ) -> bytes:
-    """Return the head of an answer with a body of `length` bytes, up to its empty line.
+    """Build the head of an HTTP/1.1 response: status line, headers, and the empty line before the body.
 
-    An answer to HEAD states the length and has no body. `extra_lines` are further header lines.
+    `length`: content-length of the body, in bytes. `extra_lines`: further header lines, each with its line end.
     """
-    parts = [b"HTTP/1.1 %d %b\r\ncontent-type: %b" % (status, REASON_PHRASES.get(status, b"Status"), content_type)]
-    parts += [b"\r\n%b: %b" % header for header in headers]
-    parts.append(b"\r\ncontent-length: %d\r\n%b" % (length, extra_lines))
-    parts.append(b"\r\n" if keep_alive else b"connection: close\r\n\r\n")
-    return b"".join(parts)
+    reason = REASON_PHRASES.get(status, b"Status")
+    lines = [b"HTTP/1.1 %d %b\r\n" % (status, reason), b"content-type: %b\r\n" % content_type]
+    lines += [b"%b: %b\r\n" % header for header in headers]
+    lines += [b"content-length: %d\r\n" % length, extra_lines]
+    if not keep_alive:
+        lines.append(b"connection: close\r\n")
+    lines.append(b"\r\n")
+    return b"".join(lines)
 
 
 def iter_error_headers(error: RequestError, present_headers: Collection[Header]) -> Iterator[Header]:

@@ -51,7 +51,7 @@ class BadRequest(RequestError):
 
 
 class HttpRequest(msgspec.Struct, eq=False):
-    """One request of a client. Its body is complete when `RequestParser.next_request` returns it."""
+    """One HTTP/1.x request of a client, with its whole body."""
 
     method: str
     target: bytes
@@ -90,25 +90,28 @@ class RequestParser:
     )  # fmt: skip
 
     def __init__(self, limits: HttpLimits) -> None:
-        """`limits`: largest head and body; a larger one is refused with BadRequest."""
+        """Make the parser of a connection. `limits`: largest head and body; a larger one is refused with BadRequest."""
         self._limits = limits
         self._unread_data = b""
         self._position = 0
         """Start of the bytes in `_unread_data` that are not parsed yet."""
         self._is_finished = False
-        """Whether no further request is read, after the client asked to close or broke HTTP."""
+        """Whether no further request is read, because the client asked to close, or sent something else than HTTP."""
         self._head_buffer = bytearray()
         """Bytes of an incomplete head."""
+
+        # A request whose head is parsed, while its body is read.
         self._request: HttpRequest | None = None
-        """Request that has a head and an incomplete body."""
         self._has_new_head = False
-        """Whether `pop_partial_request` was not called for the request yet."""
+        """Whether `pop_partial_request` has still to return this request."""
         self._is_continue_expected = False
+        """Whether the client waits for `100 Continue` before it sends the body."""
+        self._body: BodyPieces | None = None
+        """Body as far as it was received; None if no body is being read."""
         self._body_remaining_bytes = 0
         """Bytes to come of a body of known length."""
         self._chunked_body: ChunkedBody | None = None
-        self._body: BodyPieces | None = None
-        """Pieces of an incomplete body; None if no body is being read."""
+        """Parser of a body of unknown length; None if its length is known."""
 
     @property
     def has_more(self) -> bool:
@@ -178,9 +181,9 @@ class RequestParser:
         self._position = 0
 
     def next_request(self) -> HttpRequest | None:
-        """Return the next complete request.
+        """Return the next complete request; None if more bytes are needed, or another call if `has_more` is true.
 
-        None if more bytes are needed or, with `has_more`, another turn. Raises `BadRequest`.
+        Raises `BadRequest` if the client broke HTTP or a limit; then no further request is read.
         """
         try:
             request = self._read_request()
@@ -195,7 +198,10 @@ class RequestParser:
         return request
 
     def _read_request(self) -> HttpRequest | None:
-        """Read heads and bodies until a request is complete, and return it. Raises `BadRequest`."""
+        """Parse fed bytes until a request is complete, and return it; None if bytes are missing. Raises `BadRequest`.
+
+        Of a chunked body only a part is parsed in each call, because many tiny chunks take long.
+        """
         request = None
         try:
             while request is None and self._position < len(self._unread_data) and not self._is_finished:
@@ -214,32 +220,34 @@ class RequestParser:
     # Heads --------------------------------------------------------------------------------------------------------
 
     def _read_head(self) -> HttpRequest | None:
-        """Parse a head, if it is complete. Return the request if its body has come with it; otherwise None.
+        """Parse a head, if it has come completely; return the request if its whole body has come with it.
 
-        If the body has still to come, the request is kept, with the state in which the body is read. Raises BadRequest.
+        Otherwise return None; the request is kept until its body is complete. Raises BadRequest.
         """
         raw_head = self._take_head()
         if raw_head is None:
             return None
-        request, data = self._parse_head(raw_head), self._unread_data
+        request = self._parse_head(raw_head)
         framing = parse_framing(request.headers)
         is_chunked, body_bytes = framing.is_chunked, framing.content_length or 0
         if is_chunked and request.is_http_1_0:
             raise BadRequest(400, "transfer-encoding in an HTTP/1.0 request")
+        request.has_body = is_chunked or body_bytes > 0
+
         is_too_large = body_bytes > self._limits.body_bytes_max
-        request.has_body = body_bytes > 0 or is_chunked
         body_end = self._position + body_bytes
-        if not is_chunked and not is_too_large and body_end <= len(data):
-            request.pieces = (data[self._position : body_end],)
+        has_whole_body = not is_chunked and body_end <= len(self._unread_data)
+        if has_whole_body and not is_too_large:
+            request.pieces = (self._unread_data[self._position : body_end],)
             self._position = body_end
             return request
         self._begin_body(request, body_bytes, is_chunked=is_chunked)
-        if is_too_large:  # raised now, when `pop_partial_request` tells whose body it is
+        if is_too_large:  # raised after `_begin_body`, so that `pop_partial_request` returns the refused request
             raise self._make_too_large_error()
         return None
 
     def _begin_body(self, request: HttpRequest, body_bytes: int, *, is_chunked: bool) -> None:
-        """Keep a request until its body has come: `body_bytes` of it, or chunks."""
+        """Keep a request until its body has come: a body of `body_bytes`, or of chunks."""
         self._request = request
         self._has_new_head = True
         self._is_continue_expected = b"expect" in request.headers.lines_by_name and not request.is_http_1_0
@@ -250,37 +258,49 @@ class RequestParser:
             self._chunked_body = ChunkedBody(self._limits.body_bytes_max, self._limits.head_bytes_max)
 
     def _take_head(self) -> bytes | None:
-        """Return the bytes of the next head; None if its end has not come. Raises BadRequest if it is too long."""
-        data, start, buffer = self._unread_data, self._position, self._head_buffer
+        """Return the bytes of the next head, and go behind it; None if its end has not come. Raises BadRequest."""
         max_bytes = self._limits.head_bytes_max
-        if not buffer:  # a head usually comes whole, and needs no copy
-            end = data.find(_HEAD_END, start, start + max_bytes)
-            if end >= 0:
-                self._position = end + len(_HEAD_END)
-                return data[start : self._position]
-        old_size = len(buffer)
-        buffer += data[start : start + max_bytes + 1 - old_size]
-        end = buffer.find(_HEAD_END, max(0, old_size - 3), max_bytes)  # its first bytes may have come before
-        if end >= 0:
-            head_bytes = end + len(_HEAD_END)
-            self._position = start + head_bytes - old_size
+        if self._head_buffer:
+            return self._take_split_head(max_bytes)
+        start = self._position
+        head_end = self._unread_data.find(_HEAD_END, start, start + max_bytes)
+        if head_end < 0:
+            return self._take_split_head(max_bytes)
+        self._position = head_end + len(_HEAD_END)
+        return self._unread_data[start : self._position]
+
+    def _take_split_head(self, max_bytes: int) -> bytes | None:
+        """Add the unread bytes to a head that comes in several reads; return the head if it is complete now, or None.
+
+        Raises BadRequest if it is too long, or at once if it has a byte that no head may contain.
+        """
+        buffer = self._head_buffer
+        old_bytes = len(buffer)
+        buffer += self._unread_data[self._position : self._position + max_bytes + 1 - old_bytes]
+        search_start = max(0, old_bytes - len(_HEAD_END) + 1)  # the first bytes of its end may have come before
+        head_end = buffer.find(_HEAD_END, search_start, max_bytes)
+        if head_end >= 0:
+            head_bytes = head_end + len(_HEAD_END)
+            self._position += head_bytes - old_bytes
             self._head_buffer = bytearray()
             return bytes(buffer[:head_bytes])
-        # What can never become a head is refused at once, not after more bytes.
-        if _FORBIDDEN_PATTERN.search(buffer, max(0, old_size - 1)) is not None:
+        if _FORBIDDEN_PATTERN.search(buffer, max(0, old_bytes - 1)) is not None:
             raise BadRequest(400, "malformed HTTP request: a control character in its head")
         if len(buffer) > max_bytes:
             raise BadRequest(431, f"request head over {max_bytes} bytes")
-        self._position = len(data)
+        self._position = len(self._unread_data)
         return None
 
     def _parse_head(self, raw_head: bytes) -> HttpRequest:
-        """Return the request of a complete head, without its body. Raises BadRequest or ProtocolError."""
+        """Parse and check a complete head, the request line and the headers; return the request without its body.
+
+        Raises BadRequest or ProtocolError.
+        """
         match = _REQUEST_LINE_PATTERN.match(raw_head)
         if match is None:
             raise BadRequest(400, "malformed HTTP request: its head is none of HTTP/1.x")
         headers = HeaderBlock(raw_head[match.end() : -len(_LINE_END)])
-        method, target, host, path_and_query, version = match.groups()
+        method, target, url_host, url_path, version = match.groups()
         if version not in (b"1.1", b"1.0"):
             raise BadRequest(505, f"HTTP/{version.decode()} is not spoken here")
         if method not in _METHODS:
@@ -288,20 +308,14 @@ class RequestParser:
         if headers.raw.count(b"\n") > self._limits.headers_max:
             raise BadRequest(431, f"more than {self._limits.headers_max} headers")
         is_http_1_0 = version == b"1.0"
-        host_count = headers.count(b"host")
-        if host_count != 1 and not (is_http_1_0 and host_count == 0):
-            raise BadRequest(400, "exactly one Host header is needed")
-        if target is None:
-            target = path_and_query if path_and_query.startswith(b"/") else b"/" + path_and_query
-            headers = headers.replace(b"host", host)
+        _check_host_and_expect(headers, is_http_1_0=is_http_1_0)
+
+        if target is None:  # the request line has a whole URL
+            target = url_path if url_path.startswith(b"/") else b"/" + url_path
+            headers = headers.replace(b"host", url_host)
         path = target.partition(b"?")[0].decode("ascii")
-        request = HttpRequest(method.decode(), target, path, headers, is_http_1_0=is_http_1_0)
-        request.keep_alive = wants_keep_alive(headers, is_http_1_0=is_http_1_0)
-        if b"expect" in headers.lines_by_name:
-            expectations = [expectation.lower() for expectation in headers.get_all(b"expect")]
-            if expectations != [b"100-continue"] * len(expectations):
-                raise BadRequest(417, "expect: only 100-continue is understood")
-        return request
+        keep_alive = wants_keep_alive(headers, is_http_1_0=is_http_1_0)
+        return HttpRequest(method.decode(), target, path, headers, keep_alive=keep_alive, is_http_1_0=is_http_1_0)
 
     # Bodies -------------------------------------------------------------------------------------------------------
 
@@ -331,3 +345,16 @@ class RequestParser:
 
     def _make_too_large_error(self) -> BadRequest:
         return BadRequest(413, f"request body over {self._limits.body_bytes_max} bytes")
+
+
+def _check_host_and_expect(headers: HeaderBlock, *, is_http_1_0: bool) -> None:
+    """Raise BadRequest if there is not exactly one `Host` header, or an `Expect` header that is not understood."""
+    host_count = headers.count(b"host")
+    is_host_missing = host_count == 0 and is_http_1_0  # allowed in HTTP/1.0
+    if host_count != 1 and not is_host_missing:
+        raise BadRequest(400, "exactly one Host header is needed")
+    if b"expect" not in headers.lines_by_name:
+        return
+    expectations = {expectation.lower() for expectation in headers.get_all(b"expect")}
+    if expectations != {b"100-continue"}:
+        raise BadRequest(417, "expect: only 100-continue is understood")

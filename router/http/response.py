@@ -38,7 +38,7 @@ class BodyFraming(Protocol):
 
 
 class LengthBody:
-    """Body of a length known in advance. Answers without a body have length 0."""
+    """Finds the end of a response body whose length is known in advance; 0 for a response without a body."""
 
     __slots__ = ("is_complete", "remaining_bytes")
 
@@ -47,22 +47,22 @@ class LengthBody:
         self.is_complete = length == 0
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
-        taken_bytes = len(data)
-        if taken_bytes >= self.remaining_bytes:
-            taken_bytes = self.remaining_bytes
-            self.is_complete = True
-        self.remaining_bytes -= taken_bytes
-        if payload is not None and taken_bytes:
-            payload += data[:taken_bytes]
-        return taken_bytes
+        """Return how many leading bytes of `data` belong to the body, and append these to `payload`, if it is given."""
+        body_bytes = min(len(data), self.remaining_bytes)
+        self.remaining_bytes -= body_bytes
+        self.is_complete = self.remaining_bytes == 0
+        if payload is not None and body_bytes:
+            payload += data[:body_bytes]
+        return body_bytes
 
     def finish(self) -> None:
+        """End the body because the connection was closed. Raises `ProtocolError` if bytes are missing."""
         if not self.is_complete:
             raise ProtocolError(f"connection closed with {self.remaining_bytes} bytes of the body to come")
 
 
 class CloseDelimitedBody:
-    """Body of an answer that ends when the worker closes the connection."""
+    """Finds the end of a response body without a length: it ends when the worker closes the connection."""
 
     __slots__ = ("is_complete",)
 
@@ -70,11 +70,13 @@ class CloseDelimitedBody:
         self.is_complete = False
 
     def feed(self, data: bytes, payload: bytearray | None = None) -> int:
+        """Return how many bytes of `data` belong to the body: all. They are appended to `payload`, if it is given."""
         if payload is not None:
             payload += data
         return len(data)
 
     def finish(self) -> None:
+        """End the body, because the connection was closed."""
         self.is_complete = True
 
 
@@ -93,33 +95,35 @@ class ResponseHead(msgspec.Struct, eq=False):
 
 
 def parse_response_head(data: bytes, method: str) -> tuple[ResponseHead, bytes] | None:
-    """Return the head of the answer to a `method` request, and the bytes after the head; None if it is incomplete.
+    """Parse the head of the response to a `method` request; return it and the bytes after it, or None if incomplete.
 
-    The body's framing follows RFC 9112 section 6.3. Raises ProtocolError if the head is malformed or too long.
+    The end of the body is found as in RFC 9112 section 6.3. Raises ProtocolError if the head is malformed or too long.
     """
-    lines_end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES) + 2
-    if lines_end < 2:
+    head_end = data.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
+    if head_end < 0:
         if len(data) >= MAX_HEAD_BYTES:
             raise ProtocolError(f"head over {MAX_HEAD_BYTES} bytes")
         return None
+    lines_end = head_end + 2
     match = _STATUS_LINE_PATTERN.match(data, 0, lines_end)
     if match is None:
         raise ProtocolError("this is not the head of an HTTP/1.x response")
+    minor_version, status_and_reason, status_digits = match.groups()
+    status = int(status_digits)
     headers = HeaderBlock(data[match.end() : lines_end])
-    status = int(match[3])
-    keep_alive = wants_keep_alive(headers, is_http_1_0=match[1] == b"0")
+    keep_alive = wants_keep_alive(headers, is_http_1_0=minor_version == b"0")
     framing = parse_framing(headers)
-    is_chunked, content_length = framing.is_chunked, framing.content_length
+    has_no_body = status < 200 or status in (204, 304) or method == "HEAD"
+    is_chunked = framing.is_chunked and not has_no_body
     body: BodyFraming
-    if status < 200 or status in (204, 304) or method == "HEAD":
+    if has_no_body:
         body = LengthBody(0)
-        is_chunked = False
     elif is_chunked:
         body = ChunkedBody()
-    elif content_length is not None:
-        body = LengthBody(content_length)
+    elif framing.content_length is not None:
+        body = LengthBody(framing.content_length)
     else:
         keep_alive = False
         body = CloseDelimitedBody()
-    head = ResponseHead(status, match[2], headers, body, is_chunked, content_length, keep_alive)
+    head = ResponseHead(status, status_and_reason, headers, body, is_chunked, framing.content_length, keep_alive)
     return head, data[lines_end + 2 :]

@@ -57,9 +57,10 @@ async def _respond_later(connection: ClientConnection, answer: Coroutine[Any, An
 
 
 class CachedPage:
-    """Handler of a page that anybody may request, and that takes long to render: it renders only as often as it can.
+    """Handler of a page that takes long to render, such as the metrics: requests share a cached page for a while.
 
-    All requests together take at most RENDER_SHARE of the event loop. A page is at most MAX_PAGE_CACHE_S old.
+    A page is cached for so long that rendering takes at most RENDER_SHARE of the time of the event loop, however many
+    requests there are, but not longer than MAX_PAGE_CACHE_S.
     """
 
     def __init__(self, render: Callable[[], Response], clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,11 +70,13 @@ class CachedPage:
         self._expires_s = 0.0
 
     def __call__(self, request: HttpRequest, argument: str) -> Response:
+        """Return the page. All requests get the same one, whatever they ask."""
         started_s = self._clock()
         if self._cached_page is None or started_s >= self._expires_s:
             self._cached_page = self._render()
-            now = self._clock()
-            self._expires_s = now + min((now - started_s) / RENDER_SHARE, MAX_PAGE_CACHE_S)
+            ended_s = self._clock()
+            render_s = ended_s - started_s
+            self._expires_s = ended_s + min(render_s / RENDER_SHARE, MAX_PAGE_CACHE_S)
         return self._cached_page
 
 
@@ -109,15 +112,17 @@ class Routes:
     def _find_route(self, method: str, path: str) -> tuple[_Route | None, str]:
         """Return the route of a path, or None, and the part of the path that `*` or `**` stands for.
 
-        Paths are matched in this order: the same path, `/a/b/**`, `/a/*/c`.
+        The path `/a/b/c` matches the first of these patterns that has a route: `/a/b/c`, `/a/b/**`, `/a/*/c`.
         """
-        segments = path.split("/")
-        patterns = [(path, "")]
+        segments = path.split("/")  # the first one is empty
+        patterns_and_arguments = [(path, "")]
         if len(segments) > 3:
-            patterns.append(("/".join([*segments[:3], "**"]), "/".join(segments[3:])))
+            rest_pattern = "/".join([*segments[:3], "**"])
+            patterns_and_arguments.append((rest_pattern, "/".join(segments[3:])))
         if len(segments) > 2:
-            patterns.append(("/".join([*segments[:2], "*", *segments[3:]]), segments[2]))
-        for pattern, argument in patterns:
+            segment_pattern = "/".join([*segments[:2], "*", *segments[3:]])
+            patterns_and_arguments.append((segment_pattern, segments[2]))
+        for pattern, argument in patterns_and_arguments:
             route = self._route_by_method_and_path.get((method, pattern))
             if route is not None:
                 return route, unquote(argument)

@@ -124,10 +124,10 @@ def test_a_block_without_some_names_is_its_other_lines(block: list[bytes]) -> No
 def test_few_and_short_lines_are_kept_with_their_names() -> None:
     for number in range(3 * headers.KNOWN_LINES_MAX):
         HeaderBlock(b"X-%d: a\r\n" % number)
-        assert len(headers._names) <= headers.KNOWN_LINES_MAX
+        assert len(headers._name_by_line) <= headers.KNOWN_LINES_MAX
     long_line = b"X: " + b"a" * headers.KNOWN_LINE_BYTES_MAX + b"\r\n"
     assert HeaderBlock(long_line).lines_by_name == {b"x": long_line}
-    assert long_line not in headers._names
+    assert long_line not in headers._name_by_line
 
 
 def test_a_malformed_line_is_refused_each_time_and_not_kept() -> None:
