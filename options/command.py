@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin
 import click
 import msgspec
 
-from options.fields import SECRET, Schema, Setting, collect_values
+from options.fields import Schema, Setting, collect_values
 from options.load import LoadedConfig, load_config, read_file
 from options.values import ConfigError, describe_type, parse_text, split_annotated
 
@@ -32,8 +32,7 @@ class SectionedOption(click.Option):
 class NumberType(click.ParamType):  # type: ignore[type-arg]
     """Type of a click option whose value is a number from `low` to `high`, both included.
 
-    It is for options that are not settings. A wrong value gets the error of a setting, such as "got 'x', expected a
-    whole number from 1 to 9", where click's own range types would say "'x' is not a valid integer range".
+    Unlike click's own range types, its error says what is expected: "got 'x', expected a whole number from 1 to 9".
     """
 
     def __init__(self, number_type: type[int] | type[float], low: float, high: float | None = None) -> None:
@@ -41,10 +40,9 @@ class NumberType(click.ParamType):  # type: ignore[type-arg]
         self._value_type: Any = Annotated[number_type, msgspec.Meta(ge=low, le=high)]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number that the text `value` of a command line means; click calls this for each option.
+        """Convert the text of an option to a number; click calls this. A default, a number already, is returned.
 
-        A default of the option is a number already, and is returned as it is. Text that is no number in the range ends
-        the program with a usage error, which `fail` raises.
+        Text that is no number in the range ends the program with a usage error.
         """
         if not isinstance(value, str):
             return value
@@ -62,12 +60,13 @@ class SectionedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of `--help` under their headings; click calls this."""
-        rows_by_heading: dict[str, list[tuple[str, str]]] = {MAIN_HEADING: []}
         options = [parameter for parameter in self.get_params(ctx) if isinstance(parameter, click.Option)]
-        for option in sorted(options, key=lambda option: not isinstance(option, SectionedOption)):
+        options.sort(key=lambda option: not isinstance(option, SectionedOption))  # plain options last
+        rows_by_heading: dict[str, list[tuple[str, str]]] = {MAIN_HEADING: []}
+        for option in options:
+            heading = option.heading if isinstance(option, SectionedOption) else MAIN_HEADING
             row = option.get_help_record(ctx)
             if row is not None:  # None for a hidden flag
-                heading = option.heading if isinstance(option, SectionedOption) else MAIN_HEADING
                 rows_by_heading.setdefault(heading, []).append(row)
         for heading, rows in rows_by_heading.items():
             with formatter.section(heading):
@@ -88,16 +87,17 @@ class ProgramGroup(click.Group):
 
 
 def add_flags(schema: Schema, shown_paths: Collection[str] | None = None) -> Callable[[Any], Any]:
-    """Return a decorator that gives a click command the flags of a program's settings, `--config` and `--set`.
+    """Return a decorator that adds the flags of a program's settings, `--config` and `--set` to a click command.
 
-    `load_from_command_line` reads the parameters that the command then gets. The command takes all flags. `--help`
-    shows the flags of `shown_paths`, or if that is None, all with a heading, in the order of `schema.help_sections`.
+    The command passes its parameters to `load_from_command_line`. `--help` shows the flags of `shown_paths`; None: all
+    that have a heading in `schema.help_sections`. The others work too, but are hidden.
     """
     heading_by_path = {path: heading for heading, paths in schema.help_sections.items() for path in paths}
     shown_paths = [path for path in heading_by_path if shown_paths is None or path in shown_paths]
+    ordered_paths = dict.fromkeys([*shown_paths, *schema.setting_by_path])  # without duplicates
     flag_options = [
         _make_click_option(schema.setting_by_path[path], heading_by_path.get(path), is_shown=path in shown_paths)
-        for path in dict.fromkeys([*shown_paths, *schema.setting_by_path])
+        for path in ordered_paths
         if schema.setting_by_path[path].flag is not None
     ]
     config_option = click.option(
@@ -125,12 +125,13 @@ def add_flags(schema: Schema, shown_paths: Collection[str] | None = None) -> Cal
 
 
 def load_from_command_line(schema: Schema, parameters: dict[str, Any]) -> LoadedConfig:
-    """Load the configuration from a command's parameters, the environment and the file of `--config`.
+    """Load a program's configuration from its command line, the environment, and the file of `--config`.
 
-    `parameters`: values by the names that `add_flags` gave; None or () for a flag that is not on the command line.
+    `parameters`: what click passes to a command with the flags of `add_flags`; None or () for a flag that is not given.
     Raises click.UsageError.
     """
     value_by_path = {path: parameters.get(_make_parameter_name(path)) for path in schema.setting_by_path}
+    given_flags = {path: value for path, value in value_by_path.items() if value is not None and value != ()}
     config_path = parameters["config_file"]
     try:
         return load_config(
@@ -139,16 +140,16 @@ def load_from_command_line(schema: Schema, parameters: dict[str, Any]) -> Loaded
             file_name=str(config_path),
             environment=os.environ,
             settings=parameters["settings"],
-            flags={path: value for path, value in value_by_path.items() if value is not None and value != ()},
+            flags=given_flags,
         )
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
 
 
 def make_config_command(schema: Schema, finish: Callable[[LoadedConfig], Any]) -> click.Command:
-    """Return the command `config`, which prints all settings, or with --check the values that a start would have.
+    """Make a program's command `config`, which lists all settings, or with --check prints the values in effect.
 
-    `finish`: returns the configuration as a start completes it; it may raise ConfigError.
+    `finish`: returns the configuration as the program completes it when it starts; it may raise ConfigError.
     """
 
     @click.command(
@@ -197,24 +198,30 @@ def render_settings_list(schema: Schema) -> str:
 
 
 def render_toml(schema: Schema, loaded_config: LoadedConfig) -> str:
-    """Return a configuration as a TOML file, each line with its origin. Values of secrets are left out."""
-    lines: list[str] = []
-    section = ""
+    """Return a configuration as the text of a TOML file. Each line names where its value comes from.
+
+    Secrets are not shown.
+    """
     value_by_path = collect_values(loaded_config.config)
-    visible_settings = [setting for setting in _list_visible_settings(schema) if not setting.is_section]
-    for setting in sorted(visible_settings, key=lambda setting: setting.path.rpartition(".")[0]):
-        setting_section, _, name = setting.path.rpartition(".")
-        if setting_section != section:
-            section = setting_section
-            lines.append(f"\n[{section}]")
-        origin = loaded_config.origin_by_path.get(setting.path, "default")
+    lines_by_section: dict[str, list[str]] = {}
+    for setting in _list_visible_settings(schema):
+        if setting.is_section:
+            continue
+        section, _, name = setting.path.rpartition(".")
         value = value_by_path[setting.path]
-        if SECRET in setting.annotation_marks and value:
-            lines.append(f"# {name} is set, and not shown  # {origin}")
+        origin = loaded_config.origin_by_path.get(setting.path, "default")
+        if setting.is_secret and value:
+            line = f"# {name} is set, and not shown  # {origin}"
         elif value is None:
-            lines.append(f"# {name} is not set")
+            line = f"# {name} is not set"
         else:
-            lines.append(f"{name} = {_format_toml_value(value)}  # {origin}")
+            line = f"{name} = {_format_toml_value(value)}  # {origin}"
+        lines_by_section.setdefault(section, []).append(line)
+
+    lines: list[str] = []
+    for section, section_lines in sorted(lines_by_section.items()):
+        heading = [f"\n[{section}]"] if section else []
+        lines += heading + section_lines
     return "\n".join(lines) + "\n"
 
 
@@ -235,11 +242,13 @@ def _make_parameter_name(path: str) -> str:
 
 
 def _make_click_option(setting: Setting, heading: str | None, *, is_shown: bool) -> Any:
-    """Return the click decorator that adds the flag of a setting. `is_shown`: `--help` shows it, under `heading`."""
+    """Return the click decorator that adds a setting's flag to a command.
+
+    `heading`: heading of the flag in `--help`, if `is_shown`.
+    """
     flag = setting.flag
     assert flag is not None
-    base_type, _ = split_annotated(setting.value_type)
-    make = partial(
+    make_option = partial(
         click.option,
         *setting.flag_names,
         _make_parameter_name(setting.path),
@@ -248,10 +257,11 @@ def _make_click_option(setting: Setting, heading: str | None, *, is_shown: bool)
         help=_make_help_text(setting),
         hidden=flag.is_hidden or not is_shown,
     )
+    base_type, _ = split_annotated(setting.value_type)
     if base_type is bool:
-        return make(default=None)  # None: the flag is not on the command line
-    metavar = flag.metavar or _choose_metavar(setting.value_type)
-    return make(multiple=get_origin(base_type) is tuple, metavar=metavar)
+        return make_option(default=None)  # None: the flag is not on the command line
+    is_list = get_origin(base_type) is tuple
+    return make_option(multiple=is_list, metavar=flag.metavar or _choose_metavar(setting.value_type))
 
 
 def _make_help_text(setting: Setting) -> str:

@@ -15,9 +15,10 @@ DISTRIBUTION_LINE = b'DISTRIBUTION = "blockcast"'
 
 
 def find_import_problem(names: tuple[str, ...]) -> str | None:
-    """Return why one of these packages would not be ours, in one line; None if all of them are.
+    """Check that these packages of ours are installed and would be imported; return the problem, or None.
 
-    Other distributions may have packages of the same names. Ours are in the folder of this package.
+    A package with such a general name as `options` may be hidden or overwritten by one of another distribution. Ours
+    are in the folder of this package.
     """
     packages_folder = Path(__file__).resolve().parent.parent
     for name in names:
@@ -26,16 +27,14 @@ def find_import_problem(names: tuple[str, ...]) -> str | None:
             spec = importlib.util.find_spec(name)
         except ValueError as error:  # a module without a spec, as of an old namespace package
             return f"the package `{name}` cannot be imported: {error}; expected {expected_path}"
-        actual_path = Path(spec.origin).resolve() if spec is not None and spec.origin else None
-        if actual_path is None:
+        if spec is None or not spec.origin:
             return f"the package `{name}` is missing: expected {expected_path}; reinstall blockcast"
-        problem = None
+        actual_path = Path(spec.origin).resolve()
+        advice = "install blockcast into an environment of its own"
         if actual_path != expected_path:
-            problem = f"is shadowed: {actual_path} is imported instead of {expected_path}"
-        elif DISTRIBUTION_LINE not in expected_path.read_bytes().splitlines():
-            problem = f"was overwritten: {expected_path} is another distribution's"
-        if problem is not None:
-            return f"the package `{name}` {problem}; install blockcast into an environment of its own"
+            return f"the package `{name}` is shadowed: {actual_path} is imported instead of {expected_path}; {advice}"
+        if DISTRIBUTION_LINE not in expected_path.read_bytes().splitlines():
+            return f"the package `{name}` was overwritten: {expected_path} is another distribution's; {advice}"
     return None
 
 
@@ -45,12 +44,10 @@ def kv_subscriber() -> None:
 
 
 def run_program(program: str, module_name: str, packages: tuple[str, ...], distribution: str | None = None) -> None:
-    """Run `main` of a module as a program; exit with one line if a package is missing, or the disk of stdout is full.
+    """Run `main` of a module as a program. Common problems end it with one line instead of a traceback.
 
-    Ctrl-C ends the program without a traceback, with the status of a shell's command.
-
-    `packages`: packages of ours that the program needs. `distribution`: name under which pip installs what it needs; by
-    default `blockcast[program]`.
+    These are: Ctrl-C, a package that is missing, and a full disk under stdout. `packages`: packages of ours that the
+    program needs. `distribution`: name under which pip installs what it needs; by default `blockcast[program]`.
     """
     if os.getpid() == 1:
         # The first process of a container gets no signal that it does not handle.

@@ -49,12 +49,15 @@ class Flag:
 
 @dataclass(frozen=True)
 class Setting:
-    """Field of a configuration class that users may set, or that is a section of such fields."""
+    """Description of a field of a configuration class: its type, its help and its flag.
+
+    Users may set the field, or it is a section, which groups further fields.
+    """
 
     path: str
-    """Names of its sections and its own, separated by dots."""
+    """Name of the setting for users, after the names of its sections, such as `client_timeouts.request_s`."""
     attributes: tuple[str, ...]
-    """Names of the fields that lead from a configuration to the value; those of ROOT sections are no part of `path`."""
+    """Names of the fields that lead from a configuration to the value. `path` has these too, except ROOT sections."""
     value_type: Any
     """Type of the field, without None."""
     annotation_marks: tuple[str, ...]
@@ -75,8 +78,13 @@ class Setting:
 
     @property
     def is_root(self) -> bool:
-        """Whether it is a section whose fields' paths do not begin with its own."""
+        """Whether it is a section whose name is not part of its fields' paths."""
         return ROOT in self.annotation_marks
+
+    @property
+    def is_secret(self) -> bool:
+        """Whether the value must never be printed."""
+        return SECRET in self.annotation_marks
 
     @property
     def flag_names(self) -> tuple[str, ...]:
@@ -104,14 +112,13 @@ class Setting:
 
     def parse_value(self, label: str, value: Any) -> Any:
         """Convert a value to the setting's type. Raises ConfigError, which names the setting by `label`."""
-        return read_value(label, value, self.value_type, secret=SECRET in self.annotation_marks)
+        return read_value(label, value, self.value_type, is_secret=self.is_secret)
 
 
 class Schema:
     """All settings of a program, collected from the fields of its configuration class and of nested sections.
 
-    A setting has a path (`client_timeouts.request_s`), an environment variable (BLOCKCAST_ROUTER_PORT), and maybe a
-    flag.
+    Each has a path (`client_timeouts.request_s`), an environment variable (BLOCKCAST_ROUTER_PORT), and perhaps a flag.
     """
 
     def __init__(
@@ -125,9 +132,10 @@ class Schema:
         self.program = program
         self.help_sections = help_sections or {}
         self.variable_prefix = f"BLOCKCAST_{program.upper()}_"
-        settings, defaults = list_settings(config_class), config_class()
+        settings = list_settings(config_class)
+        default_config = config_class()
         self.setting_by_path = {
-            setting.path: replace(setting, default=setting.get_value(defaults))
+            setting.path: replace(setting, default=setting.get_value(default_config))
             for setting in settings
             if setting.help_text
         }
@@ -146,7 +154,8 @@ class Schema:
         If no name is like the whole key, the last words of both are compared, as users may leave out the section.
         `setting_names`: known names; by default all paths.
         """
-        setting_names = [*self.setting_by_path] if setting_names is None else setting_names
+        if setting_names is None:
+            setting_names = list(self.setting_by_path)
         nearest_names = difflib.get_close_matches(key, setting_names, 1)
         if not nearest_names:
             name_by_last_word = {name.rpartition(".")[2]: name for name in reversed(setting_names)}
@@ -186,45 +195,49 @@ def check_config(config: Any) -> None:
 
 @cache
 def list_settings(config_class: type, prefix: str = "") -> tuple[Setting, ...]:
-    """Return the fields of a configuration class in their order, each section followed by its own fields.
+    """Return the settings of a configuration class, in the order of its fields.
 
-    A section is a field whose type is such a class. `prefix`: beginning of the paths, such as "client_timeouts.".
+    A field whose type is a configuration class is a section; its settings follow it. `prefix`: beginning of the
+    settings' paths, such as "client_timeouts.".
     """
     hints = get_type_hints(config_class, include_extras=True)
-    names = getattr(config_class, "__struct_fields__", None) or [field.name for field in fields(config_class)]
+    field_names = getattr(config_class, "__struct_fields__", None) or [field.name for field in fields(config_class)]
     settings: list[Setting] = []
-    for name in names:
+    for name in field_names:
         setting = _make_setting(prefix + name, name, hints[name])
         settings.append(setting)
         if setting.is_section:
             section_prefix = prefix if setting.is_root else f"{setting.path}."
-            section_settings = list_settings(setting.value_type, section_prefix)
-            settings += [replace(field, attributes=(name, *field.attributes)) for field in section_settings]
+            for section_setting in list_settings(setting.value_type, section_prefix):
+                settings.append(replace(section_setting, attributes=(name, *section_setting.attributes)))
     return tuple(settings)
 
 
 def _make_setting(path: str, name: str, annotated_type: Any) -> Setting:
-    """Return the setting of a type such as `Annotated[int | None, "Help.", "Details.", Meta(ge=1), Flag()]`.
+    """Return the setting of a field of type `Annotated[int | None, "Help.", "Details.", Meta(ge=1), Flag()]`, or alike.
 
-    Of the annotations that are texts, some are marks (`_MARKS`); the first other one is the help, the second the
-    details. Annotations that are neither texts nor flags bound the value, so they stay with the type.
+    The first text in the annotation is the help, the second the details, apart from the texts that are marks
+    (`_MARKS`). Annotations that are neither texts nor flags limit the value, so they stay with the type.
     """
     base_type, annotations = split_annotated(annotated_type)
     texts = [annotation for annotation in annotations if isinstance(annotation, str)]
+    flags = [annotation for annotation in annotations if isinstance(annotation, Flag)]
     help_texts = [text for text in texts if text not in _MARKS]
-    field_type = base_type
-    if get_origin(field_type) in (Union, types.UnionType):
-        (field_type,) = (member_type for member_type in get_args(field_type) if member_type is not type(None))
+    is_class = isinstance(base_type, type)
+
+    value_type = base_type
+    if get_origin(base_type) in (Union, types.UnionType):
+        (value_type,) = (member_type for member_type in get_args(base_type) if member_type is not type(None))
     for annotation in annotations:
         if not isinstance(annotation, (str, Flag)):
-            field_type = Annotated[field_type, annotation]
+            value_type = Annotated[value_type, annotation]
     return Setting(
         path=path,
         attributes=(name,),
-        value_type=field_type,
+        value_type=value_type,
         annotation_marks=tuple(text for text in texts if text in _MARKS),
         help_text=help_texts[0] if help_texts else "",
         details=help_texts[1] if len(help_texts) > 1 else "",
-        flag=next((annotation for annotation in annotations if isinstance(annotation, Flag)), None),
-        is_section=isinstance(base_type, type) and (is_dataclass(base_type) or issubclass(base_type, msgspec.Struct)),
+        flag=flags[0] if flags else None,
+        is_section=is_class and (is_dataclass(base_type) or issubclass(base_type, msgspec.Struct)),
     )

@@ -29,22 +29,23 @@ class LoadedConfig:
 
 @dataclass
 class _ConfigLayers:
-    """Collects the values of a configuration and where each comes from. A later value replaces an earlier one."""
+    """Values of a configuration, collected from its sources, and the origin of each. A later value wins."""
 
     schema: Schema
     value_by_path: dict[str, Any] = field(default_factory=dict)
     origin_by_path: dict[str, str] = field(default_factory=dict)
 
     def set_value(self, path: str, value: Any, label: str, origin: str) -> None:
-        """Set one value, or all values of a section. Raises ConfigError, which names the setting by `label`.
+        """Set one value, or all values of a section. `origin`: the file, variable or flag that the value comes from.
 
-        The keys of an unknown table are set too, so that the error names the unknown setting.
+        Raises ConfigError, which names the setting by `label`.
         """
         setting = self.schema.setting_by_path.get(path)
         is_section = path in self.schema.section_paths
-        if is_section or (setting is None and isinstance(value, dict) and value):
-            if is_section:
-                self.origin_by_path[path] = origin
+        is_unknown_table = setting is None and isinstance(value, dict) and bool(value)
+        if is_section:
+            self.origin_by_path[path] = origin
+        if is_section or is_unknown_table:  # an error about an unknown table names the unknown setting in it
             for key, section_value in parse_section(label, value).items():
                 self.set_value(f"{path}.{key}", section_value, f"{label}.{key}", origin)
             return
@@ -63,16 +64,18 @@ def load_config(
     settings: Iterable[str] = (),
     flags: Mapping[str, Any] | None = None,
 ) -> LoadedConfig:
-    """Build a configuration from a file, the environment, `--set` and flags; the last of these that sets a value wins.
+    """Build a program's configuration. Flags win over `--set`, these over the environment, and these over a file.
 
-    `table`: nested tables of the file `file_name`. `settings`: KEY=VALUE texts of `--set`. `flags`: value of each flag
+    `table`: content of the TOML file `file_name`. `settings`: KEY=VALUE texts of `--set`. `flags`: value of each flag
     by the path of its setting, as text, several texts or bool. Raises ConfigError.
     """
+    environment = environment or {}
     layers = _ConfigLayers(schema)
     for path, value in (table or {}).items():
-        layers.set_value(path, value, f"{file_name}: {path}" if file_name else path, file_name)
-    for variable, path in iter_variables(schema, environment or {}):
-        layers.set_value(path, UntypedText((environment or {})[variable]), variable, variable)
+        label = f"{file_name}: {path}" if file_name else path
+        layers.set_value(path, value, label, file_name)
+    for variable, path in iter_variables(schema, environment):
+        layers.set_value(path, UntypedText(environment[variable]), variable, variable)
     for assignment in settings:
         path, separator, value_text = assignment.partition("=")
         if not separator:
@@ -95,7 +98,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def iter_variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield each environment variable that sets something, with the path of its setting.
+    """Yield the name of each environment variable that sets a setting, and the setting's path.
 
     Variables with older names come first, so that the present names win. Raises ConfigError for an unknown variable
     with the program's prefix.
@@ -105,11 +108,9 @@ def iter_variables(schema: Schema, environment: Mapping[str, str]) -> Iterator[t
         value_text = environment[variable]
         if not value_text or variable == f"{prefix}CONFIG":
             continue
+        if variable == schema.make_variable_name("port") and value_text.startswith("tcp://"):
+            raise ConfigError(f"{variable}: got {value_text!r}, which Kubernetes sets: use enableServiceLinks: false")
         if variable in schema.path_by_variable:
-            if value_text.startswith("tcp://") and variable == schema.make_variable_name("port"):
-                raise ConfigError(
-                    f"{variable}: got {value_text!r}, which Kubernetes sets: use enableServiceLinks: false"
-                )
             yield variable, schema.path_by_variable[variable]
         elif variable.startswith(prefix) and not _KUBERNETES_PATTERN.fullmatch(variable.removeprefix(prefix)):
             raise schema.make_unknown_setting_error(variable, variable, [*schema.path_by_variable])

@@ -17,7 +17,7 @@ Family: TypeAlias = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFam
 
 
 class Histogram:
-    """Prometheus histogram. It counts the values of each bucket, and makes the counts cumulative only on export."""
+    """Histogram of a metric, exported in the format of Prometheus. Counts become cumulative only when exported."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -25,16 +25,20 @@ class Histogram:
         """`bounds`: inclusive upper bounds of the buckets, ascending. A last bucket without a bound is added."""
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
+        """Number of values in each bucket."""
         self.total = 0.0
+        """Sum of all values."""
 
     def observe(self, value: float) -> None:
+        """Count a value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return (upper bound, cumulative count) pairs. The last bound is "+Inf"."""
+        """Return the upper bound of each bucket, and how many values are at most that. The last bound is "+Inf"."""
         upper_bounds = [*(str(float(bound)) for bound in self.bounds), "+Inf"]
-        return list(zip(upper_bounds, map(float, accumulate(self.counts))))
+        cumulative_counts = map(float, accumulate(self.counts))
+        return list(zip(upper_bounds, cumulative_counts))
 
 
 class Row(NamedTuple):

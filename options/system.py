@@ -60,17 +60,18 @@ def run_main(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 def start_child(module: str, *numbers: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run `main(fd, *numbers)` of a module in a Python process of its own. Return the process and a socket to it.
+    """Run `main(fd, *numbers)` of a module in a new Python process. Return the process and a socket to it.
 
-    `fd`: the process's end of the socket. The return value of `main` is the exit status. The child ignores SIGINT and
-    SIGTERM, which terminals and supervisors send to children too: the parent completes its work and ends them.
+    `fd`: file descriptor of the child's end of the socket. The return value of `main` is the exit status. The child
+    ignores SIGINT and SIGTERM, which terminals and supervisors send to it too, because its parent has to end it.
     """
-    own_socket, child_socket = socket.socketpair()
+    parent_socket, child_socket = socket.socketpair()
     with child_socket:
-        arguments = [json.dumps(sys.path), module, *map(str, (child_socket.fileno(), *numbers))]
+        child_fd = child_socket.fileno()
+        main_arguments = [str(number) for number in (child_fd, *numbers)]
         process = subprocess.Popen(
-            [sys.executable, "-c", _BOOTSTRAP, *arguments],
-            pass_fds=[child_socket.fileno()],
+            [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), module, *main_arguments],
+            pass_fds=[child_fd],
             stdin=subprocess.DEVNULL,
         )
-    return process, own_socket
+    return process, parent_socket

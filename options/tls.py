@@ -10,11 +10,12 @@ from options.values import ConfigError
 def make_server_context(
     certificate_path: str | None, key_path: str | None, client_ca_path: str | None = None
 ) -> ssl.SSLContext | None:
-    """Make the TLS context of a listening address; None without a certificate. Raises ConfigError.
+    """Make the TLS context of a listening address from files; None without a certificate. Raises ConfigError.
 
-    `client_ca_path`: certificates of authorities; clients need a certificate that one of them has signed.
+    `client_ca_path`: certificates of authorities (mutual TLS): clients need a certificate that one of them has signed.
     """
-    if (certificate_path is None) != (key_path is None):
+    has_certificate, has_key = certificate_path is not None, key_path is not None
+    if has_certificate != has_key:
         raise ConfigError("--tls-cert and --tls-key: expected both or neither")
     if certificate_path is None:
         if client_ca_path is not None:
@@ -31,18 +32,19 @@ def make_server_context(
 def make_client_context(
     certificate_path: str | None, key_path: str | None, ca_path: str | None, flag_prefix: str
 ) -> ssl.SSLContext:
-    """Make the TLS context of outgoing connections. Raises ConfigError.
+    """Make the TLS context of outgoing connections from files. Raises ConfigError.
 
-    `certificate_path`: certificate for servers that require one. `ca_path`: certificates of the authorities to trust;
-    with None the system's authorities are trusted. `flag_prefix`: beginning of the flags' names in errors, such as
-    "--worker-tls" for --worker-tls-cert.
+    `certificate_path`, `key_path`: certificate for servers that require one from their clients. `ca_path`:
+    certificates of the authorities to trust; None: those of the system. `flag_prefix`: beginning of the flags' names
+    in errors, such as "--worker-tls" for --worker-tls-cert.
     """
     if ca_path is None:
         context = ssl.create_default_context()
     else:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         _trust_authorities(context, ca_path, f"{flag_prefix}-ca")
-    if (certificate_path is None) != (key_path is None):
+    has_certificate, has_key = certificate_path is not None, key_path is not None
+    if has_certificate != has_key:
         raise ConfigError(f"{flag_prefix}-cert and {flag_prefix}-key: expected both or neither")
     if certificate_path is not None:
         _load_certificate(context, certificate_path, key_path, f"{flag_prefix}-cert", f"{flag_prefix}-key")

@@ -38,21 +38,24 @@ def split_annotated(annotated_type: Any) -> tuple[Any, list[Any]]:
 
 
 def parse_size(text: str, unit_bytes: int) -> int | None:
-    """Parse a size as a multiple of `unit_bytes` bytes, rounded up; return None for text that is no size.
+    """Parse a size such as "512MiB", and return it in units of `unit_bytes`, rounded up; None for text that is no size.
 
-    GB is 10^9 and GiB 2^30; letters alone are vLLM's: 4g is 4 * 10^9, 4G is 4 * 2^30.
+    GB is 10^9 bytes and GiB 2^30. Letters alone mean what they do in vLLM: 4g is 4 * 10^9 bytes, 4G is 4 * 2^30. A
+    whole number without a unit is returned as it is.
     """
     text = text.strip()
     size_match = _SIZE_PATTERN.fullmatch(text)
     if size_match is None:
         return None
+    if text.isdigit():
+        return int(text)
     number, letter, suffix = size_match.groups()
-    if text.isdigit():  # a number without a unit counts units of the setting
-        return int(number)
-    if letter is None:  # bytes, or a fraction without a unit
-        return math.ceil(float(number) / unit_bytes) if text[-1].isalpha() else None
+    if letter is None:
+        is_in_bytes = text[-1].isalpha()  # "10B"; a fraction without a unit is no size
+        return math.ceil(float(number) / unit_bytes) if is_in_bytes else None
     is_binary = len(suffix) == 2 if suffix else letter.isupper()
-    scale: int = (1024 if is_binary else 1000) ** (_UNIT_LETTERS.index(letter.lower()) + 1)
+    exponent = _UNIT_LETTERS.index(letter.lower()) + 1
+    scale: int = (1024 if is_binary else 1000) ** exponent
     return math.ceil(float(number) * scale / unit_bytes)
 
 
@@ -73,16 +76,17 @@ def parse_text(text: str, value_type: Any) -> Any:
 
 
 def convert_value(value: Any, value_type: Any) -> Any:
-    """Return a value from a file or a program as a type of a setting, such as `Annotated[int, Meta(ge=1)]`.
+    """Check a setting's value and convert it to the setting's type, such as `Annotated[int, Meta(ge=1)]`.
 
-    A text is a size with a unit where the type is marked `Size`. Raises ValueError or MsgspecError for a value of
-    another type, out of range, not finite, or not UTF-8.
+    If the type is marked `Size`, a text is a size with a unit. Raises ValueError or MsgspecError for a value that has
+    another type, is out of range or not finite, or is a text that is not UTF-8.
     """
     size = _find_size_annotation(split_annotated(value_type)[1])
     if size is not None and isinstance(value, str):
         value = parse_size(value, size.unit_bytes)
     converted_value = msgspec.convert(value, value_type)
-    for item in converted_value if isinstance(converted_value, tuple) else (converted_value,):
+    items = converted_value if isinstance(converted_value, tuple) else (converted_value,)
+    for item in items:
         if isinstance(item, float) and not math.isfinite(item):
             raise ValueError("not finite")
         if isinstance(item, str):
@@ -95,7 +99,7 @@ def _find_size_annotation(annotations: list[Any]) -> Size | None:
 
 
 def describe_type(value_type: Any) -> str:
-    """Describe the expected value in words: "a whole number from 0 to 65535"."""
+    """Describe the values of a setting's type in words, for errors and help: "a whole number from 0 to 65535"."""
     base_type, annotations = split_annotated(value_type)
     if base_type is bool:
         return "true or false"
@@ -110,7 +114,8 @@ def describe_type(value_type: Any) -> str:
     size = _find_size_annotation(annotations)
     noun = "a whole number" if base_type is int else "a number"
     if size is not None:
-        noun = f"a size such as 4GB or 512MiB, plain numbers in {'MiB' if size.unit_bytes > 1 else 'bytes'},"
+        unit = "MiB" if size.unit_bytes > 1 else "bytes"
+        noun = f"a size such as 4GB or 512MiB, plain numbers in {unit},"
     return f"{noun} {_describe_range(annotations)}".strip().removesuffix(",")
 
 
@@ -136,20 +141,23 @@ def _format_number(value: float) -> str:
     return f"{value:g}".replace("e+0", "e").replace("e+", "e") if abs(value) >= 1e9 else f"{value:.12g}"
 
 
-def read_value(label: str, value: Any, value_type: Any, *, secret: bool = False) -> Any:
-    """Convert a setting's value to its type: text from a flag or variable, or a value from a file.
+def read_value(label: str, value: Any, value_type: Any, *, is_secret: bool = False) -> Any:
+    """Convert a setting's value to its type: text from a flag or variable (`UntypedText`), or a value from a file.
 
-    Raises ConfigError with a message for users, which never contains a secret.
+    Raises ConfigError with a message for users, which names the setting by `label` and never contains a secret.
     """
-    is_text = isinstance(value, UntypedText)
     try:
-        return parse_text(str(value), value_type) if is_text else convert_value(value, value_type)
+        if isinstance(value, UntypedText):
+            return parse_text(str(value), value_type)
+        return convert_value(value, value_type)
     except (ValueError, RecursionError, msgspec.MsgspecError):
-        base_type = split_annotated(value_type)[0]
-        if isinstance(value, tuple) and get_origin(base_type) is tuple:  # values of a repeated flag
-            for list_item in value:  # raise the error of the wrong value, so that only this one is shown
-                read_value(label, list_item, get_args(base_type)[0], secret=secret)
-        shown_value = "a value that is not shown here" if secret else shorten_repr(str(value) if is_text else value)
+        base_type, _ = split_annotated(value_type)
+        is_repeated_flag = isinstance(value, tuple) and get_origin(base_type) is tuple
+        if is_repeated_flag:
+            for item in value:  # the first wrong item raises an error that shows this item only
+                read_value(label, item, get_args(base_type)[0], is_secret=is_secret)
+        plain_value = str(value) if isinstance(value, UntypedText) else value
+        shown_value = "a value that is not shown here" if is_secret else shorten_repr(plain_value)
         raise ConfigError(f"{label}: got {shown_value}, expected {describe_type(value_type)}") from None
 
 

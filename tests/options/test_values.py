@@ -116,7 +116,7 @@ def test_what_is_expected_is_said_in_words() -> None:
 
 def test_a_secret_is_not_repeated() -> None:
     with pytest.raises(ConfigError) as error_info:
-        read_value("api_keys", ["hush", 5], tuple[str, ...], secret=True)
+        read_value("api_keys", ["hush", 5], tuple[str, ...], is_secret=True)
     assert "hush" not in str(error_info.value)
 
 
@@ -127,7 +127,7 @@ def test_of_a_repeated_flag_the_wrong_text_is_shown(values: Any) -> None:
         read_value("--pair", values, kind)
     assert str(error_info.value) == "--pair: got 'foo', expected text such as a=b"
     with pytest.raises(ConfigError, match="a value that is not shown here"):
-        read_value("--pair", values, kind, secret=True)
+        read_value("--pair", values, kind, is_secret=True)
 
 
 @pytest.mark.parametrize(
