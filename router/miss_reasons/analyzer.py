@@ -28,24 +28,19 @@ from router.miss_reasons.prompt_history import AnalyzedPrompt, PromptHistory, Pr
 
 
 class AnalyzedRequest(msgspec.Struct, eq=False):
-    """A request that was sent to a worker, with the facts that explain why its prompt was not cached there.
-
-    The explanation itself is made each time that somebody asks for it, because nobody asks for most of them.
-    """
+    """Request that was sent to a worker, with the facts that explain why tokens of its prompt were not cached there."""
 
     id: str
     session: str | None
     prompt_tokens: int
     placement: Placement
+    """Worker that was chosen, and why."""
     compared_ranges: list[UncachedRange] | None = None
     """Uncached ranges that a comparison with the conversation's last prompt showed; None without a comparison."""
     reported_tokens: int | None = None
-    """Cached tokens as the worker reports them; None if it does not."""
+    """Number of cached tokens as the worker reports it; None if it does not."""
     stored_prompt: ref[AnalyzedPrompt] | None = None
-    """The prompt with which the conversation's next one is compared; None if this one was not compared either.
-
-    The reference is weak: the history alone decides how long it keeps prompts, which are larger than requests.
-    """
+    """Weak reference to the prompt in the history, for the conversation's next one; None without a comparison."""
     is_final: bool = False
     """Whether this is the last request of its session."""
     is_sampled: bool = False
@@ -53,16 +48,17 @@ class AnalyzedRequest(msgspec.Struct, eq=False):
 
     @property
     def explanation(self) -> MissExplanation:
-        """Reasons why tokens of the prompt were not cached, made anew at each call.
+        """Reasons why tokens of the prompt were not cached, made anew at each call, as few are asked for.
 
         Once the worker has reported how many tokens it reused, the reasons are corrected by that number.
         """
-        decision, ranges = self.placement.decision, self.compared_ranges
+        decision = self.placement.decision
+        ranges = self.compared_ranges
         if ranges is None:
             ranges = attribute_without_comparison(self.prompt_tokens, self.placement)
         if self.reported_tokens is not None:
             ranges = correct_ranges(ranges, self.prompt_tokens, decision, self.reported_tokens)
-        best = decision.most_cached or decision.terms  # no other worker had more than the chosen one
+        best = decision.most_cached or decision.terms  # None: no other worker had more than the chosen one
         return MissExplanation(
             id=self.id,
             timestamp=self.placement.timestamp,
@@ -116,10 +112,10 @@ class MissAnalyzer:
         return request
 
     def record_compared(self, prompt: AnalyzedPrompt, placement: Placement, facts: MissFacts) -> AnalyzedRequest:
-        """Explain which tokens of a prompt were not cached, by a comparison with the conversation's last prompt.
+        """Compare a prompt with the conversation's last one, to explain which tokens were not cached; store the prompt.
 
-        Called at the answer's first byte. The prompt is stored in place of that last one, so that the conversation's
-        next prompt is compared with it. Raises ValueError for blocks without tokens.
+        Called at the answer's first byte. The prompt takes the place of the last one, and is compared with the next.
+        Raises ValueError for blocks without tokens.
         """
         if placement.block_tokens < 1:
             raise ValueError(f"a block of {placement.block_tokens} tokens: expected at least 1")
@@ -127,8 +123,10 @@ class MissAnalyzer:
         match = self.history.find_match(prompt)
         request = _compare_with_last_prompt(prompt, match, placement, facts)
         request.stored_prompt = ref(prompt)
-        prompt.worker, prompt.computed_s = placement.decision.worker, placement.at_s
-        if len(prompt.token_ids) >= placement.block_tokens:  # a shorter prompt is never cached
+        prompt.worker = placement.decision.worker
+        prompt.computed_s = placement.at_s
+        can_be_cached = len(prompt.token_ids) >= placement.block_tokens
+        if can_be_cached:
             self.history.add(prompt, replaces=None if match is None else match.previous)
         self._recent_requests[request.id] = request
         return request
@@ -136,10 +134,10 @@ class MissAnalyzer:
     def record_end(
         self, request: AnalyzedRequest, usage: ReportedUsage | None, answer_tokens: int, now: float
     ) -> MissExplanation | None:
-        """Record the end of a request; return its explanation if the metrics count it by reason.
+        """Record the end of a request; return the explanation of its cache misses if it is counted by reason.
 
-        `usage`: token counts as the worker reported them; None if it did not. `answer_tokens`: tokens that the next
-        prompt of the conversation is expected to repeat.
+        `usage`: token counts that the worker reported, if it did. `answer_tokens`: tokens of the answer, which the
+        conversation's next prompt is expected to repeat.
         """
         if usage is not None and usage.cached_tokens is not None:
             self._count_reuse(request, reported_tokens=max(usage.cached_tokens, 0))
@@ -147,9 +145,11 @@ class MissAnalyzer:
             return None
         stored_prompt = request.stored_prompt()
         if stored_prompt is not None:
-            stored_prompt.answer_tokens, stored_prompt.computed_s = answer_tokens, now
-        explanation = request.explanation if request.is_sampled else None
-        if explanation is not None:
+            stored_prompt.answer_tokens = answer_tokens
+            stored_prompt.computed_s = now
+        explanation = None
+        if request.is_sampled:
+            explanation = request.explanation
             self._count_reasons(explanation)
         if request.is_final and request.session is not None:
             self.history.forget_session(request.session)
@@ -173,18 +173,19 @@ class MissAnalyzer:
 def _compare_with_last_prompt(
     prompt: AnalyzedPrompt, match: PromptMatch | None, placement: Placement, facts: MissFacts
 ) -> AnalyzedRequest:
-    """Compare a prompt with the last one of its conversation, and return the request with its uncached ranges.
+    """Compare a prompt with the last one of its conversation, to find the reasons of its uncached tokens.
 
-    `match`: that last prompt. Without one, the prompt is the first of its conversation, and its tokens are new. But if
-    earlier prompts may not have been stored, nothing can be compared.
+    `match`: the last prompt. None: the prompt is the first of its conversation, and all of its tokens are new, unless
+    earlier prompts may not have been stored. In that case nothing is compared.
     """
     is_compared = match is not None or not prompt.is_history_incomplete
+    uncached_ranges = attribute_misses(prompt, match, placement, facts) if is_compared else None
     return AnalyzedRequest(
         id=prompt.request_id,
         session=prompt.session,
         prompt_tokens=len(prompt.token_ids),
         placement=placement,
-        compared_ranges=attribute_misses(prompt, match, placement, facts) if is_compared else None,
+        compared_ranges=uncached_ranges,
         is_final=prompt.route.is_final,
         is_sampled=prompt.is_sampled,
     )

@@ -64,9 +64,9 @@ class MissFacts(Protocol):
 
 
 class _RangeBuilder:
-    """Builds the uncached ranges of a prompt from its beginning to its end, without gaps.
+    """Builds the ranges of uncached tokens of a prompt, each with a reason, one after the other without gaps.
 
-    Each range begins at `offset`, where the last one ended.
+    The next range begins at `offset`, where the last one ended.
     """
 
     def __init__(self, offset: int, prompt_tokens: int) -> None:
@@ -75,10 +75,9 @@ class _RangeBuilder:
         self.ranges: list[UncachedRange] = []
 
     def add(self, reason: str, end: int, **details: Any) -> None:
-        """Append the range from `offset` to `end`, and move `offset` there. `details`: further fields of the range.
+        """Append the range of tokens from `offset` to `end`, or to the end of the prompt. An empty one is not added.
 
-        `end` is limited to the end of the prompt, and an empty range is not added. A range with the same cause as the
-        last range extends the last range.
+        `details`: further fields of the range. If its cause is that of the last range, the last range is extended.
         """
         end = min(end, self.prompt_tokens)
         if end <= self.offset:
@@ -108,11 +107,11 @@ def attribute_without_comparison(prompt_tokens: int, placement: Placement) -> li
 def correct_ranges(
     ranges: Sequence[UncachedRange], prompt_tokens: int, decision: Decision, reported_tokens: int
 ) -> list[UncachedRange]:
-    """Correct the uncached ranges of a prompt by the number of tokens that its worker reported as reused.
+    """Correct the uncached ranges of a prompt by the number of cached tokens that its worker reported.
 
-    If the worker reused fewer than it had announced when the request was sent, the announced ones were mispredicted,
-    and the further predicted ones were not announced. If 64 were announced, 96 predicted and 32 reused, then 32-64 were
-    mispredicted and 64-96 not announced.
+    The reported tokens are removed from the ranges. Tokens that were predicted to be cached, but were not, are added.
+    If a worker's events had announced 64, 96 were predicted and 32 are reported, then tokens 32-64 were mispredicted,
+    and 64-96 were not announced.
     """
     worker, predicted_tokens = decision.worker, decision.predicted_cached_tokens
     reused_tokens = min(reported_tokens, prompt_tokens)
@@ -122,21 +121,20 @@ def correct_ranges(
         UncachedRange("not_announced", announced_tokens, predicted_tokens, worker=worker),
         *ranges,
     ]
-    return [
-        msgspec.structs.replace(uncached, start=max(uncached.start, reused_tokens))
-        for uncached in corrected_ranges
-        if uncached.end > max(uncached.start, reused_tokens)
+    started_ranges = [
+        msgspec.structs.replace(uncached, start=max(uncached.start, reused_tokens)) for uncached in corrected_ranges
     ]
+    return [uncached for uncached in started_ranges if uncached.end > uncached.start]
 
 
 def attribute_misses(
     prompt: AnalyzedPrompt, match: PromptMatch | None, placement: Placement, facts: MissFacts
 ) -> list[UncachedRange]:
-    """Return the uncached ranges of a prompt, each with the reason why the chosen worker has to compute it.
+    """Return the ranges of a prompt's tokens that the chosen worker has to compute, each with the reason.
 
     `match`: the conversation's last prompt; None if there is none. For example, a prompt of 100 tokens begins with the
-    70 tokens of the last prompt and its answer, and the worker has the first 32, in blocks of 16. Then tokens 32 to 63
-    were evicted, 64 to 69 are a partial block, and 70 to 99 are new text.
+    70 tokens of the last prompt and its answer, and the worker has the first 32 cached, in blocks of 16. Then tokens 32
+    to 63 were evicted, 64 to 69 are a partial block, and 70 to 99 are new text.
     """
     builder = _make_builder(len(prompt.token_ids), placement.decision)
     if match is None:
@@ -149,12 +147,13 @@ def attribute_misses(
     else:
         _add_other_scope(builder, comparison, match.scope_difference)
     _add_changed(builder, comparison)
-    builder.add("new_text" if match.is_same_session else "new_session", builder.prompt_tokens)
+    reason = "new_text" if match.is_same_session else "new_session"
+    builder.add(reason, builder.prompt_tokens)
     return builder.ranges
 
 
 class _Comparison(NamedTuple):
-    """A prompt, the last prompt of its conversation, and the facts that explain how the worker's cache differs."""
+    """A prompt and the last prompt of its conversation, with what is known of the workers' caches."""
 
     prompt: AnalyzedPrompt
     match: PromptMatch
@@ -163,14 +162,13 @@ class _Comparison(NamedTuple):
 
     @property
     def usable_tokens(self) -> int:
-        """End of the last full block that the new prompt has in common with the last prompt and its answer."""
+        """Number of tokens in full blocks that the new prompt has in common with the last prompt and its answer."""
         match = self.match
-        return self.round_down_to_blocks(
-            match.previous.cacheable_tokens if match.is_continuation else match.common_tokens
-        )
+        repeated_tokens = match.previous.cacheable_tokens if match.is_continuation else match.common_tokens
+        return self.round_down_to_blocks(repeated_tokens)
 
     def round_down_to_blocks(self, tokens: int) -> int:
-        """Return how many of the first `tokens` can be cached: full blocks, and never the last token of the prompt."""
+        """Return how many of the first `tokens` can be cached: whole blocks, and never the last token of the prompt."""
         cacheable_tokens = min(tokens, len(self.prompt.token_ids) - 1)
         return cacheable_tokens - cacheable_tokens % self.placement.block_tokens
 
@@ -178,18 +176,20 @@ class _Comparison(NamedTuple):
 def _make_builder(prompt_tokens: int, decision: Decision) -> _RangeBuilder:
     """Make the builder of a prompt's uncached ranges, which begin after the tokens cached at the chosen worker.
 
-    If another worker has more of the prompt cached, the tokens that only that worker has are the first range.
+    The first range are the tokens that another worker has cached, if there is one with more of the prompt.
     """
-    builder = _RangeBuilder(min(decision.predicted_cached_tokens, prompt_tokens), prompt_tokens)
+    first_uncached_token = min(decision.predicted_cached_tokens, prompt_tokens)
+    builder = _RangeBuilder(first_uncached_token, prompt_tokens)
     best = decision.most_cached
-    if best is not None:
-        builder.add(
-            "cached_elsewhere",
-            best.cached_tokens,
-            worker=best.worker,
-            chosen_ttft_s=decision.terms.ttft_s,
-            best_ttft_s=best.ttft_s,
-        )
+    if best is None:
+        return builder
+    builder.add(
+        "cached_elsewhere",
+        best.cached_tokens,
+        worker=best.worker,
+        chosen_ttft_s=decision.terms.ttft_s,
+        best_ttft_s=best.ttft_s,
+    )
     return builder
 
 
@@ -238,16 +238,17 @@ def _add_changed(builder: _RangeBuilder, comparison: _Comparison) -> None:
 
 
 def _add_rewritten_answer(builder: _RangeBuilder, comparison: _Comparison) -> None:
-    """Add the end of the last prompt and its answer, which the new prompt repeats.
+    """Add the tokens at the end of the last prompt and its answer, which the new prompt repeats.
 
-    If full blocks are missing there, and no worker lost them, the client or the template has written the answer
-    otherwise than the model did. Else the tokens filled no whole block, and so were never cached.
+    Tokens that fill no whole block were never cached. If whole blocks are missing, although no worker lost them, the
+    client or the chat template has written the answer otherwise than the model did.
     """
     previous, outline = comparison.match.previous, comparison.prompt.outline
-    if builder.offset >= comparison.usable_tokens or outline is None:
+    is_partial_block = builder.offset >= comparison.usable_tokens
+    if is_partial_block or outline is None:
         builder.add("partial_block", previous.cacheable_tokens)
         return
-    answer_index = previous.message_count
+    answer_index = previous.message_count  # the answer follows the messages of the last prompt
     answer_change = classify_answer_change(outline, answer_index)
     if answer_change is not None:
         position = max(builder.offset, comparison.match.common_tokens)
@@ -286,18 +287,20 @@ def _classify_message_difference(comparison: _Comparison) -> tuple[str, int | No
 def _find_template_difference(
     comparison: _Comparison, old_outline: Outline, new_outline: Outline
 ) -> tuple[str, int] | None:
-    """Return why equal messages became other tokens, as a reason and a message's index; None if unknown.
+    """Find why a chat template made other tokens of the same messages: a reason and a message's index, or None.
 
     If only the last tokens of the previous prompt differ, these began the answer, `<assistant><think>` for example. The
     template writes other tokens there once the answer is a message. If earlier tokens differ, the template may have
     moved a new system prompt before the earlier messages.
     """
     previous, common_tokens = comparison.match.previous, comparison.match.common_tokens
-    if len(previous.token_ids) - common_tokens > TEMPLATE_TAIL_TOKENS:
+    differing_tokens = previous.token_ids[common_tokens:]
+    if len(differing_tokens) > TEMPLATE_TAIL_TOKENS:
         system_prompt_index = find_added_system_prompt(old_outline, new_outline)
         return None if system_prompt_index is None else ("system_prompt", system_prompt_index)
     answer_index = previous.message_count
-    if classify_answer_change(new_outline, answer_index) is None:
-        return None  # the message there is no answer
-    is_thought = comparison.facts.is_thinking(previous.route.scope.model, previous.token_ids[common_tokens:])
+    is_answer = classify_answer_change(new_outline, answer_index) is not None
+    if not is_answer:
+        return None
+    is_thought = comparison.facts.is_thinking(previous.route.scope.model, differing_tokens)
     return ("thinking_dropped" if is_thought else "re_encoded"), answer_index

@@ -28,9 +28,9 @@ DifferenceKind = Literal[
 
 
 class MessageFingerprints(NamedTuple):
-    """Digests of all messages of a chat. Equal digests mean equal text, so the text need not be stored.
+    """Digests of all messages of a chat: two messages are compared by their digests, so their text is not stored.
 
-    Each field has one number for each message: a chat may have thousands, and an object for each would cost too much.
+    Each field has one number for each message, in order.
     """
 
     sent_digests: array[int]
@@ -40,8 +40,9 @@ class MessageFingerprints(NamedTuple):
     content_digests: array[int]
     """Digests without the reasoning and without billing lines."""
     kinds: array[int]
-    """Roles and further facts, as bits."""
+    """Role of each message, and facts such as HAS_TOOL_CALLS, as bits."""
     chars: array[int]
+    """Length of each message in characters."""
 
     @property
     def message_count(self) -> int:
@@ -60,19 +61,16 @@ def unpack_fingerprints(outline: Outline, indexes: slice = slice(None)) -> Messa
 
 
 def classify_difference(old: Outline, new: Outline, common_share: float) -> tuple[DifferenceKind, int | None]:
-    """Return how `new` differs from `old`, and the index of the message that differs; None if it is no message.
+    """Return how two prompts of a conversation differ, and the index of the first message that differs, or None.
 
     `common_share`: share of the old prompt's tokens with which the new prompt begins too. If no message differs, the
-    template has dropped reasoning from an answer, or the same text was encoded to other tokens.
+    chat template has dropped reasoning from an answer, or the same text was encoded to other tokens.
     """
     if old.tools != new.tools:
         return "tools", None
     old_messages, new_messages = unpack_fingerprints(old), unpack_fingerprints(new)
-    changed_indexes = [
-        index
-        for index, (old_digest, new_digest) in enumerate(zip(old_messages.sent_digests, new_messages.sent_digests))
-        if old_digest != new_digest
-    ]
+    digest_pairs = zip(old_messages.sent_digests, new_messages.sent_digests)
+    changed_indexes = [index for index, (old_digest, new_digest) in enumerate(digest_pairs) if old_digest != new_digest]
     if changed_indexes:
         diverging_index = _find_diverging_message(old_messages, changed_indexes, common_share)
         return _classify_message_change(old_messages, new_messages, diverging_index), diverging_index
@@ -81,7 +79,9 @@ def classify_difference(old: Outline, new: Outline, common_share: float) -> tupl
     if old.options_digest != new.options_digest:
         return "template_flag", None
     reasoning_index = _find_droppable_reasoning(old_messages)
-    return ("re_encoded", None) if reasoning_index is None else ("thinking_dropped", reasoning_index)
+    if reasoning_index is not None:
+        return "thinking_dropped", reasoning_index
+    return "re_encoded", None
 
 
 def is_side_request(old: Outline, new: Outline) -> bool:
@@ -157,12 +157,15 @@ def _find_diverging_message(old_messages: MessageFingerprints, changed_indexes: 
 def _classify_message_change(
     old_messages: MessageFingerprints, new_messages: MessageFingerprints, index: int
 ) -> DifferenceKind:
-    """Return how the message at `index`, which the client sent with different bytes, was changed."""
-    is_later_message = new_messages.sent_digests[index] in old_messages.sent_digests[index + 1 :]
-    if is_later_message or new_messages.message_count < old_messages.message_count:
+    """Return what a client changed in the message at `index`, which is not the same in two prompts of a conversation.
+
+    The digests of contents leave out billing lines and reasoning, those of JSON the spelling of tool arguments. So if
+    they are equal, only that can have changed.
+    """
+    was_moved_up = new_messages.sent_digests[index] in old_messages.sent_digests[index + 1 :]
+    if was_moved_up or new_messages.message_count < old_messages.message_count:
         return "truncated"  # messages before this one were removed, or some at the end
     kind = old_messages.kinds[index] | new_messages.kinds[index]
-    # Equal contents: only what their digests leave out can have changed, which is a billing line or the reasoning.
     is_same_content = old_messages.content_digests[index] == new_messages.content_digests[index]
     if is_same_content and kind & HAS_BILLING_LINE:
         return "billing_line"

@@ -21,19 +21,19 @@ GROUPS: Final = {
 
 
 class UncachedRange(msgspec.Struct, omit_defaults=True):
-    """A range of uncached tokens with one reason."""
+    """Tokens `start` to `end` of a prompt, which the worker had not cached, and the reason for that."""
 
     reason: str
     start: int
     end: int
     position: int | None = None
-    """Position of the first token that differs from the last prompt."""
+    """Position of the first token that differs from the conversation's last prompt."""
     message: int | None = None
     """Index of the message with that token."""
     worker: str | None = None
-    """Worker that had the tokens."""
+    """Worker that had the tokens cached."""
     lost_ago_s: float | None = None
-    """Time since the worker lost the tokens."""
+    """Seconds since the worker lost the tokens."""
     chosen_ttft_s: float | None = None
     """Predicted time to first token at the chosen worker."""
     best_ttft_s: float | None = None
@@ -44,12 +44,12 @@ class UncachedRange(msgspec.Struct, omit_defaults=True):
         return self.end - self.start
 
     def has_same_cause(self, other: UncachedRange) -> bool:
-        """Return whether two ranges differ in nothing but their place."""
+        """Return whether two ranges are equal except for their start and end."""
         return msgspec.structs.replace(self, start=other.start, end=other.end) == other
 
 
 class MissExplanation(msgspec.Struct, omit_defaults=True):
-    """Why the prompt of one request was not cached."""
+    """Explanation why tokens of one request's prompt were not cached at the worker that got the request."""
 
     id: str
     timestamp: float
@@ -65,10 +65,11 @@ class MissExplanation(msgspec.Struct, omit_defaults=True):
     reported_cached_tokens: int | None = None
     """Cached tokens as the worker reports them; None if it does not."""
     reason: str = ""
-    """Reason of most of the lost tokens; if none was lost, of the new tokens."""
+    """Main reason: that of the longest range of lost tokens, or if there is none, of new tokens."""
     position: int | None = None
-    """Position at which the main reason begins; None if all tokens were cached."""
+    """Position of the first token with the main reason; None if all tokens were cached."""
     lost_tokens: int = 0
+    """Uncached tokens that could have been cached."""
     uncached_ranges: list[UncachedRange] = []
     attempt: int = 0
     is_compared: bool = True
@@ -79,7 +80,8 @@ class MissExplanation(msgspec.Struct, omit_defaults=True):
         lost_ranges = [uncached for uncached in self.uncached_ranges if uncached.reason not in NO_LOSS]
         self.lost_tokens = sum(uncached.tokens for uncached in lost_ranges)
         if not self.uncached_ranges:
-            self.reason, self.position = "new_text", None
+            self.reason = "new_text"
+            self.position = None
             return
         main_range = max(lost_ranges or self.uncached_ranges, key=lambda uncached: uncached.tokens)
         self.reason = main_range.reason

@@ -98,19 +98,19 @@ class AnalyzedPrompt:
 
 
 class PromptMatch(NamedTuple):
-    """The stored prompt that a new prompt most likely continues."""
+    """Earlier prompt of a conversation that was found for a new prompt, which most likely continues it."""
 
     previous: AnalyzedPrompt
     common_tokens: int
-    """Length of the common beginning of both prompts."""
+    """Tokens with which both prompts begin."""
     is_same_session: bool = True
-    """Whether both are of the same session; False if the stored prompt is of the parent session."""
+    """Whether both are of the same session; False if the earlier prompt is of the parent session."""
     scope_difference: str | None = None
-    """Field in which the scopes of both differ (model, lora, salt); None if they are equal."""
+    """Field in which the prompts differ (model, lora, salt), so that they share no cached blocks; None: in none."""
 
     @property
     def is_continuation(self) -> bool:
-        """Whether the new prompt begins with all of the stored one."""
+        """Whether the new prompt begins with the whole earlier one."""
         return self.common_tokens == len(self.previous.token_ids)
 
 
@@ -139,39 +139,45 @@ class PromptHistory:
         return self._find_stored_prefix(prompt) or self._find_similar(prompt)
 
     def _find_stored_prefix(self, prompt: AnalyzedPrompt) -> PromptMatch | None:
-        """Return a stored prompt of the same scope and conversation that is a prefix of the new prompt, if any is.
+        """Return a stored prompt of the same conversation and model that is a prefix of the new prompt, or None.
 
-        In a session without a name, stored prompts are found by their keys, the longest common beginning first.
+        Without a session's name, stored prompts are found by digests of their beginnings, the longest first.
         """
-        session = prompt.session
-        if session is not None:
-            candidates = self._prompts_by_session.get(session, [])
+        if prompt.session is not None:
+            candidates = self._prompts_by_session.get(prompt.session, [])
         else:
             opening_keys = [] if prompt.opening_key is None else [prompt.opening_key]
             candidates = self._find_by_keys([*opening_keys, *reversed(prompt.chunk_keys)])
         for candidate in candidates:
             common_tokens = self._count_common_tokens(candidate.token_ids, prompt.token_ids)
-            if candidate.route.scope == prompt.route.scope and common_tokens == len(candidate.token_ids):
+            is_prefix = common_tokens == len(candidate.token_ids)
+            if is_prefix and candidate.route.scope == prompt.route.scope:
                 return PromptMatch(candidate, common_tokens)
         return None
 
     def _find_similar(self, prompt: AnalyzedPrompt) -> PromptMatch | None:
-        """Return the prompt of the session, or else of the parent session, that has most in common with a new one."""
-        candidates, session = self._find_similar_candidates(prompt), prompt.session
+        """Return the stored prompt of a conversation that has most in common with its new prompt, or None."""
+        candidates = self._find_similar_candidates(prompt)
         message_digests = set[int]()
         if candidates and prompt.outline is not None:
-            message_digests.update(_list_message_digests(prompt.outline, session))
+            message_digests.update(_list_message_digests(prompt.outline, prompt.session))
         best_match, best_score = None, (-1, -1)
         for candidate in candidates:
             common_tokens = self._count_common_tokens(candidate.token_ids, prompt.token_ids)
             similarity = _measure_similarity(candidate, prompt, message_digests, common_tokens)
-            if similarity is not None and (similarity, common_tokens) > best_score:
-                best_score = similarity, common_tokens
-                scope_difference = _find_scope_difference(candidate.route.scope, prompt.route.scope)
-                best_match = PromptMatch(candidate, common_tokens, candidate.session == session, scope_difference)
+            if similarity is None or (similarity, common_tokens) <= best_score:
+                continue
+            best_score = (similarity, common_tokens)
+            best_match = PromptMatch(
+                candidate,
+                common_tokens,
+                is_same_session=candidate.session == prompt.session,
+                scope_difference=_find_scope_difference(candidate.route.scope, prompt.route.scope),
+            )
         return best_match
 
     def _find_similar_candidates(self, prompt: AnalyzedPrompt) -> list[AnalyzedPrompt]:
+        """Return the prompts of a session, or else of its parent session; without a name, those that begin alike."""
         session, parent = prompt.session, prompt.route.parent
         if session is None:
             return self._find_by_keys(reversed(prompt.chunk_keys))
@@ -184,7 +190,7 @@ class PromptHistory:
         return list(islice(dict.fromkeys(prompts), BRANCHES_MAX))
 
     def add(self, prompt: AnalyzedPrompt, replaces: AnalyzedPrompt | None = None) -> None:
-        """Add a prompt that was computed, if a later one can find it.
+        """Store a prompt, and drop the oldest ones if there is no room. One without session and keys is not stored.
 
         `replaces`: the prompt that it continues, which is dropped.
         """
@@ -244,19 +250,21 @@ class PromptHistory:
 def _measure_similarity(
     previous: AnalyzedPrompt, prompt: AnalyzedPrompt, message_digests: set[int], common_tokens: int
 ) -> int | None:
-    """Return how similar a stored prompt is to a new one; None if they are not of one conversation.
+    """Return how similar a stored prompt is to a new one; None if they are not of the same conversation.
 
-    The measure of chats is the number of common messages, that of other prompts `common_tokens`, the length of their
-    common beginning. Side requests of agents under the conversation's name, such as for a title, are not of the
-    conversation. `message_digests`: digests of the new prompt's messages.
+    For chats this is the number of common messages, and for other prompts `common_tokens`, with which both begin. An
+    agent's request for a title or a summary is not part of the conversation, though it has the session's name.
+    `message_digests`: digests of the new prompt's messages.
     """
-    if prompt.outline is not None and previous.outline is not None:
-        if is_side_request(previous.outline, prompt.outline):
-            return None
-        return len(message_digests.intersection(_list_message_digests(previous.outline, previous.session))) or None
-    shorter_prompt_tokens = min(len(previous.token_ids), len(prompt.token_ids))
-    is_same_conversation = previous.session is not None or common_tokens >= _SHARED_RATIO_MIN * shorter_prompt_tokens
-    return common_tokens if is_same_conversation else None
+    if prompt.outline is None or previous.outline is None:
+        shorter_prompt_tokens = min(len(previous.token_ids), len(prompt.token_ids))
+        begins_alike = common_tokens >= _SHARED_RATIO_MIN * shorter_prompt_tokens
+        return common_tokens if begins_alike or previous.session is not None else None
+    if is_side_request(previous.outline, prompt.outline):
+        return None
+    previous_digests = _list_message_digests(previous.outline, previous.session)
+    common_message_count = len(message_digests.intersection(previous_digests))
+    return common_message_count or None
 
 
 def _list_message_digests(outline: Outline, session: str | None) -> Sequence[int]:

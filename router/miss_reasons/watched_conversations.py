@@ -11,15 +11,16 @@ WATCHED_MAX: Final = 1024
 
 
 class WatchedConversations:
-    """Conversations of which every prompt is compared with the one before, to explain its cache misses.
+    """Conversations whose cache misses are always explained: each prompt is compared with the one before.
 
-    A client or an operator asks for them one by one. At most WATCHED_MAX are watched, each by its key.
+    A client or an operator asks for them one by one, at most WATCHED_MAX. A key is a digest of a session's name, or of
+    the beginning of a conversation's prompts.
     """
 
     def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self._stored_at_s_by_key: BoundedDict[int, float | None] = BoundedDict(WATCHED_MAX)
-        """Time of the last stored prompt by key, the least recently used first; None if no prompt was stored."""
+        """Time at which each conversation's last prompt was stored; None if none was. The least recently used first."""
 
     def __len__(self) -> int:
         return len(self._stored_at_s_by_key)
