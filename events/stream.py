@@ -204,7 +204,7 @@ class StreamState:
     def on_snapshot(
         self, request_id: int, last_seq: int | None, publisher_id: bytes, chunks: Sequence[bytes], now: float
     ) -> list[Instruction]:
-        """Apply a snapshot, whose `chunks` tell which blocks are cached after batch `last_seq`, and go live.
+        """Apply a snapshot, the blocks that are cached after batch `last_seq`, and go live.
 
         It is the answer of a socket that sends snapshots only. `last_seq` is None if there is no snapshot now.
         """

@@ -62,7 +62,7 @@ class BlockStored(msgspec.Struct, tag_field="type", tag="BlockStored", omit_defa
     skipped_parent_block_hash: BlockName | None = None
     """Name of the block that `skipped_token_ids` follow; None if they start a prompt."""
     skipped_token_ids: list[int] | None = None
-    """Tokens up to the end of the parent block whose blocks no event announced (vLLM's partial blocks)."""
+    """Tokens up to the end of the parent block, in blocks that no event announced (vLLM's partial blocks)."""
     skipped_extra_keys: list[list[Any] | None] | None = None
 
 
