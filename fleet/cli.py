@@ -141,10 +141,7 @@ def wait_until(directory: Any, timeout_s: float, is_done: Callable[[dict[str, An
 
 
 def print_status(status: dict[str, Any]) -> None:
-    """Print the status of a fleet: a line for the fleet, then one for each member and for each failing program.
-
-    `status`: the dictionary that the fleet's directory returns, which `fleet status --json` prints.
-    """
+    """Print the status of a fleet: a line for the fleet, for each member, and for each failing program."""
     target_by_kind = status["targets"]
     state = "settled" if status["settled"] else "changing"
     click.echo(

@@ -1,9 +1,8 @@
 """Guard of one program: no process of it outlives the program, or the process that asked for the program.
 
-`python guard.py COMMAND...`, with a pipe as stdin that the asking process keeps open. The pipe closes however that
-process dies, and then every descendant of the guard is killed. When the program ends, processes that it left behind are
-killed, and the guard ends with the program's status. The guard passes SIGTERM on. If the guard is killed, the kernel
-kills the program too (PDEATHSIG). Linux only; needs only the standard library.
+`python guard.py COMMAND...`, with a pipe as stdin that the asking process keeps open, so that the pipe closes however
+that process dies. If the guard is killed, the kernel kills the program too (PDEATHSIG). Linux only; needs only the
+standard library.
 """
 
 from __future__ import annotations

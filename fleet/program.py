@@ -71,10 +71,7 @@ class HttpAnswer(NamedTuple):
 
 
 def send_request(method: str, url: str, body: object = None, admin_key: str = "") -> HttpAnswer:
-    """Send an HTTP request with a JSON body to a program on this node, and return its answer, if there is one.
-
-    Failures to connect or to read are returned as an answer with status 0. `admin_key`: sent if not empty.
-    """
+    """Send a request to a program on this node, and return the answer, with status 0 if there was none."""
     headers = {"Content-Type": "application/json"} if body is not None else {}
     if admin_key:
         headers["Authorization"] = f"Bearer {admin_key}"

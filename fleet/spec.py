@@ -132,10 +132,7 @@ def _plan_router(
 
 
 def _plan_worker(spec: FleetSpec, host: str, allocate_ports: PortAllocator) -> Launch:
-    """Return the launch of a worker on the node with the address `host`.
-
-    vLLM is told by flags where to publish its cache events. The engine of this project chooses the addresses itself.
-    """
+    """Return the launch of a worker. vLLM is told where to publish its cache events; our engine decides itself."""
     url_host = bracket_host(host)
     port = allocate_ports(1)
     url = f"http://{url_host}:{port}"

@@ -48,10 +48,7 @@ _INLINE_PATTERN = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 
 def make_security_headers(page: bytes) -> tuple[Header, ...]:
-    """Return HTTP headers that protect a page: it runs its own scripts only, and no other page may show it in a frame.
-
-    Inline scripts and styles are allowed by their SHA-256 hashes (Content-Security-Policy).
-    """
+    """Return HTTP headers that let a page run only its own scripts, allowed by their hashes, and forbid frames."""
     hashes_by_tag: dict[bytes, list[bytes]] = {b"script": [], b"style": []}
     for tag, text in _INLINE_PATTERN.findall(page):
         hashes_by_tag[tag].append(b"'sha256-%b'" % b64encode(sha256(text).digest()))
@@ -104,10 +101,7 @@ class Viewer:
 def make_decision_row(
     context: RequestContext, route: RouteRequest, decision: Decision, cached_tokens: int | None
 ) -> dict[str, Any]:
-    """Return what the dashboard shows of a request that ended: the worker it went to, its tokens and its times.
-
-    `cached_tokens`: as the worker reported them; None if it did not.
-    """
+    """Return what the dashboard shows of a request that ended; `cached_tokens`: as the worker reported, if it did."""
     return {
         "id": context.name,
         "at": time.time(),
@@ -196,10 +190,9 @@ class Dashboard:
         version: str = "",
         get_explanation: Callable[[str], MissExplanation | None] = lambda request_name: None,
     ) -> None:
-        """Begin without viewers. `proxy`: reports each request when it ends.
+        """Begin without viewers. `proxy` reports each request when it ends.
 
-        `describe_workers` returns the body of `/workers`. `get_explanation` returns why a request's prompt was not
-        cached, by the request's name.
+        `describe_workers`: returns the body of `/workers`. `get_explanation`: returns why a prompt was not cached.
         """
         self._proxy = proxy
         self._describe_workers = describe_workers

@@ -67,10 +67,7 @@ class ModelRoutes:
         return Response(msgspec.json.encode(card))
 
     def _make_model_cards(self) -> dict[str, dict[str, Any]]:
-        """Return the descriptions of all served models and aliases in OpenAI's format, by name.
-
-        `max_model_len` is the longest context that any worker of the model offers; None if no worker tells it.
-        """
+        """Return the descriptions of served models and aliases, by name, with the longest context of any worker."""
         card_by_name: dict[str, dict[str, Any]] = {}
         for worker in self._core.workers.values():
             if worker.state not in _SERVING_STATES:

@@ -116,8 +116,7 @@ def _list_request_counters(metrics: Metrics) -> list[Row]:
 
 def _list_component_counters(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
     """Return the counters that parts of the router keep themselves: core, fleet, prompt reader and event feed."""
-    conversations = page.prompt_reader.conversations
-    events = page.feed.events
+    conversations, events = page.prompt_reader.conversations, page.feed.events
     received_bytes_by_target = {
         row.target: row.engine_load.received_kv_bytes
         for row in snapshot.workers
@@ -174,8 +173,7 @@ def _list_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
 
 def _list_worker_gauges(page: MetricsPage, snapshot: CoreSnapshot) -> list[Row]:
     """Return the gauges of each worker, and of each group of workers that move KV between them."""
-    rows = snapshot.workers
-    worker = ("worker",)
+    rows, worker = snapshot.workers, ("worker",)
     missing_roles: dict[tuple[str, str], float] = {}
     for group in describe_kv_groups(page.proxy.core.workers.values()):
         missing_roles[group["group"], PREFILL_ROLE] = float(not group["sources"])

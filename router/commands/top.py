@@ -11,6 +11,7 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 from urllib.parse import urlsplit
@@ -87,7 +88,7 @@ def _make_row(worker: dict[str, Any], previous: dict[str, Any] | None, interval_
 def format_summary(page: WorkersPage, previous_page: WorkersPage | None, interval_s: float) -> str:
     """Return one line on the whole router: its health, its load, and the prompt tokens found in caches per second.
 
-    `page`: body of `GET /workers` now. `previous_page`: the one `interval_s` seconds ago; None: show no rates.
+    `previous_page`: page of `interval_s` seconds ago; None: show no rates.
     """
     count_by_state = Counter(row["state"] for row in page["workers"])
     state_counts = ", ".join(f"{count} {state}" for state, count in count_by_state.items())
@@ -230,21 +231,21 @@ def top(
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     fetch_page = partial(fetch_workers, url.rstrip("/"), make_key_headers(key), tls)
-    previous_page, polled_s = fetch_page(), time.monotonic()
+    previous_page = fetch_page()
+    polled_s = time.monotonic()
     if once:
         time.sleep(min(every, 2.0))
         page = fetch_page()
         Console().print(_draw(page, previous_page, time.monotonic() - polled_s, sort))
         return
-    with Live(_draw(previous_page, None, 0.0, sort), screen=True, auto_refresh=False) as live:
-        try:
-            while True:
-                time.sleep(every)
-                page, now_s = fetch_page(), time.monotonic()
-                live.update(_draw(page, previous_page, now_s - polled_s, sort), refresh=True)
-                previous_page, polled_s = page, now_s
-        except KeyboardInterrupt:
-            return
+    first_view = _draw(previous_page, None, 0.0, sort)
+    with suppress(KeyboardInterrupt), Live(first_view, screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(every)
+            page = fetch_page()
+            now_s = time.monotonic()
+            live.update(_draw(page, previous_page, now_s - polled_s, sort), refresh=True)
+            previous_page, polled_s = page, now_s
 
 
 def _draw(page: WorkersPage, previous_page: WorkersPage | None, interval_s: float, sort: str) -> Any:

@@ -284,6 +284,8 @@ class Prober:
         `restart_count`: restarts of the engine that its event streams have shown.
         """
         served = await self.fetch_models(flag)
+
+        # Ask for everything else at once.
         earlier_sources = () if earlier_facts is None else earlier_facts.sources
         sources_task = asyncio.ensure_future(self._find_sources(flag, earlier_sources))
         bootstrap_task = asyncio.ensure_future(self._fetch_bootstrap(flag))
@@ -300,6 +302,7 @@ class Prober:
         sizes = await self._find_sizes(flag, served.engine, metrics)
         is_asleep = are_ranks_asleep(read_loads(metrics, rank_count))
 
+        # Fill in what the same engine told before, but not this time.
         if earlier_facts is not None and earlier_facts.may_be_same_engine(served, sources, engine_ids, restart_count):
             sizes = earlier_facts.sizes if sizes == UNKNOWN_SIZES else sizes
             engine_ids = earlier_facts.engine_ids if engine_ids is None else engine_ids
@@ -316,7 +319,7 @@ class Prober:
         sizes: EngineSizes,
         engine_ids: tuple[str, ...],
     ) -> WorkerSpec:
-        """Return what the routing core has to know of a worker. The operator's values go before the worker's own."""
+        """Return the description of a worker that routing uses. Values of the operator replace those of the worker."""
         block_size = flag.block_size
         if sources and block_size is None:
             block_size = sources[0].block_size or sizes.block_size

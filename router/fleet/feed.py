@@ -1,9 +1,8 @@
 """Applies the event streams of workers to the prefix index: each stream, in order, to the holder of its rank.
 
-This module knows which streams are followed (worker_stream.py has their records). events/feed.py owns the sockets, the
-thread and the replay after gaps. `apply_instruction` runs on its thread, the rest on the caller's. A lock keeps a
-forgotten stream from writing into a holder that was removed. No stream id is used twice, so late messages of a replaced
-stream are dropped.
+events/feed.py owns the sockets, the thread and the replay after gaps. `apply_instruction` runs on its thread, the rest
+on the caller's. A lock keeps a forgotten stream from writing into a holder that was removed. No stream id is used
+twice, so late messages of a replaced stream are dropped.
 """
 
 from __future__ import annotations

@@ -81,10 +81,7 @@ class KubernetesSource:
 
 
 async def watch_kubernetes(source: KubernetesSource, update: AddressCallback) -> None:
-    """Call `update` with the addresses of all workers at the start and after each change, until cancelled.
-
-    Raises ConfigError if the Kubernetes API is not configured.
-    """
+    """Call `update` with all addresses at first and after each change. Raises ConfigError if there is no API."""
     from kubernetes_asyncio import client, config  # an optional package, which the configuration has checked
 
     configuration = client.Configuration()
@@ -141,8 +138,8 @@ async def _follow_objects(
 ) -> None:
     """Call `update` with the addresses of all objects that match `labels` after each change, until cancelled.
 
-    After a failure of the API, all objects are listed again. `path`: path of the objects' kind and namespace in the
-    API. `labels`: label selector. `read`: returns the addresses of one object.
+    After a failure of the API, all objects are listed again. `path`: kind and namespace of the objects, as a path in
+    the API. `labels`: label selector. `read`: returns the addresses of one object.
     """
     pause_s = RETRY_S
     while True:
@@ -162,7 +159,10 @@ async def _follow_objects(
 async def _watch_objects(
     api: ApiClient, path: str, labels: str, read: Callable[[ApiObject], EndpointReadiness]
 ) -> AsyncGenerator[EndpointReadiness, None]:
-    """List the objects and watch them. Yields all addresses after each change. Raises FetchError when the API fails."""
+    """List the objects that match `labels`, then watch them; yield the addresses of all at first and after changes.
+
+    Raises FetchError when the Kubernetes API fails. `read`: returns the addresses of one object.
+    """
     async with _get_response(api, path, {"labelSelector": labels}, LIST_S_MAX) as response:
         object_list = msgspec.json.decode(await response.read())
         version = object_list["metadata"]["resourceVersion"]
@@ -182,7 +182,7 @@ async def _watch_objects(
                 version = event["object"]["metadata"]["resourceVersion"]
                 if event["type"] != "BOOKMARK" and _apply_event(event, readiness_by_uid, read):
                     yield merge_addresses(readiness_by_uid.values())
-                await asyncio.sleep(0)
+                await asyncio.sleep(0)  # many events may come at once, so let other tasks run
         if time.monotonic() - watch_start_s < RETRY_S:  # a server that ends each watch at once
             await asyncio.sleep(RETRY_S)
 

@@ -177,10 +177,7 @@ class Fleet:
         return flag.worker_id
 
     def watch(self, flag: WorkerFlag, *, origin: str) -> None:
-        """Start to probe and check a worker that the list `origin` names.
-
-        The worker replaces one with the same id and other settings.
-        """
+        """Start to probe and check a worker that the list `origin` names. It replaces one with the same id."""
         existing = self._members.get(flag.worker_id)
         if existing is not None and existing.flag == flag:
             existing.origins.add(origin)

@@ -1,16 +1,11 @@
-"""Snapshots of event streams that one router takes from another.
+"""Snapshots of event streams that one router takes from another, at its start and after events were lost.
 
-A router asks for one when it starts, and after a gap or reconnect that the worker's replay does not cover. Workers that
-offer snapshots of their own are left out.
+A snapshot is the index's dump of one stream, with its position: the number and digest of the last batch. The stream
+resumes from that position, which the worker's replay must confirm byte for byte; if it does not, the snapshot is
+dropped and the replay buffer is read. So a peer that is behind costs a request and never a false hit. Workers without
+replay, and workers that offer snapshots of their own, are left out.
 
-A snapshot is the index's dump of one stream, with its position: the number and digest of the last batch. It is applied
-before the stream is followed. The stream then resumes from that position, which the worker's replay must confirm byte
-for byte; if it does not, everything is forgotten and the replay buffer is read. So a peer that is behind, or that
-follows another worker of the same name, costs a request and never a false hit. A worker without replay cannot confirm
-anything, so no snapshot of it is requested.
-
-Dumps hold digests, so a router takes the digest seed of its peer when it starts. The routes are `GET /peer` and `GET
-/peer/WORKER%23RANK`.
+Dumps hold digests of token ids, so a router takes the digest seed of its peer when it starts.
 """
 
 from __future__ import annotations
@@ -64,10 +59,7 @@ SnapshotSource = Callable[[str, int], "PeerSnapshot | None"]
 
 
 class PeerRoutes:
-    """HTTP routes by which other routers copy what this router's index knows of a worker's cache (snapshots).
-
-    Snapshots tell what is cached, so the routes are served at the admin address.
-    """
+    """HTTP routes, at the admin address, by which other routers copy what the index knows of a worker's cache."""
 
     def __init__(self, seed: int, dump: SnapshotSource, outcomes: Counter[str] | None = None) -> None:
         """`seed`: hash seed of the index. `outcomes` counts snapshot_served and snapshot_refused."""
@@ -81,10 +73,7 @@ class PeerRoutes:
         return Response(msgspec.json.encode(_SeedBody(SNAPSHOT_VERSION, self._seed)))
 
     async def get_snapshot(self, request: HttpRequest, argument: str) -> Response:
-        """Answer `GET /peer/WORKER%23RANK` with the snapshot of one worker's data-parallel rank.
-
-        Snapshots are made one at a time. Raises RequestError if the path is wrong, or there is no usable snapshot.
-        """
+        """Answer `GET /peer/WORKER%23RANK` with a snapshot of that rank. Raises RequestError if there is none."""
         worker_id, _, rank_text = argument.rpartition("#")
         rank = parse_number(rank_text)
         if not worker_id or rank is None:

@@ -4,9 +4,8 @@
 messages. `PeerSockets` owns one PUB socket and one SUB socket that is connected to every peer.
 
 A message has the whole state of targets, never differences. So a lost one is repaired by the next about the same
-target, or by the full message that every router sends once a heartbeat. Times are sent as ages, so clocks need not
-agree. The load of a router that is silent for `expire_s` is dropped. A router that restarts has a new epoch, and its
-messages replace what it sent before.
+target, or by the full message that every router sends once a heartbeat. The load of a router that is silent for
+`expire_s` is dropped. A router that restarts has a new epoch, and its messages replace what it sent before.
 """
 
 from __future__ import annotations
@@ -128,7 +127,6 @@ class PeerLoads:
         """Time of the last full message."""
         self._peers: dict[str, _Peer] = {}
         self._is_own_peer = False
-        """Whether the peers include this router itself."""
         self.counts = Counter(dict.fromkeys(("sent", "received", "late", "malformed", "expired"), 0))
         """Messages by outcome, for `/metrics`; `expired`: routers that were silent."""
 
@@ -214,7 +212,6 @@ class PeerLoads:
 
 
 def _is_idle(load: TargetLoad) -> bool:
-    """Return whether a target has no requests, and as good as none lately."""
     return not load.prefill_requests and not load.decode_requests and load.utilisation <= IDLE_UTILISATION_MAX
 
 
@@ -274,10 +271,7 @@ class PeerSockets:
             self._endpoints.add(endpoint)
 
     def set_peers(self, body: bytes) -> list[str]:
-        """Connect to exactly the routers in the JSON body of `PUT /peers`, and return their endpoints.
-
-        If it raises RequestError, all earlier connections stay.
-        """
+        """Connect to exactly the routers in the JSON body of `PUT /peers`, and return them. Raises RequestError."""
         try:
             endpoints = set(msgspec.json.decode(body, type=PeersBody).peers)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -82,8 +82,8 @@ class ModelList(NamedTuple):
 def read_models(body: bytes) -> ModelList:
     """Return the models in the body of a worker's answer to `GET /v1/models`. Raises DecodeError.
 
-    A card with a `parent` is a LoRA adapter of that model. All cards without one are aliases of the same model, share
-    one cache, and get the first name as their base. `root` is the checkpoint.
+    Each model name has a card. A card with a `parent` is a LoRA adapter of that model. All cards without one are names
+    of the same model, which share its cache: the first one is their base. `root` is the model's checkpoint.
     """
     cards = _decode_model_cards(body)
     engine = cards[0].get("owned_by") if cards else None
@@ -111,10 +111,7 @@ def _read_adapter(card: dict[str, Any], parent: ServedModel | None) -> ServedMod
 
 
 def read_sources(body: bytes, url: str) -> tuple[EventSource, ...]:
-    """Return where a worker publishes cache events, from the body of its `GET /kv_event_sources`. Raises DecodeError.
-
-    `url`: address of the worker. Its host replaces `*` in the event addresses.
-    """
+    """Return where the worker at `url` publishes its events, from its `/kv_event_sources`. Raises DecodeError."""
     _check_object_count(body, "/kv_event_sources")
     try:
         sources = parse_sources(body, url)

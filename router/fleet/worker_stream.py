@@ -163,10 +163,7 @@ class WorkerStream:
         )
 
     def record_batch(self, batch: Apply, report: IngestReport) -> None:
-        """Record a batch of events that was applied to the index: its counts, its time, and the stream's position.
-
-        `report`: what the batch changed in the index.
-        """
+        """Record a batch of events that was applied to the index. `report`: what the batch changed there."""
         is_first_batch = self.last_seq is None and self.wrong_rank is None
         if is_first_batch and not self.is_only_rank:
             self._check_rank(decode_batch_rank(batch.payload))
@@ -236,10 +233,7 @@ class WorkerStream:
                 self.problems.append(reason)
 
     def to_json(self, state: StreamState | None, groups: list[dict[str, object]]) -> dict[str, Any]:
-        """Return the stream's state as JSON values for the `/workers` page.
-
-        `state`: state of the connection. `groups`: block groups that the index has of the stream.
-        """
+        """Return the stream as JSON values for `/workers`. `groups`: block groups that the index has of it."""
         return {
             "rank": self.rank,
             "endpoint": self.source.endpoint,

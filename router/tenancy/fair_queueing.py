@@ -1,9 +1,5 @@
 """Start-time fair queueing (Goyal et al., 1996) between waiting queues, in predicted seconds.
 
-The queue with the fewest served seconds sends the next request, and is charged the predicted time of that request
-divided by the queue's share. A queue that begins to wait starts at the virtual time, the served seconds of the queue
-that sent last: it saves up nothing while idle and pays nothing for requests that it sent while no other queue waited.
-
 Invariants: the served seconds of two queues that always wait differ by at most one request of each. A queue that asks
 for less than its share never waits for more than one request of every other queue.
 """
@@ -35,10 +31,9 @@ class StartTimeFairQueueing:
         return max(self._served_s_by_queue.get(queue, 0.0), self._virtual_time_s)
 
     def charge(self, queue: str, request_s: float, waiting_queues: Iterable[str]) -> None:
-        """Charge a queue for a request that it sent, and advance the virtual time.
+        """Charge a queue for a request that it sent, and advance the virtual time to the fewest served seconds.
 
-        `request_s`: predicted time of the request, divided by the queue's share. `waiting_queues`: queues with waiting
-        requests.
+        `request_s`: predicted time of the request, divided by the queue's share. `waiting_queues`: all that wait.
         """
         served_s = self.get_served_s(queue)
         fewest_served_s = min([served_s, *map(self.get_served_s, waiting_queues)])
@@ -47,7 +42,7 @@ class StartTimeFairQueueing:
         if len(self._served_s_by_queue) > MAX_QUEUES:
             # Queues that are not ahead of the virtual time start there anyway, so they need no entry.
             self._served_s_by_queue = {
-                name: served_s for name, served_s in self._served_s_by_queue.items() if served_s > self._virtual_time_s
+                name: total_s for name, total_s in self._served_s_by_queue.items() if total_s > self._virtual_time_s
             }
 
     def reset(self) -> None:
