@@ -122,7 +122,7 @@ def call_directory(method: Any, *args: Any, **kwargs: Any) -> Any:
 def wait_until(directory: Any, timeout_s: float, is_done: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Poll the fleet's status until `is_done(status)`, and return that status. New events are printed meanwhile.
 
-    `directory`: actor that knows the status. Prints the status and raises ClickException after `timeout_s`.
+    `directory`: Ray actor that manages the fleet. Prints the status and raises ClickException after `timeout_s`.
     """
     deadline_s = time.monotonic() + timeout_s
     last_printed_s = time.time() - 1.0  # the command that is waited for may have caused events already

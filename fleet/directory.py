@@ -146,7 +146,7 @@ class DirectoryActor:
             }  # fmt: skip
 
     def _describe_member(self, member: Member, now: float) -> dict[str, Any]:
-        """Return a member's row in `fleet status`: its place, phase and address, and the load of a worker."""
+        """Return the row of a worker or router in `fleet status`: its node, phase and address, and a worker's load."""
         report = self._get_report(member)
         row: dict[str, Any] = {
             "name": member.name, "kind": member.kind.value, "slot": member.slot, "revision": member.revision,
@@ -180,7 +180,7 @@ class DirectoryActor:
         return dict(counts)
 
     def _run(self) -> None:
-        """Run passes of `_run_once` for ever, with pauses until new reports come. The directory's thread runs this."""
+        """Keep the fleet as wanted, for ever: do what is due, then wait until workers and routers have reported."""
         while True:
             try:
                 with self._lock:
@@ -198,7 +198,7 @@ class DirectoryActor:
                 os._exit(1)  # otherwise the actor would live on without this thread
 
     def _run_once(self, now: float) -> None:
-        """Read the members' reports that have come, start and stop members by the plan, and ask for further reports."""
+        """Read reports of the members (workers and routers), start and stop members by the plan, ask for new reports."""
         state = self._state
         self._read_reports(now)
         self._limit_waits_for_room(now)
@@ -228,7 +228,7 @@ class DirectoryActor:
         log.info("%s", text)
 
     def _start_member(self, action: StartAction, now: float) -> None:
-        """Start the actor of a new member, which starts the program on a node that Ray chooses.
+        """Start the actor of a new member (worker or router), which starts the program on a node that Ray chooses.
 
         The member is saved before its actor is made, so that a restarted directory never misses an actor.
         """
@@ -329,7 +329,7 @@ class DirectoryActor:
                 self._read_report(self._state.member_by_name[name], call, now)
 
     def _read_report(self, member: Member, call: Any, now: float) -> None:
-        """Record the report of a member: the state of its program, and its events.
+        """Record the report of a member (worker or router): the state of its program, and its events.
 
         `call`: Ray's handle of the finished call that returned the report. If the member's code raised an error, the
         member stays as it is. If its actor has died, the member is removed, and the next plan starts another one.
@@ -430,7 +430,7 @@ class DirectoryActor:
     def _is_settled(self) -> bool:
         """Return whether the fleet is as wanted: nothing is left to start, replace or stop.
 
-        Every wanted member is up, answers and has the right revision, and every router finds all engines up.
+        Every wanted worker and router is up, answers and has the right revision, and every router finds all workers up.
         """
         targets = self._state.target_by_kind
         members = list(self._state.member_by_name.values())

@@ -88,7 +88,7 @@ def main(command: list[str]) -> int:
     stdin is a pipe from the process that wants the program. If the pipe closes, that process has died, and the program
     is killed with all its descendants. SIGTERM and SIGINT are passed on to the program as SIGTERM.
     """
-    LIBC.prctl(SUBREAPER, 1, 0, 0, 0)
+    LIBC.prctl(SUBREAPER, 1, 0, 0, 0)  # orphaned descendants become children of this process
     signal_pipe = open_signal_pipe()
     guard_pid = os.getpid()
     program = subprocess.Popen(

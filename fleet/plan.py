@@ -85,7 +85,7 @@ Action = StartAction | PhaseChange
 def plan_actions(
     target_by_kind: Mapping[MemberKind, MemberTarget], members: Sequence[Member], drain_timeout_s: float, now: float
 ) -> list[Action]:
-    """Return the members to start, drain and stop now, so that the fleet comes nearer to its targets.
+    """Return the members (workers and routers) to start, drain and stop now, to bring the fleet nearer to its targets.
 
     `drain_timeout_s`: longest time that a member may take to finish its requests before it is stopped.
     """
@@ -121,7 +121,7 @@ def _plan_stops(
 def _plan_count_changes(
     kind: MemberKind, target: MemberTarget, members: Sequence[Member], stops: Sequence[PhaseChange]
 ) -> list[Action]:
-    """Return the removals, cancelled drains and starts that bring the members of a kind to their target.
+    """Return the removals, cancelled drains and starts that bring the workers, or the routers, to their target.
 
     Members are live while they start or are up. If the number of live ones is right and all are up, one member of an
     old revision is removed, and the next plan starts another in its slot. `stops`: stops that were planned already.

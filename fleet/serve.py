@@ -141,7 +141,7 @@ class BlockcastRouter(_Base):  # type: ignore[misc]
         return price_by_worker
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """Count a request that Ray Serve has just sent to a replica as load of that replica's worker."""
+        """Record that Ray Serve has sent a request to a replica, as load that the router does not know of yet."""
         request_id = _get_request_id(pending_request)
         prefill_s_by_worker = self._predicted_prefill_s_by_request.pop(request_id, {})
         replica = self._replicas.get(replica_id)
