@@ -198,7 +198,7 @@ class DirectoryActor:
                 os._exit(1)  # otherwise the actor would live on without this thread
 
     def _run_once(self, now: float) -> None:
-        """Read reports of the members (workers and routers), start and stop members by the plan, ask for new reports."""
+        """Read reports of workers and routers, start and stop them by the plan, and ask for further reports."""
         state = self._state
         self._read_reports(now)
         self._limit_waits_for_room(now)

@@ -144,7 +144,7 @@ class ProgramState(msgspec.Struct, frozen=True):
 
 @dataclass
 class ProgramRun:
-    """One run of a program, from its start to its end."""
+    """One run of a program under a guard process, from its start to its end."""
 
     launch: Launch
     process: subprocess.Popen[bytes]
@@ -154,7 +154,7 @@ class ProgramRun:
     """Last lines that the program wrote."""
 
     def wait_for_end(self) -> None:
-        """Forward the program's output until the program ends."""
+        """Forward the program's output until the program ends, then set `has_ended`."""
         assert self.process.stdin is not None
         output_thread = threading.Thread(target=self._forward_output, daemon=True)
         output_thread.start()
